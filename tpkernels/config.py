@@ -1,0 +1,92 @@
+"""The only reader of the process environment.
+
+``torchrun`` variables describe the job; the ``TPKERNELS_*`` variables are for people who cannot edit the program that
+calls us.  Everything else is an argument of the function it concerns.
+
+==========================  =========================================================================================
+``TPKERNELS_CACHE_DIR``     folder of measured calibrations (default: the platform's user cache folder)
+``TPKERNELS_CALIBRATE``     ``0``: "auto" uses built-in costs instead of measuring the group once (default ``1``)
+``TPKERNELS_NUM_CHUNKS``    forces the chunk count of the ``chunked`` implementation; must be equal on all ranks
+``TPKERNELS_NCCL_MAX_CTAS``  caps the CTAs of NCCL groups that :func:`tpkernels.init` creates, so that transfers leave
+                            the SMs to the GEMM (default: NCCL's own choice)
+==========================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Config", "TorchrunEnvironment", "load", "torchrun_environment"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of this process, read once per call of :func:`load`."""
+
+    cache_dir: Path
+    calibrate: bool
+    num_chunks: int | None
+    nccl_max_ctas: int | None
+
+
+@dataclass(frozen=True)
+class TorchrunEnvironment:
+    """What ``torchrun`` (or :func:`tpkernels.launch`) tells a rank about itself."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+def load(environ: Mapping[str, str] = os.environ) -> Config:
+    """Read the ``TPKERNELS_*`` variables.
+
+    Raises:
+        ValueError: a variable has a value that is not of its kind.
+    """
+    return Config(
+        cache_dir=Path(environ.get("TPKERNELS_CACHE_DIR") or _default_cache_dir(environ)),
+        calibrate=_flag(environ, "TPKERNELS_CALIBRATE", default=True),
+        num_chunks=_positive(environ, "TPKERNELS_NUM_CHUNKS"),
+        nccl_max_ctas=_positive(environ, "TPKERNELS_NCCL_MAX_CTAS"),
+    )
+
+
+def torchrun_environment(environ: Mapping[str, str] = os.environ) -> TorchrunEnvironment | None:
+    """The rank's place in the job, or None in a process that no launcher started."""
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    return TorchrunEnvironment(
+        rank=rank,
+        local_rank=int(environ.get("LOCAL_RANK", rank)),
+        world_size=world_size,
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+    )
+
+
+def _default_cache_dir(environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "tpkernels"
+
+
+def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = environ.get(name)
+    if value is None or value == "":
+        return default
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def _positive(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name)
+    if value is None or value == "":
+        return None
+    if not value.isdecimal() or int(value) == 0:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)

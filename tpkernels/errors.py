@@ -1,0 +1,59 @@
+"""Exceptions raised by tpkernels.
+
+Bad arguments raise :class:`ValueError` before anything is sent.  Everything below is about a *group*: what one rank
+alone cannot know or repair.  Each message names the rank, the operation, the call number on the group, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "TpKernelsError",
+    "UnsupportedProblem",
+    "CommunicationError",
+    "GroupMismatch",
+    "PeerLost",
+    "CollectiveTimeout",
+    "GroupPoisoned",
+]
+
+
+class TpKernelsError(RuntimeError):
+    """Base class of every error that tpkernels raises besides ``ValueError``."""
+
+
+class UnsupportedProblem(TpKernelsError, ValueError):
+    """A forced ``implementation=`` cannot run this problem; the message lists every implementation's reason."""
+
+
+class CommunicationError(TpKernelsError):
+    """A collective failed.  The group is poisoned: each later call on it raises at once, a new group works."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        """Group ranks that the message blames."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), str(self), self.ranks))
+
+
+class GroupMismatch(CommunicationError):
+    """Ranks of one group called different operations, shapes or dtypes, or one of them refused its arguments."""
+
+
+class PeerLost(CommunicationError):
+    """A peer process died or cannot be reached any more."""
+
+
+class CollectiveTimeout(CommunicationError):
+    """Every peer is alive, but at least one did not arrive within the group's timeout."""
+
+
+class GroupPoisoned(CommunicationError):
+    """The group failed earlier; the message carries the first failure."""
+
+
+def _rebuild(cls: type[CommunicationError], message: str, ranks: tuple[int, ...]) -> CommunicationError:
+    return cls(message, ranks=ranks)
