@@ -1,0 +1,277 @@
+"""One local rank: what runs inside its process, and how its parent sees it.
+
+Owns: the rank's environment, its command loop, and `RankProcess`, the parent's handle (process, command socket, and
+the pipe through which stacks come). `launch.py` builds teams out of these.
+
+Assumes: Linux. A rank registers SIGUSR1 to show its Python stacks.
+
+Refuses: to block the parent. The parent's ends are non-blocking, and a dead rank is seen through its process handle.
+Only an idle rank waits without a limit, for its parent, and the kernel ends it when the parent dies
+(PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import textwrap
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.errors import TpKernelsError
+
+MASTER_ADDR = "127.0.0.1"
+STOP_TIMEOUT_S = 30.0  # destroying groups and leaving the interpreter
+_PR_SET_PDEATHSIG = 1
+_FRAME = struct.Struct("<Q")
+
+
+class RankDied(TpKernelsError):
+    """A rank's process ended before it answered."""
+
+
+class RankStuck(TpKernelsError):
+    """A rank was still running when its time was over; the message holds its Python stack."""
+
+
+class RankRaised(TpKernelsError):
+    """Stands in for a rank's exception that cannot travel between processes (it does not pickle)."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank that did not return: what happened in one line, the exception, and its traceback or stack."""
+
+    rank: int
+    summary: str
+    exception: BaseException
+    details: str
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """Everything a rank needs before it runs anything."""
+
+    rank: int
+    world_size: int
+    master_port: int
+    parent_pid: int
+    cores: tuple[int, ...]  # to pin to; empty leaves the affinity alone
+    num_threads: int
+    exit_on_failure: bool
+
+
+# ---------------------------------------------------------------- in the rank
+
+
+def write_rank_environment(setup: RankSetup) -> None:
+    """Tell torch.distributed (env://) who this process is. The only place that writes the environment."""
+    os.environ.update(
+        RANK=str(setup.rank),
+        LOCAL_RANK=str(setup.rank),
+        WORLD_SIZE=str(setup.world_size),
+        LOCAL_WORLD_SIZE=str(setup.world_size),
+        MASTER_ADDR=MASTER_ADDR,
+        MASTER_PORT=str(setup.master_port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store instead of hosting one in rank 0
+    )
+    # All ranks are on this machine: a host name that resolves to a dead interface must not matter.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the request took effect
+        os._exit(1)
+
+
+def _rank_main(setup: RankSetup, commands: Connection, stacks: Connection) -> None:
+    _die_with_parent(setup.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank quietly, even inside a blocking C++ wait
+    faulthandler.enable(file=stacks.fileno())
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
+    write_rank_environment(setup)
+    if setup.cores:
+        os.sched_setaffinity(0, setup.cores)
+    torch.set_num_threads(setup.num_threads)
+    _serve(commands.fileno(), setup)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _serve(fd: int, setup: RankSetup) -> None:
+    """Answer calls until told to stop (an empty frame)."""
+    _write_frame(fd, pickle.dumps((True, b"ready")))
+    while request := _read_frame(fd):
+        try:
+            sys_path, call = pickle.loads(request)
+            sys.path[:] = sys_path  # the parent may have learnt of new modules since this rank started
+            fn, args = pickle.loads(call)
+            reply = pickle.dumps((True, pickle.dumps(fn(*args))))
+        except BaseException as error:  # noqa: BLE001 - whatever a rank raises, SystemExit included, is its answer
+            reply = pickle.dumps((False, pickle.dumps(_describe_exception(setup.rank, error))))
+            _flush()
+            _write_frame(fd, reply)
+            if setup.exit_on_failure:
+                os._exit(1)  # at once: peers that wait for this rank then see closed connections
+            continue
+        _flush()
+        _write_frame(fd, reply)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _describe_exception(rank: int, error: BaseException) -> RankFailure:
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    first_line = message.strip().partition("\n")[0]
+    details = "".join(
+        traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    )
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - any failure to travel means the same: send a stand-in
+        error = RankRaised(message)
+    return RankFailure(rank, f"rank {rank} raised {textwrap.shorten(first_line, 240)}", error, details)
+
+
+def _read_frame(fd: int) -> bytes:
+    """A whole frame; empty when told to stop or when the parent is gone."""
+    size = _FRAME.unpack(header)[0] if len(header := _read_exactly(fd, _FRAME.size)) == _FRAME.size else 0
+    return _read_exactly(fd, size)
+
+
+def _read_exactly(fd: int, size: int) -> bytes:
+    # Unbounded on purpose: an idle rank waits for its parent, and dies with it.
+    received = bytearray()
+    while len(received) < size:
+        piece = os.read(fd, min(size - len(received), 1 << 20))
+        if not piece:
+            return b""
+        received += piece
+    return bytes(received)
+
+
+def _write_frame(fd: int, body: bytes) -> None:
+    view = memoryview(_FRAME.pack(len(body)) + body)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+# ---------------------------------------------------------------- in the parent
+
+
+class RankProcess:
+    """One rank as its parent sees it: the process, its command socket, and the pipe its stacks come through."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.rank = setup.rank
+        self._commands, child_commands = context.Pipe(duplex=True)
+        self._stacks, child_stacks = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_rank_main, args=(setup, child_commands, child_stacks), name=f"tpkernels-rank{setup.rank}"
+        )
+        self.process.start()
+        child_commands.close()  # the rank now holds the only other end: its death closes the connection
+        child_stacks.close()
+        self._inbox = bytearray()
+        self._stack_text = bytearray()
+        self._open = {self._commands.fileno(): self._inbox, self._stacks.fileno(): self._stack_text}
+        for fd in self._open:
+            os.set_blocking(fd, False)
+
+    def send(self, body: bytes, deadline: float) -> None:
+        """Send a frame; a rank that is dead is noticed by whoever collects its answer."""
+        view = memoryview(_FRAME.pack(len(body)) + body)
+        poller = select.poll()
+        poller.register(self._commands.fileno(), select.POLLOUT)
+        while view:
+            if not poller.poll(min(max(0.0, deadline - time.monotonic()), 60.0) * 1000):
+                return  # it does not read: it will be reported as stuck, with its stack
+            try:
+                view = view[os.write(self._commands.fileno(), view) :]
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+    def watched(self) -> list[int]:
+        """File descriptors that become readable when something happened to this rank."""
+        return [*self._open, self.process.sentinel]
+
+    def drain(self) -> None:
+        for fd, buffer in list(self._open.items()):
+            try:
+                while piece := os.read(fd, 1 << 20):
+                    buffer += piece
+                del self._open[fd]
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                del self._open[fd]
+
+    def take_frame(self) -> bytes | None:
+        if len(self._inbox) < _FRAME.size:
+            return None
+        end = _FRAME.size + int(_FRAME.unpack_from(self._inbox)[0])
+        if len(self._inbox) < end:
+            return None
+        frame = bytes(memoryview(self._inbox)[_FRAME.size : end])
+        del self._inbox[:end]
+        return frame
+
+    def has_ended(self) -> bool:
+        return self.process.exitcode is not None
+
+    def death(self, when: str) -> RankFailure:
+        """Report of a rank whose process has ended."""
+        self.drain()
+        code = self.process.exitcode
+        how = f"exited with code {code}" if code is None or code >= 0 else f"died by {_signal_name(-code)}"
+        summary = f"rank {self.rank} {how} {when}"
+        return RankFailure(self.rank, summary, RankDied(summary), self._stack_text.decode(errors="replace"))
+
+    def ask_for_stack(self) -> None:
+        if not self.has_ended():
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+
+    def stuck(self, why: str) -> RankFailure:
+        summary = f"rank {self.rank} {why}"
+        details = self._stack_text.decode(errors="replace")
+        return RankFailure(self.rank, summary, RankStuck(f"{summary}\n{details}"), details)
+
+    def kill(self) -> None:
+        if not self.has_ended():
+            self.process.kill()
+
+    def close(self) -> None:
+        """Free the process handle; the process has been killed or has ended, so this join is short."""
+        self.process.join(STOP_TIMEOUT_S)
+        if self.has_ended():
+            self.process.close()
+        self._commands.close()
+        self._stacks.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"
