@@ -68,9 +68,17 @@ class RankTeam:
     stays for further calls (`tpkernels.testing.WorkerPool`).
     """
 
-    def __init__(self, nproc: int, *, pin: bool, exit_on_failure: bool, deadline: float = math.inf) -> None:
+    def __init__(
+        self,
+        nproc: int,
+        *,
+        pin: bool,
+        exit_on_failure: bool,
+        num_threads: int | None = None,
+        deadline: float = math.inf,
+    ) -> None:
         self.ranks: list[RankProcess] = []
-        self.store = dist.TCPStore(
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]
             MASTER_ADDR, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT_S)
         )
         cores = sorted(os.sched_getaffinity(0))
@@ -79,7 +87,7 @@ class RankTeam:
         try:
             for rank in range(nproc):
                 own = tuple(cores[rank * share : (rank + 1) * share]) if pinned else ()
-                setup = RankSetup(rank, nproc, self.store.port, os.getpid(), own, share, exit_on_failure)
+                setup = RankSetup(rank, nproc, self.store.port, os.getpid(), own, num_threads or share, exit_on_failure)
                 self.ranks.append(RankProcess(setup))
             ready = self._collect(min(deadline, time.monotonic() + START_TIMEOUT_S), 0.0, True, "while starting")
         except BaseException:

@@ -58,6 +58,7 @@ class RankFailure:
     summary: str
     exception: BaseException
     details: str
+    answered: bool = False  # it raised, so its process is alive and waits for the next call
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _describe_exception(rank: int, error: BaseException) -> RankFailure:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - any failure to travel means the same: send a stand-in
         error = RankRaised(message)
-    return RankFailure(rank, f"rank {rank} raised {textwrap.shorten(first_line, 240)}", error, details)
+    return RankFailure(rank, f"rank {rank} raised {textwrap.shorten(first_line, 240)}", error, details, answered=True)
 
 
 def _read_frame(fd: int) -> bytes:

@@ -1,0 +1,71 @@
+"""Layers, options and the ranks that tests run on.
+
+Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (ranks in network namespaces; root),
+`gpu`, `multi_gpu`. A layer that this machine cannot run is skipped with the reason. `--full` asks for full counts
+(`full` fixture) where a test by default takes a sample.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tpkernels.testing.spawn import Pools
+
+LAYERS = {
+    "cpu": "no process group",
+    "gloo": "two to four real ranks on this machine over gloo",
+    "netns": "ranks in network namespaces joined by rate-limited links; needs root and iproute2",
+    "gpu": "one CUDA device",
+    "multi_gpu": "at least two CUDA devices",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="full counts where tests by default take a sample")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in LAYERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def missing_for(layer: str) -> str | None:
+    """Why this machine cannot run a layer, or None."""
+    if layer == "netns":
+        if os.geteuid() != 0:
+            return "network namespaces need root"
+        if shutil.which("ip") is None:
+            return "network namespaces need iproute2 (`ip`)"
+    if layer in ("gpu", "multi_gpu"):
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        needed = 2 if layer == "multi_gpu" else 1
+        if devices < needed:
+            return f"needs {needed} CUDA device(s), found {devices}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {layer: missing_for(layer) for layer in LAYERS}
+    for item in items:
+        for layer, reason in reasons.items():
+            if reason and item.get_closest_marker(layer):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """True when the run asks for full counts."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    """`ranks(3).run(fn, *args)` runs fn on three persistent ranks and returns their results."""
+    pools = Pools()
+    yield pools
+    pools.close()

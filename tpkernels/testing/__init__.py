@@ -1,0 +1,5 @@
+"""Prove a tensor-parallel swap: ranks for tests, elementwise fp64 bounds, distinct payloads, seeded faults.
+
+Public on purpose: users check their own models and kernels with what this project checks itself with.
+`spawn` runs functions on persistent ranks, `numeric` judges values, `faults` shows that the judge is awake.
+"""
