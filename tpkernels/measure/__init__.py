@@ -1,0 +1,1 @@
+"""Measuring: timing, the benchmark, timelines, and a network lab to measure in."""
