@@ -22,6 +22,7 @@ PAYLOAD_BYTES = 2_500_000
 
 @pytest.fixture(scope="module")
 def lab_possible() -> None:
+    # More than the layer's own check: this one builds a probe namespace.
     reason = netlab.unavailable_reason()
     if reason is not None:
         pytest.skip(f"network lab: {reason}")
@@ -62,6 +63,7 @@ def _rank_and_hosts() -> tuple[int, int, list[str], int]:
     return dist.get_rank(), dist.get_world_size(), interfaces, torch.get_num_threads()
 
 
+@pytest.mark.netns
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_values_come_back_by_rank_and_every_rank_is_alone_on_its_host(lab_possible: None, nproc: int) -> None:
     results = netlab.run_in_netlab(_rank_and_hosts, nproc, timeout=60)
@@ -84,6 +86,7 @@ def _seconds_to_send_one_way() -> float:
     return sorted(times)[1]
 
 
+@pytest.mark.netns
 @pytest.mark.parametrize("rate", ["100mbit", "400mbit"])
 def test_the_link_carries_its_rate_and_no_more(lab_possible: None, rate: str) -> None:
     lab = netlab.Netlab(2, rate=rate, sample_interval_s=0.005)
@@ -114,6 +117,7 @@ def _round_trip_seconds() -> float:
     return min(times)
 
 
+@pytest.mark.netns
 def test_a_delay_is_added_to_every_trip_or_its_absence_is_explained(lab_possible: None) -> None:
     try:
         seconds = netlab.run_in_netlab(_round_trip_seconds, 2, delay="5ms", timeout=60)
@@ -130,6 +134,7 @@ def _fail_on_rank_one() -> None:
     dist.barrier()
 
 
+@pytest.mark.netns
 def test_the_failing_rank_is_named_with_its_traceback(lab_possible: None) -> None:
     with pytest.raises(netlab.NetlabError, match=r"rank 1 failed(.|\n)*_fail_on_rank_one(.|\n)*KeyError: 'the cause'"):
         netlab.run_in_netlab(_fail_on_rank_one, 2, timeout=60)
@@ -142,6 +147,7 @@ def _die_on_rank_zero() -> None:
     time.sleep(60)
 
 
+@pytest.mark.netns
 def test_a_rank_that_dies_is_named_without_waiting_for_the_others(lab_possible: None) -> None:
     start = time.monotonic()
     with pytest.raises(netlab.NetlabError, match="rank 0 died with exit code -9"):
@@ -154,6 +160,7 @@ def _hang_on_rank_one() -> None:
         time.sleep(60)
 
 
+@pytest.mark.netns
 def test_a_rank_that_hangs_is_named_when_the_time_is_over(lab_possible: None) -> None:
     with pytest.raises(netlab.NetlabError, match="rank 1 did not report 'done'"):
         netlab.run_in_netlab(_hang_on_rank_one, 2, timeout=2)
@@ -206,6 +213,7 @@ def _session_members(session: int) -> list[int]:
     return members
 
 
+@pytest.mark.netns
 def test_sigkill_of_the_parent_leaves_no_process_no_namespace_and_no_veth(lab_possible: None, tmp_path: Path) -> None:
     interfaces_before = _interfaces_here()
     named_before = set(os.listdir("/run/netns")) if os.path.isdir("/run/netns") else set()

@@ -1,0 +1,75 @@
+"""Candidates take turns, are verified first, and each repeat counts as its slowest rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tpkernels.measure.timing import Measurement, measure
+
+
+def test_candidates_take_turns_and_the_order_rotates() -> None:
+    calls: list[str] = []
+    measure({name: lambda name=name: calls.append(name) for name in "abc"}, repeats=3, warmup=1)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_every_candidate_is_verified_before_any_is_timed() -> None:
+    seen: list[tuple[str, object]] = []
+    calls: list[str] = []
+
+    def verify(name: str, result: object) -> None:
+        seen.append((name, result))
+        if result == "wrong":
+            raise AssertionError(name)
+
+    with pytest.raises(AssertionError, match="bad"):
+        measure(
+            {"good": lambda: calls.append("good") or "right", "bad": lambda: calls.append("bad") or "wrong"},
+            verify=verify,
+        )
+    assert seen == [("good", "right"), ("bad", "wrong")]
+    assert calls == ["good", "bad"]
+
+
+def test_statistics_are_those_of_the_repeats() -> None:
+    measurement = Measurement("x", (0.005, 0.001, 0.002, 0.004, 0.003))
+    assert (measurement.median, measurement.best, measurement.worst) == (0.003, 0.001, 0.005)
+    assert measurement.interquartile_range == pytest.approx(0.002)
+    assert Measurement("x", (1.0,)).interquartile_range == 0.0
+    assert str(measurement) == "x: 3.000 ms (1.000..5.000, n=5)"
+
+
+def test_times_are_those_of_the_callable() -> None:
+    measured = measure({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, repeats=3, warmup=0)
+    assert 0.019 < measured["slow"].best < 0.2
+    assert measured["fast"].median < 0.005
+
+
+def test_nothing_to_time_and_no_repeats_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one callable"):
+        measure({})
+    with pytest.raises(ValueError, match=r"repeats \(0\)"):
+        measure({"a": lambda: None}, repeats=0)
+
+
+def _time_a_straggler() -> tuple[float, float]:
+    from datetime import timedelta
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    delay = 0.03 if dist.get_rank() == 1 else 0.0
+    measured = measure({"uneven": lambda: time.sleep(delay)}, repeats=3, warmup=0)["uneven"]
+    dist.destroy_process_group()
+    return measured.best, delay
+
+
+@pytest.mark.gloo
+def test_a_repeat_counts_as_its_slowest_rank() -> None:
+    from tpkernels.comm.launch import launch
+
+    results = launch(_time_a_straggler, 2, timeout=120)
+    assert [delay for _, delay in results] == [0.0, 0.03]
+    assert all(best >= 0.029 for best, _ in results)
+    assert results[0][0] == results[1][0]

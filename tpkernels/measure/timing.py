@@ -1,0 +1,119 @@
+"""Timing several ways of doing one thing so that the comparison means something.
+
+Owns: interleaving, warm-up, the barrier before each call, and the statistics.
+Assumes: every rank of `group` calls `measure` with the same names in the same order.
+Refuses: comparing times from two runs. Candidates take turns within one run and the order rotates, so that a machine
+that slows down, or a neighbour that wakes up, hits all of them; each repeat counts as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds per repeat, each the maximum across ranks, in the order in which they were taken."""
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def worst(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def interquartile_range(self) -> float:
+        if len(self.seconds) < 2:
+            return 0.0
+        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return upper - lower
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.median * 1e3:.3f} ms "
+            f"({self.best * 1e3:.3f}..{self.worst * 1e3:.3f}, n={len(self.seconds)})"
+        )
+
+
+def measure(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int = 7,
+    warmup: int = 2,
+    verify: Callable[[str, object], None] | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Measurement]:
+    """Time every candidate `repeats` times, taking turns; see the module docstring for what is guarded against.
+
+    verify: called with each candidate's name and result before anything is timed; it raises on a wrong result.
+    On a CUDA `device` the time is between two events on the current stream, host work included only where the device
+    waits for it.
+    Raises: ValueError for no candidates or fewer than one repeat.
+    """
+    if not candidates:
+        raise ValueError("candidates must hold at least one callable to time")
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"repeats ({repeats}) must be at least 1 and warmup ({warmup}) at least 0")
+    clock = _cuda_seconds if torch.device(device).type == "cuda" else _host_seconds
+    if verify is not None:
+        for name, candidate in candidates.items():
+            verify(name, candidate())
+    names = list(candidates)
+    for _ in range(warmup):
+        for name in names:
+            candidates[name]()
+    mine: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            _barrier(group)
+            mine[name].append(clock(candidates[name]))
+    slowest = _maximum_over_ranks([mine[name] for name in names], group, device)
+    return {name: Measurement(name, tuple(row)) for name, row in zip(names, slowest, strict=True)}
+
+
+def _host_seconds(candidate: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    candidate()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(candidate: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    candidate()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _barrier(group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def _maximum_over_ranks(
+    rows: list[list[float]], group: dist.ProcessGroup | None, device: torch.device | str
+) -> list[list[float]]:
+    if not dist.is_initialized():
+        return rows
+    table = torch.tensor(rows, dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+    return [[float(value) for value in row] for row in table.tolist()]
