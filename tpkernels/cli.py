@@ -1,0 +1,178 @@
+"""The `tpkernels` command: demo, bench, explain, doctor.
+
+Owns the command line's shape, its exit codes and how errors look: 0 done, 1 something failed, 2 bad arguments, 130
+Ctrl-C. Every subcommand starts its own local ranks, or joins a job that `torchrun` started. Assumes nothing about the
+machine; what a subcommand needs is imported when that subcommand runs, so that `--help` and a missing optional package
+cost and break nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tpkernels.errors import TpKernelsError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["main"]
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+RANK_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand; `load` imports it and returns how to declare its arguments and how to run it."""
+
+    name: str
+    help: str
+    load: Callable[[], tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser = _parser(chosen=next((a for a in arguments if not a.startswith("-")), None))
+        options = parser.parse_args(arguments)
+    except ModuleNotFoundError as error:
+        return _missing_module(error)
+    if options.traceback:
+        return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        print("tpkernels: interrupted", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as error:
+        return _missing_module(error)
+    except (TpKernelsError, ValueError, OSError) as error:
+        message, code = _explain_error(error)
+        print(f"tpkernels {options.command}: {message}\n(--traceback shows where)", file=sys.stderr)
+        return code
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The whole command line, of which only the chosen subcommand's part is loaded."""
+    from tpkernels import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="tpkernels", description="Tensor-parallel linear layers whose communication hides behind the GEMM."
+    )
+    parser.add_argument("--version", action="version", version=f"tpkernels {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for command in COMMANDS:
+        sub = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        sub.add_argument("--traceback", action="store_true", help="show Python tracebacks of errors")
+        if command.name == chosen:
+            add_arguments, run = command.load()
+            add_arguments(sub)
+            sub.set_defaults(run=run)
+    return parser
+
+
+def _explain_error(error: Exception) -> tuple[str, int]:
+    """What to tell the user about an error, and the exit code. Of a failed rank, its own message counts."""
+    from tpkernels.comm.launch import LaunchError
+
+    if isinstance(error, LaunchError) and error.failures:
+        first = error.failures[0]
+        known = isinstance(first.exception, TpKernelsError | ValueError)
+        message = f"rank {first.rank}: {first.exception}" if known else str(error)
+        return message, 2 if isinstance(first.exception, ValueError) else 1
+    return str(error), 2 if isinstance(error, ValueError) else 1
+
+
+def _missing_module(error: ModuleNotFoundError) -> int:
+    from tpkernels.doctor import how_to_install
+
+    print(f"tpkernels: the package {error.name!r} is missing. {how_to_install(error.name or '')}", file=sys.stderr)
+    return 1
+
+
+# --- demo, bench ------------------------------------------------------------------------------------------------------
+
+
+def _load_demo() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels import demo
+
+    return demo.add_arguments, demo.main
+
+
+def _load_bench() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels.measure import bench
+
+    return bench.add_arguments, bench.main
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def _load_explain() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    return _add_explain_arguments, _run_explain
+
+
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", nargs="?", choices=FUSED_OPS, help="one op (default: all three)")
+    for name, default, meaning in (
+        ("m", 4096, "rows over the whole group"),
+        ("n", 4096, "output features over the whole group"),
+        ("k", 4096, "input features over the whole group"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
+    parser.add_argument("--nproc", type=int, default=2, help="local ranks to start (default 2; ignored under torchrun)")
+
+
+def _run_explain(options: argparse.Namespace) -> int:
+    from tpkernels import config
+    from tpkernels.comm.launch import launch
+
+    ops = (options.op,) if options.op else FUSED_OPS
+    question = (ops, options.m, options.n, options.k, options.dtype)
+    job = config.torchrun_environment()
+    if job is None:
+        text = launch(explain_on_rank, options.nproc, *question, timeout=RANK_TIMEOUT_S)[0]
+    else:
+        text = explain_on_rank(*question)
+    if job is None or job.rank == 0:
+        print(text)
+    return 0
+
+
+def explain_on_rank(ops: Sequence[str], m: int, n: int, k: int, dtype_name: str) -> str:
+    """One rank's part of `tpkernels explain`; public because ranks import it."""
+    import torch
+    import torch.distributed as dist
+
+    import tpkernels as tpk
+
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    mesh = tpk.init(timeout=RANK_TIMEOUT_S)
+    try:
+        return "\n\n".join(str(tpk.explain(op, m=m, n=n, k=k, dtype=dtype, group=mesh["tp"])) for op in ops)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def _load_doctor() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels import doctor
+
+    return doctor.add_arguments, doctor.main
+
+
+COMMANDS = (
+    Command("demo", "swap a pretrained model's linears for tensor-parallel ones, then train a small model", _load_demo),
+    Command("bench", "time GEMM only, communication only, unfused and fused for each op", _load_bench),
+    Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
+    Command("doctor", "what this machine offers, what is missing, and what to install", _load_doctor),
+)
