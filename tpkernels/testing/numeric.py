@@ -151,13 +151,14 @@ class Bounded:
         return Bounded(total.value, total.error + gemm)
 
     def activation(self, name: str | None, *, dtype: torch.dtype, input_rounded: bool = True) -> Bounded:
-        """f(x), not yet rounded. input_rounded: an implementation may round x to `dtype` first (the unfused one does)."""
+        """f(x), not yet rounded; with `input_rounded` x may have been rounded to `dtype`, as the unfused op does."""
         if name is None:
             return self
+        first = _activation_bounds(name).first
+        if name == "relu":  # rounding before or after it is the same, so the caller's rounding is the only one
+            return Bounded(_activate(self.value, name), first * self.error)
         x = self.rounded(dtype) if input_rounded else self
-        evaluation = 0.0 if name == "relu" else 4 * _accumulation_eps(dtype)
-        error = _activation_bounds(name).first * x.error + evaluation * x.largest
-        return Bounded(_activate(x.value, name), error)
+        return Bounded(_activate(x.value, name), first * x.error + 4 * _accumulation_eps(dtype) * x.largest)
 
     def activation_gradient(self, name: str | None, dy: Tensor | Bounded, *, dtype: torch.dtype) -> Bounded:
         """dy * f'(x), not yet rounded, for the x that this is; x may have been rounded to `dtype` in between."""
