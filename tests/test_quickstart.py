@@ -270,7 +270,7 @@ def test_a_half_made_environment_is_made_anew(
     monkeypatch.setattr(module, "run", run)
     assert module.main(["doctor"]) == 7
     state = checkout.state
-    assert state["adopted"] is False and state["running"] is None
+    assert not debris.exists() and state["adopted"] is False and state["running"] is None
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

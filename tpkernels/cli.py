@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
 FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 RANK_TIMEOUT_S = 120.0
 
@@ -126,7 +126,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         ("k", 4096, "input features over the whole group"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default bf16")
     parser.add_argument("--nproc", type=int, default=2, help="local ranks to start (default 2; ignored under torchrun)")
 
 
@@ -135,7 +135,7 @@ def _run_explain(options: argparse.Namespace) -> int:
     from tpkernels.comm.launch import launch
 
     ops = (options.op,) if options.op else FUSED_OPS
-    question = (ops, options.m, options.n, options.k, options.dtype)
+    question = (ops, options.m, options.n, options.k, DTYPES[options.dtype])
     job = config.torchrun_environment()
     if job is None:
         text = launch(explain_on_rank, options.nproc, *question, timeout=RANK_TIMEOUT_S)[0]
