@@ -48,6 +48,13 @@ def test_times_are_those_of_the_callable() -> None:
     assert measured["fast"].median < 0.005
 
 
+def test_a_sample_of_several_calls_is_their_mean() -> None:
+    calls: list[int] = []
+    measured = measure({"a": lambda: (calls.append(1), time.sleep(0.005))}, repeats=2, warmup=0, calls_per_sample=4)
+    assert len(calls) == 8
+    assert 0.0049 < measured["a"].best < 0.02
+
+
 def test_nothing_to_time_and_no_repeats_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one callable"):
         measure({})

@@ -55,12 +55,14 @@ def measure(
     *,
     repeats: int = 7,
     warmup: int = 2,
+    calls_per_sample: int = 1,
     verify: Callable[[str, object], None] | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Measurement]:
     """Time every candidate `repeats` times, taking turns; see the module docstring for what is guarded against.
 
+    calls_per_sample: above 1, a sample is the mean over so many calls in a row (for calls of microseconds).
     verify: called with each candidate's name and result before anything is timed; it raises on a wrong result.
     On a CUDA `device` the time is between two events on the current stream, host work included only where the device
     waits for it.
@@ -68,8 +70,11 @@ def measure(
     """
     if not candidates:
         raise ValueError("candidates must hold at least one callable to time")
-    if repeats < 1 or warmup < 0:
-        raise ValueError(f"repeats ({repeats}) must be at least 1 and warmup ({warmup}) at least 0")
+    if repeats < 1 or warmup < 0 or calls_per_sample < 1:
+        raise ValueError(
+            f"repeats ({repeats}) and calls_per_sample ({calls_per_sample}) must be at least 1, "
+            f"warmup ({warmup}) at least 0"
+        )
     clock = _cuda_seconds if torch.device(device).type == "cuda" else _host_seconds
     if verify is not None:
         for name, candidate in candidates.items():
@@ -83,25 +88,27 @@ def measure(
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
             _barrier(group)
-            mine[name].append(clock(candidates[name]))
+            mine[name].append(clock(candidates[name], calls_per_sample))
     slowest = _maximum_over_ranks([mine[name] for name in names], group, device)
     return {name: Measurement(name, tuple(row)) for name, row in zip(names, slowest, strict=True)}
 
 
-def _host_seconds(candidate: Callable[[], object]) -> float:
+def _host_seconds(candidate: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
-    candidate()
-    return time.perf_counter() - start
+    for _ in range(calls):
+        candidate()
+    return (time.perf_counter() - start) / calls
 
 
-def _cuda_seconds(candidate: Callable[[], object]) -> float:
+def _cuda_seconds(candidate: Callable[[], object], calls: int) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
-    candidate()
+    for _ in range(calls):
+        candidate()
     end.record()
     torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return float(start.elapsed_time(end)) / 1e3 / calls
 
 
 def _barrier(group: dist.ProcessGroup | None) -> None:

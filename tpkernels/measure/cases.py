@@ -1,0 +1,247 @@
+"""The benchmark's problems: inputs, the ways of doing one fused op that are compared, and the judge of their results.
+
+Owns: for each fused op, the GEMM alone, its ideal transfer alone, what a user would write with torch, and ours.
+Assumes: every rank builds the same `Case` in the same order; inputs come from a seed, so each rank can form any
+other's and check its own result without communication.
+Refuses: timing anything whose result is not within the elementwise fp64 bound. Up to `_FULL_CHECK_FLOP` every row is
+checked, above it `_SAMPLED_ROWS` rows spread over all shards and chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import tpkernels as tpk
+from tpkernels import dispatch, partition
+from tpkernels.testing.numeric import Bounded
+
+FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+_FULL_CHECK_FLOP = 4e9
+_SAMPLED_ROWS = 192
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Global sizes: x is [M, K], the weight [N, K]; the op decides which of them is cut over the ranks."""
+
+    m: int
+    k: int
+    n: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip().lower())
+        if match is None or 0 in (sizes := tuple(int(size) for size in match.groups())):
+            raise ValueError(f"a shape is MxKxN with positive sizes, for example 4096x2048x8192; got {text!r}")
+        return cls(*sizes)
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n}"
+
+
+@dataclass
+class Case:
+    """One op on one shape, on this rank. Tensors are made when first asked for."""
+
+    op: str
+    shape: Shape
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+    device: torch.device
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.op not in FUSED_OPS:
+            raise ValueError(f"op must be one of {FUSED_OPS}, got {self.op!r}")
+        self.rank, self.world_size = self.group.rank(), self.group.size()
+
+    @property
+    def gathers(self) -> bool:
+        return self.op == "all_gather_matmul"
+
+    @cached_property
+    def row_sizes(self) -> tuple[int, ...]:
+        return partition.array_split_sizes(self.shape.m, self.world_size)
+
+    @cached_property
+    def problem(self) -> dispatch.Problem:
+        shape = self.shape
+        return dispatch.Problem(
+            self.op, shape.m, shape.n, shape.k, self.dtype, self.world_size, self.device.type,
+            dist.get_backend(self.group),
+        )  # fmt: skip
+
+    @cached_property
+    def _x_parts(self) -> list[Tensor]:
+        """Every rank's x: row shards when gathering, column shards when reducing."""
+        x = self._random(self.seed, self.shape.m)
+        if self.gathers:
+            return [part.contiguous() for part in x.split(list(self.row_sizes))]
+        return [part.contiguous() for part in partition.array_split(x, self.world_size, dim=1)]
+
+    @cached_property
+    def _weights(self) -> list[Tensor]:
+        weight = self._random(self.seed + 1, self.shape.n)
+        parts = partition.array_split(weight, self.world_size, dim=0 if self.gathers else 1)
+        return [part.contiguous() for part in parts]
+
+    def _random(self, seed: int, rows: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, self.shape.k, generator=generator).to(self.dtype)
+
+    @cached_property
+    def x(self) -> Tensor:
+        return self._x_parts[self.rank].to(self.device)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        return self._weights[self.rank].to(self.device)
+
+    @cached_property
+    def _whole_x(self) -> Tensor:
+        return torch.cat(self._x_parts).to(self.device) if self.gathers else self.x
+
+    # -- the ways of doing it --------------------------------------------------------------------------------------
+
+    def gemm_only(self) -> Tensor:
+        """The roof: the same arithmetic with everything already here."""
+        return F.linear(self._whole_x, self.weight)
+
+    def comm_only(self) -> None:
+        """The other roof: the payload crosses the wire once, point to point, all transfers posted at once.
+
+        An all-reduce needs two such rounds (every rank's partials to their owner, every owner's sum back).
+        """
+        for sends, received in self._rounds:
+            works = []
+            for peer in partition.peers_after(self.rank, self.world_size):
+                works += [(dist.irecv, received[peer], peer), (dist.isend, sends[peer], peer)]
+            operations = [
+                dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+                for operation, tensor, peer in works
+                if tensor.numel()
+            ]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+
+    @cached_property
+    def _rounds(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        width = self.shape.k if self.gathers else self.shape.n
+        shards = [torch.ones(rows, width, dtype=self.dtype, device=self.device) for rows in self.row_sizes]
+        mine = [shards[self.rank]] * self.world_size
+        spread = [torch.empty_like(shard) for shard in shards]
+        if self.gathers:
+            return [(mine, spread)]
+        collect = [torch.empty_like(shards[self.rank]) for _ in shards]
+        return [(shards, collect)] + ([(mine, spread)] if self.op == "matmul_all_reduce" else [])
+
+    @property
+    def torch_refusal(self) -> str | None:
+        """Why plain torch collectives cannot do this without padding, or None."""
+        if self.op != "matmul_all_reduce" and self.shape.m % self.world_size:
+            return f"M ({self.shape.m}) is not a multiple of the world size ({self.world_size})"
+        return None
+
+    def torch_baseline(self) -> Tensor:
+        """What a user writes without us."""
+        if self.gathers:
+            return F.linear(torch_all_gather(self.x, self.group), self.weight)
+        partial = F.linear(self.x, self.weight)
+        if self.op == "matmul_reduce_scatter":
+            return torch_reduce_scatter(partial, self.group)
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def ours(self, implementation: str) -> Callable[[], Tensor]:
+        group: Any = self.group
+        if self.gathers:
+            sizes = self.row_sizes
+            return lambda: tpk.all_gather_matmul(
+                self.x, self.weight, group, shard_sizes=sizes, implementation=implementation
+            )
+        fused = getattr(tpk, self.op)
+        return lambda: fused(self.x, self.weight, group, implementation=implementation)
+
+    def implementations(self) -> list[str]:
+        """Names that can run this problem, `unfused` first."""
+        able = [offer.name for offer in dispatch.implementations(self.op) if offer.refuses(self.problem) is None]
+        return sorted(able, key=lambda name: name != "unfused")
+
+    # -- the judge -------------------------------------------------------------------------------------------------
+
+    def verify(self, name: str, result: object) -> None:
+        """Raise `BoundExceeded` (an AssertionError) unless `result` is this rank's correct output."""
+        if name in ("gemm", "comm"):
+            return  # no output of the op
+        assert isinstance(result, Tensor)
+        bound = self._bound_of_torch if name == "torch" else self._bound
+        expected = (len(self._output_rows), bound.value.shape[1])
+        if tuple(result.shape) != expected:
+            raise AssertionError(f"{name}: shape {tuple(result.shape)}, expected {expected}")
+        bound.check(result[self._checked_rows.to(result.device)], f"{self.op} {self.shape} {name}")
+
+    @cached_property
+    def _output_rows(self) -> range:
+        """Which rows of the global result this rank returns."""
+        if self.op != "matmul_reduce_scatter":
+            return range(self.shape.m)
+        start = partition.offsets(self.row_sizes)[self.rank]
+        return range(start, start + self.row_sizes[self.rank])
+
+    @cached_property
+    def _checked_rows(self) -> Tensor:
+        count = len(self._output_rows)
+        flop = 2.0 * count * self.shape.n * self.shape.k / (self.world_size if self.gathers else 1)
+        if flop <= _FULL_CHECK_FLOP or count <= _SAMPLED_ROWS:
+            return torch.arange(count)
+        return torch.linspace(0, count - 1, _SAMPLED_ROWS).long()
+
+    @cached_property
+    def _bound(self) -> Bounded:
+        return self._sum_of_products(self._partials()).rounded(self.dtype)
+
+    @cached_property
+    def _bound_of_torch(self) -> Bounded:
+        """torch adds partials in the output's dtype, one rounding per rank, in an order of its own."""
+        if self.gathers or self.world_size <= 2:
+            return self._bound
+        unit = torch.finfo(self.dtype).eps / 2
+        magnitude = sum((a.double() @ b.double().T).abs() for a, b in self._partials())
+        return Bounded(self._bound.value, self._bound.error + (self.world_size - 2) * unit * magnitude)
+
+    def _partials(self) -> list[tuple[Tensor, Tensor]]:
+        rows = self._checked_rows + (self._output_rows.start if len(self._output_rows) else 0)
+        if self.gathers:
+            return [(torch.cat(self._x_parts)[rows], self._weights[self.rank])]
+        return [(x[rows], weight) for x, weight in zip(self._x_parts, self._weights, strict=True)]
+
+    def _sum_of_products(self, partials: list[tuple[Tensor, Tensor]]) -> Bounded:
+        xs, weights = zip(*partials, strict=True)
+        return Bounded.sum_of_products(xs, weights, dtype=self.dtype, partials_rounded=not self.gathers)
+
+
+def torch_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """torch's all-gather along dim 0, under its name of the day (2.13 renames it)."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    gather(whole, x, group=group)
+    return whole
+
+
+def torch_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """torch's reduce-scatter along dim 0, under its name of the day."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    scatter(mine, x, group=group)
+    return mine
