@@ -4,7 +4,6 @@
 calls us.  Everything else is an argument of the function it concerns.
 
 ==========================  =========================================================================================
-``TPKERNELS_CACHE_DIR``     folder of measured calibrations (default: the platform's user cache folder)
 ``TPKERNELS_CALIBRATE``     ``0``: "auto" uses built-in costs instead of measuring the group once (default ``1``)
 ``TPKERNELS_NUM_CHUNKS``    forces the chunk count of the ``chunked`` implementation; must be equal on all ranks
 ``TPKERNELS_NCCL_MAX_CTAS``  caps the CTAs of NCCL groups that :func:`tpkernels.init` creates, so that transfers leave
@@ -17,7 +16,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 __all__ = ["Config", "TorchrunEnvironment", "load", "torchrun_environment"]
 
@@ -26,7 +24,6 @@ __all__ = ["Config", "TorchrunEnvironment", "load", "torchrun_environment"]
 class Config:
     """Settings of this process, read once per call of :func:`load`."""
 
-    cache_dir: Path
     calibrate: bool
     num_chunks: int | None
     nccl_max_ctas: int | None
@@ -49,7 +46,6 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         ValueError: a variable has a value that is not of its kind.
     """
     return Config(
-        cache_dir=Path(environ.get("TPKERNELS_CACHE_DIR") or _default_cache_dir(environ)),
         calibrate=_flag(environ, "TPKERNELS_CALIBRATE", default=True),
         num_chunks=_positive(environ, "TPKERNELS_NUM_CHUNKS"),
         nccl_max_ctas=_positive(environ, "TPKERNELS_NCCL_MAX_CTAS"),
@@ -67,11 +63,6 @@ def torchrun_environment(environ: Mapping[str, str] = os.environ) -> TorchrunEnv
         world_size=world_size,
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
     )
-
-
-def _default_cache_dir(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "tpkernels"
 
 
 def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:

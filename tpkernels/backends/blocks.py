@@ -1,0 +1,170 @@
+"""Pieces that the c10d backends share: row-wise GEMMs into the whole, rows taken from it, the ordered sum.
+
+Rows of a chunk are consecutive in the shard but, for a sharded dimension that is not the first, fall into several
+*segments* of the whole; a few segments are computed in place, many small ones through one GEMM and an indexed copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm import timeline
+from tpkernels.ops.contract import activation_forward
+from tpkernels.partition import Layout
+
+__all__ = [
+    "Epilogue",
+    "accumulation_dtype",
+    "gemm",
+    "partial_rows",
+    "place_rows",
+    "reduce_rows",
+    "take_rows",
+]
+
+# Above this many segments per chunk, one GEMM plus an indexed copy beats a GEMM per segment.
+MAX_SEGMENTS_IN_PLACE = 4
+# The sum over ranks runs in blocks that stay in the second-level cache in fp32.
+REDUCE_BLOCK_ELEMENTS = 128 * 1024
+
+
+def gemm(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = x @ matrix + bias, written in place; ``bias`` is one row or a matrix of the shape of ``out``."""
+    if x.shape[0] == 0:
+        return
+    if bias is None:
+        torch.mm(x, matrix, out=out)
+    else:
+        torch.addmm(bias, x, matrix, out=out)
+
+
+class Epilogue:
+    """The outputs of one all-gather GEMM, filled row range by row range: GEMMs, biases, activation."""
+
+    def __init__(
+        self,
+        rows: int,
+        like: Tensor,
+        matrices: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: str | None,
+        keep_preactivation: bool,
+    ) -> None:
+        self.matrices, self.biases, self.activation = matrices, biases, activation
+        self.outs = [like.new_empty(rows, matrix.shape[1]) for matrix in matrices]
+        keep = keep_preactivation and activation is not None
+        self.preactivations = [torch.empty_like(out) for out in self.outs] if keep else []
+
+    def fill(self, x: Tensor, start: int) -> None:
+        """Compute the rows of the whole that begin at ``start`` from their gathered input rows ``x``."""
+        stop = start + x.shape[0]
+        for i, (matrix, bias) in enumerate(zip(self.matrices, self.biases, strict=True)):
+            out = self.outs[i][start:stop]
+            if self.activation is None:
+                gemm(x, matrix, out, bias)
+                continue
+            before = self.preactivations[i][start:stop] if self.preactivations else out
+            gemm(x, matrix, before, bias)
+            out.copy_(activation_forward(self.activation, before))
+
+    def fill_scattered(self, x: Tensor, index: Tensor) -> None:
+        """The same for rows that lie apart: ``index`` names the row of the whole of each row of ``x``."""
+        part = Epilogue(x.shape[0], x, self.matrices, self.biases, self.activation, bool(self.preactivations))
+        part.fill(x, 0)
+        for whole, rows in zip(
+            (*self.outs, *self.preactivations), (*part.outs, *part.preactivations), strict=True
+        ):
+            whole.index_copy_(0, index, rows)
+
+
+def place_rows(layout: Layout, rank: int, start: int, rows: Tensor, epilogue: Epilogue, whole: Tensor | None) -> None:
+    """Feed rows ``start..`` of the shard of ``rank`` to the epilogue, and keep them in ``whole`` if there is one."""
+    segments = layout.segments(rank, start, start + rows.shape[0])
+    if len(segments) > MAX_SEGMENTS_IN_PLACE:
+        index = _whole_index(layout, rank, start, start + rows.shape[0], rows.device)
+        epilogue.fill_scattered(rows, index)
+        if whole is not None:
+            whole.index_copy_(0, index, rows)
+        return
+    for segment in segments:
+        part = rows[segment.start - start : segment.stop - start]
+        epilogue.fill(part, segment.dst)
+        if whole is not None:
+            kept = whole[segment.dst : segment.dst + part.shape[0]]
+            if kept.data_ptr() != part.data_ptr():
+                kept.copy_(part)
+
+
+def take_rows(x: Tensor, layout: Layout, rank: int, start: int, stop: int) -> Tensor:
+    """Rows ``[start, stop)`` of the shard of ``rank``, taken from the whole ``x``; a view where they lie together."""
+    segments = layout.segments(rank, start, stop)
+    if len(segments) == 1:
+        return x[segments[0].dst : segments[0].dst + stop - start]
+    if not segments:
+        return x[:0]
+    return x.index_select(0, _whole_index(layout, rank, start, stop, x.device))
+
+
+def partial_rows(
+    xs: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    addend: Tensor | None,
+    layout: Layout,
+    owner: int,
+    start: int,
+    stop: int,
+    out: Tensor,
+) -> None:
+    """out = rows ``[start, stop)`` of what ``owner`` will sum: sum_i xs[i] @ matrices[i] + addend, restricted to it.
+
+    Several matrices accumulate in the dtype of ``out``, one rounding each, as autograd does for a tensor used twice.
+    """
+    bias = None
+    if layout.feature:
+        low, high = layout.columns(owner)
+        matrices = [matrix[:, low:high] for matrix in matrices]
+        if addend is not None:
+            bias = addend[start:stop, low:high]
+        parts = [x[start:stop] for x in xs]
+    else:
+        if addend is not None:
+            bias = take_rows(addend, layout, owner, start, stop)
+        parts = [take_rows(x, layout, owner, start, stop) for x in xs]
+    for part, matrix in zip(parts, matrices, strict=True):
+        gemm(part, matrix, out, bias)
+        bias = out
+
+
+def reduce_rows(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None) -> None:
+    """out = parts[0] + parts[1] + ... + bias, in this order, in the accumulation dtype, rounded once."""
+    rows, columns = out.shape
+    if out.numel() == 0:
+        return
+    wide = accumulation_dtype(out.dtype)
+    with timeline.span("reduce", "reduce"):
+        if len(parts) == 2 and bias is None:
+            torch.add(parts[0], parts[1], out=out)  # computes in fp32 and rounds once, for every dtype
+            return
+        step = max(1, REDUCE_BLOCK_ELEMENTS // max(1, columns))
+        for start in range(0, rows, step):
+            total = parts[0][start : start + step].to(wide, copy=True)
+            for part in parts[1:]:
+                total += part[start : start + step]
+            if bias is not None:
+                total += bias
+            out[start : start + step].copy_(total)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _whole_index(layout: Layout, rank: int, start: int, stop: int, device: torch.device) -> Tensor:
+    rows = torch.arange(start, stop, device=device)
+    block = layout.sizes[rank] * layout.inner
+    shift = sum(layout.sizes[:rank]) * layout.inner
+    stride = sum(layout.sizes) * layout.inner
+    return rows.div(block, rounding_mode="floor") * stride + shift + rows % block

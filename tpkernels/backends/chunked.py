@@ -1,0 +1,190 @@
+"""``chunked``: the collective in chunks, hidden behind the GEMM; any c10d group.
+
+All-gather: every chunk is posted at once, the local shard is multiplied first, then each chunk as it lands, straight
+into its rows of the output.  Reduce-scatter: the rows that other ranks own are computed first and leave chunk by chunk,
+our own rows last; partials are summed in fp32 in rank order.  On gloo the sockets' thread moves bytes while this
+thread computes; on CUDA the group's own stream does, with events between chunks.
+
+Costs memory: receive buffers of one shard per peer; the gathered tensor exists only if it was asked for.  The chunk
+count does not change results where the library's GEMM computes a row independently of how many rows there are, which
+holds for bf16 and integers in fp32 but not always for fp32 and fp64 in MKL (last bits differ).
+
+Ideas: decomposed collectives after Wang et al., "Overlap Communication with Dependent Computation via Decomposition"
+(ASPLOS 2023); local shard first and remote rows first after Flux (Chang et al., 2024).
+"""
+
+from __future__ import annotations
+
+from tpkernels import dispatch
+from tpkernels.backends.blocks import Epilogue, partial_rows, place_rows, reduce_rows
+from tpkernels.backends.exchange import PartialExchange, ShardExchange, whole_like
+from tpkernels.comm import timeline, transport
+from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.ops.contract import AllGatherMatmul, Context, Gathered, MatmulAllReduce, MatmulReduceScatter
+from tpkernels.partition import Layout, array_split_sizes, chunk_ranges
+
+import torch
+from torch import Tensor
+
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+
+# Below this size the whole partial goes to everybody: one message time instead of two.
+ONE_SHOT_BYTES = 256 * 1024
+
+
+def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
+    layout, group = call.layout, context.group
+    whole = whole_like(call.x, layout) if call.keep_whole or layout.feature else None
+    incoming = ShardExchange(context, call.x, layout, whole)
+    epilogue = Epilogue(
+        layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation
+    )
+    if layout.feature:
+        assert whole is not None
+        _multiply_complete_rows(context, call, incoming, epilogue, whole)
+    else:
+        with timeline.span("gemm local", "gemm", peer=group.rank):
+            place_rows(layout, group.rank, 0, call.x, epilogue, whole)
+        for peer, start, rows in incoming.arrivals():
+            with timeline.span("gemm", "gemm", peer=peer):
+                place_rows(layout, peer, start, rows, epilogue, whole)
+    incoming.finish()
+    return Gathered(epilogue.outs, epilogue.preactivations, whole if call.keep_whole else None)
+
+
+def _multiply_complete_rows(
+    context: Context, call: AllGatherMatmul, incoming: ShardExchange, epilogue: Epilogue, whole: Tensor
+) -> None:
+    """Features are gathered: a row can be multiplied when all ranks' parts of it are there."""
+    layout, group = call.layout, context.group
+    low, high = layout.columns(group.rank)
+    whole[:, low:high] = call.x
+    arrived = 0
+    for peer, start, rows in incoming.arrivals():
+        low, high = layout.columns(peer)
+        whole[start : start + rows.shape[0], low:high] = rows
+        arrived += 1
+        if arrived == group.size - 1:
+            arrived = 0
+            with timeline.span("gemm", "gemm"):
+                epilogue.fill(whole[start : start + rows.shape[0]], start)
+
+
+def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    layout, group, like = call.layout, context.group, call.xs[0]
+    outgoing = PartialExchange(context, layout, call.columns, like)
+
+    def fill(owner: int, start: int, stop: int, out: Tensor) -> None:
+        with timeline.span("gemm", "gemm", peer=owner):
+            partial_rows(call.xs, call.matrices, call.addend, layout, owner, start, stop, out)
+
+    for chunk in range(context.num_chunks):
+        outgoing.send(chunk, fill)
+    columns = layout.sizes[group.rank] if layout.feature else call.columns
+    own = like.new_empty(layout.shard_rows(group.rank), columns)
+    fill(group.rank, 0, own.shape[0], own)
+    call.meanwhile()
+    out = torch.empty_like(own)
+    for chunk in range(context.num_chunks):
+        start, stop = outgoing.rows(group.rank, chunk)
+        reduce_rows(outgoing.parts(chunk, own), out[start:stop], call.bias)
+    outgoing.finish()
+    return out
+
+
+def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
+    """Sum of all partials on every rank: one-shot for two ranks or little data, else reduce-scatter + all-gather."""
+    like = call.xs[0]
+    rows, columns = like.shape[0], call.matrices[0].shape[1]
+    layout = Layout(1, array_split_sizes(rows, context.group.size), 1)
+    out = like.new_empty(rows, columns)
+    if context.group.size == 2 or rows * columns * like.element_size() <= ONE_SHOT_BYTES:
+        _all_reduce_one_shot(context, call, layout, out)
+    else:
+        _all_reduce_two_phases(context, call, layout, out)
+    return out
+
+
+def _all_reduce_one_shot(context: Context, call: MatmulAllReduce, layout: Layout, out: Tensor) -> None:
+    everything = Layout(1, (layout.total_rows,), 1)
+    outgoing = PartialExchange(context, layout, out.shape[1], out, everything=True)
+
+    def fill(owner: int, start: int, stop: int, part: Tensor) -> None:
+        with timeline.span("gemm", "gemm"):
+            partial_rows(call.xs, call.matrices, None, everything, 0, start, stop, part)
+
+    for chunk in range(context.num_chunks):
+        outgoing.send(chunk, fill)
+    call.meanwhile()
+    for chunk in range(context.num_chunks):
+        start, stop = outgoing.rows(context.group.rank, chunk)
+        reduce_rows(outgoing.parts(chunk), out[start:stop], call.bias)
+    outgoing.finish()
+
+
+def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layout, out: Tensor) -> None:
+    """Chunk c of our rows is summed and sent on while chunk c + 1 is computed."""
+    group = context.group
+    outgoing = PartialExchange(context, layout, out.shape[1], out)
+    first = sum(layout.sizes[: group.rank])
+    own = out.new_empty(layout.sizes[group.rank], out.shape[1])
+    starts = {rank: sum(layout.sizes[:rank]) for rank in range(group.size)}
+    transfers: list[transport.Transfer] = []
+
+    def fill(owner: int, start: int, stop: int, part: Tensor) -> None:
+        with timeline.span("gemm", "gemm", peer=owner):
+            partial_rows(call.xs, call.matrices, None, layout, owner, start, stop, part)
+
+    def pass_on(chunk: int) -> None:
+        start, stop = outgoing.rows(group.rank, chunk)
+        done = out[first + start : first + stop]
+        reduce_rows(outgoing.parts(chunk, own), done, call.bias)
+        incoming = []
+        for peer in reversed(outgoing.peers):
+            low, high = chunk_ranges(layout.sizes[peer], context.num_chunks)[chunk]
+            incoming.append((peer, out[starts[peer] + low : starts[peer] + high]))
+        sent, received = transport.exchange(
+            group.pg, context.call, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers], incoming
+        )
+        transfers.extend((*received, *sent))
+
+    for chunk in range(context.num_chunks):
+        outgoing.send(chunk, fill)
+        start, stop = outgoing.rows(group.rank, chunk)
+        fill(group.rank, start, stop, own[start:stop])
+        if chunk > 0:
+            pass_on(chunk - 1)
+    call.meanwhile()
+    pass_on(context.num_chunks - 1)
+    transport.wait_all(transfers)
+    outgoing.finish()
+
+
+def _refuses(problem: Problem) -> str | None:
+    if problem.world_size == 1:
+        return "one rank has nothing to transfer"
+    if problem.backend not in ("gloo", "nccl"):
+        return f"point-to-point chunks were built for gloo and nccl groups, this one is {problem.backend!r}"
+    return None
+
+
+def _estimate(problem: Problem, costs: Costs) -> float:
+    """Transfers run beside the GEMM except for one chunk at an end, and take their share of the processor."""
+    chunks, peers = problem.num_chunks, problem.world_size - 1
+    pieces = 1 + chunks * peers
+    gemm = costs.gemm_us(problem, pieces)
+    link = costs.link_us(problem.wire_bytes, 0)
+    posts = pieces * 0.3 * costs.link_latency_us
+    busy = gemm + costs.link_cpu * link + posts
+    exposed = link / (chunks * peers) + costs.link_latency_us
+    tail = exposed if problem.op != "all_gather_matmul" else 0.0
+    head = max(0.0, exposed - gemm / problem.world_size) if problem.op == "all_gather_matmul" else 0.0
+    return max(busy + tail * (1 - costs.link_cpu), link) + head
+
+
+for _op, _run in (
+    ("all_gather_matmul", all_gather_matmul),
+    ("matmul_reduce_scatter", matmul_reduce_scatter),
+    ("matmul_all_reduce", matmul_all_reduce),
+):
+    dispatch.register(Implementation("chunked", _op, _refuses, _estimate, _run))

@@ -1,0 +1,173 @@
+"""The two traffic patterns of tensor parallelism over point-to-point chunks.
+
+:class:`ShardExchange` sends this rank's shard to everybody and receives theirs (all-gather); everything is posted at
+once.  :class:`PartialExchange` sends to each owner the rows it will sum and receives what the others computed for us
+(reduce-scatter); a chunk leaves when it has been computed.  Chunk ``c`` of a shard is the c-th of ``num_chunks`` even
+row ranges, so both sides know all sizes, and a chunk of zero rows is never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm.transport import Transfer, exchange, wait_all
+from tpkernels.ops.contract import Context
+from tpkernels.partition import Layout, chunk_ranges, peers_after
+
+__all__ = ["PartialExchange", "ShardExchange"]
+
+
+class ShardExchange:
+    """All-gather of ``x``: posts everything, then yields the peers' chunks in a fixed order as they arrive.
+
+    With ``whole`` (row layouts whose shards are one segment each) the chunks land in their final place.
+    """
+
+    def __init__(self, context: Context, x: Tensor, layout: Layout, whole: Tensor | None = None) -> None:
+        group = context.group
+        peers = peers_after(group.rank, group.size)
+        in_place = whole is not None and layout.outer == 1 and not layout.feature
+        self._sent: list[Transfer] = []
+        self._arrivals: list[tuple[Transfer | None, int, int, Tensor]] = []
+        inbox = {}
+        for peer in peers:
+            rows = layout.shard_rows(peer)
+            if in_place:
+                assert whole is not None
+                start = sum(layout.sizes[:peer]) * layout.inner
+                inbox[peer] = whole[start : start + rows]
+            else:
+                inbox[peer] = x.new_empty(rows, layout.sizes[peer] if layout.feature else x.shape[1])
+        ranges = {rank: chunk_ranges(layout.shard_rows(rank), context.num_chunks) for rank in range(group.size)}
+        for chunk in range(context.num_chunks):
+            low, high = ranges[group.rank][chunk]
+            # Predecessors send to us first, so we look at them first.
+            incoming = [(peer, *ranges[peer][chunk]) for peer in reversed(peers)]
+            sent, received = exchange(
+                group.pg,
+                context.call,
+                context.first_tag + chunk,
+                [(peer, x[low:high]) for peer in peers],
+                [(peer, inbox[peer][start:stop]) for peer, start, stop in incoming],
+            )
+            self._sent += sent
+            transfers = {transfer.peer: transfer for transfer in received}
+            for peer, start, stop in incoming:
+                self._arrivals.append((transfers.get(peer), peer, start, inbox[peer][start:stop]))
+
+    def arrivals(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (peer, first row within its shard, rows), chunk by chunk; each is waited for when its turn comes."""
+        for transfer, peer, start, rows in self._arrivals:
+            if transfer is not None:
+                transfer.wait()
+            yield peer, start, rows
+
+    def finish(self) -> None:
+        """Wait until this rank's shard may be written again."""
+        wait_all(self._sent)
+
+
+class PartialExchange:
+    """Reduce-scatter traffic of one call: outgoing partial chunks per owner, incoming partials for this rank."""
+
+    def __init__(
+        self, context: Context, layout: Layout, columns: int, like: Tensor, *, everything: bool = False
+    ) -> None:
+        """``everything``: each rank owns all rows (one-shot all-reduce), and outgoing chunks are the same for all."""
+        self.context, self.layout, self.columns = context, layout, columns
+        self.group = context.group
+        self.peers = peers_after(self.group.rank, self.group.size)
+        self._everything = everything
+        self._sent: list[Transfer] = []
+        self._received: dict[tuple[int, int], Transfer] = {}
+        self._out: dict[int, Tensor] = {}
+        self._like = like
+        mine = self.group.rank
+        self._in = {peer: like.new_empty(self._rows(mine), self._columns(mine)) for peer in self.peers}
+        # A posted receive lets a gloo peer send at once; NCCL wants sends and receives of a chunk in one group.
+        self._receive_early = like.device.type != "cuda"
+        if self._receive_early:
+            for chunk in range(context.num_chunks):
+                _, received = exchange(
+                    self.group.pg, context.call, context.first_tag + chunk, [], self._incoming_buffers(chunk)
+                )
+                self._note(chunk, received)
+
+    def rows(self, owner: int, chunk: int) -> tuple[int, int]:
+        """Rows of the shard of ``owner`` that are its chunk ``chunk``."""
+        return chunk_ranges(self._rows(owner), self.context.num_chunks)[chunk]
+
+    def send(self, chunk: int, fill: Callable[[int, int, int, Tensor], None]) -> None:
+        """Compute and send one chunk for every other rank: ``fill(owner, start, stop, out)`` writes the partial rows."""
+        if self._everything:
+            low, high = self.rows(self.group.rank, chunk)
+            out = self._outbox(self.group.rank)[low:high]
+            fill(self.group.rank, low, high, out)
+            self.post(chunk, [(peer, out) for peer in self.peers])
+            return
+        pending = []
+        for peer in self.peers:
+            low, high = self.rows(peer, chunk)
+            out = self._outbox(peer)[low:high]
+            fill(peer, low, high, out)
+            if self._receive_early:
+                self.post(chunk, [(peer, out)])
+            else:
+                pending.append((peer, out))
+        if not self._receive_early:
+            self.post(chunk, pending)
+
+    def parts(self, chunk: int, own: Tensor | None = None) -> list[Tensor]:
+        """Wait for chunk ``chunk`` of this rank's rows; all ranks' partials in rank order, ours from ``own``."""
+        mine = self.group.rank
+        low, high = self.rows(mine, chunk)
+        parts = []
+        for rank in range(self.group.size):
+            if rank == mine:
+                parts.append((self._outbox(mine) if own is None else own)[low:high])
+                continue
+            transfer = self._received.get((chunk, rank))
+            if transfer is not None:
+                transfer.wait()
+            parts.append(self._in[rank][low:high])
+        return parts
+
+    def finish(self) -> None:
+        """Wait until the outgoing chunks have left."""
+        wait_all(self._sent)
+
+    def post(self, chunk: int, sends: list[tuple[int, Tensor]]) -> None:
+        """Send partial rows that exist already: (owner, contiguous rows) for each peer."""
+        recvs = [] if self._receive_early else self._incoming_buffers(chunk)
+        tag = self.context.first_tag + chunk
+        sent, received = exchange(self.group.pg, self.context.call, tag, sends, recvs)
+        self._sent += sent
+        self._note(chunk, received)
+
+    def _incoming_buffers(self, chunk: int) -> list[tuple[int, Tensor]]:
+        low, high = self.rows(self.group.rank, chunk)
+        return [(peer, self._in[peer][low:high]) for peer in reversed(self.peers)]
+
+    def _note(self, chunk: int, received: list[Transfer]) -> None:
+        for transfer in received:
+            self._received[chunk, transfer.peer] = transfer
+
+    def _outbox(self, owner: int) -> Tensor:
+        if owner not in self._out:
+            self._out[owner] = self._like.new_empty(self._rows(owner), self._columns(owner))
+        return self._out[owner]
+
+    def _rows(self, owner: int) -> int:
+        return self.layout.total_rows if self._everything else self.layout.shard_rows(owner)
+
+    def _columns(self, owner: int) -> int:
+        return self.layout.sizes[owner] if self.layout.feature else self.columns
+
+
+def whole_like(x: Tensor, layout: Layout) -> Tensor:
+    """An uninitialised gathered tensor for shards like ``x``."""
+    columns = sum(layout.sizes) if layout.feature else x.shape[1]
+    return torch.empty(layout.total_rows, columns, dtype=x.dtype, device=x.device)

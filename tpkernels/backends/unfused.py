@@ -1,0 +1,157 @@
+"""``unfused``: the collective, then the GEMM (or the reverse), with nothing in between.
+
+The contract in its plainest form, the baseline of every benchmark, and what "auto" falls back to.  It runs on any c10d
+group and for any problem.  Partials cross the wire once, in the output's dtype, and are summed in fp32 in rank order:
+gloo's own ``reduce_scatter`` sends twice the bytes, and ring reductions round once per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tpkernels import dispatch
+from tpkernels.backends.blocks import Epilogue, gemm, reduce_rows, take_rows
+from tpkernels.backends.exchange import PartialExchange, ShardExchange, whole_like
+from tpkernels.comm import timeline
+from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.ops.contract import (
+    AllGather,
+    AllGatherMatmul,
+    AllReduce,
+    Context,
+    Gathered,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    ReduceScatter,
+)
+from tpkernels.partition import Layout, array_split_sizes
+
+__all__ = ["all_gather", "all_gather_matmul", "all_reduce", "matmul_all_reduce", "matmul_reduce_scatter", "reduce_scatter"]
+
+
+def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
+    layout, rank = call.layout, context.group.rank
+    whole = whole_like(call.x, layout)
+    incoming = ShardExchange(replace(context, num_chunks=1), call.x, layout, whole)
+
+    def finish() -> Tensor:
+        _lay(whole, layout, rank, call.x)
+        for peer, _, rows in incoming.arrivals():
+            _lay(whole, layout, peer, rows)
+        incoming.finish()
+        return whole
+
+    return finish
+
+
+def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
+    whole = all_gather(context, AllGather(call.x, call.layout))()
+    epilogue = Epilogue(whole.shape[0], whole, call.matrices, call.biases, call.activation, call.keep_preactivation)
+    with timeline.span("gemm", "gemm"):
+        epilogue.fill(whole, 0)
+    return Gathered(epilogue.outs, epilogue.preactivations, whole if call.keep_whole else None)
+
+
+def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
+    return _sum_own_rows(context, call.x, call.layout, None)
+
+
+def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    partial = _partial(call)
+    call.meanwhile()
+    return _sum_own_rows(context, partial, call.layout, call.bias)
+
+
+def all_reduce(context: Context, call: AllReduce) -> Tensor:
+    return _sum_everywhere(context, call.x, None)
+
+
+def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
+    partial = _partial(call)
+    call.meanwhile()
+    return _sum_everywhere(context, partial, call.bias)
+
+
+def _partial(call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
+    partial = call.xs[0].new_empty(call.xs[0].shape[0], call.matrices[0].shape[1])
+    bias = call.addend if isinstance(call, MatmulReduceScatter) else None
+    with timeline.span("gemm", "gemm"):
+        for x, matrix in zip(call.xs, call.matrices, strict=True):
+            gemm(x, matrix, partial, bias)
+            bias = partial
+    return partial
+
+
+def _sum_own_rows(context: Context, partial: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
+    """Each owner gets everybody's rows of its shard and sums them; one message per pair of ranks."""
+    context = replace(context, num_chunks=1)
+    rank = context.group.rank
+    outgoing = PartialExchange(context, layout, partial.shape[1], partial)
+    outgoing.post(0, [(peer, _owned(partial, layout, peer).contiguous()) for peer in outgoing.peers])
+    own = _owned(partial, layout, rank)
+    out = own.new_empty(own.shape)
+    reduce_rows(outgoing.parts(0, own), out, bias)
+    outgoing.finish()
+    return out
+
+
+def _sum_everywhere(context: Context, partial: Tensor, bias: Tensor | None) -> Tensor:
+    """Reduce-scatter and all-gather by rows; with two ranks both simply exchange everything."""
+    context = replace(context, num_chunks=1)
+    group = context.group
+    layout = Layout(1, array_split_sizes(partial.shape[0], group.size), 1)
+    if group.size == 2:
+        outgoing = PartialExchange(context, layout, partial.shape[1], partial, everything=True)
+        outgoing.post(0, [(peer, partial) for peer in outgoing.peers])
+        reduced = torch.empty_like(partial)
+        reduce_rows(outgoing.parts(0, partial), reduced, bias)
+        outgoing.finish()
+        return reduced
+    own = _sum_own_rows(context, partial, layout, bias)
+    return all_gather(replace(context, first_tag=1), AllGather(own, layout))()
+
+
+def _owned(partial: Tensor, layout: Layout, owner: int) -> Tensor:
+    if layout.feature:
+        low, high = layout.columns(owner)
+        return partial[:, low:high]
+    return take_rows(partial, layout, owner, 0, layout.shard_rows(owner))
+
+
+def _lay(whole: Tensor, layout: Layout, rank: int, rows: Tensor) -> None:
+    """Copy a shard to its place, unless it was received there."""
+    if layout.feature:
+        low, high = layout.columns(rank)
+        whole[:, low:high] = rows
+        return
+    target = whole.view(layout.outer, sum(layout.sizes) * layout.inner, whole.shape[1])
+    start = sum(layout.sizes[:rank]) * layout.inner
+    target = target[:, start : start + layout.sizes[rank] * layout.inner]
+    if target.data_ptr() != rows.data_ptr():
+        target.copy_(rows.view(target.shape))
+
+
+def _refuses(problem: Problem) -> str | None:
+    return None
+
+
+def _estimate(problem: Problem, costs: Costs) -> float:
+    gemm = costs.gemm_us(problem) if problem.flops else 0.0
+    if problem.world_size == 1:
+        return gemm
+    return gemm + costs.link_us(problem.wire_bytes, 1)
+
+
+for _op, _run in (
+    ("all_gather", all_gather),
+    ("reduce_scatter", reduce_scatter),
+    ("all_reduce", all_reduce),
+    ("all_gather_matmul", all_gather_matmul),
+    ("matmul_reduce_scatter", matmul_reduce_scatter),
+    ("matmul_all_reduce", matmul_all_reduce),
+):
+    dispatch.register(Implementation("unfused", _op, _refuses, _estimate, _run))

@@ -1,0 +1,1 @@
+"""Process groups, how ranks agree and fail, and the transport of chunks."""

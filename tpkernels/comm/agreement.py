@@ -1,0 +1,240 @@
+"""How the ranks of a group agree on a call, and how a failed call finds its culprit.
+
+Everything here goes through the group's store, never through the data path, so it also works for ranks that are stuck.
+Under a prefix that rank 0 draws when the ranks first meet (a process group that is made again must not read the notes
+of its predecessor), each rank may write:
+
+==================  ===================================================================================================
+``who/RANK``        its :class:`~tpkernels.comm.liveness.Identity`
+``call/N/RANK``     its record of call N: the signature and local facts, or the reason for which it refused
+``failed/RANK``     its first failure on this group
+``beat/RANK``       its heartbeat, written by the monitor
+==================  ===================================================================================================
+
+A signature is exchanged when it is new to a rank, and then trusted.  The monitor writes the record of a call that takes
+long, and compares: ranks that made two *known* but different calls are found that way, within about a second.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpkernels.comm import transport
+from tpkernels.comm.groups import Group
+from tpkernels.comm.liveness import Identity
+from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
+
+__all__ = ["Record", "diagnose", "exchange_records", "meet", "mismatch", "publish", "read", "refuse"]
+
+# A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
+HEARTBEAT_PATIENCE = 3.0
+_CARD_BYTES = 256
+_ERRORS: dict[str, type[CommunicationError]] = {
+    cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank says of one call."""
+
+    signature: str
+    facts: Mapping[str, Any]
+    refused: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps({"signature": self.signature, "facts": dict(self.facts), "refused": self.refused})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Record:
+        return Record(**json.loads(text))
+
+
+def meet(group: Group, device: torch.device) -> None:
+    """First contact, on the data path: rank 0's key prefix, and who everybody is.
+
+    A peer that died before its first call closes its connections, so its absence is noticed here without the store.
+    """
+    if group.key is not None:
+        return
+    mine = torch.zeros(_CARD_BYTES, dtype=torch.uint8)
+    text = f"{secrets.token_hex(8)} {Identity.mine().to_json()}".encode()
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    mine = mine.to(device)
+    cards = [torch.empty_like(mine) for _ in range(group.size)]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    try:
+        sent, received = transport.exchange(
+            group.pg, 0, 0, [(peer, mine) for peer in others], [(peer, cards[peer]) for peer in others]
+        )
+        for transfer in (*received, *sent):
+            transfer.wait()
+    except transport.TransportFailure as error:
+        group.poison = PeerLost(
+            f"rank {group.rank}: the ranks of group {group.name!r} did not meet for their first call "
+            f"(timeout {group.timeout:g} s): {error}",
+            ranks=() if error.peer is None else (error.peer,),
+        )
+        raise group.poison from error
+    cards[group.rank] = mine
+    texts = [bytes(card.tolist()).rstrip(b"\0").decode().split(" ", 1) for card in cards]
+    group.peers = tuple(Identity.from_json(identity) for _, identity in texts)
+    group.key = f"tpkernels/{texts[0][0]}"
+
+
+def publish(group: Group, call: int, record: Record, store: Any = None, part: str = "call") -> None:
+    (store or group.store).set(f"{group.key}/{part}/{call}/{group.rank}", record.to_json())
+
+
+def read(group: Group, what: str, store: Any = None) -> dict[int, str]:
+    """The notes ``what/RANK`` that exist now, by rank."""
+    store = store or group.store
+    found = {}
+    for rank in range(group.size):
+        key = f"{group.key}/{what}/{rank}"
+        if store.check([key]):
+            found[rank] = store.get(key).decode()
+    return found
+
+
+def exchange_records(group: Group, call: int, record: Record, part: str = "call") -> list[Record]:
+    """Publish our record of ``call`` (or of a later ``part`` of it) and wait for those of all ranks.
+
+    Raises:
+        GroupMismatch: a rank made another call or refused its arguments.
+        PeerLost, CollectiveTimeout: a rank did not come.
+    """
+    publish(group, call, record, part=part)
+    keys = [f"{group.key}/{part}/{call}/{rank}" for rank in range(group.size)]
+    missing = _poll(group, keys, group.timeout, watch=True)
+    if missing:
+        raise blame(group, call, record.signature, f"no word from rank(s) {missing}")
+    records = [Record.from_json(text) for text in group.store.multi_get(keys)]
+    difference = mismatch(group, call, dict(enumerate(records)))
+    if difference is not None:
+        raise difference
+    return records
+
+
+def mismatch(group: Group, call: int, records: Mapping[int, Record]) -> GroupMismatch | None:
+    """The error that the records of one call amount to, or None while they agree."""
+    refused = {rank: record.refused for rank, record in records.items() if record.refused is not None}
+    if refused:
+        rank, reason = next(iter(refused.items()))
+        return GroupMismatch(
+            f"rank {group.rank}, call {call} on group {group.name!r}: rank {rank} refused its arguments: {reason}",
+            ranks=tuple(refused),
+        )
+    sides: dict[str, list[int]] = {}
+    for rank, record in records.items():
+        sides.setdefault(record.signature, []).append(rank)
+    if len(sides) <= 1:
+        return None
+    listing = "\n".join(f"  rank(s) {ranks}: {signature}" for signature, ranks in sides.items())
+    few = min(sides.values(), key=len)
+    return GroupMismatch(
+        f"rank {group.rank}, call {call} on group {group.name!r}: the ranks made different calls\n{listing}\n"
+        "All ranks must make the same calls in the same order, with the same shapes and dtypes "
+        "(uneven shards: pass shard_sizes on every rank)",
+        ranks=few,
+    )
+
+
+def refuse(group: Group, signature: str, reason: str) -> None:
+    """Tell the peers, if they come to this call, that this rank refused its arguments."""
+    with group.lock:
+        call = group.calls
+        group.calls += 1
+        if group.key is not None:
+            publish(group, call, Record(signature, {}, refused=reason))
+
+
+def fail(group: Group, error: CommunicationError) -> CommunicationError:
+    """Poison the group for good and leave a note for the peers."""
+    if group.poison is None:
+        group.poison = error
+        if group.key is not None:
+            note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
+            try:
+                group.store.set(f"{group.key}/failed/{group.rank}", json.dumps(note))
+            except RuntimeError as store_error:  # the store's host may be the very rank that died
+                error.add_note(f"the store could not be told: {store_error}")
+    return error
+
+
+def diagnose(group: Group, call: int, signature: str, error: Exception) -> CommunicationError:
+    """Turn a transport error into one that names its culprit; waits at most a few seconds for evidence."""
+    if group.verdict is not None:
+        return group.verdict
+    return blame(group, call, signature, str(error))
+
+
+def blame(group: Group, call: int, signature: str, symptom: str) -> CommunicationError:
+    """Find the ranks that are gone, that failed first, or that did not come, in this order."""
+    head = f"rank {group.rank}, call {call} on group {group.name!r} ({signature}): "
+    deadline = time.monotonic() + min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
+    first_beats = _read_or_empty(group, "beat")
+    while True:
+        dead = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
+        if dead:
+            return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
+        records = {rank: Record.from_json(text) for rank, text in _read_or_empty(group, f"call/{call}").items()}
+        records[group.rank] = Record(signature, {})
+        difference = mismatch(group, call, records)
+        if difference is not None:
+            return difference
+        for rank, text in _read_or_empty(group, "failed").items():
+            if rank != group.rank:
+                note = json.loads(text)
+                cls = _ERRORS.get(note["kind"], PeerLost)
+                return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    beats = _read_or_empty(group, "beat")
+    silent = [
+        rank
+        for rank in range(group.size)
+        if rank != group.rank and not group.peers[rank].is_local and beats.get(rank) == first_beats.get(rank)
+    ]
+    if silent:
+        return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
+    late = [rank for rank in range(group.size) if rank not in records]
+    return CollectiveTimeout(
+        f"{head}every rank is alive"
+        + (f", but rank(s) {late} did not come to this call" if late else "")
+        + f" within {group.timeout:g} s. {symptom}",
+        ranks=late,
+    )
+
+
+def _read_or_empty(group: Group, what: str) -> dict[int, str]:
+    """Like :func:`read`; a store whose host died knows nothing."""
+    try:
+        return read(group, what)
+    except RuntimeError:
+        return {}
+
+
+def _poll(group: Group, keys: list[str], timeout: float, *, watch: bool = False) -> list[int]:
+    """Wait until all keys exist; the indices of those that do not when the time is up or a peer is known to be gone."""
+    start = time.monotonic()
+    pause, next_look = 0.0002, start + 0.1
+    while not group.store.check(keys):
+        now = time.monotonic()
+        if now - start > timeout:
+            break
+        if watch and now > next_look:
+            next_look = now + 0.1
+            if any(peer.is_dead() for peer in group.peers) or len(read(group, "failed")) > 0:
+                break
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.01)
+    return [rank for rank, key in enumerate(keys) if not group.store.check([key])]

@@ -1,0 +1,90 @@
+"""Short measurements from which "auto" chooses: this rank's GEMM rate and the group's link.
+
+The GEMM is measured once per process, device and dtype, the link once per group, a few tens of milliseconds each.  The
+caller agrees on the results with the other ranks; numbers of one rank alone must never decide anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from statistics import median
+
+import torch
+
+from tpkernels.comm import transport
+from tpkernels.comm.groups import Group
+
+__all__ = ["gemm_rates", "link_rates"]
+
+_SMALL_BYTES = 4 * 1024
+_LARGE_BYTES = 1024 * 1024
+_FIRST_CHUNK = 2048  # chunk numbers of the tags; the op of the same call uses small ones
+
+
+@lru_cache(maxsize=32)
+def gemm_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """GEMM rate of this process in GFLOP/s, its fixed cost, and the rate at which a small GEMM streams its weight."""
+    rows, columns, contraction = (256, 1024, 1024) if device.type == "cpu" else (4096, 4096, 4096)
+    weight = torch.ones(columns, contraction, dtype=dtype, device=device)
+    many = torch.ones(rows, contraction, dtype=dtype, device=device)
+    few, tiny, corner = many[:2], many[:1, :16], weight[:16, :16]
+    large_s = _time(lambda: torch.mm(many, weight.t()), device, repeats=3)
+    few_s = _time(lambda: torch.mm(few, weight.t()), device, repeats=5)
+    tiny_s = _time(lambda: torch.mm(tiny, corner.t()), device, repeats=9)
+    return {
+        "gemm_gflops": 2e-9 * rows * columns * contraction / large_s,
+        "gemm_overhead_us": tiny_s * 1e6,
+        "weight_gbytes": 1e-9 * weight.numel() * weight.element_size() / few_s,
+    }
+
+
+def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float]:
+    """Rate, latency and processor use of the ring of neighbours, all sending at once.  Collective.
+
+    Raises:
+        TransportFailure: a neighbour did not answer.
+    """
+    small_s, _ = _ring(group, call, device, _SMALL_BYTES, repeats=7)
+    large_s, large_cpu_s = _ring(group, call, device, _LARGE_BYTES, repeats=4)
+    transfer_s = max(large_s - small_s, 1e-9)
+    return {
+        "link_gbytes": 1e-9 * _LARGE_BYTES / transfer_s,
+        "link_latency_us": small_s * 1e6,
+        "link_cpu": min(1.0, large_cpu_s / large_s) if device.type == "cpu" else 0.0,
+    }
+
+
+def _ring(group: Group, call: int, device: torch.device, num_bytes: int, repeats: int) -> tuple[float, float]:
+    following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    out = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
+    wall, cpu = [], []
+    for _ in range(repeats):
+        start, start_cpu = time.perf_counter(), time.process_time()
+        sent, received = transport.exchange(
+            group.pg, call, _FIRST_CHUNK, [(following, out)], [(preceding, into)]
+        )
+        transport.wait_all((*received, *sent))
+        _synchronize(device)
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - start_cpu)
+    return median(wall[1:]), median(cpu[1:])
+
+
+def _time(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    work()
+    samples = []
+    for _ in range(repeats):
+        _synchronize(device)
+        start = time.perf_counter()
+        work()
+        _synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return max(median(samples), 1e-9)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

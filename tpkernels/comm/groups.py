@@ -1,0 +1,220 @@
+"""Process groups as the ops see them, and the mesh that a program starts with.
+
+A :class:`Group` adds to a c10d ``ProcessGroup`` what the ops need: the call number that all ranks share, the calls that
+were agreed on, the first failure (poison), and a lock, because collectives of one group must not interleave.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from tpkernels import config
+from tpkernels.errors import CommunicationError, GroupPoisoned
+
+if TYPE_CHECKING:
+    from tpkernels.comm.liveness import Identity
+
+__all__ = ["Group", "GroupLike", "InFlight", "group_name", "init", "process_group", "resolve"]
+
+GroupLike = dist.ProcessGroup | DeviceMesh
+
+# Agreed calls kept per group.  Every rank makes the same calls in the same order, so all of them evict alike.
+MAX_AGREED = 4096
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The call that this rank is in, for the monitor and for error messages."""
+
+    call: int
+    signature: Hashable
+    since: float
+
+
+@dataclass
+class Group:
+    """State of one process group in this process; obtained from :func:`resolve`, never built by hand."""
+
+    pg: dist.ProcessGroup
+    name: str
+    rank: int
+    size: int
+    backend: str
+    timeout: float
+    store: Any
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    calls: int = 1  # call 0 is the one in which the ranks meet
+    agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    in_flight: InFlight | None = None
+    poison: CommunicationError | None = None
+    verdict: CommunicationError | None = None
+    """What the monitor found out about the call in flight before it aborted the transport."""
+    key: str | None = None
+    """Prefix of this incarnation's keys in the store; set when the ranks first meet."""
+    peers: tuple[Identity, ...] = ()
+    link: dict[str, float] | None = None
+    """This rank's measured link rates."""
+    costs: dict[torch.dtype, Any] = field(default_factory=dict)
+    """Costs that the ranks agreed on, by dtype."""
+
+    def raise_if_poisoned(self) -> None:
+        if self.poison is not None:
+            raise GroupPoisoned(
+                f"rank {self.rank}: group {self.name!r} failed earlier and cannot be used any more; make a new group. "
+                f"First failure: {type(self.poison).__name__}: {self.poison}",
+                ranks=self.poison.ranks,
+            ) from self.poison
+
+    @property
+    def co_located(self) -> bool:
+        """Whether all ranks were proved to run on this host (known once the ranks have met)."""
+        return bool(self.peers) and all(peer.is_local for peer in self.peers)
+
+    def enter(self, call: int, signature: Hashable) -> None:
+        self.in_flight = InFlight(call, signature, time.monotonic())
+
+    def remember(self, signature: Hashable, plan: Any) -> None:
+        self.agreed[signature] = plan
+        if len(self.agreed) > MAX_AGREED:
+            self.agreed.popitem(last=False)
+
+
+_groups: dict[str, Group] = {}
+
+
+def process_group(group: GroupLike | str) -> dist.ProcessGroup:
+    """The c10d group behind a ``ProcessGroup``, a one-dimensional ``DeviceMesh`` or a group's name.
+
+    Raises:
+        ValueError: a mesh of several axes, or something that is no group.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh with axes {group.mesh_dim_names or group.ndim}; pass one axis, "
+                'for example mesh["tp"]'
+            )
+        return group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, str):
+        return _resolve_process_group(group)
+    raise ValueError(f"group must be a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}")
+
+
+def group_name(group: GroupLike) -> str:
+    """The registered name by which ``torch.ops.tpkernels`` find the group."""
+    return str(process_group(group).group_name)
+
+
+def resolve(group: GroupLike | str) -> Group:
+    """The state that belongs to a group; the same object for every call of this process."""
+    pg = process_group(group)
+    name = str(pg.group_name)
+    known = _groups.get(name)
+    if known is not None and known.pg is pg:
+        return known
+    _forget_destroyed()
+    backend = dist.get_backend(pg)
+    created = Group(pg, name, pg.rank(), pg.size(), backend, _timeout_seconds(pg), pg.get_group_store())
+    _groups[name] = created
+    return created
+
+
+def live_groups() -> list[Group]:
+    """Groups of this process whose ranks have met."""
+    return [group for group in list(_groups.values()) if group.key is not None]
+
+
+def _forget_destroyed() -> None:
+    for name, group in list(_groups.items()):
+        try:
+            alive = _resolve_process_group(name) is group.pg
+        except RuntimeError:
+            alive = False
+        if not alive:
+            del _groups[name]
+
+
+def _timeout_seconds(pg: dist.ProcessGroup) -> float:
+    device = torch.device("cuda" if dist.get_backend(pg) == "nccl" else "cpu")
+    options = getattr(pg._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return float(timeout.total_seconds()) if timeout is not None else 1800.0
+
+
+def init(
+    tp: int | None = None,
+    dp: int | None = None,
+    *,
+    device: str | None = None,
+    timeout: float | datetime.timedelta | None = None,
+) -> DeviceMesh:
+    """Join the job and return its mesh with axes ``("dp", "tp")``.
+
+    Reads what ``torchrun`` or :func:`tpkernels.launch` put into the environment; a process that no launcher started is a
+    job of one rank.  Uses the process group that exists, or makes one: NCCL with CUDA devices, gloo otherwise.
+
+    Args:
+        tp: ranks that share one layer; default: all ranks that ``dp`` leaves.
+        dp: replicas; default: ``world_size // tp``.
+        device: ``"cpu"`` or ``"cuda"``; default: CUDA where this process sees a GPU.
+        timeout: seconds after which a wait for a peer fails; default: c10d's (30 minutes for gloo).
+
+    Raises:
+        ValueError: ``dp * tp`` is not the number of ranks.
+    """
+    environment = config.torchrun_environment()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    world_size = dist.get_world_size() if dist.is_initialized() else environment.world_size if environment else 1
+    dp, tp = _mesh_shape(world_size, dp, tp)
+    if not dist.is_initialized():
+        _init_process_group(device, environment, timeout)
+    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    return mesh
+
+
+def _mesh_shape(world_size: int, dp: int | None, tp: int | None) -> tuple[int, int]:
+    for name, value in (("dp", dp), ("tp", tp)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if tp is None:
+        tp = world_size // (dp or 1)
+    if dp is None:
+        dp = world_size // tp if tp else 0
+    if dp * tp != world_size:
+        raise ValueError(f"dp ({dp}) x tp ({tp}) must be the number of ranks ({world_size})")
+    return dp, tp
+
+
+def _init_process_group(
+    device: str,
+    environment: config.TorchrunEnvironment | None,
+    timeout: float | datetime.timedelta | None,
+) -> None:
+    if timeout is not None and not isinstance(timeout, datetime.timedelta):
+        timeout = datetime.timedelta(seconds=timeout)
+    options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
+    if device == "cuda":
+        torch.cuda.set_device(environment.local_rank if environment else 0)
+        max_ctas = config.load().nccl_max_ctas
+        if max_ctas is not None:
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl.config.max_ctas = max_ctas
+            options["pg_options"] = nccl
+    if environment is None:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)

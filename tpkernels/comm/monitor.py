@@ -1,0 +1,102 @@
+"""One daemon thread per process that keeps stuck calls from staying stuck.
+
+Twice a second it looks at the group calls of this process that have been running for a while.  It publishes what the
+call is, reads what the peers say, and when they made another call, refused, failed or died it records the verdict and
+aborts the transport, so that the waiting thread raises.  It also writes the heartbeat by which remote peers know us.
+
+The thread costs nothing on the path of a call: a call only stores what it is in ``Group.in_flight``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from typing import Any
+
+from tpkernels.comm import agreement, transport
+from tpkernels.comm.groups import Group, InFlight, live_groups
+
+__all__ = ["ensure_running"]
+
+PERIOD = 0.25
+SUSPICIOUS_AFTER = 0.5
+HEARTBEAT_EVERY = 1.0
+
+_log = logging.getLogger(__name__)
+_stop = threading.Event()
+_start_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def ensure_running() -> None:
+    """Start the thread if this process has none (a forked child has none either)."""
+    global _thread
+    if _thread is not None and _thread.is_alive():
+        return
+    with _start_lock:
+        if _thread is None or not _thread.is_alive():
+            _stop.clear()
+            _thread = threading.Thread(target=_run, name="tpkernels-monitor", daemon=True)
+            _thread.start()
+
+
+@atexit.register
+def _shut_down() -> None:
+    _stop.set()
+    if _thread is not None:
+        _thread.join(timeout=2 * PERIOD)
+
+
+class _Watch:
+    """The monitor's view of one group; its own store connection, because a store client serves one caller at a time."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.store: Any = group.store.clone()
+        self.beats = 0
+        self.next_beat = 0.0
+        self.published: int | None = None
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if now >= self.next_beat:
+            self.next_beat = now + HEARTBEAT_EVERY
+            self.beats += 1
+            self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
+        in_flight = self.group.in_flight
+        if in_flight is not None and now - in_flight.since > SUSPICIOUS_AFTER and self.group.verdict is None:
+            self._inspect(in_flight)
+
+    def _inspect(self, in_flight: InFlight) -> None:
+        group, call = self.group, in_flight.call
+        if self.published != call:
+            self.published = call
+            agreement.publish(group, call, agreement.Record(str(in_flight.signature), {}), self.store)
+        texts = agreement.read(group, f"call/{call}", self.store)
+        records = {rank: agreement.Record.from_json(text) for rank, text in texts.items()}
+        verdict = agreement.mismatch(group, call, records)
+        peer_trouble = (
+            verdict is not None
+            or any(peer.is_dead() for peer in group.peers)
+            or bool(agreement.read(group, "failed", self.store))
+        )
+        if peer_trouble and group.in_flight is in_flight:
+            group.verdict = verdict
+            transport.abort(group.pg, group.backend, (group.rank + 1) % group.size)
+
+
+def _run() -> None:
+    watches: dict[int, _Watch] = {}
+    while not _stop.wait(PERIOD):
+        groups = {id(group): group for group in live_groups() if group.poison is None}
+        watches = {key: watch for key, watch in watches.items() if key in groups}
+        for key, group in groups.items():
+            try:
+                if key not in watches:
+                    watches[key] = _Watch(group)
+                watches[key].tick()
+            except RuntimeError as error:
+                # The store is gone: its host died or the job is ending.  Calls in flight still end at their time-out.
+                _log.debug("tpkernels monitor cannot reach the store of group %s: %s", group.name, error)

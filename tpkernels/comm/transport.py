@@ -1,0 +1,128 @@
+"""Point-to-point chunks over any c10d process group, with every wait bounded by the group's timeout.
+
+A :class:`Transfer` owns its tensor until it is complete.  On gloo a wait blocks the host until the chunk is there; on
+NCCL it makes the current stream wait for the group's own stream (an event, no host block), so the same loop pipelines
+on both.  Messages carry a tag of (call number, chunk): ranks that disagree about a call never match each other's
+messages, so they cannot compute with the wrong bytes; they time out, or the monitor stops them first.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpkernels.comm import timeline
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["MAX_CHUNKS_PER_CALL", "Transfer", "TransportFailure", "abort", "exchange", "wait_all"]
+
+# Tags are 31-bit: bit 30 keeps away from the small numbers that programs use, 18 bits count calls, 12 bits chunks.
+MAX_CHUNKS_PER_CALL = 1 << 12
+_TAG_BASE = 1 << 30
+_CALLS = 1 << 18
+_ABORT_TAG = _TAG_BASE - 1
+
+
+class TransportFailure(RuntimeError):
+    """The library below reported an error; :mod:`tpkernels.comm.agreement` finds out which rank caused it."""
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+@dataclass
+class Transfer:
+    """A chunk on its way: ``kind`` is "send" or "recv", ``peer`` a group rank."""
+
+    kind: timeline.Kind
+    peer: int
+    chunk: int
+    tensor: torch.Tensor
+    work: Any
+    posted_ns: int
+    done: bool = False
+
+    def wait(self) -> None:
+        """Return when the chunk is usable (recv) or its memory reusable (send), in stream order on CUDA."""
+        if self.done:
+            return
+        try:
+            with timeline.span(f"wait {self.kind}", "wait", chunk=self.chunk, peer=self.peer):
+                self.work.wait()
+        except RuntimeError as error:
+            raise TransportFailure(f"{self.kind} of chunk {self.chunk}, peer rank {self.peer}: {error}", self.peer) from error
+        self.done = True
+        timeline.record(self.kind, self.kind, self.posted_ns, chunk=self.chunk, peer=self.peer)
+
+
+def exchange(
+    pg: ProcessGroup,
+    call: int,
+    chunk: int,
+    sends: Sequence[tuple[int, torch.Tensor]],
+    recvs: Sequence[tuple[int, torch.Tensor]],
+) -> tuple[list[Transfer], list[Transfer]]:
+    """Post the sends and receives of one chunk: (peer, contiguous tensor) each.  Empty tensors are not sent.
+
+    Both sides skip a transfer of zero elements, so the caller must know the peer's sizes.  On NCCL the whole chunk is
+    one grouped operation, which every rank must post in the same order.
+
+    Returns:
+        The transfers of ``sends`` and of ``recvs``.
+    """
+    if not 0 <= chunk < MAX_CHUNKS_PER_CALL:
+        raise ValueError(f"chunk ({chunk}) must be below {MAX_CHUNKS_PER_CALL}")
+    sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+    recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
+    if not sends and not recvs:
+        return [], []
+    tag = _TAG_BASE | (call % _CALLS) << 12 | chunk
+    device = (sends or recvs)[0][1].device
+    posted = timeline.now()
+
+    def post(kind: timeline.Kind, start: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Transfer:
+        return Transfer(kind, peer, chunk, tensor, start([tensor], peer, tag), posted)
+
+    try:
+        if device.type != "cuda":
+            return (
+                [post("send", pg.send, peer, tensor) for peer, tensor in sends],
+                [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs],
+            )
+        pg._start_coalescing(device)
+        sent = [post("send", pg.send, peer, tensor) for peer, tensor in sends]
+        received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
+        grouped = pg._end_coalescing(device)
+    except RuntimeError as error:
+        raise TransportFailure(f"posting chunk {chunk}: {error}") from error
+    for transfer in (*sent, *received):
+        transfer.work = grouped
+    return sent, received
+
+
+def wait_all(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def abort(pg: ProcessGroup, backend: str, peer: int) -> None:
+    """Make every pending wait of the group fail now; callable from another thread.  The group is unusable afterwards.
+
+    gloo's ``abort`` does not wake a waiting receive (torch 2.13); a receive that times out closes all connections of
+    its context, and that does.
+    """
+    if backend != "gloo":
+        pg.abort()
+        return
+    try:
+        pg.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(datetime.timedelta(milliseconds=1))
+    except RuntimeError:
+        return  # the time-out is the purpose; connections that are closed already are as good
+    raise RuntimeError("the abort message of a poisoned group was answered; no peer sends it")

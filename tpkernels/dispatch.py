@@ -1,0 +1,205 @@
+"""Which implementation runs a problem, and why.
+
+A backend registers one :class:`Implementation` per op it can run.  Selection uses only facts that are equal on all
+ranks (the :class:`Problem`, and :class:`Costs` that the ranks agreed on), so that every rank picks the same one.
+``implementation="auto"`` takes the smallest estimate among those that do not refuse; a name forces, and raises
+:class:`~tpkernels.errors.UnsupportedProblem` with everybody's reason where it cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpkernels import partition
+from tpkernels.errors import UnsupportedProblem
+
+__all__ = ["OPS", "Candidate", "Costs", "Explanation", "Implementation", "Problem", "implementations", "register", "select"]
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call in rank-invariant terms.
+
+    ``m``, ``n`` and ``k`` are those of the GEMM over the whole group: ``all_gather_matmul`` runs m x n/W x k on each of
+    the W ranks, ``matmul_reduce_scatter`` and ``matmul_all_reduce`` run m x n x k/W.  Collectives without a GEMM move
+    a whole of ``m`` rows of ``k`` (gather) or ``n`` (reduce) elements.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    world_size: int
+    device: str = "cpu"
+    backend: str = "gloo"
+    co_located: bool = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each rank sends (and receives) when the payload crosses the wire once."""
+        columns = self.k if self.op in ("all_gather_matmul", "all_gather") else self.n
+        once = self.m * columns * self.dtype.itemsize * (self.world_size - 1) // max(1, self.world_size)
+        return 2 * once if self.op in ("matmul_all_reduce", "all_reduce") else once
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one rank's GEMM."""
+        return 0.0 if self.op in ("all_gather", "reduce_scatter", "all_reduce") else 2.0 * self.m * self.n * self.k / self.world_size
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks per shard for an even cut; see :func:`tpkernels.partition.num_chunks`."""
+        columns = self.k if self.op in ("all_gather_matmul", "all_gather") else self.n
+        return partition.num_chunks(-(-self.m // self.world_size), columns * self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a group's machines and link were measured to do; rates of the slowest rank.
+
+    ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
+    sockets on one host, near 0 for a network card or a copy engine.
+    """
+
+    gemm_gflops: float = 100.0
+    gemm_overhead_us: float = 20.0
+    weight_gbytes: float = 8.0
+    link_gbytes: float = 1.0
+    link_latency_us: float = 100.0
+    link_cpu: float = 0.5
+    measured: bool = False
+
+    def gemm_us(self, problem: Problem, calls: int = 1) -> float:
+        """One rank's GEMM cut into ``calls`` along its rows: each call reads the weight again."""
+        weight_bytes = problem.n * problem.k * problem.dtype.itemsize / problem.world_size
+        compute = problem.flops / self.gemm_gflops * 1e-3
+        reread = weight_bytes / self.weight_gbytes * 1e-3
+        return max(compute + (calls - 1) * 0.1 * reread, calls * reread) + calls * self.gemm_overhead_us
+
+    def link_us(self, num_bytes: float, messages: int = 1) -> float:
+        return num_bytes / self.link_gbytes * 1e-3 + messages * self.link_latency_us
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What a backend offers for one op.
+
+    ``refuses`` returns None or the reason why it cannot run a problem, ``estimate`` its time in microseconds, and
+    ``run`` executes the op's contract (see :mod:`tpkernels.ops.contract`).
+    """
+
+    name: str
+    op: str
+    refuses: Callable[[Problem], str | None]
+    estimate: Callable[[Problem, Costs], float]
+    run: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"implementation {self.name!r} is for an unknown op {self.op!r}; known: {OPS}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation's answer to a problem."""
+
+    name: str
+    refusal: str | None
+    estimate_us: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation runs a problem and why; ``str()`` is a table."""
+
+    problem: Problem
+    chosen: str
+    reason: str
+    candidates: tuple[Candidate, ...]
+    costs: Costs
+
+    def __str__(self) -> str:
+        p = self.problem
+        lines = [
+            f"{p.op}  m={p.m} n={p.n} k={p.k} {str(p.dtype).removeprefix('torch.')}  "
+            f"world_size={p.world_size} device={p.device} backend={p.backend} co_located={p.co_located}",
+            f"-> {self.chosen}: {self.reason}",
+        ]
+        width = max(len(candidate.name) for candidate in self.candidates)
+        for candidate in self.candidates:
+            if candidate.refusal is not None:
+                what = f"cannot run: {candidate.refusal}"
+            else:
+                what = f"estimate {candidate.estimate_us:,.0f} us"
+                what += f", {p.num_chunks} chunk(s) per shard" if candidate.name == "chunked" else ""
+            lines.append(f"   {candidate.name:<{width}}  {what}")
+        origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
+        lines.append(
+            f"   costs ({origin}): GEMM {self.costs.gemm_gflops:,.0f} GFLOP/s, "
+            f"link {self.costs.link_gbytes:.2f} GB/s + {self.costs.link_latency_us:.0f} us"
+        )
+        return "\n".join(lines)
+
+
+_registry: dict[tuple[str, str], Implementation] = {}
+
+
+def register(implementation: Implementation) -> None:
+    """Offer an implementation of an op; a name may be taken once per op."""
+    key = (implementation.op, implementation.name)
+    if key in _registry:
+        raise ValueError(f"{implementation.op} has an implementation named {implementation.name!r} already")
+    _registry[key] = implementation
+
+
+def implementations(op: str) -> list[Implementation]:
+    """Registered implementations of an op in order of registration."""
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+    return [implementation for (of, _), implementation in _registry.items() if of == op]
+
+
+def select(problem: Problem, requested: str, costs: Costs) -> tuple[Implementation, Explanation]:
+    """The implementation that runs ``problem``.
+
+    Raises:
+        ValueError: ``requested`` is no implementation's name.
+        UnsupportedProblem: ``requested`` cannot run the problem.
+    """
+    offers = implementations(problem.op)
+    check_name(problem.op, requested)
+    refusals = {offer.name: offer.refuses(problem) for offer in offers}
+    candidates = tuple(
+        Candidate(
+            offer.name,
+            refusals[offer.name],
+            offer.estimate(problem, costs) if refusals[offer.name] is None else None,
+        )
+        for offer in offers
+    )
+    able = [offer for offer in offers if refusals[offer.name] is None]
+    if requested != "auto":
+        able = [offer for offer in able if offer.name == requested]
+        reason = "forced by implementation="
+    else:
+        estimates = {candidate.name: candidate.estimate_us or 0.0 for candidate in candidates}
+        able = sorted(able, key=lambda offer: estimates[offer.name])
+        reason = "smallest estimate" if len(able) > 1 else "the only one that can run this"
+    if not able:
+        listing = "".join(f"\n  {c.name}: {c.refusal or 'can run this'}" for c in candidates)
+        raise UnsupportedProblem(f"implementation {requested!r} cannot run {problem}:{listing}")
+    return able[0], Explanation(problem, able[0].name, reason, candidates, costs)
+
+
+def check_name(op: str, requested: str) -> None:
+    """Raise ``ValueError`` unless ``requested`` is "auto" or a registered implementation of ``op``."""
+    names = [offer.name for offer in implementations(op)]
+    if requested != "auto" and requested not in names:
+        raise ValueError(f"implementation must be one of {['auto', *names]}, got {requested!r}")

@@ -1,0 +1,182 @@
+"""One op call on a group: agree, select, run, and turn failures into errors that name their culprit.
+
+Every op goes through :func:`run`.  The first call of a signature exchanges it with all ranks through the group's store
+and selects the implementation from agreed facts; later calls of the same signature go straight to the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from tpkernels import config, dispatch, partition
+from tpkernels.comm import agreement, calibration, monitor, transport
+from tpkernels.comm.groups import Group
+from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
+from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
+from tpkernels.ops.contract import Context
+from tpkernels.partition import Layout
+
+__all__ = ["Signature", "explain", "run"]
+
+_T = TypeVar("_T")
+_SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE"}
+
+
+class Signature(NamedTuple):
+    """What all ranks must have in common in one call; printed in errors."""
+
+    op: str
+    dtype: torch.dtype
+    device: str
+    layout: Layout
+    columns: int
+    implementation: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        kind = "feature" if self.layout.feature else "row"
+        text = (
+            f"{self.op}(dtype={str(self.dtype).removeprefix('torch.')}, device={self.device}, "
+            f"{kind} shards={list(self.layout.sizes)}, outer={self.layout.outer}, inner={self.layout.inner}, "
+            f"columns={self.columns}, implementation={self.implementation!r}"
+        )
+        return text + (f", {self.detail})" if self.detail else ")")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    implementation: Implementation
+    num_chunks: int
+    explanation: Explanation
+
+
+def run(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Any:
+    """Run one call of ``signature.op``; returns what the implementation's ``run`` returns.
+
+    ``local`` is the size of the GEMM dimension that only this rank knows (its columns of the weights when gathering,
+    its contraction when reducing); the largest of all ranks enters the selection.
+
+    Raises:
+        GroupMismatch, PeerLost, CollectiveTimeout: see :mod:`tpkernels.errors`; the group is poisoned.
+        GroupPoisoned: an earlier call on this group failed.
+        UnsupportedProblem: the forced implementation cannot run this.
+    """
+
+    def work(call: int) -> Any:
+        plan = group.agreed.get(signature) or _agree(group, call, signature, local, device)
+        group.enter(call, signature)
+        return plan.implementation.run(Context(group, call, plan.num_chunks), arguments)
+
+    return _guarded(group, signature, work)
+
+
+def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T]) -> _T:
+    """Run ``work`` as the group's next call; any failure poisons the group and leaves a note for the peers."""
+    with group.lock:
+        group.raise_if_poisoned()
+        call = group.calls
+        group.calls += 1
+        try:
+            return work(call)
+        except CommunicationError as error:
+            raise agreement.fail(group, error) from error.__cause__
+        except transport.TransportFailure as error:
+            raise agreement.fail(group, agreement.diagnose(group, call, str(signature), error)) from error
+        except UnsupportedProblem:
+            raise  # every rank refuses alike, and nothing was sent
+        except BaseException as error:
+            # Whatever it is, the peers may be waiting for chunks that will not come.
+            agreement.fail(group, PeerLost(f"rank {group.rank}, call {call}: {error!r}", ranks=(group.rank,)))
+            raise
+        finally:
+            group.in_flight = None
+
+
+def _agree(group: Group, call: int, signature: Signature, local: int, device: torch.device) -> _Plan:
+    agreement.meet(group, device)
+    monitor.ensure_running()
+    settings = config.load()
+    facts = {"local": local, "chunks": settings.num_chunks, "calibrate": settings.calibrate}
+    records = agreement.exchange_records(group, call, agreement.Record(str(signature), facts))
+    for name in ("chunks", "calibrate"):
+        values = [record.facts[name] for record in records]
+        if len(set(values)) > 1:
+            raise GroupMismatch(
+                f"rank {group.rank}, call {call}: TPKERNELS_{_SETTINGS[name]} differs between ranks: {values}"
+            )
+    problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
+    measure = signature.implementation == "auto" and settings.calibrate
+    costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
+    implementation, explanation = dispatch.select(problem, signature.implementation, costs)
+    layout = signature.layout
+    chunks = settings.num_chunks or partition.num_chunks(
+        layout.max_shard_rows, signature.columns * signature.dtype.itemsize
+    )
+    plan = _Plan(implementation, min(chunks, max(1, layout.max_shard_rows)), explanation)
+    group.remember(signature, plan)
+    return plan
+
+
+def _problem(group: Group, signature: Signature, local: int, device: torch.device) -> Problem:
+    layout, whole_features = signature.layout, sum(signature.layout.sizes)
+    gathers = signature.op in ("all_gather_matmul", "all_gather")
+    columns = whole_features if layout.feature and gathers else signature.columns
+    n, k = (local * group.size, columns) if gathers else (columns, local * group.size)
+    return Problem(
+        op=signature.op,
+        m=layout.total_rows,
+        n=n,
+        k=k,
+        dtype=signature.dtype,
+        world_size=group.size,
+        device=device.type,
+        backend=group.backend,
+        co_located=group.co_located,
+    )
+
+
+def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.device) -> Costs:
+    """Measured costs, equal on all ranks; collective the first time for a group and dtype, a look-up afterwards."""
+    known: Costs | None = group.costs.get(dtype)
+    if known is None:
+        if group.link is None:
+            group.link = calibration.link_rates(group, call, device)
+        mine = Costs(**calibration.gemm_rates(device, dtype), **group.link, measured=True)
+        records = agreement.exchange_records(group, call, agreement.Record("costs", asdict(mine)), part="costs")
+        known = _slowest([Costs(**record.facts) for record in records])
+        group.costs[dtype] = known
+    return known
+
+
+def _slowest(costs: list[Costs]) -> Costs:
+    """Rates of the slowest rank, overheads of the worst."""
+    worst_is_low = {"gemm_gflops", "weight_gbytes", "link_gbytes", "measured"}
+    return Costs(
+        **{
+            field.name: (min if field.name in worst_is_low else max)(getattr(cost, field.name) for cost in costs)
+            for field in fields(Costs)
+        }
+    )
+
+
+def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group | None, device: str) -> Explanation:
+    """See :func:`tpkernels.explain`; a collective call, because "auto" rests on costs that the ranks agree on."""
+    problem = Problem(op, m, n, k, dtype, 1, device, "none")
+    if group is None or group.size == 1:
+        return dispatch.select(problem, "auto", Costs())[1]
+    target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    name = f"explain({op}, m={m}, n={n}, k={k}, {dtype})"
+
+    def work(call: int) -> Costs:
+        agreement.meet(group, target)
+        monitor.ensure_running()
+        agreement.exchange_records(group, call, agreement.Record(name, {}))
+        return _agreed_costs(group, call, dtype, target) if config.load().calibrate else Costs()
+
+    costs = _guarded(group, name, work)
+    problem = replace(problem, world_size=group.size, backend=group.backend, co_located=group.co_located)
+    return dispatch.select(problem, "auto", costs)[1]

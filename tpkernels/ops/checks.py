@@ -1,0 +1,100 @@
+"""Argument checks that the ops share.  Each raises ``ValueError`` with the argument's name, its value and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpkernels import dispatch
+from tpkernels.ops.contract import ACTIVATIONS
+
+__all__ = ["DTYPES", "as_list", "check_common", "check_dim", "check_local", "check_shard_sizes", "check_weights"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_local(**tensors: Tensor | None) -> None:
+    """Ops work on local tensors: a DTensor would be sharded twice."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"{name} is a DTensor; the ops take local tensors: pass {name}.to_local()")
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+
+
+def check_common(op: str, x: Tensor, implementation: str, activation: str | None = None) -> None:
+    if x.dim() < 2:
+        raise ValueError(f"x must have at least 2 dimensions [rows, K], got shape {tuple(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x must be one of {_names(DTYPES)}, got {x.dtype}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
+    dispatch.check_name(op, implementation)
+
+
+def check_weights(x: Tensor, k: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    """Weights ``[N, k]`` and biases ``[N]`` in the dtype and on the device of ``x``."""
+    if not weights:
+        raise ValueError("weight must be a tensor or a non-empty sequence of tensors")
+    if len(biases) != len(weights):
+        raise ValueError(f"bias must have one entry per weight ({len(weights)}), got {len(biases)}")
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        name = f"weight[{i}]" if len(weights) > 1 else "weight"
+        if weight.dim() != 2:
+            raise ValueError(f"{name} must have 2 dimensions [N, K], got shape {tuple(weight.shape)}")
+        if weight.shape[1] != k:
+            raise ValueError(f"{name} must be [N, {k}] to match x, got shape {tuple(weight.shape)}")
+        _check_same(name, weight, x)
+        if bias is not None:
+            name = f"bias[{i}]" if len(weights) > 1 else "bias"
+            if bias.shape != (weight.shape[0],):
+                raise ValueError(f"{name} must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+            _check_same(name, bias, x)
+
+
+def check_dim(name: str, dim: int, ndim: int) -> int:
+    """``dim`` as a non-negative number."""
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{name} ({dim}) is out of range for a tensor of {ndim} dimensions")
+    return dim % ndim
+
+
+def check_shard_sizes(
+    sizes: Sequence[int] | None, world_size: int, *, own: tuple[int, int] | None = None, total: int | None = None
+) -> None:
+    """One non-negative size per rank; ``own`` is (rank, size of its shard), ``total`` what the sizes must sum to."""
+    if sizes is None:
+        return
+    if len(sizes) != world_size:
+        raise ValueError(f"shard_sizes must have one entry per rank ({world_size}), got {list(sizes)}")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shard_sizes must not be negative, got {list(sizes)}")
+    if own is not None and sizes[own[0]] != own[1]:
+        raise ValueError(
+            f"shard_sizes[{own[0]}] is {sizes[own[0]]}, but this rank's shard has size {own[1]} (shard_sizes={list(sizes)})"
+        )
+    if total is not None and sum(sizes) != total:
+        raise ValueError(f"shard_sizes {list(sizes)} sum to {sum(sizes)}, but the dimension to scatter has size {total}")
+
+
+def as_list(value: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:
+    """A bias argument as a list: None, one tensor, or one entry per weight."""
+    if value is None:
+        return [None] * count
+    if isinstance(value, Tensor):
+        return [value]
+    return list(value)
+
+
+def _check_same(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.dtype != x.dtype:
+        raise ValueError(f"{name} must have the dtype of x ({x.dtype}), got {tensor.dtype}")
+    if tensor.device != x.device:
+        raise ValueError(f"{name} must be on the device of x ({x.device}), got {tensor.device}")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,262 @@
+"""Differentiable collectives without a GEMM, and the two that only the backward pass communicates in.
+
+====================  ==============================  =========================================================
+function              forward, on rank r              backward
+====================  ==============================  =========================================================
+``all_gather``        y = concat(x_0, ..., x_{W-1})   dx_r = (sum over ranks of dy)[r], or dy[r] if replicated
+``reduce_scatter``    y_r = (x_0 + ... )[r]           dx = concat(dy_0, ...)
+``all_reduce``        y = x_0 + ... + x_{W-1}         dx = dy (every rank continues with the same y)
+``copy_to_group``     y = x                           dx = sum over ranks of dy
+``shard``             y_r = x[r]                      dx = concat(dy_0, ...)
+====================  ==============================  =========================================================
+
+Sums run over ranks in rank order in fp32 (fp64 for fp64) and round once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm import agreement
+from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.ops import calling
+from tpkernels.ops.calling import Signature
+from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
+from tpkernels.ops.contract import AllReduce, ReduceScatter
+from tpkernels.ops.library import define
+from tpkernels.ops.matmul_all_reduce import rows_layout
+from tpkernels.ops.matmul_reduce_scatter import scatter_layout
+from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
+from tpkernels.partition import Layout, array_split_sizes, offsets
+
+__all__ = ["all_gather", "all_reduce", "copy_to_group", "reduce_scatter", "shard"]
+
+
+def all_gather(
+    x: Tensor,
+    group: GroupLike,
+    *,
+    dim: int = 0,
+    shard_sizes: Sequence[int] | None = None,
+    replicated_grad: bool = False,
+) -> Tensor:
+    """y = concat over ranks of ``x`` along ``dim``.
+
+    Args:
+        shard_sizes: size of every rank's shard along ``dim``; needed, on every rank, when they are not all equal.
+        replicated_grad: every rank continues with the same y and computes the same gradient for it, so that the
+            backward pass takes this rank's slice.  By default ranks use y differently, and their gradients are summed.
+
+    Raises:
+        ValueError, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
+    """
+    check_local(x=x)
+    if process_group(group).size() == 1:
+        return x
+    sizes = None if shard_sizes is None else list(shard_sizes)
+    return cast(Tensor, torch.ops.tpkernels.all_gather(x, group_name(group), dim, sizes, replicated_grad))
+
+
+def reduce_scatter(
+    x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None
+) -> Tensor:
+    """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
+    check_local(x=x)
+    if process_group(group).size() == 1:
+        return x
+    sizes = None if shard_sizes is None else list(shard_sizes)
+    return cast(Tensor, torch.ops.tpkernels.reduce_scatter(x, group_name(group), dim, sizes))
+
+
+def all_reduce(x: Tensor, group: GroupLike) -> Tensor:
+    """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too."""
+    check_local(x=x)
+    if process_group(group).size() == 1:
+        return x
+    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group)))
+
+
+def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
+    """y = x for a replicated ``x`` that the ranks go on to use differently; the gradient is summed over the group."""
+    check_local(x=x)
+    if process_group(group).size() == 1:
+        return x
+    return cast(Tensor, torch.ops.tpkernels.copy_to_group(x, group_name(group)))
+
+
+def shard(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
+    """y_r = this rank's slice of a replicated ``x``; the gradient is gathered."""
+    check_local(x=x)
+    if process_group(group).size() == 1:
+        return x
+    sizes = None if shard_sizes is None else list(shard_sizes)
+    return cast(Tensor, torch.ops.tpkernels.shard(x, group_name(group), dim, sizes))
+
+
+def _check(op: str, x: Tensor, dim: int) -> int:
+    if x.dim() < 1:
+        raise ValueError(f"{op}: x must have at least 1 dimension")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{op}: x must be one of {[str(d) for d in DTYPES]}, got {x.dtype}")
+    return check_dim("dim", dim, x.dim())
+
+
+def _sizes(
+    op: str, x: Tensor, dim: int, sizes: Sequence[int] | None, name: str, *, gather: bool
+) -> tuple[int, list[int]]:
+    """Checked dim and sizes of all ranks' shards."""
+    dim = _check(op, x, dim)
+    pg = process_group(name)
+    size = pg.size()
+    if gather:
+        check_shard_sizes(sizes, size, own=(pg.rank(), x.shape[dim]))
+        return dim, list(sizes) if sizes is not None else [x.shape[dim]] * size
+    check_shard_sizes(sizes, size, total=x.shape[dim])
+    return dim, list(sizes if sizes is not None else array_split_sizes(x.shape[dim], size))
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """A vector is a column of rows; everything else has its features last."""
+    return x.unsqueeze(-1) if x.dim() == 1 else x
+
+
+def _all_gather(x: Tensor, name: str, dim: int, sizes: list[int] | None, replicated_grad: bool) -> Tensor:
+    group = resolve(name)
+    try:
+        dim, sizes = _sizes("all_gather", x, dim, sizes, name, gather=True)
+    except ValueError as error:
+        agreement.refuse(group, "all_gather", str(error))
+        raise
+    rows = _as_rows(x)
+    layout = gather_layout(rows, dim, sizes, group.size)
+    whole = start_gather(group, flat(rows), layout, "auto")()
+    return whole.view(gathered_shape(x, dim, layout))
+
+
+def _all_gather_fake(x: Tensor, name: str, dim: int, sizes: list[int] | None, replicated_grad: bool) -> Tensor:
+    dim, sizes = _sizes("all_gather", x, dim, sizes, name, gather=True)
+    return x.new_empty(shard_shape(x, dim, sum(sizes)))
+
+
+def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, name, dim, sizes, replicated_grad = inputs
+    size = process_group(name).size()
+    ctx.settings = (name, dim % x.dim(), sizes if sizes is not None else [x.shape[dim]] * size, replicated_grad)
+
+
+def _all_gather_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    name, dim, sizes, replicated_grad = ctx.settings
+    op = torch.ops.tpkernels.shard if replicated_grad else torch.ops.tpkernels.reduce_scatter
+    return op(dy, name, dim, sizes), None, None, None, None
+
+
+def _reduce_scatter(x: Tensor, name: str, dim: int, sizes: list[int] | None) -> Tensor:
+    group = resolve(name)
+    try:
+        dim, sizes = _sizes("reduce_scatter", x, dim, sizes, name, gather=False)
+    except ValueError as error:
+        agreement.refuse(group, "reduce_scatter", str(error))
+        raise
+    rows = _as_rows(x)
+    layout = scatter_layout(rows.shape, dim, sizes, group.size)
+    signature = Signature("reduce_scatter", x.dtype, x.device.type, layout, rows.shape[-1], "auto")
+    y = calling.run(group, signature, 0, ReduceScatter(flat(rows), layout), x.device)
+    return cast(Tensor, y.view(shard_shape(x, dim, sizes[group.rank])))
+
+
+def _scatter_fake(op: str) -> Any:
+    def fake(x: Tensor, name: str, dim: int, sizes: list[int] | None) -> Tensor:
+        pg = process_group(name)
+        dim, sizes = _sizes(op, x, dim, sizes, name, gather=False)
+        return x.new_empty(shard_shape(x, dim, sizes[pg.rank()]))
+
+    return fake
+
+
+def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, name, dim, sizes = inputs
+    size = process_group(name).size()
+    ctx.settings = (name, dim % x.dim(), list(sizes if sizes is not None else array_split_sizes(x.shape[dim], size)))
+
+
+def _gather_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    name, dim, sizes = ctx.settings
+    return torch.ops.tpkernels.all_gather(dy, name, dim, sizes, False), None, None, None
+
+
+def _all_reduce(x: Tensor, name: str) -> Tensor:
+    group = resolve(name)
+    try:
+        _check("all_reduce", x, 0)
+    except ValueError as error:
+        agreement.refuse(group, "all_reduce", str(error))
+        raise
+    rows = flat(_as_rows(x))
+    layout: Layout = rows_layout(rows.shape[0], group.size)
+    signature = Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], "auto")
+    return cast(Tensor, calling.run(group, signature, 0, AllReduce(rows), x.device).view(x.shape))
+
+
+def _contiguous_like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _name_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.name = inputs[1]
+
+
+def _copy(x: Tensor, name: str) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _shard(x: Tensor, name: str, dim: int, sizes: list[int] | None) -> Tensor:
+    pg = process_group(name)
+    dim, sizes = _sizes("shard", x, dim, sizes, name, gather=False)
+    start = offsets(sizes)[pg.rank()]
+    return x.narrow(dim, start, sizes[pg.rank()]).clone(memory_format=torch.contiguous_format)
+
+
+define(
+    "all_gather",
+    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes, bool replicated_grad) -> Tensor",
+    kernel=_all_gather,
+    fake=_all_gather_fake,
+    backward=_all_gather_backward,
+    setup_context=_all_gather_setup,
+)
+define(
+    "reduce_scatter",
+    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes) -> Tensor",
+    kernel=_reduce_scatter,
+    fake=_scatter_fake("reduce_scatter"),
+    backward=_gather_gradient,
+    setup_context=_scatter_setup,
+)
+define(
+    "all_reduce",
+    "(Tensor x, str group_name) -> Tensor",
+    kernel=_all_reduce,
+    fake=_contiguous_like,
+    backward=lambda ctx, dy: (dy, None),
+    setup_context=_name_setup,
+)
+define(
+    "copy_to_group",
+    "(Tensor x, str group_name) -> Tensor",
+    kernel=_copy,
+    fake=_contiguous_like,
+    backward=lambda ctx, dy: (torch.ops.tpkernels.all_reduce(dy, ctx.name), None),
+    setup_context=_name_setup,
+)
+define(
+    "shard",
+    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes) -> Tensor",
+    kernel=_shard,
+    fake=_scatter_fake("shard"),
+    backward=_gather_gradient,
+    setup_context=_scatter_setup,
+)

@@ -1,0 +1,161 @@
+"""The contract between ops and backends: what an implementation's ``run`` is given and must return.
+
+Ops check their arguments, agree with the other ranks and flatten every tensor to two dimensions; a backend sees only
+the dataclasses below.  Matrices are ``[contraction, columns]`` views (the transpose of an ``nn.Linear`` weight in the
+forward pass, the weight itself in the gradient), with whatever strides they have.
+
+All implementations must: leave their inputs alone; return fresh tensors; accumulate over ranks in fp32 (fp64 for
+fp64), in rank order, rounding once; accept shards of zero rows; and report a failed wait as
+:class:`~tpkernels.comm.transport.TransportFailure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpkernels.comm.groups import Group
+from tpkernels.partition import Layout
+
+__all__ = [
+    "ACTIVATIONS",
+    "AllGather",
+    "AllGatherMatmul",
+    "AllReduce",
+    "Context",
+    "Gathered",
+    "MatmulAllReduce",
+    "MatmulReduceScatter",
+    "ReduceScatter",
+    "activation_backward",
+    "activation_forward",
+]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The agreed call: ``num_chunks`` pieces per shard; messages are tagged (``call``, ``first_tag`` + chunk)."""
+
+    group: Group
+    call: int
+    num_chunks: int
+    first_tag: int = 0
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """whole = concat over ranks of ``x`` as ``layout`` says.
+
+    ``x`` is this rank's contiguous shard ``[rows, columns]``.  ``run`` posts the transfers and returns a function that
+    waits for them and returns the whole, so that the caller can compute in between.
+    """
+
+    x: Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class AllGatherMatmul:
+    """outs[i] = activation(whole @ matrices[i] + biases[i]), whole = concat over ranks of ``x``.
+
+    ``run`` returns a :class:`Gathered`.
+    """
+
+    x: Tensor
+    layout: Layout
+    matrices: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    activation: str | None = None
+    keep_whole: bool = False
+    keep_preactivation: bool = False
+
+
+@dataclass
+class Gathered:
+    """Results of :class:`AllGatherMatmul`; ``whole`` and ``preactivations`` only where they were asked for."""
+
+    outs: list[Tensor]
+    preactivations: list[Tensor] = field(default_factory=list)
+    whole: Tensor | None = None
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class MatmulReduceScatter:
+    """out = (sum over ranks of partial)[shard of this rank] + bias, partial = sum_i xs[i] @ matrices[i] + addend.
+
+    ``xs`` are contiguous ``[whole rows, contraction_i]``.  ``meanwhile`` is called once, when every transfer that
+    depends on this rank's arithmetic has been posted: work for the time until the peers' partials arrive.
+    """
+
+    xs: Sequence[Tensor]
+    matrices: Sequence[Tensor]
+    layout: Layout
+    bias: Tensor | None = None
+    addend: Tensor | None = None
+    meanwhile: Callable[[], None] = _nothing
+
+    @property
+    def columns(self) -> int:
+        return self.matrices[0].shape[1]
+
+
+@dataclass(frozen=True)
+class MatmulAllReduce:
+    """out = sum over ranks of (sum_i xs[i] @ matrices[i]) + bias, equal bit for bit on all ranks."""
+
+    xs: Sequence[Tensor]
+    matrices: Sequence[Tensor]
+    bias: Tensor | None = None
+    meanwhile: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """out = (sum over ranks of ``x``)[shard of this rank]; ``x`` is contiguous ``[whole rows, columns]``."""
+
+    x: Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """out = sum over ranks of ``x``, equal bit for bit on all ranks; ``x`` is contiguous ``[rows, columns]``."""
+
+    x: Tensor
+
+
+@dataclass(frozen=True)
+class _Activation:
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS: dict[str, _Activation] = {
+    "relu": _Activation(F.relu, lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0)),
+    "gelu": _Activation(F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": _Activation(
+        lambda z: F.gelu(z, approximate="tanh"),
+        lambda dy, z: torch.ops.aten.gelu_backward(dy, z, approximate="tanh"),
+    ),
+    "silu": _Activation(F.silu, torch.ops.aten.silu_backward),
+}
+
+
+def activation_forward(name: str | None, z: Tensor) -> Tensor:
+    return z if name is None else ACTIVATIONS[name].forward(z)
+
+
+def activation_backward(name: str | None, dy: Tensor, z: Tensor | None) -> Tensor:
+    """Gradient before the activation, from the one after it and the preactivation ``z``."""
+    if name is None:
+        return dy
+    assert z is not None
+    return ACTIVATIONS[name].backward(dy, z)

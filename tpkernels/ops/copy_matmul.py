@@ -1,0 +1,161 @@
+"""``copy_matmul``: multiply an x that every rank holds with this rank's weights; the dual of ``matmul_all_reduce``.
+
+Forward, on rank r of W (w by its rows); nothing is sent::
+
+    y = activation(x @ w_r^T + b_r)
+
+Backward, with dz = dy * activation'(z)::
+
+    dx   = sum over ranks of dz @ w           matmul_all_reduce, equal on all ranks
+    dw_r = dz^T @ x                           computed while the partials of dx travel
+    db_r = sum over rows of dz
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.ops import calling
+from tpkernels.ops.calling import Signature
+from tpkernels.ops.checks import as_list, check_common, check_local, check_weights
+from tpkernels.ops.contract import MatmulAllReduce, activation_forward
+from tpkernels.ops.library import define
+from tpkernels.ops.matmul_all_reduce import rows_layout
+from tpkernels.ops.shapes import flat, pack_biases, unpack_biases
+
+__all__ = ["copy_matmul"]
+
+
+def copy_matmul(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    group: GroupLike,
+    *,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    activation: str | None = None,
+    implementation: str = "auto",
+) -> Any:
+    """Multiply a replicated ``x`` with this rank's weight(s); the gradient of x is summed over the group.
+
+    Unfused equation::
+
+        y_i = activation(x @ weight_i^T + bias_i),     dx = all_reduce(sum_i dz_i @ weight_i)
+
+    ``x`` is ``[..., K]`` and equal on all ranks, ``weight_i`` is ``[N_i, K]``, ``y_i`` is ``[..., N_i]``.
+
+    Raises:
+        ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
+        :func:`tpkernels.all_gather_matmul`; those of the group only in the backward pass.
+    """
+    single = isinstance(weight, Tensor)
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = as_list(bias, len(weights))
+    check_local(x=x, **{f"weight{i}": w for i, w in enumerate(weights)})
+    check_local(**{f"bias{i}": b for i, b in enumerate(biases)})
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if process_group(group).size() == 1 or not needs_grad:
+        check_common("matmul_all_reduce", x, implementation, activation)
+        outs = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    else:
+        packed = pack_biases(biases, x)
+        outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)
+    outs = [activation_forward(activation, out) for out in outs]
+    return outs[0] if single else outs
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], implementation: str) -> None:
+    check_common("matmul_all_reduce", x, implementation)
+    check_weights(x, x.shape[-1], weights, biases)
+
+
+def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, implementation: str) -> list[Tensor]:
+    bias_list = unpack_biases(biases, weights)
+    _check(x, weights, bias_list, implementation)
+    return [F.linear(x, w, b) for w, b in zip(weights, bias_list, strict=True)]
+
+
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, implementation: str) -> list[Tensor]:
+    _check(x, weights, unpack_biases(biases, weights), implementation)
+    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, name, implementation = inputs
+    ctx.save_for_backward(x, *weights)
+    ctx.has_bias = [bias.numel() > 0 for bias in biases]
+    ctx.settings = (name, implementation)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    dzs = [
+        x.new_zeros(*x.shape[:-1], weight.shape[0]) if grad is None else grad
+        for grad, weight in zip(grads, weights, strict=True)
+    ]
+    needs = [ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[2])]
+    results = torch.ops.tpkernels.copy_matmul_backward(dzs, x, weights, *ctx.settings, needs)
+    count = len(weights)
+    dx = results[0] if needs[0] else None
+    dws = results[needs[0] : needs[0] + count] if needs[1] else [None] * count
+    dbs = results[-count:] if needs[2] else [None] * len(ctx.has_bias)
+    return dx, dws, [db if has else None for db, has in zip(dbs, ctx.has_bias, strict=True)], None, None
+
+
+def _backward_kernel(
+    dzs: list[Tensor], x: Tensor, weights: list[Tensor], name: str, implementation: str, needs: list[bool]
+) -> list[Tensor]:
+    group = resolve(name)
+    flat_dzs, x2d = [flat(dz) for dz in dzs], flat(x)
+    dws: list[Tensor] = []
+
+    def weight_gradients() -> None:
+        if needs[1]:
+            dws.extend(torch.mm(dz.t(), x2d) for dz in flat_dzs)
+
+    results: list[Tensor] = []
+    if needs[0]:
+        layout = rows_layout(x2d.shape[0], group.size)
+        arguments = MatmulAllReduce(flat_dzs, weights, None, weight_gradients)
+        signature = Signature(
+            "matmul_all_reduce", x.dtype, x.device.type, layout, x2d.shape[1], implementation, "gradient of a copy"
+        )
+        local = sum(weight.shape[0] for weight in weights)
+        results.append(calling.run(group, signature, local, arguments, x.device).view(x.shape))
+    else:
+        weight_gradients()
+    results += dws
+    if needs[2]:
+        results += [dz.sum(0) for dz in flat_dzs]
+    return results
+
+
+def _backward_fake(
+    dzs: list[Tensor], x: Tensor, weights: list[Tensor], name: str, implementation: str, needs: list[bool]
+) -> list[Tensor]:
+    results = [x.new_empty(x.shape)] if needs[0] else []
+    results += [weight.new_empty(weight.shape) for weight in weights] if needs[1] else []
+    results += [x.new_empty(weight.shape[0]) for weight in weights] if needs[2] else []
+    return results
+
+
+define(
+    "copy_matmul",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, str implementation) -> Tensor[]",
+    kernel=_kernel,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+define(
+    "copy_matmul_backward",
+    "(Tensor[] dzs, Tensor x, Tensor[] weights, str group_name, str implementation, bool[] needs) -> Tensor[]",
+    kernel=_backward_kernel,
+    fake=_backward_fake,
+)

@@ -1,0 +1,72 @@
+"""Registration of ops in ``torch.ops.tpkernels``: kernels, shapes under compile, gradients, autocast.
+
+Ops are functional (no input is written, no output shares memory with an input), take local tensors and a group's name,
+and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Autocast follows the rule of
+``F.linear``: floating-point tensors other than float64 are cast to the autocast dtype, eager and compiled alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["define"]
+
+_LIBRARY = torch.library.Library("tpkernels", "DEF")
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+def define(
+    name: str,
+    schema: str,
+    *,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> None:
+    """Define ``torch.ops.tpkernels.<name>``; without ``backward`` a gradient through the op raises."""
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
+    qualified = f"tpkernels::{name}"
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    if backward is None:
+        torch.library.register_autograd(qualified, _no_double_backward(name), lib=_LIBRARY)
+        return
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    for device, key in _AUTOCAST_KEYS.items():
+        _LIBRARY.impl(name, _autocast_kernel(name, device, key), key)
+
+
+def _autocast_kernel(name: str, device: str, key: str) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def kernel(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return getattr(torch.ops.tpkernels, name)(*[_cast(arg, dtype, device) for arg in args])
+
+    return kernel
+
+
+def _cast(arg: Any, dtype: torch.dtype, device: str) -> Any:
+    if isinstance(arg, Tensor):
+        eligible = arg.is_floating_point() and arg.dtype != torch.float64 and arg.device.type == device
+        return arg.to(dtype) if eligible else arg
+    if isinstance(arg, list | tuple):
+        return [_cast(item, dtype, device) for item in arg]
+    return arg
+
+
+def _no_double_backward(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"tpkernels::{name} computes a gradient and has none itself: double backward through fused ops is not "
+            "supported; for gradients of gradients use implementation-free torch code (F.linear and torch collectives)"
+        )
+
+    return backward

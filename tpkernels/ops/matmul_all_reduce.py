@@ -1,0 +1,134 @@
+"""``matmul_all_reduce``: multiply this rank's slice of K and sum over the ranks; every rank gets the whole sum.
+
+Forward, on rank r of W::
+
+    y = p_0 + ... + p_{W-1} + b,  p_r = x_r @ w_r^T      equal bit for bit on all ranks
+
+Backward.  Every rank continues with the same y, so dy is the same everywhere and nothing needs to be sent::
+
+    dx_r = dy @ w_r,   dw_r = dy^T @ x_r,   db = sum over rows of dy
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpkernels.comm import agreement
+from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.ops import calling
+from tpkernels.ops.calling import Signature
+from tpkernels.ops.checks import check_common, check_local, check_weights
+from tpkernels.ops.contract import MatmulAllReduce
+from tpkernels.ops.library import define
+from tpkernels.ops.shapes import flat
+from tpkernels.partition import Layout, array_split_sizes
+
+__all__ = ["matmul_all_reduce", "rows_layout"]
+
+
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, group: GroupLike, *, bias: Tensor | None = None, implementation: str = "auto"
+) -> Tensor:
+    """Multiply and sum over the group; chunks of the partial leave while the next are computed.
+
+    Unfused equation::
+
+        y = all_reduce(x @ weight^T) + bias
+
+    =============  ======================  ==============================================
+    argument       shape                   notes
+    =============  ======================  ==============================================
+    ``x``          ``[..., K_r]``          fp32, bf16, fp16 or fp64; any strides
+    ``weight``     ``[N, K_r]``            this rank's columns; K_r may differ between ranks
+    ``bias``       ``[N]`` or None         equal on all ranks; added once, after the sum
+    ``y``          ``[..., N]``            contiguous, dtype of x, equal on all ranks
+    =============  ======================  ==============================================
+
+    The gradient that arrives for y must be the same on every rank, as it is when all ranks compute the same loss.
+
+    Raises:
+        ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
+        :func:`tpkernels.all_gather_matmul`.
+    """
+    check_local(x=x, weight=weight, bias=bias)
+    if process_group(group).size() == 1:
+        check_common("matmul_all_reduce", x, implementation)
+        return F.linear(x, weight, bias)
+    return cast(
+        Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation)
+    )
+
+
+def rows_layout(rows: int, group_size: int) -> Layout:
+    """Which rows each rank sums when all ranks need the whole."""
+    return Layout(1, array_split_sizes(rows, group_size), 1)
+
+
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:
+    group = resolve(name)
+    try:
+        check_common("matmul_all_reduce", x, implementation)
+        check_weights(x, x.shape[-1], [weight], [bias])
+    except ValueError as error:
+        agreement.refuse(group, "matmul_all_reduce", str(error))
+        raise
+    x2d = flat(x)
+    layout = rows_layout(x2d.shape[0], group.size)
+    arguments = MatmulAllReduce([x2d], [weight.t()], bias)
+    signature = Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
+    y = cast(Tensor, calling.run(group, signature, x.shape[-1], arguments, x.device))
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:
+    check_common("matmul_all_reduce", x, implementation)
+    check_weights(x, x.shape[-1], [weight], [bias])
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1])
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    needs = list(ctx.needs_input_grad[:3])
+    results = list(torch.ops.tpkernels.linear_backward(dy, *ctx.saved_tensors, needs))
+    grads = [results.pop(0) if need else None for need in needs]
+    return (*grads, None, None)
+
+
+def _linear_backward(dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> list[Tensor]:
+    dy2d = flat(dy)
+    results = []
+    if needs[0]:
+        results.append(torch.mm(dy2d, weight).view(x.shape))
+    if needs[1]:
+        results.append(torch.mm(dy2d.t(), flat(x)))
+    if needs[2]:
+        results.append(dy2d.sum(0))
+    return results
+
+
+def _linear_backward_fake(dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> list[Tensor]:
+    results = [x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(weight.shape[0])]
+    return [result for result, need in zip(results, needs, strict=True) if need]
+
+
+define(
+    "matmul_all_reduce",
+    "(Tensor x, Tensor weight, Tensor? bias, str group_name, str implementation) -> Tensor",
+    kernel=_kernel,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+define(
+    "linear_backward",
+    "(Tensor dy, Tensor x, Tensor weight, bool[] needs) -> Tensor[]",
+    kernel=_linear_backward,
+    fake=_linear_backward_fake,
+)

@@ -1,0 +1,57 @@
+"""Shapes between the N-D tensors of users and the 2-D ones of backends, and arguments that op schemas cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from tpkernels.comm.groups import Group
+from tpkernels.ops import calling
+from tpkernels.ops.calling import Signature
+from tpkernels.ops.contract import AllGather
+from tpkernels.partition import Layout
+
+__all__ = ["flat", "gather_layout", "gathered_shape", "pack_biases", "shard_shape", "start_gather", "unpack_biases"]
+
+
+def pack_biases(biases: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Op schemas have no optional tensors in lists: no bias at all is [], a missing one among others is empty."""
+    if all(bias is None for bias in biases):
+        return []
+    return [like.new_empty(0) if bias is None else bias for bias in biases]
+
+
+def unpack_biases(biases: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor | None]:
+    if not biases:
+        return [None] * len(weights)
+    return [bias if bias.numel() or not weight.shape[0] else None for bias, weight in zip(biases, weights, strict=True)]
+
+
+def gather_layout(x: Tensor, dim: int, sizes: Sequence[int] | None, group_size: int) -> Layout:
+    """Layout of the whole whose shard is ``x``; without sizes all shards are like ours."""
+    return Layout.of(x.shape, dim, sizes if sizes is not None else [x.shape[dim]] * group_size)
+
+
+def gathered_shape(x: Tensor, dim: int, layout: Layout) -> list[int]:
+    """Shape of the whole that ``x`` is a shard of."""
+    return [*x.shape[:dim], sum(layout.sizes), *x.shape[dim + 1 :]]
+
+
+def flat(x: Tensor) -> Tensor:
+    """``[..., features]`` as contiguous ``[rows, features]``."""
+    return x.reshape(-1, x.shape[-1]).contiguous() if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def shard_shape(x: Tensor, dim: int, size: int) -> list[int]:
+    """Shape of a shard of ``size`` of the whole ``x``."""
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+
+
+def start_gather(group: Group, x2d: Tensor, layout: Layout, implementation: str) -> Callable[[], Tensor]:
+    """Post an all-gather; returns the function that waits for it.  See :class:`~tpkernels.ops.contract.AllGather`."""
+    signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation)
+    if layout.feature:
+        signature = signature._replace(columns=sum(layout.sizes))
+    return cast(Callable[[], Tensor], calling.run(group, signature, 0, AllGather(x2d, layout), x2d.device))
