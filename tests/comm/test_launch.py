@@ -11,6 +11,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -241,7 +243,7 @@ SCRIPT = """
     from tpkernels.comm.launch import launch
 
     def work(seconds):
-        print(f"rank pid={os.getpid()}", flush=True)
+        os.write(1, f"rank pid={os.getpid()}\\n".encode())  # one write, so that lines of two ranks do not mix
         time.sleep(seconds)
         return os.getpid()
 
@@ -254,10 +256,11 @@ GUARD = """
 """
 
 
-def start_script(folder: Path, seconds: float, ending: str = GUARD) -> subprocess.Popen[str]:
+@contextmanager
+def running_script(folder: Path, seconds: float, ending: str = GUARD) -> Iterator[subprocess.Popen[str]]:
     script = folder / "job.py"
     script.write_text(textwrap.dedent(SCRIPT + ending))
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, str(script), str(seconds)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
@@ -265,6 +268,12 @@ def start_script(folder: Path, seconds: float, ending: str = GUARD) -> subproces
         text=True,
         start_new_session=True,
     )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
 
 
 def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
@@ -275,25 +284,28 @@ def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
 
 
 def test_a_script_launches_its_own_functions_and_ranks_print_to_its_output(tmp_path: Path) -> None:
-    out, err = start_script(tmp_path, 0).communicate(timeout=120)
+    with running_script(tmp_path, 0) as process:
+        out, err = process.communicate(timeout=120)
     assert out.count("rank pid=") == 2 and "returned 2" in out, err
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
-    out, err = start_script(tmp_path, 0, ending="\n    main()\n").communicate(timeout=120)
+    with running_script(tmp_path, 0, ending="\n    main()\n") as process:
+        out, err = process.communicate(timeout=120)
     assert "returned" not in out
     assert 'a script that starts ranks needs `if __name__ == "__main__":`' in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
-    parent = start_script(tmp_path, 300)
-    assert parent.stdout is not None
-    pids = [int(parent.stdout.readline().partition("pid=")[2]) for _ in range(2)]
-    assert all(is_running(pid) for pid in pids)
-    os.kill(parent.pid, number)  # the parent alone: it must take its ranks along
-    _, err = parent.communicate(timeout=60)
-    wait_until_gone(pids)
+    with running_script(tmp_path, 300) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline().partition("pid=")[2]) for _ in range(2)]
+        assert all(is_running(pid) for pid in pids)
+        os.kill(parent.pid, number)  # the parent alone: it must take its ranks along
+        parent.wait(20)
+        wait_until_gone(pids)
+        _, err = parent.communicate(timeout=20)
     assert parent.returncode != 0
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in err
