@@ -116,7 +116,7 @@ def test_bench_runs_as_a_rank_of_torchrun(tmp_path: Path) -> None:
                "--device", "cpu", "--json", str(path)]  # fmt: skip
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("GEMM-only") == 1, "rank 0 alone prints"
+    assert done.stdout.count("samples: ") == 1, "rank 0 alone prints"
     assert json.loads(path.read_text())["results"][0]["world_size"] == 2
 
 
@@ -126,13 +126,6 @@ def test_bench_in_the_lab_says_why_it_skips(
     monkeypatch.setattr("tpkernels.measure.links.missing_capability", lambda: "needs root (CAP_NET_ADMIN missing)")
     assert bench.main(_arguments("--netlab", "1gbit", "--device", "cpu")) == 1
     assert "skipped: the network lab needs root" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def lab_possible() -> None:
-    reason = netlab.unavailable_reason()
-    if reason is not None:
-        pytest.skip(f"network lab: {reason}")
 
 
 @pytest.mark.netns

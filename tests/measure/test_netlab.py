@@ -20,14 +20,6 @@ from tpkernels.measure import links, netlab
 PAYLOAD_BYTES = 2_500_000
 
 
-@pytest.fixture(scope="module")
-def lab_possible() -> None:
-    # More than the layer's own check: this one builds a probe namespace.
-    reason = netlab.unavailable_reason()
-    if reason is not None:
-        pytest.skip(f"network lab: {reason}")
-
-
 def test_rates_and_delays_are_parsed_and_bad_ones_name_the_value() -> None:
     spec = links.LinkSpec.parse("1gbit", "0.1ms")
     assert spec.rate_bits == 10**9
