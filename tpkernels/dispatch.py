@@ -17,7 +17,17 @@ import torch
 from tpkernels import partition
 from tpkernels.errors import UnsupportedProblem
 
-__all__ = ["OPS", "Candidate", "Costs", "Explanation", "Implementation", "Problem", "implementations", "register", "select"]
+__all__ = [
+    "OPS",
+    "Candidate",
+    "Costs",
+    "Explanation",
+    "Implementation",
+    "Problem",
+    "implementations",
+    "register",
+    "select",
+]
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -51,7 +61,11 @@ class Problem:
     @property
     def flops(self) -> float:
         """Floating-point operations of one rank's GEMM."""
-        return 0.0 if self.op in ("all_gather", "reduce_scatter", "all_reduce") else 2.0 * self.m * self.n * self.k / self.world_size
+        return (
+            0.0
+            if self.op in ("all_gather", "reduce_scatter", "all_reduce")
+            else 2.0 * self.m * self.n * self.k / self.world_size
+        )
 
     @property
     def num_chunks(self) -> int:

@@ -107,10 +107,10 @@ class Segment:
 class Layout:
     """How the shards of one dimension of an N-D tensor lie in the whole, both seen as 2-D ``[rows, features]``.
 
-    A tensor ``[*outer, sizes[r], *inner, features]`` flattens to ``outer * sizes[r] * inner`` rows.  With ``outer == 1``
-    (dim 0, or leading dimensions of size 1) each shard is one segment of the whole; otherwise it is ``outer`` of them.
-    ``feature`` marks the last dimension itself as the sharded one: then ``sizes`` counts features, and every rank holds
-    all ``outer * inner`` rows.
+    A tensor ``[*outer, sizes[r], *inner, features]`` flattens to ``outer * sizes[r] * inner`` rows.  With one outer
+    index (dim 0, or leading dimensions of size 1) each shard is one segment of the whole; otherwise it is ``outer`` of
+    them.  ``feature`` marks the last dimension itself as the sharded one: then ``sizes`` counts features, and every
+    rank holds all ``outer * inner`` rows.
     """
 
     outer: int

@@ -1,4 +1,4 @@
-"""Implementations of the fused ops; importing this package registers them, in the order in which ``explain`` lists them."""
+"""Implementations of the ops; importing this package registers them, in the order in which ``explain`` lists them."""
 
 from tpkernels.backends import unfused  # noqa: I001  (the order is that of the listing)
 from tpkernels.backends import chunked

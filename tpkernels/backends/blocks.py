@@ -74,9 +74,7 @@ class Epilogue:
         """The same for rows that lie apart: ``index`` names the row of the whole of each row of ``x``."""
         part = Epilogue(x.shape[0], x, self.matrices, self.biases, self.activation, bool(self.preactivations))
         part.fill(x, 0)
-        for whole, rows in zip(
-            (*self.outs, *self.preactivations), (*part.outs, *part.preactivations), strict=True
-        ):
+        for whole, rows in zip((*self.outs, *self.preactivations), (*part.outs, *part.preactivations), strict=True):
             whole.index_copy_(0, index, rows)
 
 

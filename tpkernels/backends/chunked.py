@@ -15,6 +15,9 @@ Ideas: decomposed collectives after Wang et al., "Overlap Communication with Dep
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from tpkernels import dispatch
 from tpkernels.backends.blocks import Epilogue, partial_rows, place_rows, reduce_rows
 from tpkernels.backends.exchange import PartialExchange, ShardExchange, whole_like
@@ -22,9 +25,6 @@ from tpkernels.comm import timeline, transport
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import AllGatherMatmul, Context, Gathered, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.partition import Layout, array_split_sizes, chunk_ranges
-
-import torch
-from torch import Tensor
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
@@ -36,9 +36,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     layout, group = call.layout, context.group
     whole = whole_like(call.x, layout) if call.keep_whole or layout.feature else None
     incoming = ShardExchange(context, call.x, layout, whole)
-    epilogue = Epilogue(
-        layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation
-    )
+    epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
     if layout.feature:
         assert whole is not None
         _multiply_complete_rows(context, call, incoming, epilogue, whole)

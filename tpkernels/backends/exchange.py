@@ -101,7 +101,7 @@ class PartialExchange:
         return chunk_ranges(self._rows(owner), self.context.num_chunks)[chunk]
 
     def send(self, chunk: int, fill: Callable[[int, int, int, Tensor], None]) -> None:
-        """Compute and send one chunk for every other rank: ``fill(owner, start, stop, out)`` writes the partial rows."""
+        """Compute and send one chunk for every peer: ``fill(owner, start, stop, out)`` writes partial rows."""
         if self._everything:
             low, high = self.rows(self.group.rank, chunk)
             out = self._outbox(self.group.rank)[low:high]

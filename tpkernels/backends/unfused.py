@@ -30,7 +30,14 @@ from tpkernels.ops.contract import (
 )
 from tpkernels.partition import Layout, array_split_sizes
 
-__all__ = ["all_gather", "all_gather_matmul", "all_reduce", "matmul_all_reduce", "matmul_reduce_scatter", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+]
 
 
 def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:

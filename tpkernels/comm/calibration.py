@@ -63,9 +63,7 @@ def _ring(group: Group, call: int, device: torch.device, num_bytes: int, repeats
     wall, cpu = [], []
     for _ in range(repeats):
         start, start_cpu = time.perf_counter(), time.process_time()
-        sent, received = transport.exchange(
-            group.pg, call, _FIRST_CHUNK, [(following, out)], [(preceding, into)]
-        )
+        sent, received = transport.exchange(group.pg, call, _FIRST_CHUNK, [(following, out)], [(preceding, into)])
         transport.wait_all((*received, *sent))
         _synchronize(device)
         wall.append(time.perf_counter() - start)

@@ -12,12 +12,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from tpkernels import config
 from tpkernels.errors import CommunicationError, GroupPoisoned
@@ -109,8 +109,12 @@ def process_group(group: GroupLike | str) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, str):
-        return _resolve_process_group(group)
+        return _registered(group)
     raise ValueError(f"group must be a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}")
+
+
+def _registered(name: str) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, _resolve_process_group(cast(Any, name)))
 
 
 def group_name(group: GroupLike) -> str:
@@ -140,7 +144,7 @@ def live_groups() -> list[Group]:
 def _forget_destroyed() -> None:
     for name, group in list(_groups.items()):
         try:
-            alive = _resolve_process_group(name) is group.pg
+            alive = _registered(name) is group.pg
         except RuntimeError:
             alive = False
         if not alive:
@@ -163,8 +167,8 @@ def init(
 ) -> DeviceMesh:
     """Join the job and return its mesh with axes ``("dp", "tp")``.
 
-    Reads what ``torchrun`` or :func:`tpkernels.launch` put into the environment; a process that no launcher started is a
-    job of one rank.  Uses the process group that exists, or makes one: NCCL with CUDA devices, gloo otherwise.
+    Reads what ``torchrun`` or :func:`tpkernels.launch` put into the environment; a process that no launcher started is
+    a job of one rank.  Uses the process group that exists, or makes one: NCCL with CUDA devices, gloo otherwise.
 
     Args:
         tp: ranks that share one layer; default: all ranks that ``dp`` leaves.
@@ -183,8 +187,7 @@ def init(
     dp, tp = _mesh_shape(world_size, dp, tp)
     if not dist.is_initialized():
         _init_process_group(device, environment, timeout)
-    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
-    return mesh
+    return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def _mesh_shape(world_size: int, dp: int | None, tp: int | None) -> tuple[int, int]:
@@ -216,5 +219,5 @@ def _init_process_group(
             nccl.config.max_ctas = max_ctas
             options["pg_options"] = nccl
     if environment is None:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)

@@ -57,7 +57,9 @@ class Transfer:
             with timeline.span(f"wait {self.kind}", "wait", chunk=self.chunk, peer=self.peer):
                 self.work.wait()
         except RuntimeError as error:
-            raise TransportFailure(f"{self.kind} of chunk {self.chunk}, peer rank {self.peer}: {error}", self.peer) from error
+            raise TransportFailure(
+                f"{self.kind} of chunk {self.chunk}, peer rank {self.peer}: {error}", self.peer
+            ) from error
         self.done = True
         timeline.record(self.kind, self.kind, self.posted_ns, chunk=self.chunk, peer=self.peer)
 

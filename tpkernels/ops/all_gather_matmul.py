@@ -21,14 +21,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.checks import as_list, check_common, check_dim, check_local, check_shard_sizes, check_weights
+from tpkernels.ops.checks import (
+    as_list,
+    check_common,
+    check_dim,
+    check_local,
+    check_shard_sizes,
+    check_weights,
+    plain_linear,
+)
 from tpkernels.ops.contract import AllGatherMatmul, MatmulReduceScatter, activation_backward, activation_forward
 from tpkernels.ops.library import define
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
@@ -93,7 +100,9 @@ def all_gather_matmul(
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())
         check_shard_sizes(shard_sizes, 1, own=(0, x_shard.shape[gather_dim]))
-        outs = [activation_forward(activation, F.linear(x_shard, w, b)) for w, b in zip(weights, biases, strict=True)]
+        outs = [
+            activation_forward(activation, plain_linear(x_shard, w, b)) for w, b in zip(weights, biases, strict=True)
+        ]
         y = outs[0] if single else outs
         return (y, x_shard) if return_gathered else y
     needs_grad = torch.is_grad_enabled() and any(
@@ -196,7 +205,9 @@ def _fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, biases, name, activation, gather_dim, shard_sizes, keep_gathered, keep_preactivation, impl = inputs
     if activation is not None and not keep_preactivation:
-        raise ValueError("torch.ops.tpkernels.all_gather_matmul needs keep_preactivation=True when it is differentiated")
+        raise ValueError(
+            "torch.ops.tpkernels.all_gather_matmul needs keep_preactivation=True when it is differentiated"
+        )
     count = len(weights)
     before = output[count : 2 * count] if activation is not None else []
     ctx.save_for_backward(output[-1] if keep_gathered else x, *weights, *before)
@@ -218,7 +229,16 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     d_gathered = grads[-1] if keep_gathered else None
     needs_x, needs_w, needs_b = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[2]))
     results = torch.ops.tpkernels.all_gather_matmul_backward(
-        dzs, x, weights, d_gathered, name, gather_dim, shard_sizes, keep_gathered, [needs_x, needs_w, needs_b], implementation
+        dzs,
+        x,
+        weights,
+        d_gathered,
+        name,
+        gather_dim,
+        shard_sizes,
+        keep_gathered,
+        [needs_x, needs_w, needs_b],
+        implementation,
     )
     dx = results[0] if needs_x else None
     dws = results[1 : 1 + ctx.count] if needs_w else [None] * ctx.count

@@ -1,17 +1,27 @@
-"""Argument checks that the ops share.  Each raises ``ValueError`` with the argument's name, its value and what was expected."""
+"""Argument checks that the ops share: ``ValueError`` with the argument's name, its value and what was expected."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tpkernels import dispatch
 from tpkernels.ops.contract import ACTIVATIONS
 
-__all__ = ["DTYPES", "as_list", "check_common", "check_dim", "check_local", "check_shard_sizes", "check_weights"]
+__all__ = [
+    "DTYPES",
+    "as_list",
+    "check_common",
+    "check_dim",
+    "check_local",
+    "check_shard_sizes",
+    "check_weights",
+    "plain_linear",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -55,6 +65,20 @@ def check_weights(x: Tensor, k: int, weights: Sequence[Tensor], biases: Sequence
             _check_same(name, bias, x)
 
 
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` for a group of one rank, with our errors.
+
+    The checks run only when torch refuses or would broadcast a bias, because at this size they cost as much as a GEMM.
+    """
+    if bias is not None and bias.shape != weight.shape[:1]:
+        check_weights(x, x.shape[-1], [weight], [bias])
+    try:
+        return F.linear(x, weight, bias)
+    except RuntimeError:
+        check_weights(x, x.shape[-1], [weight], [bias])
+        raise
+
+
 def check_dim(name: str, dim: int, ndim: int) -> int:
     """``dim`` as a non-negative number."""
     if not -ndim <= dim < ndim:
@@ -74,10 +98,12 @@ def check_shard_sizes(
         raise ValueError(f"shard_sizes must not be negative, got {list(sizes)}")
     if own is not None and sizes[own[0]] != own[1]:
         raise ValueError(
-            f"shard_sizes[{own[0]}] is {sizes[own[0]]}, but this rank's shard has size {own[1]} (shard_sizes={list(sizes)})"
+            f"shard_sizes[{own[0]}] must be the size of this rank's shard ({own[1]}), got shard_sizes={list(sizes)}"
         )
     if total is not None and sum(sizes) != total:
-        raise ValueError(f"shard_sizes {list(sizes)} sum to {sum(sizes)}, but the dimension to scatter has size {total}")
+        raise ValueError(
+            f"shard_sizes {list(sizes)} sum to {sum(sizes)}, but the dimension to scatter has size {total}"
+        )
 
 
 def as_list(value: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:

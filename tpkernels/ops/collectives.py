@@ -61,9 +61,7 @@ def all_gather(
     return cast(Tensor, torch.ops.tpkernels.all_gather(x, group_name(group), dim, sizes, replicated_grad))
 
 
-def reduce_scatter(
-    x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None
-) -> Tensor:
+def reduce_scatter(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
     """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
     check_local(x=x)
     if process_group(group).size() == 1:

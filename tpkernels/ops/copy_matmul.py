@@ -23,7 +23,7 @@ from torch import Tensor
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.checks import as_list, check_common, check_local, check_weights
+from tpkernels.ops.checks import as_list, check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce, activation_forward
 from tpkernels.ops.library import define
 from tpkernels.ops.matmul_all_reduce import rows_layout
@@ -61,7 +61,7 @@ def copy_matmul(
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     if process_group(group).size() == 1 or not needs_grad:
         check_common("matmul_all_reduce", x, implementation, activation)
-        outs = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        outs = [plain_linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     else:
         packed = pack_biases(biases, x)
         outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)

@@ -14,14 +14,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.checks import check_common, check_local, check_weights
+from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.library import define
 from tpkernels.ops.shapes import flat
@@ -57,10 +56,8 @@ def matmul_all_reduce(
     check_local(x=x, weight=weight, bias=bias)
     if process_group(group).size() == 1:
         check_common("matmul_all_reduce", x, implementation)
-        return F.linear(x, weight, bias)
-    return cast(
-        Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation)
-    )
+        return plain_linear(x, weight, bias)
+    return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))
 
 
 def rows_layout(rows: int, group_size: int) -> Layout:

@@ -18,17 +18,16 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights
+from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights, plain_linear
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
 from tpkernels.ops.library import define
-from tpkernels.ops.shapes import flat, gathered_shape, shard_shape, start_gather
+from tpkernels.ops.shapes import flat, start_gather
 from tpkernels.partition import Layout, array_split_sizes
 
 __all__ = ["matmul_reduce_scatter"]
@@ -73,8 +72,10 @@ def matmul_reduce_scatter(
     check_local(x=x, weight=weight, bias=bias)
     if process_group(group).size() == 1:
         check_common("matmul_reduce_scatter", x, implementation)
-        check_dim("scatter_dim", scatter_dim, x.dim())
-        return F.linear(x, weight, bias)
+        dim = check_dim("scatter_dim", scatter_dim, x.dim())
+        y = plain_linear(x, weight, bias)
+        check_shard_sizes(shard_sizes, 1, total=y.shape[dim])
+        return y
     return cast(
         Tensor,
         torch.ops.tpkernels.matmul_reduce_scatter(
@@ -157,7 +158,7 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, name, scatter_dim, shard_sizes, implementation = inputs
+    x, weight, _, name, scatter_dim, shard_sizes, implementation = inputs
     ctx.save_for_backward(x, weight)
     dim = scatter_dim % x.dim()
     total = weight.shape[0] if dim == x.dim() - 1 else x.shape[dim]
