@@ -94,8 +94,9 @@ def all_gather_matmul(
     single = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
-    check_local(x_shard=x_shard, **{f"weight{i}": w for i, w in enumerate(weights)})
-    check_local(**{f"bias{i}": b for i, b in enumerate(biases)})
+    check_local("x_shard", x_shard)
+    check_local("weight", *weights)
+    check_local("bias", *biases)
     if process_group(group).size() == 1:
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())

@@ -26,9 +26,9 @@ __all__ = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_local(**tensors: Tensor | None) -> None:
+def check_local(name: str, *tensors: Tensor | None) -> None:
     """Ops work on local tensors: a DTensor would be sharded twice."""
-    for name, tensor in tensors.items():
+    for tensor in tensors:
         if isinstance(tensor, DTensor):
             raise ValueError(f"{name} is a DTensor; the ops take local tensors: pass {name}.to_local()")
         if tensor is not None and not isinstance(tensor, Tensor):

@@ -56,8 +56,9 @@ def copy_matmul(
     single = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
-    check_local(x=x, **{f"weight{i}": w for i, w in enumerate(weights)})
-    check_local(**{f"bias{i}": b for i, b in enumerate(biases)})
+    check_local("x", x)
+    check_local("weight", *weights)
+    check_local("bias", *biases)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     if process_group(group).size() == 1 or not needs_grad:
         check_common("matmul_all_reduce", x, implementation, activation)
