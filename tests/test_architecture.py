@@ -1,0 +1,336 @@
+"""The house rules, read from the source: import order, file length, one reader of the environment.
+
+Each rule is a function from a source tree to its violations; each is run on this tree, and on a tree with a violation.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = "tpkernels"
+MAX_LINES = 450
+SOURCES = (".py", ".cpp", ".cc", ".cu", ".cuh", ".h")
+
+# Ground floor first; a module imports from its own floor and from those before it, at any level of nesting.
+PUBLIC_SURFACE = "the public surface"  # tpkernels/__init__.py, what `import tpkernels as tpk` gives
+FLOORS = (
+    ("errors", "config"),
+    ("partition",),
+    ("comm",),
+    ("dispatch",),
+    ("ops",),
+    ("kernels",),
+    ("backends",),
+    ("nn",),
+    ("sharding",),
+    (PUBLIC_SURFACE,),
+    ("integrations",),
+    ("measure",),
+    ("cli", "demo", "doctor", "__main__"),
+    ("testing",),
+)
+FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+
+# Results are verified before they are timed or shown, by the same judge that the tests use. These modules are pure
+# arithmetic, so they may be imported from `measure` on; in exchange they import nothing but partition and each other.
+JUDGES = frozenset({"testing.numeric", "testing.expected", "testing.payload"})
+JUDGES_FROM = FLOOR_OF["measure"]
+
+# Launchers tell torch.distributed in their children who they are; the functions that may, and they may not read.
+ENVIRONMENT_WRITERS = {
+    ("comm/rank_process.py", "write_rank_environment"),
+    ("measure/netlab.py", "_children_inherit"),
+}
+
+
+# ---------------------------------------------------------------- rules
+
+
+def import_violations(root: Path) -> list[str]:
+    found = []
+    for path, module, tree in modules(root):
+        floor = FLOOR_OF.get(top_name(module))
+        if floor is None:
+            found.append(f"{path}: {top_name(module)!r} is on no floor; add it to FLOORS where it belongs")
+            continue
+        for line, target in imports(root, path, module, tree):
+            name = top_name(target)
+            if name not in FLOOR_OF:
+                found.append(f"{path}:{line}: imports {name!r}, which is on no floor")
+            elif FLOOR_OF[name] > floor and not (is_judge(target) and floor >= JUDGES_FROM):
+                found.append(f"{path}:{line}: {top_name(module)} must not import {name}, which is above it")
+    return found
+
+
+def kernel_violations(root: Path) -> list[str]:
+    """Kernels and judges import from this package only partition and their own kind."""
+    found = []
+    for path, module, tree in modules(root):
+        kind = "kernels" if top_name(module) == "kernels" else "judges" if is_judge(module) else None
+        for line, target in imports(root, path, module, tree) if kind else ():
+            own_kind = top_name(target) == "kernels" if kind == "kernels" else is_judge(target)
+            if top_name(target) != "partition" and not own_kind:
+                found.append(f"{path}:{line}: {kind} import only partition and each other, not {target}")
+    return found
+
+
+def length_violations(root: Path) -> list[str]:
+    found = []
+    for path in source_files(root):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_LINES:
+            found.append(f"{path.relative_to(root)}: {lines} lines, at most {MAX_LINES}; split it")
+    return found
+
+
+def environment_violations(root: Path) -> list[str]:
+    found = []
+    for path, module, tree in modules(root):
+        if module == "config":
+            continue
+        within = path.relative_to(Path(PACKAGE)).as_posix()
+        exempt = {
+            id(node)
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef) and (within, function.name) in ENVIRONMENT_WRITERS
+            for node in written_environments(function)
+        }
+        for node in ast.walk(tree):
+            if uses_environment(node) and id(node) not in exempt:
+                found.append(f"{path}:{node.lineno}: only config.py reads the environment")  # type: ignore[attr-defined]
+    native = (path for path in source_files(root) if path.suffix != ".py")
+    for path in native:
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if re.search(r"\b(secure_)?getenv\s*\(", text):
+                found.append(f"{path.relative_to(root)}:{number}: only config.py reads the environment")
+    return found
+
+
+# ---------------------------------------------------------------- reading the source
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        candidates = sorted({root / name for name in listed.split("\0") if name})
+    else:
+        candidates = sorted(root.rglob("*"))
+    yield from (path for path in candidates if path.suffix in SOURCES and path.is_file())
+
+
+def modules(root: Path) -> Iterator[tuple[Path, str, ast.Module]]:
+    """(path from root, dotted name inside the package, syntax tree) of each module of the package."""
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root / PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield path.relative_to(root), name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(root: Path, path: Path, module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name inside the package) of every import of the package, wherever it stands."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{base_of(node, package)}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        else:
+            continue
+        for name in names:
+            if name == PACKAGE or name.startswith(PACKAGE + "."):
+                yield node.lineno, existing_module(root, name)
+
+
+def base_of(node: ast.ImportFrom, package: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = [PACKAGE, *(package.split(".") if package else [])]
+    return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+
+
+def existing_module(root: Path, name: str) -> str:
+    """The longest prefix of a dotted name that is a module; the rest is what is imported from it."""
+    parts = name.split(".")[1:]
+    while parts:
+        file = (root / PACKAGE).joinpath(*parts)
+        if file.with_suffix(".py").is_file() or file.is_dir():
+            break
+        parts.pop()
+    return ".".join(parts)
+
+
+def called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def top_name(module: str) -> str:
+    return module.partition(".")[0] or PUBLIC_SURFACE
+
+
+def is_judge(module: str) -> bool:
+    return module in JUDGES
+
+
+def uses_environment(node: ast.AST) -> bool:
+    names = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in names for alias in node.names)
+    return isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os"
+
+
+def written_environments(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The `os.environ` nodes of a function that write, or copy the whole to restore it later."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("update", "setdefault", "clear", "pop"):
+                yield node.func.value
+        elif isinstance(node, ast.Call) and called_name(node) == "dict":
+            yield from node.args
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node.value
+
+
+# ---------------------------------------------------------------- this tree
+
+
+@pytest.mark.parametrize("rule", [import_violations, kernel_violations, length_violations, environment_violations])
+def test_the_house_rules_hold(rule: object) -> None:
+    assert rule(REPOSITORY) == []  # type: ignore[operator]
+
+
+def test_the_rules_see_this_tree() -> None:
+    paths = {path.as_posix() for path, _, _ in modules(REPOSITORY)}
+    assert {"tpkernels/__init__.py", "tpkernels/config.py", "tpkernels/comm/launch.py"} <= paths
+    assert Path(__file__) in set(source_files(REPOSITORY))
+    tree = ast.parse((REPOSITORY / "tpkernels/testing/expected.py").read_text())
+    found = {
+        target for _, target in imports(REPOSITORY, Path("tpkernels/testing/expected.py"), "testing.expected", tree)
+    }
+    assert found == {"partition", "testing.numeric"}
+
+
+def test_every_writer_of_the_environment_exists() -> None:
+    for within, name in ENVIRONMENT_WRITERS:
+        tree = ast.parse((REPOSITORY / PACKAGE / within).read_text())
+        assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)), (within, name)
+
+
+# ---------------------------------------------------------------- trees with a violation
+
+
+HOUSE = {
+    "__init__.py": "from tpkernels.ops import matmul\n",
+    "config.py": "import os\nDEBUG = os.environ.get('DEBUG')\n",
+    "partition.py": "",
+    "comm/__init__.py": "from . import groups\n",
+    "comm/groups.py": "from tpkernels import config\nfrom ..partition import x\n",
+    "comm/rank_process.py": "import os\ndef write_rank_environment():\n    os.environ.update(RANK='0')\n",
+    "ops/__init__.py": "def matmul():\n    from tpkernels.comm import groups\n",
+    "kernels/gemm.py": "from tpkernels.partition import x\nfrom .tiles import y\n",
+    "kernels/tiles.py": "",
+    "backends/chunked.py": "import tpkernels.ops\n",
+    "measure/bench.py": "import tpkernels as tpk\nfrom tpkernels.testing.numeric import check\n",
+    "testing/__init__.py": "",
+    "testing/numeric.py": "import math\n",
+    "testing/spawn.py": "from tpkernels.comm import groups\n",
+}
+
+
+def house(tmp_path: Path, **changes: str) -> Path:
+    """A small tree that obeys the rules, with files replaced or added (`__` stands for `/`, `.py` is added)."""
+    files = {**HOUSE, **{name.replace("__", "/") + ".py": text for name, text in changes.items()}}
+    for name, text in files.items():
+        path = tmp_path / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_a_house_in_order_has_no_violations(tmp_path: Path) -> None:
+    root = house(tmp_path)
+    for rule in (import_violations, kernel_violations, length_violations, environment_violations):
+        assert rule(root) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"comm__groups": "from tpkernels.ops import matmul\n"}, "comm must not import ops"),
+        ({"comm__groups": "from tpkernels import ops\n"}, "comm must not import ops"),
+        ({"comm__groups": "import tpkernels.backends.chunked as c\n"}, "comm must not import backends"),
+        ({"comm__groups": "from ..backends import chunked\n"}, "comm must not import backends"),
+        ({"ops__matmul": "def run():\n    from tpkernels.backends import chunked\n"}, "ops must not import backends"),
+        (
+            {"ops__matmul": "import importlib\nimportlib.import_module('tpkernels.backends')\n"},
+            "ops must not import back",
+        ),
+        ({"nn__linear": "import tpkernels as tpk\n"}, "nn must not import the public surface"),
+        ({"nn__linear": "from tpkernels import matmul\n"}, "nn must not import the public surface"),
+        ({"nn__linear": "from tpkernels.testing.numeric import check\n"}, "nn must not import testing"),
+        ({"measure__bench": "from tpkernels.testing.spawn import run\n"}, "measure must not import testing"),
+        ({"garage__car": ""}, "'garage' is on no floor"),
+    ],
+)
+def test_an_import_of_a_higher_floor_is_found(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    violations = import_violations(house(tmp_path, **changes))
+    assert len(violations) == 1 and said in violations[0], violations
+
+
+@pytest.mark.parametrize("line", ["from tpkernels.errors import E", "from .. import comm", "import tpkernels.ops"])
+def test_a_kernel_that_imports_anything_else_is_found(tmp_path: Path, line: str) -> None:
+    root = house(tmp_path, errors="class E(Exception): ...\n", kernels__gemm=line + "\n")
+    assert [v for v in kernel_violations(root) if v.startswith("tpkernels/kernels/gemm.py:1: kernels import only")]
+
+
+def test_a_judge_that_imports_anything_else_is_found(tmp_path: Path) -> None:
+    root = house(tmp_path, testing__numeric="from tpkernels.comm import groups\n")
+    assert "judges import only partition" in kernel_violations(root)[0]
+
+
+@pytest.mark.parametrize("name", ["tpkernels/ops/long.py", "csrc/long.cu", "tests/test_long.py", "csrc/cpu/long.h"])
+def test_a_file_that_is_too_long_is_found(tmp_path: Path, name: str) -> None:
+    root = house(tmp_path)
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n" * MAX_LINES)
+    assert length_violations(root) == []
+    path.write_text("\n" * (MAX_LINES + 1))
+    assert length_violations(root) == [f"{name}: {MAX_LINES + 1} lines, at most {MAX_LINES}; split it"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"ops__matmul": "import os\nDEBUG = os.environ['DEBUG']\n"}, "ops/matmul.py:2"),
+        ({"ops__matmul": "import os\ndef f():\n    return os.getenv('DEBUG')\n"}, "ops/matmul.py:3"),
+        ({"ops__matmul": "from os import environ\n"}, "ops/matmul.py:1"),
+        ({"ops__matmul": "import os\nos.environ['DEBUG'] = '1'\n"}, "ops/matmul.py:2"),
+        ({"comm__rank_process": "import os\nos.environ.update(RANK='0')\n"}, "comm/rank_process.py:2"),
+        (
+            {"comm__rank_process": "import os\ndef write_rank_environment():\n    return os.environ.get('RANK')\n"},
+            "comm/rank_process.py:3",
+        ),
+    ],
+)
+def test_a_second_reader_of_the_environment_is_found(tmp_path: Path, changes: dict[str, str], line: str) -> None:
+    violations = environment_violations(house(tmp_path, **changes))
+    assert violations == [f"tpkernels/{line}: only config.py reads the environment"]
+
+
+def test_native_code_that_reads_the_environment_is_found(tmp_path: Path) -> None:
+    root = house(tmp_path)
+    (root / "csrc").mkdir()
+    (root / "csrc" / "channel.cpp").write_text('#include <cstdlib>\nauto debug = std::getenv("DEBUG");\n')
+    assert environment_violations(root) == ["csrc/channel.cpp:2: only config.py reads the environment"]
