@@ -19,7 +19,7 @@ from tpkernels.errors import TpKernelsError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["main"]
+__all__ = ["main", "parse"]
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
 FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        parser = _parser(chosen=next((a for a in arguments if not a.startswith("-")), None))
-        options = parser.parse_args(arguments)
+        options = parse(arguments)
     except ModuleNotFoundError as error:
         return _missing_module(error)
     if options.traceback:
@@ -58,10 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The whole command line, of which only the chosen subcommand's part is loaded."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line, loading only the subcommand that it names; exits with code 2 where it is wrong."""
     from tpkernels import __version__
 
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = argparse.ArgumentParser(
         prog="tpkernels", description="Tensor-parallel linear layers whose communication hides behind the GEMM."
     )
@@ -74,7 +74,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             add_arguments, run = command.load()
             add_arguments(sub)
             sub.set_defaults(run=run)
-    return parser
+    return parser.parse_args(arguments)
 
 
 def _explain_error(error: Exception) -> tuple[str, int]:

