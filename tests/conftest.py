@@ -16,6 +16,8 @@ import torch
 
 from tpkernels.testing.spawn import Pools
 
+pytest_plugins = ["pytester"]  # for the tests of this file
+
 LAYERS = {
     "cpu": "no process group",
     "gloo": "two to four real ranks on this machine over gloo",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpkernels.testing.expected import check_matmul_all_reduce
-from tpkernels.testing.faults import FAULTS, ReducedCall, seed_fault
+from tpkernels.testing.faults import FAULTS, ReducedCall, poisoned_memory, seed_fault
 from tpkernels.testing.numeric import BoundExceeded
 from tpkernels.testing.payload import payload
 
@@ -70,3 +70,15 @@ def test_summing_in_bf16_is_caught_as_a_loss_of_quality() -> None:
 def test_an_unknown_fault_names_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"missing_partial.*one_nan"):
         seed_fault("typo", make_call(torch.float32))
+
+
+def test_an_element_that_is_never_written_is_nan_in_poisoned_memory() -> None:
+    call = make_call(torch.bfloat16)
+    correct = call.output()
+    with poisoned_memory():
+        y = torch.empty_like(correct)
+        y[:90] = correct[:90]
+        assert torch.empty(3, dtype=torch.int64).tolist() == [torch.iinfo(torch.int64).max] * 3
+    with pytest.raises(BoundExceeded, match=r"432 of 6912 elements .* within \[90:96, 0:72\].*actual nan"):
+        judge(y, call)
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,6 +1,7 @@
 """Seeded faults: show that a check catches what it is there to catch.
 
-Owns: faults applied to a correct result (`seed_fault`), and faults in what a rank receives (`corrupt_receives`).
+Owns: faults applied to a correct result (`seed_fault`), faults in what a rank receives (`corrupt_receives`), and
+uninitialised memory that shows (`poisoned_memory`).
 
 A fault of the first kind takes one correct matmul_reduce_scatter or matmul_all_reduce call in its parts
 (`ReducedCall`) and returns the output of an implementation with that bug, and the place where it is wrong:
@@ -24,11 +25,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from tpkernels.comm.transport import Transfer
 
-__all__ = ["FAULTS", "Fault", "Place", "ReducedCall", "corrupt_receives", "seed_fault"]
+__all__ = ["FAULTS", "Fault", "Place", "ReducedCall", "corrupt_receives", "poisoned_memory", "seed_fault"]
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,25 @@ def corrupt_receives(corrupt: Callable[[Transfer], None]) -> Iterator[None]:
         yield
     finally:
         Transfer.wait = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill every tensor that torch allocates without values (`torch.empty` and its kin) with NaN, or the largest int.
+
+    An output element that an op forgets to write is then NaN instead of, by luck, the previous call's right answer.
+    This is torch's deterministic mode, so operators that have none warn.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _pick(count: int, generator: torch.Generator) -> int:

@@ -1,0 +1,62 @@
+"""Layers that this machine cannot run are skipped with a reason, never failed and never silently passed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import LAYERS, missing_for
+
+pytestmark = pytest.mark.cpu
+
+
+def test_every_layer_is_a_registered_mark(pytestconfig: pytest.Config) -> None:
+    registered = {line.partition(":")[0] for line in pytestconfig.getini("markers")}
+    assert {"cpu", "gloo", "netns", "gpu", "multi_gpu"} == set(LAYERS) <= registered
+
+
+def test_network_namespaces_need_root_and_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert missing_for("netns") == "network namespaces need root"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert missing_for("netns") == "network namespaces need iproute2 (`ip`)"
+    monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
+    assert missing_for("netns") is None
+
+
+@pytest.mark.parametrize(("devices", "missing"), [(0, ["gpu", "multi_gpu"]), (1, ["multi_gpu"]), (2, [])])
+def test_gpu_layers_need_devices(monkeypatch: pytest.MonkeyPatch, devices: int, missing: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    assert [layer for layer in ("cpu", "gloo", "gpu", "multi_gpu") if missing_for(layer)] == missing
+    if "multi_gpu" in missing:
+        assert missing_for("multi_gpu") == f"needs 2 CUDA device(s), found {devices}"
+
+
+def test_a_marked_test_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+    conftest = Path(__file__).parents[1] / "conftest.py"
+    pytester.makeconftest(
+        conftest.read_text() + "\n\ndef missing_for(layer):\n    return 'no such device' if layer == 'gpu' else None\n"
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.gpu
+        def test_on_a_device():
+            assert False
+
+        @pytest.mark.cpu
+        def test_counts(full):
+            assert full
+        """
+    )
+    result = pytester.runpytest_inprocess("-rs", "--full", "--strict-markers", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*no such device*"])
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(failed=1, skipped=1)
