@@ -100,7 +100,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", "torch", f"{torch.__version__} ({built_for})")
     yield Finding("versions", "Triton", _version("triton") or "not installed (no implementation needs it yet)")
     if torch.version.cuda and dist.is_nccl_available():
-        yield Finding("versions", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        yield Finding("versions", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
         yield Finding("versions", "NCCL", "not in this torch")
 
