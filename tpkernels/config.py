@@ -5,7 +5,7 @@ calls us.  Everything else is an argument of the function it concerns.
 
 ==========================  =========================================================================================
 ``TPKERNELS_CALIBRATE``     ``0``: "auto" uses built-in costs instead of measuring the group once (default ``1``)
-``TPKERNELS_NUM_CHUNKS``    forces the chunk count of the ``chunked`` implementation; must be equal on all ranks
+``TPKERNELS_NUM_CHUNKS``    forces the chunk count of ``chunked`` (at most 100); must be equal on all ranks
 ``TPKERNELS_NCCL_MAX_CTAS``  caps the CTAs of NCCL groups that :func:`tpkernels.init` creates, so that transfers leave
                             the SMs to the GEMM (default: NCCL's own choice)
 ==========================  =========================================================================================
@@ -47,7 +47,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
     """
     return Config(
         calibrate=_flag(environ, "TPKERNELS_CALIBRATE", default=True),
-        num_chunks=_positive(environ, "TPKERNELS_NUM_CHUNKS"),
+        num_chunks=_positive(environ, "TPKERNELS_NUM_CHUNKS", limit=100),
         nccl_max_ctas=_positive(environ, "TPKERNELS_NCCL_MAX_CTAS"),
     )
 
@@ -74,10 +74,12 @@ def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
     return value == "1"
 
 
-def _positive(environ: Mapping[str, str], name: str) -> int | None:
+def _positive(environ: Mapping[str, str], name: str, limit: int | None = None) -> int | None:
     value = environ.get(name)
     if value is None or value == "":
         return None
     if not value.isdecimal() or int(value) == 0:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if limit is not None and int(value) > limit:
+        raise ValueError(f"{name} must be at most {limit}, got {value}")
     return int(value)

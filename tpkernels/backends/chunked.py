@@ -142,7 +142,7 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
             low, high = chunk_ranges(layout.sizes[peer], context.num_chunks)[chunk]
             incoming.append((peer, out[starts[peer] + low : starts[peer] + high]))
         sent, received = transport.exchange(
-            group.pg, context.call, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers], incoming
+            group.pg, context.tag, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers], incoming
         )
         transfers.extend((*received, *sent))
 

@@ -119,7 +119,7 @@ def _sum_everywhere(context: Context, partial: Tensor, bias: Tensor | None) -> T
         outgoing.finish()
         return reduced
     own = _sum_own_rows(context, partial, layout, bias)
-    return all_gather(replace(context, first_tag=1), AllGather(own, layout))()
+    return all_gather(replace(context, tag=context.tag + 1), AllGather(own, layout))()
 
 
 def _owned(partial: Tensor, layout: Layout, owner: int) -> Tensor:

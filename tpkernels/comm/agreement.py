@@ -72,14 +72,18 @@ def meet(group: Group, device: torch.device) -> None:
     others = [rank for rank in range(group.size) if rank != group.rank]
     try:
         sent, received = transport.exchange(
-            group.pg, 0, 0, [(peer, mine) for peer in others], [(peer, cards[peer]) for peer in others]
+            group.pg,
+            transport.call_tag(0),
+            0,
+            [(peer, mine) for peer in others],
+            [(peer, cards[peer]) for peer in others],
         )
         for transfer in (*received, *sent):
             transfer.wait()
     except transport.TransportFailure as error:
         group.poison = PeerLost(
             f"rank {group.rank}: the ranks of group {group.name!r} did not meet for their first call "
-            f"(timeout {group.timeout:g} s): {error}",
+            f"(timeout {group.timeout:g} s): no word from rank {error.peer}: {error}",
             ranks=() if error.peer is None else (error.peer,),
         )
         raise group.poison from error
@@ -112,10 +116,12 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
         PeerLost, CollectiveTimeout: a rank did not come.
     """
     publish(group, call, record, part=part)
+    start = time.monotonic()
     keys = [f"{group.key}/{part}/{call}/{rank}" for rank in range(group.size)]
     missing = _poll(group, keys, group.timeout, watch=True)
     if missing:
-        raise blame(group, call, record.signature, f"no word from rank(s) {missing}")
+        waited = time.monotonic() - start
+        raise blame(group, call, record.signature, f"no word from rank(s) {missing}", waited)
     records = [Record.from_json(text) for text in group.store.multi_get(keys)]
     difference = mismatch(group, call, dict(enumerate(records)))
     if difference is not None:
@@ -173,13 +179,21 @@ def diagnose(group: Group, call: int, signature: str, error: Exception) -> Commu
     """Turn a transport error into one that names its culprit; waits at most a few seconds for evidence."""
     if group.verdict is not None:
         return group.verdict
-    return blame(group, call, signature, str(error))
+    waited = time.monotonic() - group.in_flight.since if group.in_flight is not None else 0.0
+    return blame(group, call, signature, str(error), waited)
 
 
-def blame(group: Group, call: int, signature: str, symptom: str) -> CommunicationError:
-    """Find the ranks that are gone, that failed first, or that did not come, in this order."""
+def blame(group: Group, call: int, signature: str, symptom: str, waited: float) -> CommunicationError:
+    """Find the ranks that are gone, that failed first, or that did not come, in this order.
+
+    A call that has ``waited`` for the whole timeout has left its peers time to leave evidence; one that failed early
+    waits for it a little, because connections close before the process is gone.
+    """
     head = f"rank {group.rank}, call {call} on group {group.name!r} ({signature}): "
-    deadline = time.monotonic() + min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
+    patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
+    if waited > 0.9 * group.timeout:
+        patience = 0.0 if all(peer.is_local for peer in group.peers) else max(1.5, min(patience, 0.1 * waited))
+    deadline = time.monotonic() + patience
     first_beats = _read_or_empty(group, "beat")
     while True:
         dead = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]

@@ -20,7 +20,6 @@ __all__ = ["gemm_rates", "link_rates"]
 
 _SMALL_BYTES = 4 * 1024
 _LARGE_BYTES = 1024 * 1024
-_FIRST_CHUNK = 2048  # chunk numbers of the tags; the op of the same call uses small ones
 
 
 @lru_cache(maxsize=32)
@@ -46,8 +45,9 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
     Raises:
         TransportFailure: a neighbour did not answer.
     """
-    small_s, _ = _ring(group, call, device, _SMALL_BYTES, repeats=7)
-    large_s, large_cpu_s = _ring(group, call, device, _LARGE_BYTES, repeats=4)
+    tag = transport.call_tag(call)
+    small_s, _ = _ring(group, tag, device, _SMALL_BYTES, repeats=7)
+    large_s, large_cpu_s = _ring(group, tag + 1, device, _LARGE_BYTES, repeats=4)
     transfer_s = max(large_s - small_s, 1e-9)
     return {
         "link_gbytes": 1e-9 * _LARGE_BYTES / transfer_s,
@@ -56,14 +56,14 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
     }
 
 
-def _ring(group: Group, call: int, device: torch.device, num_bytes: int, repeats: int) -> tuple[float, float]:
+def _ring(group: Group, tag: int, device: torch.device, num_bytes: int, repeats: int) -> tuple[float, float]:
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     out = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)
     wall, cpu = [], []
     for _ in range(repeats):
         start, start_cpu = time.perf_counter(), time.process_time()
-        sent, received = transport.exchange(group.pg, call, _FIRST_CHUNK, [(following, out)], [(preceding, into)])
+        sent, received = transport.exchange(group.pg, tag, 0, [(following, out)], [(preceding, into)])
         transport.wait_all((*received, *sent))
         _synchronize(device)
         wall.append(time.perf_counter() - start)

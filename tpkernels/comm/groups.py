@@ -29,8 +29,8 @@ __all__ = ["Group", "GroupLike", "InFlight", "group_name", "init", "process_grou
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
-# Agreed calls kept per group.  Every rank makes the same calls in the same order, so all of them evict alike.
-MAX_AGREED = 4096
+# Agreed calls kept per group, fewer than message tags can name.  All ranks make the same calls and so evict alike.
+MAX_AGREED = 4000
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Group:
     lock: threading.RLock = field(default_factory=threading.RLock)
     calls: int = 1  # call 0 is the one in which the ranks meet
     agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    agreements: int = 0
     in_flight: InFlight | None = None
     poison: CommunicationError | None = None
     verdict: CommunicationError | None = None

@@ -2,8 +2,9 @@
 
 A :class:`Transfer` owns its tensor until it is complete.  On gloo a wait blocks the host until the chunk is there; on
 NCCL it makes the current stream wait for the group's own stream (an event, no host block), so the same loop pipelines
-on both.  Messages carry a tag of (call number, chunk): ranks that disagree about a call never match each other's
-messages, so they cannot compute with the wrong bytes; they time out, or the monitor stops them first.
+on both.  Messages carry a tag of (signature, call number, chunk): ranks that disagree about a call never match each
+other's messages, so they cannot compute with the wrong bytes (and gloo, which aborts the process when sizes differ,
+never sees them); they stall, and the monitor stops them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from tpkernels.comm import timeline
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["MAX_CHUNKS_PER_CALL", "Transfer", "TransportFailure", "abort", "exchange", "wait_all"]
+__all__ = [
+    "MAX_CHUNKS_PER_CALL",
+    "MAX_SIGNATURES",
+    "Transfer",
+    "TransportFailure",
+    "abort",
+    "call_tag",
+    "exchange",
+    "wait_all",
+]
 
-# Tags are 31-bit: bit 30 keeps away from the small numbers that programs use, 18 bits count calls, 12 bits chunks.
-MAX_CHUNKS_PER_CALL = 1 << 12
+# Tags are 31-bit: bit 30 keeps away from the small numbers that programs use; 12 bits name the signature, 10 bits count
+# calls, 8 bits chunks.
+MAX_SIGNATURES = 1 << 12
+MAX_CHUNKS_PER_CALL = 1 << 8
+_CALLS = 1 << 10
 _TAG_BASE = 1 << 30
-_CALLS = 1 << 18
 _ABORT_TAG = _TAG_BASE - 1
 
 
@@ -64,17 +76,22 @@ class Transfer:
         timeline.record(self.kind, self.kind, self.posted_ns, chunk=self.chunk, peer=self.peer)
 
 
+def call_tag(call: int, signature_id: int = 0) -> int:
+    """Tag of a call's chunk 0.  ``signature_id`` is equal on all ranks; 0 is what they exchange before they agree."""
+    return _TAG_BASE | (signature_id % MAX_SIGNATURES) << 18 | (call % _CALLS) << 8
+
+
 def exchange(
     pg: ProcessGroup,
-    call: int,
+    tag: int,
     chunk: int,
     sends: Sequence[tuple[int, torch.Tensor]],
     recvs: Sequence[tuple[int, torch.Tensor]],
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Post the sends and receives of one chunk: (peer, contiguous tensor) each.  Empty tensors are not sent.
+    """Post the sends and receives of one chunk of call ``tag``: (peer, contiguous tensor) each.
 
-    Both sides skip a transfer of zero elements, so the caller must know the peer's sizes.  On NCCL the whole chunk is
-    one grouped operation, which every rank must post in the same order.
+    Empty tensors are not sent: both sides skip them, so the caller must know the peer's sizes.  On NCCL the whole chunk
+    is one grouped operation, which every rank must post in the same order.
 
     Returns:
         The transfers of ``sends`` and of ``recvs``.
@@ -85,12 +102,11 @@ def exchange(
     recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
     if not sends and not recvs:
         return [], []
-    tag = _TAG_BASE | (call % _CALLS) << 12 | chunk
     device = (sends or recvs)[0][1].device
     posted = timeline.now()
 
     def post(kind: timeline.Kind, start: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Transfer:
-        return Transfer(kind, peer, chunk, tensor, start([tensor], peer, tag), posted)
+        return Transfer(kind, peer, chunk, tensor, start([tensor], peer, tag + chunk), posted)
 
     try:
         if device.type != "cuda":

@@ -49,6 +49,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
+    id: int
     implementation: Implementation
     num_chunks: int
     explanation: Explanation
@@ -69,7 +70,7 @@ def run(group: Group, signature: Signature, local: int, arguments: Any, device: 
     def work(call: int) -> Any:
         plan = group.agreed.get(signature) or _agree(group, call, signature, local, device)
         group.enter(call, signature)
-        return plan.implementation.run(Context(group, call, plan.num_chunks), arguments)
+        return plan.implementation.run(Context(group, transport.call_tag(call, plan.id), plan.num_chunks), arguments)
 
     return _guarded(group, signature, work)
 
@@ -116,7 +117,9 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     chunks = settings.num_chunks or partition.num_chunks(
         layout.max_shard_rows, signature.columns * signature.dtype.itemsize
     )
-    plan = _Plan(implementation, min(chunks, max(1, layout.max_shard_rows)), explanation)
+    group.agreements += 1
+    identity = 1 + group.agreements % (transport.MAX_SIGNATURES - 1)
+    plan = _Plan(identity, implementation, min(chunks, max(1, layout.max_shard_rows)), explanation)
     group.remember(signature, plan)
     return plan
 

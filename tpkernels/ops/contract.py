@@ -38,12 +38,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Context:
-    """The agreed call: ``num_chunks`` pieces per shard; messages are tagged (``call``, ``first_tag`` + chunk)."""
+    """The agreed call: ``num_chunks`` pieces per shard; chunk c travels under ``tag`` + c."""
 
     group: Group
-    call: int
+    tag: int
     num_chunks: int
-    first_tag: int = 0
 
 
 @dataclass(frozen=True)
