@@ -242,7 +242,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         implementation,
     )
     dx = results[0] if needs_x else None
-    dws = results[1 : 1 + ctx.count] if needs_w else [None] * ctx.count
+    dws = results[needs_x : needs_x + ctx.count] if needs_w else [None] * ctx.count
     dbs = results[-ctx.count :] if needs_b else [None] * len(ctx.has_bias)
     dbs = [db if has else None for db, has in zip(dbs, ctx.has_bias, strict=True)]
     return dx, dws, dbs, None, None, None, None, None, None, None
@@ -347,6 +347,7 @@ define(
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
+    autocast=True,
 )
 define(
     "all_gather_matmul_backward",
