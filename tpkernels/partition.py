@@ -43,8 +43,8 @@ MAX_CHUNKS = 8
 def array_split_sizes(total: int, n: int) -> tuple[int, ...]:
     """Sizes of ``numpy.array_split(range(total), n)``: the first ``total % n`` parts get one more."""
     _check_split(total, n)
-    base, rest = divmod(total, n)
-    return tuple(base + (i < rest) for i in range(n))
+    base, rest = total // n, total % n  # total may be a compiler's symbol, which divmod refuses
+    return tuple(base + 1 if i < rest else base for i in range(n))
 
 
 def chunk_sizes(total: int, n: int, unit: int = 1) -> tuple[int, ...]:
