@@ -153,6 +153,7 @@ define(
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
+    autocast=True,
 )
 define(
     "copy_matmul_backward",

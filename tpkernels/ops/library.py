@@ -1,8 +1,9 @@
 """Registration of ops in ``torch.ops.tpkernels``: kernels, shapes under compile, gradients, autocast.
 
 Ops are functional (no input is written, no output shares memory with an input), take local tensors and a group's name,
-and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Autocast follows the rule of
-``F.linear``: floating-point tensors other than float64 are cast to the autocast dtype, eager and compiled alike.
+and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Under autocast the ops with a GEMM follow
+the rule of ``F.linear`` (floating-point tensors other than float64 are cast to the autocast dtype, eager and compiled
+alike); collectives and gradients keep the dtypes that they are given.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ def define(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    autocast: bool = False,
 ) -> None:
-    """Define ``torch.ops.tpkernels.<name>``; without ``backward`` a gradient through the op raises."""
+    """Define ``torch.ops.tpkernels.<name>``; without ``backward`` a gradient through the op raises.
+
+    ``autocast``: cast the arguments inside an autocast region, as a linear layer does.
+    """
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
     qualified = f"tpkernels::{name}"
     for key in ("CPU", "CUDA"):
@@ -36,19 +41,22 @@ def define(
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if backward is None:
         torch.library.register_autograd(qualified, _no_double_backward(name), lib=_LIBRARY)
-        return
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    else:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
     for device, key in _AUTOCAST_KEYS.items():
-        _LIBRARY.impl(name, _autocast_kernel(name, device, key), key)
+        _LIBRARY.impl(name, _autocast_kernel(name, device, key, casts=autocast), key)
 
 
-def _autocast_kernel(name: str, device: str, key: str) -> Callable[..., Any]:
+def _autocast_kernel(name: str, device: str, key: str, *, casts: bool) -> Callable[..., Any]:
+    """Leaves autocast before the kernel runs, whose own GEMMs must not be cast once more."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def kernel(*args: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
+        if casts:
+            dtype = torch.get_autocast_dtype(device)
+            args = tuple(_cast(arg, dtype, device) for arg in args)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return getattr(torch.ops.tpkernels, name)(*[_cast(arg, dtype, device) for arg in args])
+            return getattr(torch.ops.tpkernels, name)(*args)
 
     return kernel
 

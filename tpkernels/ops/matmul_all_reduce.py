@@ -124,6 +124,7 @@ define(
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
+    autocast=True,
 )
 define(
     "linear_backward",

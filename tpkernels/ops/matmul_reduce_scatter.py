@@ -233,6 +233,7 @@ define(
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
+    autocast=True,
 )
 define(
     "matmul_reduce_scatter_backward",
