@@ -20,7 +20,7 @@ from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, Unsupp
 from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout
 
-__all__ = ["Signature", "explain", "run"]
+__all__ = ["Signature", "explain", "run", "start"]
 
 _T = TypeVar("_T")
 _SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE"}
@@ -75,12 +75,29 @@ def run(group: Group, signature: Signature, local: int, arguments: Any, device: 
     return _guarded(group, signature, work)
 
 
-def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T]) -> _T:
-    """Run ``work`` as the group's next call; any failure poisons the group and leaves a note for the peers."""
+def start(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Callable[[], Any]:
+    """Like :func:`run` for an op whose ``run`` returns a function to wait with: the wait fails as the call would."""
+    with group.lock:
+        started = group.calls
+        finish = run(group, signature, local, arguments, device)
+
+    def work(call: int) -> Any:
+        group.enter(call, signature)
+        return finish()
+
+    return lambda: _guarded(group, signature, work, started)
+
+
+def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], started: int | None = None) -> _T:
+    """Run ``work`` as the group's next call, or as a part of the one that has ``started``, possibly inside another.
+
+    Any failure poisons the group and leaves a note for the peers.
+    """
     with group.lock:
         group.raise_if_poisoned()
-        call = group.calls
-        group.calls += 1
+        outer = group.in_flight
+        call = group.calls if started is None else started
+        group.calls += started is None
         try:
             return work(call)
         except CommunicationError as error:
@@ -94,7 +111,7 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T]) -> _T
             agreement.fail(group, PeerLost(f"rank {group.rank}, call {call}: {error!r}", ranks=(group.rank,)))
             raise
         finally:
-            group.in_flight = None
+            group.in_flight = outer
 
 
 def _agree(group: Group, call: int, signature: Signature, local: int, device: torch.device) -> _Plan:

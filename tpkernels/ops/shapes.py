@@ -54,4 +54,4 @@ def start_gather(group: Group, x2d: Tensor, layout: Layout, implementation: str)
     signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation)
     if layout.feature:
         signature = signature._replace(columns=sum(layout.sizes))
-    return cast(Callable[[], Tensor], calling.run(group, signature, 0, AllGather(x2d, layout), x2d.device))
+    return cast(Callable[[], Tensor], calling.start(group, signature, 0, AllGather(x2d, layout), x2d.device))
