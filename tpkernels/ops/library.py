@@ -1,9 +1,9 @@
 """Registration of ops in ``torch.ops.tpkernels``: kernels, shapes under compile, gradients, autocast.
 
 Ops are functional (no input is written, no output shares memory with an input), take local tensors and a group's name,
-and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Under autocast the ops with a GEMM follow
-the rule of ``F.linear`` (floating-point tensors other than float64 are cast to the autocast dtype, eager and compiled
-alike); collectives and gradients keep the dtypes that they are given.
+and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Under autocast the ops with a GEMM
+follow the rule of ``F.linear`` (floating-point tensors other than float64 are cast to the autocast dtype, eager and
+compiled alike); collectives and gradients keep the dtypes that they are given.
 """
 
 from __future__ import annotations
