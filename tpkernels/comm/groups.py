@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -44,9 +45,12 @@ class InFlight:
 
 @dataclass
 class Group:
-    """State of one process group in this process; obtained from :func:`resolve`, never built by hand."""
+    """State of one process group in this process; obtained from :func:`resolve`, never built by hand.
 
-    pg: dist.ProcessGroup
+    It does not keep the process group alive: a destroyed group takes its state with it.
+    """
+
+    reference: weakref.ReferenceType[dist.ProcessGroup]
     name: str
     rank: int
     size: int
@@ -68,6 +72,13 @@ class Group:
     """This rank's measured link rates."""
     costs: dict[torch.dtype, Any] = field(default_factory=dict)
     """Costs that the ranks agreed on, by dtype."""
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        pg = self.reference()
+        if pg is None:
+            raise RuntimeError(f"process group {self.name!r} was destroyed")
+        return pg
 
     def raise_if_poisoned(self) -> None:
         if self.poison is not None:
@@ -115,7 +126,7 @@ def process_group(group: GroupLike | str) -> dist.ProcessGroup:
 
 
 def _registered(name: str) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, _resolve_process_group(cast(Any, name)))
+    return _resolve_process_group(cast(Any, name))  # its NewType of str exists only from torch 2.13 on
 
 
 def group_name(group: GroupLike) -> str:
@@ -128,28 +139,24 @@ def resolve(group: GroupLike | str) -> Group:
     pg = process_group(group)
     name = str(pg.group_name)
     known = _groups.get(name)
-    if known is not None and known.pg is pg:
+    if known is not None and known.reference() is pg:
         return known
-    _forget_destroyed()
-    backend = dist.get_backend(pg)
-    created = Group(pg, name, pg.rank(), pg.size(), backend, _timeout_seconds(pg), pg.get_group_store())
+    reference = weakref.ref(pg, lambda gone: _forget(name, gone))
+    created = Group(
+        reference, name, pg.rank(), pg.size(), dist.get_backend(pg), _timeout_seconds(pg), pg.get_group_store()
+    )
     _groups[name] = created
     return created
 
 
 def live_groups() -> list[Group]:
     """Groups of this process whose ranks have met."""
-    return [group for group in list(_groups.values()) if group.key is not None]
+    return [group for group in list(_groups.values()) if group.key is not None and group.reference() is not None]
 
 
-def _forget_destroyed() -> None:
-    for name, group in list(_groups.items()):
-        try:
-            alive = _registered(name) is group.pg
-        except RuntimeError:
-            alive = False
-        if not alive:
-            del _groups[name]
+def _forget(name: str, gone: weakref.ReferenceType[dist.ProcessGroup]) -> None:
+    if name in _groups and _groups[name].reference is gone:
+        del _groups[name]
 
 
 def _timeout_seconds(pg: dist.ProcessGroup) -> float:
