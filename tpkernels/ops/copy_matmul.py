@@ -62,7 +62,10 @@ def copy_matmul(
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     if process_group(group).size() == 1 or not needs_grad:
         check_common("matmul_all_reduce", x, implementation, activation)
-        outs = [plain_linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        rows = flat(x)
+        outs = [
+            plain_linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)
+        ]
     else:
         packed = pack_biases(biases, x)
         outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)
@@ -78,7 +81,8 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, implementation: str) -> list[Tensor]:
     bias_list = unpack_biases(biases, weights)
     _check(x, weights, bias_list, implementation)
-    return [F.linear(x, w, b) for w, b in zip(weights, bias_list, strict=True)]
+    rows = flat(x)  # for a strided N-D x torch would add the bias in a second rounding
+    return [F.linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, bias_list, strict=True)]
 
 
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, implementation: str) -> list[Tensor]:
