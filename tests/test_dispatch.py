@@ -1,0 +1,146 @@
+"""Selection is a pure function of agreed facts: who refuses and why, who is forced, whose estimate is smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tpkernels  # noqa: F401  (registers the implementations)
+from tpkernels import dispatch
+from tpkernels.dispatch import OPS, Costs, Implementation, Problem
+from tpkernels.errors import TpKernelsError, UnsupportedProblem
+
+pytestmark = pytest.mark.cpu
+
+FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def problem(op: str = "all_gather_matmul", **changes: object) -> Problem:
+    base = Problem(op, m=4096, n=8192, k=2048, dtype=torch.bfloat16, world_size=2)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def registry() -> Iterator[dict[tuple[str, str], Implementation]]:
+    """The registry, restored afterwards."""
+    before = dict(dispatch._registry)
+    yield dispatch._registry
+    dispatch._registry.clear()
+    dispatch._registry.update(before)
+
+
+def offer(name: str, op: str = "all_gather_matmul", refusal: str | None = None, cost: float = 1.0) -> Implementation:
+    return Implementation(name, op, lambda p: refusal, lambda p, costs: cost, lambda context, call: None)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_the_fallback_that_refuses_nothing(op: str) -> None:
+    names = [implementation.name for implementation in dispatch.implementations(op)]
+    assert names[0] == "unfused"
+    for changes in ({}, {"world_size": 1}, {"m": 0}, {"backend": "mpi"}, {"device": "cuda"}, {"dtype": torch.float64}):
+        chosen, _ = dispatch.select(problem(op, **changes), "unfused", Costs())
+        assert chosen.name == "unfused"
+
+
+def test_a_slow_link_chooses_overlap_and_a_tiny_problem_does_not() -> None:
+    slow = Costs(gemm_gflops=100, link_gbytes=0.125, link_latency_us=100, link_cpu=0.05)
+    for op in FUSED:
+        chosen, explanation = dispatch.select(problem(op), "auto", slow)
+        assert chosen.name == "chunked", str(explanation)
+        chosen, explanation = dispatch.select(problem(op, m=4, n=64, k=64), "auto", slow)
+        assert chosen.name == "unfused", str(explanation)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("changes", [{"m": 0}, {"n": 0}, {"k": 0}, {"world_size": 1}, {"m": 1}, {"world_size": 7}])
+def test_estimates_are_finite_and_positive_at_the_edges(op: str, changes: dict[str, int]) -> None:
+    for implementation in dispatch.implementations(op):
+        if implementation.refuses(problem(op, **changes)) is None:
+            assert 0.0 <= implementation.estimate(problem(op, **changes), Costs()) < 1e12
+
+
+def test_wire_bytes_count_the_payload_once_and_twice_for_an_all_reduce() -> None:
+    shape = {"m": 12, "n": 8, "k": 4, "world_size": 4, "dtype": torch.float32}
+    assert problem("all_gather_matmul", **shape).wire_bytes == problem("all_gather", **shape).wire_bytes == 12 * 4 * 3
+    assert problem("matmul_reduce_scatter", **shape).wire_bytes == 12 * 8 * 3
+    assert (
+        problem("matmul_all_reduce", **shape).wire_bytes == problem("all_reduce", **shape).wire_bytes == 2 * 12 * 8 * 3
+    )
+    assert problem("all_gather_matmul", **{**shape, "world_size": 1}).wire_bytes == 0
+
+
+def test_flops_are_one_ranks() -> None:
+    assert problem("matmul_all_reduce").flops == 2 * 4096 * 8192 * 2048 / 2
+    assert all(problem(op).flops == 0 for op in COLLECTIVES)
+
+
+def test_auto_takes_the_smallest_estimate_and_the_first_registered_on_a_tie(registry: dict) -> None:
+    registry.clear()
+    for name, cost in (("a", 3.0), ("b", 2.0), ("c", 2.0)):
+        dispatch.register(offer(name, cost=cost))
+    chosen, explanation = dispatch.select(problem(), "auto", Costs())
+    assert (chosen.name, explanation.reason) == ("b", "smallest estimate")
+
+
+def test_auto_passes_over_those_that_refuse(registry: dict) -> None:
+    registry.clear()
+    dispatch.register(offer("fast", refusal="needs peer access", cost=0.1))
+    dispatch.register(offer("plain", cost=9.0))
+    chosen, explanation = dispatch.select(problem(), "auto", Costs())
+    assert (chosen.name, explanation.reason) == ("plain", "the only one that can run this")
+    assert "fast   cannot run: needs peer access" in str(explanation)
+
+
+def test_a_forced_implementation_that_cannot_run_raises_with_everybodys_reason(registry: dict) -> None:
+    registry.clear()
+    dispatch.register(offer("fast", refusal="needs peer access"))
+    dispatch.register(offer("plain"))
+    with pytest.raises(UnsupportedProblem) as caught:
+        dispatch.select(problem(), "fast", Costs())
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, TpKernelsError)
+    assert "fast: needs peer access" in str(caught.value)
+    assert "plain: can run this" in str(caught.value)
+
+
+def test_a_forced_implementation_runs_even_where_another_is_faster(registry: dict) -> None:
+    dispatch.register(offer("slow_one", cost=1e9))
+    chosen, explanation = dispatch.select(problem(), "slow_one", Costs())
+    assert (chosen.name, explanation.reason) == ("slow_one", "forced by implementation=")
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"implementation.*'fussed'.*") as caught:
+        dispatch.select(problem(), "fussed", Costs())
+    for name in ("auto", "unfused", "chunked"):
+        assert name in str(caught.value)
+
+
+def test_a_name_is_taken_once_per_op_and_an_unknown_op_is_refused(registry: dict) -> None:
+    with pytest.raises(ValueError, match="all_gather_matmul has an implementation named 'chunked' already"):
+        dispatch.register(offer("chunked"))
+    with pytest.raises(ValueError, match="unknown op 'matmul_all_to_all'"):
+        offer("mine", op="matmul_all_to_all")
+    with pytest.raises(ValueError, match="unknown op 'conv'"):
+        dispatch.implementations("conv")
+
+
+def test_chunked_says_why_it_refuses() -> None:
+    for changes, reason in (({"world_size": 1}, "one rank"), ({"backend": "mpi"}, "'mpi'")):
+        with pytest.raises(UnsupportedProblem, match=reason):
+            dispatch.select(problem(**changes), "chunked", Costs())
+
+
+def test_the_explanation_is_a_table_of_what_was_weighed() -> None:
+    _, explanation = dispatch.select(problem(), "auto", Costs(measured=True))
+    text = str(explanation)
+    assert "all_gather_matmul  m=4096 n=8192 k=2048 bfloat16  world_size=2" in text
+    assert f"-> {explanation.chosen}: " in text
+    for name in ("unfused", "chunked"):
+        assert f"   {name}" in text
+    assert "estimate" in text and "chunk(s) per shard" in text and "measured on this group" in text
+    _, explanation = dispatch.select(problem(), "auto", Costs())
+    assert "built-in costs, not measured" in str(explanation)
