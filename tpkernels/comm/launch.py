@@ -142,20 +142,17 @@ class RankTeam:
                 break
             wait([fd for rank in pending for fd in rank.watched()], min(left, 60.0))
             failed_before = len(outcome.failures)
-            died = False
-            for rank in list(pending):
-                ended = rank.has_ended()  # asked first: what it wrote before it ended is then there to read
+            ended = [rank for rank in pending if rank.has_ended()]  # asked before their last words are read
+            for rank in [*pending, *pending]:  # twice: a death is then seen before the peers' errors that it caused
                 rank.drain()
-                if (frame := rank.take_frame()) is not None:
-                    self._add_answer(outcome, rank.rank, frame)
-                elif ended:
-                    outcome.failures.append(rank.death(when))
-                    died = True
-                else:
-                    continue
-                pending.remove(rank)
+            answers = {rank: frame for rank in pending if (frame := rank.take_frame()) is not None}
+            dead = [rank for rank in pending if rank not in answers and (rank in ended or rank.has_hung_up())]
+            outcome.failures += [rank.death(when) for rank in dead]
+            for rank, frame in answers.items():
+                self._add_answer(outcome, rank.rank, frame)
+            pending = [rank for rank in pending if rank not in answers and rank not in dead]
             new_failure = len(outcome.failures) > failed_before
-            if died or (new_failure and grace_after_raise):
+            if dead or (new_failure and grace_after_raise):
                 if (end := time.monotonic() + grace) < limit:
                     limit, why = end, f"was still running {grace:g} s after the first failure"
         return outcome

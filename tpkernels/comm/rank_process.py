@@ -241,6 +241,13 @@ class RankProcess:
     def has_ended(self) -> bool:
         return self.process.exitcode is not None
 
+    def has_hung_up(self) -> bool:
+        """The process closed its end, which it does by ending; its exit code follows in a moment."""
+        if self._commands.fileno() in self._open:
+            return False
+        self.process.join(1.0)
+        return self.has_ended()
+
     def death(self, when: str) -> RankFailure:
         """Report of a rank whose process has ended."""
         self.drain()
