@@ -1,1 +1,22 @@
-"""Tensor-parallel modules."""
+"""Tensor-parallel modules: column and row linears, the feed-forward block, norms, replicated parameters.
+
+All parameters are DTensors on the group's one-dimensional mesh, so that optimizers, ``clip_grad_norm_``, FSDP2 and
+distributed checkpoints see one model.  With ``sequence_parallel`` the modules sum the gradients of replicated
+parameters over the group themselves.
+"""
+
+from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
+from tpkernels.nn.mlp import ParallelMLP
+from tpkernels.nn.norm import LayerNorm, RMSNorm
+from tpkernels.nn.replicated import replicate_parameters
+from tpkernels.nn.row import RowParallelLinear
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ColumnParallelLinears",
+    "LayerNorm",
+    "ParallelMLP",
+    "RMSNorm",
+    "RowParallelLinear",
+    "replicate_parameters",
+]

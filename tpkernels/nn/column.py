@@ -1,0 +1,268 @@
+"""Linear layers whose output features are cut over the ranks of a group, one or several on the same input.
+
+::
+
+    w_r = rows of weight,  y_r = activation(x @ w_r^T + b_r)
+
+    sequence_parallel   x_r is a shard of the sequence, x = all_gather(x_r)        op: all_gather_matmul
+    otherwise           x is equal on all ranks; backward dx = all_reduce(dx_r)    op: copy_matmul
+    gather_output       y = all_gather(y_r, last dim), equal on all ranks
+
+Parameters are DTensors, ``Shard(0)``.  Their gradients are local: nothing is left to reduce over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.parallel_linear import ParallelLinear
+from tpkernels.nn.parameters import local, tp_mesh
+from tpkernels.ops import all_gather, all_gather_matmul, copy_matmul
+from tpkernels.ops.contract import ACTIVATIONS
+
+__all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """``y = activation(x @ weight^T + bias)`` with the output features cut over the ranks.
+
+    =====================  ======================================  =================================================
+    mode                   x on rank r                             y on rank r
+    =====================  ======================================  =================================================
+    default                ``[..., in]``, equal on all ranks       ``[..., out_r]``
+    ``sequence_parallel``  ``[..., S_r, ..., in]``                 ``[..., S, ..., out_r]``
+    ``gather_output``      as above                                ``[..., out]``, equal on all ranks
+    =====================  ======================================  =================================================
+
+    Args:
+        group: ProcessGroup, one-dimensional DeviceMesh, or a mesh with a "tp" axis.
+        activation: None, "relu", "gelu", "gelu_tanh" or "silu", fused into the op.
+        sequence_dim: the dimension of x that sequence parallelism cuts; -2 is S in ``[B, S, H]`` and ``[S, H]``, 0 is S
+            in ``[S, B, H]``.
+        gather_output: continue with the whole y on every rank; all ranks must then compute the same from it.
+        save_gathered: keep the gathered x for the backward pass instead of gathering it again.
+        unit: features that stay together, for example a head's; refused where ``torch.chunk`` would cut them.
+        implementation: "auto" or a name listed by :func:`tpkernels.explain`.
+
+    Raises:
+        ValueError: bad arguments, with names and values.
+
+    Initialised as ``nn.Linear`` is: under the same seed on every rank the gathered weight equals ``nn.Linear``'s.
+    """
+
+    cut_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: GroupLike,
+        *,
+        bias: bool = True,
+        activation: str | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        gather_output: bool = False,
+        save_gathered: bool = False,
+        unit: int = 1,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
+        super().__init__(
+            in_features,
+            out_features,
+            group,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            unit=unit,
+            implementation=implementation,
+            device=device,
+            dtype=dtype,
+        )
+        self.activation, self.gather_output, self.save_gathered = activation, gather_output, save_gathered
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        group: GroupLike,
+        *,
+        activation: str | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        gather_output: bool = False,
+        save_gathered: bool = False,
+        unit: int = 1,
+        implementation: str = "auto",
+    ) -> Self:
+        """The same layer, cut: copies this rank's rows with dtype, device and ``requires_grad``; ``linear`` stays.
+
+        Every rank must hold equal weights; this rank's are taken for everyone's.
+        """
+        mesh = tp_mesh(group)
+        module = cls(
+            linear.in_features,
+            linear.out_features,
+            mesh,
+            bias=linear.bias is not None,
+            activation=activation,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            gather_output=gather_output,
+            save_gathered=save_gathered,
+            unit=unit,
+            implementation=implementation,
+            device="meta",
+        )
+        return module._take(linear, mesh)
+
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
+        """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
+        return _forward([self], x, shard_sizes)[0]
+
+    def _op(self) -> str:
+        return "all_gather_matmul" if self.sequence_parallel else "matmul_all_reduce"
+
+    def _options(self) -> str:
+        text = f", activation={self.activation!r}" if self.activation else ""
+        return text + (", gather_output=True" if self.gather_output else "")
+
+
+class ColumnParallelLinears(nn.Module):
+    """Several column layers on one input: one gather feeds all their GEMMs (query, key and value; gate and up).
+
+    ``out_features`` maps names to sizes; ``forward`` returns the outputs in that order, and each layer is a submodule
+    under its name (``qkv.query.weight``), of which only the parameters are used: its hooks do not run.  ``unit`` is one
+    number for all, or one per name.  Everything else is as in :class:`ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Mapping[str, int],
+        group: GroupLike,
+        *,
+        bias: bool = True,
+        activation: str | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        save_gathered: bool = False,
+        unit: int | Mapping[str, int] = 1,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = tp_mesh(group)
+        _check_names(out_features, unit)
+        for name, size in out_features.items():
+            layer = ColumnParallelLinear(
+                in_features,
+                size,
+                mesh,
+                bias=bias,
+                activation=activation,
+                sequence_parallel=sequence_parallel,
+                sequence_dim=sequence_dim,
+                save_gathered=save_gathered,
+                unit=unit if isinstance(unit, int) else unit.get(name, 1),
+                implementation=implementation,
+                device=device,
+                dtype=dtype,
+            )
+            self.add_module(name, layer)
+
+    @classmethod
+    def from_linears(
+        cls,
+        linears: Mapping[str, nn.Linear],
+        group: GroupLike,
+        *,
+        activation: str | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        save_gathered: bool = False,
+        unit: int | Mapping[str, int] = 1,
+        implementation: str = "auto",
+    ) -> Self:
+        """The same layers, cut; all must take the same number of features."""
+        widths = {name: linear.in_features for name, linear in linears.items()}
+        if len(set(widths.values())) > 1:
+            raise ValueError(f"layers on one input must take the same number of features, got {widths}")
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        mesh = tp_mesh(group)
+        _check_names(linears, unit)
+        for name, linear in linears.items():
+            layer = ColumnParallelLinear.from_linear(
+                linear,
+                mesh,
+                activation=activation,
+                sequence_parallel=sequence_parallel,
+                sequence_dim=sequence_dim,
+                save_gathered=save_gathered,
+                unit=unit if isinstance(unit, int) else unit.get(name, 1),
+                implementation=implementation,
+            )
+            module.add_module(name, layer)
+        return module
+
+    @property
+    def layers(self) -> list[ColumnParallelLinear]:
+        """The layers in the order of the outputs."""
+        return [cast(ColumnParallelLinear, child) for child in self.children()]
+
+    def reset_parameters(self) -> None:
+        for layer in self.layers:
+            layer.reset_parameters()
+
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """One output per layer; ``shard_sizes`` as for one layer."""
+        return _forward(self.layers, x, shard_sizes)
+
+
+def _forward(layers: Sequence[ColumnParallelLinear], x: Tensor, shard_sizes: Sequence[int] | None) -> list[Tensor]:
+    """Layers of equal options on one x: one gather, or one all-reduce of dx, for all of them."""
+    first = layers[0]
+    first._check_input(x, first.in_features, "a column layer takes all of them", shard_sizes)
+    mesh = first.mesh
+    weights = [cast(Tensor, local(layer.weight)) for layer in layers]
+    biases = [local(layer.bias) for layer in layers]
+    common: dict[str, Any] = {"activation": first.activation, "implementation": first.implementation}
+    if first.sequence_parallel:
+        outputs = all_gather_matmul(
+            x,
+            weights,
+            mesh,
+            bias=biases,
+            gather_dim=first.sequence_dim,
+            shard_sizes=shard_sizes,
+            save_gathered=first.save_gathered,
+            **common,
+        )
+    else:
+        outputs = copy_matmul(x, weights, mesh, bias=biases, **common)
+    return [
+        all_gather(y, mesh, dim=-1, shard_sizes=layer.shard_sizes, replicated_grad=True) if layer.gather_output else y
+        for layer, y in zip(layers, outputs, strict=True)
+    ]
+
+
+def _check_names(names: Mapping[str, object], unit: int | Mapping[str, int]) -> None:
+    if not names:
+        raise ValueError("out_features must name at least one output")
+    for name in names:
+        if hasattr(ColumnParallelLinears, name):
+            raise ValueError(f"{name!r} cannot name an output: ColumnParallelLinears has an attribute of that name")
+    unknown = [] if isinstance(unit, int) else [name for name in unit if name not in names]
+    if unknown:
+        raise ValueError(f"unit names {unknown}, but the outputs are {list(names)}")

@@ -1,0 +1,128 @@
+"""What column and row layers share: sizes, DTensor parameters, initialisation, checks, description.
+
+Assumes replicas: a new layer is initialised as ``nn.Linear`` would be, from torch's generator, so all ranks must have
+seeded it alike; ``from_linear`` takes this rank's copy of the weights for everyone's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpkernels import dispatch
+from tpkernels.comm import agreement
+from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.nn.parameters import check_unit, mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.partition import chunk_sizes
+
+__all__ = ["ParallelLinear"]
+
+
+class ParallelLinear(nn.Module):
+    """Base class of :class:`ColumnParallelLinear` and :class:`RowParallelLinear`; not for direct use."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    cut_dim: int
+    """The dimension of the weight that is cut over the ranks: 0 for columns of the product, 1 for its contraction."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: GroupLike,
+        *,
+        bias: bool,
+        sequence_parallel: bool,
+        sequence_dim: int,
+        unit: int,
+        implementation: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.in_features, self.out_features = in_features, out_features
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.unit, self.implementation = unit, implementation
+        dispatch.check_name(self._op(), implementation)
+        mesh = tp_mesh(group)
+        cut, total = ("out_features", out_features) if self.cut_dim == 0 else ("in_features", in_features)
+        check_unit(cut, total, unit, mesh.size())
+        self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), mesh)
+
+    def _take(self, linear: nn.Linear, mesh: DeviceMesh) -> Self:
+        """Make this rank's part of ``linear`` the parameters."""
+        weight = linear.weight
+        bias: nn.Parameter | None = linear.bias
+        for name, parameter in linear.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"the linear's {name} is a DTensor already (placements {parameter.placements})")
+        self.weight = shard_parameter(weight, mesh, self.cut_dim, requires_grad=weight.requires_grad)
+        if bias is None:
+            self.register_parameter("bias", None)
+        elif self.cut_dim == 0:
+            self.bias = shard_parameter(bias, mesh, 0, requires_grad=bias.requires_grad)
+        else:
+            self.bias = replicate_parameter(bias, mesh, requires_grad=bias.requires_grad)
+        return self.train(linear.training)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that the parameters live on; its group is the one that communicates."""
+        return mesh_of(self.weight)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Features that each rank holds: of the output of a column layer, of the input of a row layer."""
+        total = self.out_features if self.cut_dim == 0 else self.in_features
+        return chunk_sizes(total, self.mesh.size())
+
+    def reset_parameters(self) -> None:
+        """Initialise anew like ``nn.Linear``, equal to it under the same seed; all ranks must have the same seed."""
+        weight, bias = self.weight, self.bias
+        fresh = nn.Linear(
+            self.in_features, self.out_features, bias is not None, device=weight.device, dtype=weight.dtype
+        )
+        with torch.no_grad():
+            weight.copy_(shard_parameter(fresh.weight, self.mesh, self.cut_dim))
+            if bias is not None:
+                cut = self.cut_dim == 0
+                part = shard_parameter(fresh.bias, self.mesh, 0) if cut else replicate_parameter(fresh.bias, self.mesh)
+                bias.copy_(part)
+
+    def extra_repr(self) -> str:
+        sizes = "/".join(map(str, self.shard_sizes))
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text += f", shards={sizes}, sequence_parallel={self.sequence_parallel}{self._options()}"
+        return text + (f", implementation={self.implementation!r}" if self.implementation != "auto" else "")
+
+    def _op(self) -> str:
+        raise NotImplementedError
+
+    def _options(self) -> str:
+        return ""
+
+    def _check_input(self, x: Tensor, features: int, why: str, shard_sizes: Sequence[int] | None) -> None:
+        if shard_sizes is not None and not self.sequence_parallel:
+            self._refuse(f"shard_sizes ({list(shard_sizes)}) cuts a sequence: it needs sequence_parallel=True")
+        if x.shape[-1] != features:
+            mesh = self.mesh
+            self._refuse(
+                f"{type(self).__name__}({self.in_features}, {self.out_features}) takes {features} features on rank "
+                f"{mesh.get_local_rank()} of {mesh.size()}, got x of shape {tuple(x.shape)}: {why}"
+            )
+
+    def _refuse(self, message: str) -> NoReturn:
+        """Raise, and tell the peers where the forward pass communicates: they may be in the call already."""
+        mesh = self.mesh
+        if mesh.size() > 1 and (self.sequence_parallel or self.cut_dim == 1):
+            agreement.refuse(resolve(mesh), self._op(), message)
+        raise ValueError(message)

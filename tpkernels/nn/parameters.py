@@ -1,0 +1,99 @@
+"""Parameters as DTensors, and the mesh they live on.
+
+Owns: how a full tensor becomes this rank's part, and back to a local tensor in ``forward``.
+
+Sharded sizes follow ``torch.chunk`` (10 over 4 ranks: 3, 3, 3, 1; 3 over 4: 1, 1, 1, 0), because that is what
+``DTensor``'s ``Shard`` means: ``full_tensor()``, distributed checkpoints, optimizers and ``clip_grad_norm_`` are then
+exact for every size.  Refuses any other cut, for example 10 heads over 3 ranks by whole heads where that differs.
+
+Modules keep no mesh of their own: they ask their weight, so that ``copy.deepcopy``, ``.to()`` and FSDP2's replacement
+of parameters need no help.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.partition import chunk_sizes, offsets
+
+__all__ = ["check_unit", "local", "mesh_of", "replicate_parameter", "shard_parameter", "tp_mesh"]
+
+
+def tp_mesh(group: GroupLike) -> DeviceMesh:
+    """The one-dimensional mesh that parameters live on: the mesh given, the "tp" axis of a larger one, or a group's.
+
+    Raises:
+        ValueError: no group, or a mesh of several axes none of which is "tp", or this rank is not in it.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        return DeviceMesh.from_group(group, device)
+    if not isinstance(group, DeviceMesh):
+        raise ValueError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
+    if group.ndim > 1:
+        names = group.mesh_dim_names or ()
+        if "tp" not in names:
+            raise ValueError(f'group is a mesh with axes {names or group.ndim}; pass one axis, or name one "tp"')
+        group = group["tp"]
+    if group.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {group}")
+    return group
+
+
+def check_unit(what: str, total: int, unit: int, world_size: int) -> None:
+    """Refuse a cut in multiples of ``unit`` (a head's features) that ``Shard`` cannot express."""
+    if unit < 1 or total % unit:
+        raise ValueError(f"{what} ({total}) must be a multiple of unit ({unit})")
+    by_unit, by_chunk = chunk_sizes(total, world_size, unit), chunk_sizes(total, world_size)
+    if by_unit != by_chunk:
+        raise ValueError(
+            f"{what} ({total}) in units of {unit} over {world_size} ranks would be cut into {list(by_unit)}, but a "
+            f"sharded parameter is cut into {list(by_chunk)} (torch.chunk, as DTensor's Shard defines it): use a "
+            f"number of ranks that divides the {total // unit} units, or fewer ranks for this layer"
+        )
+
+
+def shard_parameter(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: bool = True) -> nn.Parameter:
+    """This rank's part of ``full``, which all ranks hold equally, as a parameter; only that part is copied."""
+    sizes = chunk_sizes(full.shape[dim], mesh.size())
+    rank = mesh.get_local_rank()
+    part = full.detach().narrow(dim, offsets(sizes)[rank], sizes[rank])
+    return _parameter(_copy(part), mesh, Shard(dim), full.shape, requires_grad)
+
+
+def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool = True) -> nn.Parameter:
+    """A copy of ``full``, which all ranks hold equally, as a replicated parameter."""
+    return _parameter(_copy(full.detach()), mesh, Replicate(), full.shape, requires_grad)
+
+
+def local(parameter: Tensor | None) -> Tensor | None:
+    """What this rank computes with; its gradient becomes the parameter's, with the parameter's placement."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter
+
+
+def mesh_of(parameter: Tensor) -> DeviceMesh:
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            f"a parameter of a tensor-parallel module must be a DTensor, got {type(parameter).__name__}: load state "
+            "with load_state_dict and convert with .to(), which keep it one"
+        )
+    return parameter.device_mesh
+
+
+def _copy(part: Tensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
+
+
+def _parameter(
+    part: Tensor, mesh: DeviceMesh, placement: Shard | Replicate, shape: torch.Size, requires_grad: bool
+) -> nn.Parameter:
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(whole, requires_grad=requires_grad)

@@ -1,0 +1,70 @@
+"""Make the remaining parameters of a tensor-parallel model DTensors, too, without touching its code.
+
+Optimizers and ``clip_grad_norm_`` refuse, or compute a wrong norm for, a mix of DTensors and plain tensors.
+:func:`replicate_parameters` therefore turns a module's parameters into replicated DTensors and gives the module a class
+of its own whose attributes of those names are the local tensors, so that its ``forward`` computes as before.
+
+What changes for the user: ``module.weight`` is now the local tensor, a view without ``.grad``.  The parameter itself is
+what ``named_parameters()`` and ``state_dict()`` give, as with ``torch.nn.utils.parametrize``.  The technique is that of
+torchtitan's ``simple_fsdp.py``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
+from tpkernels.ops import copy_to_group
+
+__all__ = ["replicate_parameters"]
+
+
+def replicate_parameters(module: nn.Module, group: GroupLike, *, sequence_parallel: bool = False) -> nn.Module:
+    """Turn all plain parameters of ``module`` and its submodules into replicated DTensors, in place; returns it.
+
+    Args:
+        sequence_parallel: the module works on this rank's part of the sequence, so that its gradients are sums over
+            the group (one all-reduce per parameter and use).  Without it every rank must compute the same gradient.
+
+    Parameters that are DTensors stay as they are.  A parameter that several modules share stays shared.
+    """
+    mesh = tp_mesh(group)
+    converted: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        names = []
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in converted:
+                converted[id(parameter)] = replicate_parameter(
+                    parameter, mesh, requires_grad=parameter.requires_grad
+                )
+            owner._parameters[name] = converted[id(parameter)]
+            names.append(name)
+        if names:
+            owner.__class__ = _local_view(type(owner), tuple(names), sequence_parallel)  # type: ignore[arg-type]
+    return module
+
+
+@lru_cache(maxsize=256)
+def _local_view(cls: type[nn.Module], names: tuple[str, ...], sum_gradients: bool) -> type[nn.Module]:
+    """A subclass of ``cls`` whose attributes ``names`` are the parameters' local tensors."""
+    members: dict[str, Any] = {name: _local_property(name, sum_gradients) for name in names}
+    members |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+    return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
+
+
+def _local_property(name: str, sum_gradients: bool) -> property:
+    def read(self: nn.Module) -> Tensor | None:
+        parameter: Tensor | None = self._parameters[name]
+        if not isinstance(parameter, DTensor):  # a caller put a plain tensor in its place (functional_call)
+            return parameter
+        tensor = parameter.to_local()
+        return copy_to_group(tensor, mesh_of(parameter)) if sum_gradients and tensor.requires_grad else tensor
+
+    return property(read)
