@@ -33,7 +33,7 @@ from tpkernels.errors import TpKernelsError
 T = TypeVar("T")
 
 START_TIMEOUT_S = 300.0  # importing torch in every rank; minutes on a loaded machine with a cold disk
-STACK_DUMP_S = 2.0
+STACK_DUMP_S = 5.0  # a rank shows its stack within milliseconds; a loaded machine takes longer
 
 
 class LaunchError(TpKernelsError):
@@ -169,13 +169,14 @@ class RankTeam:
     def _stacks_of(ranks: Sequence[RankProcess], why: str) -> list[RankFailure]:
         for rank in ranks:
             rank.ask_for_stack()
-        deadline = time.monotonic() + STACK_DUMP_S
-        while ranks and (left := deadline - time.monotonic()) > 0:
-            # Dumps arrive within milliseconds; a rank that is quiet for a while has shown everything.
-            if not wait([fd for rank in ranks for fd in rank.watched()], min(left, 0.5)):
+        deadline, shown = time.monotonic() + STACK_DUMP_S, False
+        while (alive := [rank for rank in ranks if not rank.has_ended()]) and not shown:
+            if (left := deadline - time.monotonic()) <= 0:
                 break
-            for rank in ranks:
+            quiet = not wait([fd for rank in alive for fd in rank.watched()], min(left, 0.2))
+            for rank in alive:
                 rank.drain()
+            shown = quiet and all(rank.has_shown_stack() for rank in alive)
         return [rank.stuck(why) for rank in ranks]
 
 

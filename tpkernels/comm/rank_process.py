@@ -260,6 +260,9 @@ class RankProcess:
         if not self.has_ended():
             os.kill(self.process.pid or 0, signal.SIGUSR1)
 
+    def has_shown_stack(self) -> bool:
+        return bool(self._stack_text)
+
     def stuck(self, why: str) -> RankFailure:
         summary = f"rank {self.rank} {why}"
         details = self._stack_text.decode(errors="replace")
