@@ -24,7 +24,8 @@ def sequence_sizes(total: int) -> list[int]:
 
 def mine(x: Tensor, dim: int) -> Tensor:
     """This rank's shard of a sequence, as a leaf."""
-    return tpk.array_split(x, dist.get_world_size(), dim)[dist.get_rank()].clone().requires_grad_(x.requires_grad)
+    part = tpk.array_split(x.detach(), dist.get_world_size(), dim)[dist.get_rank()]
+    return part.clone().requires_grad_(x.requires_grad)
 
 
 def whole(parameter: Tensor | None) -> Tensor:

@@ -21,30 +21,36 @@ from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
 from tpkernels.ops import copy_to_group
 
-__all__ = ["replicate_parameters"]
+__all__ = ["Converted", "replicate_parameters"]
 
 
-def replicate_parameters(module: nn.Module, group: GroupLike, *, sequence_parallel: bool = False) -> nn.Module:
+Converted = dict[int, tuple[nn.Parameter, nn.Parameter]]
+"""What plain parameters became, by their ids; holds the plain ones so that ids stay theirs."""
+
+
+def replicate_parameters(
+    module: nn.Module, group: GroupLike, *, sequence_parallel: bool = False, converted: Converted | None = None
+) -> nn.Module:
     """Turn all plain parameters of ``module`` and its submodules into replicated DTensors, in place; returns it.
 
     Args:
         sequence_parallel: the module works on this rank's part of the sequence, so that its gradients are sums over
             the group (one all-reduce per parameter and use).  Without it every rank must compute the same gradient.
+        converted: the same dictionary in several calls keeps parameters tied that modules of different calls share.
 
     Parameters that are DTensors stay as they are.  A parameter that several modules share stays shared.
     """
     mesh = tp_mesh(group)
-    converted: dict[int, nn.Parameter] = {}
+    converted = {} if converted is None else converted
     for owner in module.modules():
         names = []
         for name, parameter in list(owner._parameters.items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in converted:
-                converted[id(parameter)] = replicate_parameter(
-                    parameter, mesh, requires_grad=parameter.requires_grad
-                )
-            owner._parameters[name] = converted[id(parameter)]
+                copy = replicate_parameter(parameter, mesh, requires_grad=parameter.requires_grad)
+                converted[id(parameter)] = parameter, copy
+            owner._parameters[name] = converted[id(parameter)][1]
             names.append(name)
         if names:
             owner.__class__ = _local_view(type(owner), tuple(names), sequence_parallel)  # type: ignore[arg-type]

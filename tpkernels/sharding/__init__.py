@@ -1,5 +1,6 @@
-"""Sharding of whole models."""
+"""Sharding of whole models: ``parallelize`` and the styles that its plans are made of."""
 
+from tpkernels.sharding.apply import parallelize
+from tpkernels.sharding.styles import Column, Replicate, Row
 
-def parallelize() -> None:
-    raise NotImplementedError
+__all__ = ["Column", "Replicate", "Row", "parallelize"]
