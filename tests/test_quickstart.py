@@ -372,5 +372,23 @@ def test_ci_runs_the_newcomers_command_in_bounded_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK) and os.access(ROOT / "quickstart", os.X_OK)
     text = script.read_text()
-    assert "./quickstart test" in text and "timeout --kill-after=30 1500" in text
+    assert "./quickstart test -p tests.require_all" in text and "timeout --kill-after=30 1500" in text
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+
+
+def test_in_ci_a_skip_for_what_could_be_installed_is_a_failure(tmp_path: Path) -> None:
+    tmp_path.joinpath("test_functions.py").write_text(
+        "import pytest\n"
+        "def test_package(): pytest.importorskip('no_such_package')\n"
+        "def test_gpu(): pytest.skip('needs 1 CUDA device(s), found 0')\n"
+        "def test_root(): pytest.skip('needs root (CAP_SYS_ADMIN missing)')\n"
+        "def test_known(): pytest.xfail('known')\n"
+    )
+    tmp_path.joinpath("test_module.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
+    argv = ["-m", "pytest", "-q", "-p", "tests.require_all", "--continue-on-collection-errors", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *argv, "--rootdir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "1 failed, 2 skipped, 1 xfailed, 1 error" in done.stdout, done.stdout
+    assert "FAILED" in done.stdout and "::test_package" in done.stdout and "ERROR" in done.stdout
