@@ -31,7 +31,7 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
 
-__all__ = ["Record", "diagnose", "exchange_records", "meet", "mismatch", "publish", "read", "refuse"]
+__all__ = ["Record", "announce", "diagnose", "exchange_records", "meet", "mismatch", "publish", "read", "refuse"]
 
 # A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
 HEARTBEAT_PATIENCE = 3.0
@@ -93,8 +93,15 @@ def meet(group: Group, device: torch.device) -> None:
     group.key = f"tpkernels/{texts[0][0]}"
 
 
-def publish(group: Group, call: int, record: Record, store: Any = None, part: str = "call") -> None:
-    (store or group.store).set(f"{group.key}/{part}/{call}/{group.rank}", record.to_json())
+def publish(group: Group, call: int, record: Record, part: str = "call") -> None:
+    group.store.set(f"{group.key}/{part}/{call}/{group.rank}", record.to_json())
+
+
+def announce(group: Group, call: int, signature: str, store: Any) -> None:
+    """Say which call this rank is in, unless it has said so: a slow peer may still have to read that record's facts."""
+    key = f"{group.key}/call/{call}/{group.rank}"
+    if not store.check([key]):
+        store.set(key, Record(signature, {}).to_json())
 
 
 def read(group: Group, what: str, store: Any = None) -> dict[int, str]:

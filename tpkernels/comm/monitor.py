@@ -73,7 +73,7 @@ class _Watch:
         group, call = self.group, in_flight.call
         if self.published != call:
             self.published = call
-            agreement.publish(group, call, agreement.Record(str(in_flight.signature), {}), self.store)
+            agreement.announce(group, call, str(in_flight.signature), self.store)
         texts = agreement.read(group, f"call/{call}", self.store)
         records = {rank: agreement.Record.from_json(text) for rank, text in texts.items()}
         verdict = agreement.mismatch(group, call, records)
