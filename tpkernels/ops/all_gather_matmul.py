@@ -212,7 +212,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     count = len(weights)
     before = output[count : 2 * count] if activation is not None else []
     ctx.save_for_backward(output[-1] if keep_gathered else x, *weights, *before)
-    ctx.count, ctx.has_bias = count, [bias.numel() > 0 for bias in biases]
+    ctx.count = count
+    ctx.has_bias = [bias is not None for bias in unpack_biases(biases, weights)] if biases else []
     ctx.settings = (name, activation, gather_dim, shard_sizes, keep_gathered, impl)
     ctx.set_materialize_grads(False)
 

@@ -93,7 +93,7 @@ def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, imp
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, biases, name, implementation = inputs
     ctx.save_for_backward(x, *weights)
-    ctx.has_bias = [bias.numel() > 0 for bias in biases]
+    ctx.has_bias = [bias is not None for bias in unpack_biases(biases, weights)] if biases else []
     ctx.settings = (name, implementation)
     ctx.set_materialize_grads(False)
 

@@ -17,16 +17,16 @@ __all__ = ["flat", "gather_layout", "gathered_shape", "pack_biases", "shard_shap
 
 
 def pack_biases(biases: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
-    """Op schemas have no optional tensors in lists: no bias at all is [], a missing one among others is empty."""
+    """Op schemas have no optional tensors in lists: no bias at all is [], a missing one among others [0, 0]."""
     if all(bias is None for bias in biases):
         return []
-    return [like.new_empty(0) if bias is None else bias for bias in biases]
+    return [like.new_empty(0, 0) if bias is None else bias for bias in biases]
 
 
 def unpack_biases(biases: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor | None]:
     if not biases:
         return [None] * len(weights)
-    return [bias if bias.numel() or not weight.shape[0] else None for bias, weight in zip(biases, weights, strict=True)]
+    return [None if bias.shape == (0, 0) else bias for bias in biases]
 
 
 def gather_layout(x: Tensor, dim: int, sizes: Sequence[int] | None, group_size: int) -> Layout:
