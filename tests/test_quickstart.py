@@ -154,6 +154,17 @@ def test_a_second_run_skips_everything_that_is_done(checkout: Checkout, no_gpu: 
     assert checkout.calls()[before:] == [f"ran in {checkout.root}: demo"]
 
 
+def test_what_was_installed_with_more_extras_is_not_installed_again(checkout: Checkout, no_gpu: None) -> None:
+    checkout.make_environment()
+    assert checkout.load().EXTRAS["test"] == ["demo", "test"]
+    checkout.run("demo")
+    before = len(checkout.calls())
+    checkout.run("doctor")
+    assert [call for call in checkout.calls()[before:] if "-m pip" in call] == []
+    checkout.run("bench")
+    assert len([call for call in checkout.calls()[before:] if "[bench]" in call]) == 1, "an extra that was not there"
+
+
 def test_a_changed_pyproject_installs_the_project_again_but_not_torch(checkout: Checkout, no_gpu: None) -> None:
     checkout.make_environment()
     checkout.run("bench")
