@@ -197,7 +197,12 @@ def write_json(path: str | Path, environment: Mapping[str, Any], results: Sequen
 
 
 def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))}
+    found: dict[str, Any] = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        # Beside idle machines' numbers those of a busy one must be recognisable.
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         fields = dict(_colon_pairs(cpuinfo.read_text()))
