@@ -1,0 +1,139 @@
+"""`tpkernels demo`: a pretrained model made tensor-parallel and checked, a small one trained and checked.
+
+Owns the subcommand's arguments and the order of things.  Starts its own local ranks, or joins a job that torchrun
+started; rank 0 prints.  Exit code 1 when a bound does not hold, or when a part cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Options", "add_arguments", "main", "run_on_rank"]
+
+PARTS = ("swap", "train")
+HEAD_CUTS = (1, 2, 3, 4, 6, 12)
+WAIT_S = 300.0
+"""How long a rank waits for the others: rank 0 computes the references alone."""
+JOB_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the ranks need to know."""
+
+    parts: tuple[str, ...]
+    steps: int
+    repeats: int
+    seed: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, default=2, help="local ranks to start (default 2; ignored under torchrun)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps (default 40)")
+    parser.add_argument("--quick", action="store_true", help="12 steps and fewer repeats")
+    parser.add_argument("--only", choices=PARTS, help="one part: swap a pretrained model, or train a small one")
+    parser.add_argument("--seed", type=int, default=0, help="of initial weights and batches (default 0)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the demo and return the exit code.
+
+    Raises:
+        ValueError: bad arguments.
+    """
+    from rich.console import Console
+
+    from tpkernels import config, launch
+    from tpkernels.demo.minilm import Missing, weights_folder
+
+    for name in ("nproc", "steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    console = Console()
+    job = config.torchrun_environment()
+    world_size = job.world_size if job else args.nproc
+    if world_size not in HEAD_CUTS:
+        raise ValueError(f"{world_size} ranks cannot share the 12 attention heads of the demo's models; use {HEAD_CUTS}")
+    parts: tuple[str, ...] = (args.only,) if args.only else PARTS
+    missing = ""
+    if "swap" in parts:
+        try:
+            weights_folder()
+        except Missing as error:
+            missing = str(error)
+            parts = tuple(part for part in parts if part != "swap")
+    options = Options(parts, min(args.steps, 12) if args.quick else args.steps, 3 if args.quick else 7, args.seed)
+    holds = True
+    if parts:
+        on_rank = [run_on_rank(options)] if job else launch(run_on_rank, args.nproc, options, timeout=JOB_S)
+        holds = all(on_rank)
+    if missing and (job is None or job.rank == 0):
+        console.print(f"\n[bold red]NOT RUN[/bold red]  the swap of a pretrained model: {missing}", soft_wrap=True)
+    return 0 if holds and not missing else 1
+
+
+def run_on_rank(options: Options) -> bool:
+    """One rank's part; whether everything held, equal on all ranks.  Public because ranks import it."""
+    import torch.distributed as dist
+    from rich.console import Console
+
+    import tpkernels as tpk
+    from tpkernels.demo import minilm, show, training
+
+    begin = time.perf_counter()
+    mesh = tpk.init(device="cpu", timeout=WAIT_S)["tp"]
+    console = Console(quiet=mesh.get_local_rank() != 0, highlight=False)
+    holds = True
+    try:
+        if "swap" in options.parts:
+            console.rule("[bold]1  A pretrained model, its linears swapped")
+            with console.status("starting") as status:
+                encoder = minilm.run_minilm(mesh, options.repeats, status.update)
+            show.show_minilm(console, encoder)
+            holds &= encoder.holds
+        if "train" in options.parts:
+            console.rule("[bold]2  A small GPT, trained on the text of this Python installation")
+            with _Bars(console, options.steps) as bars:
+                trained = training.run_training(mesh, options.steps, options.seed, bars.add)
+            console.print()
+            show.show_training(console, trained)
+            holds &= trained.holds and trained.has_learnt
+        console.print(f"\n[dim]{time.perf_counter() - begin:.0f} s[/dim]")
+    finally:
+        dist.destroy_process_group()
+    return holds
+
+
+class _Bars:
+    """A progress bar per training run, with the loss."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("  {task.description:<30}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._steps = steps
+
+    def add(self, name: str) -> Callable[[int, float], None]:
+        bar = self._progress.add_task(name, total=self._steps, loss="     ")
+        return lambda step, loss: self._progress.update(bar, completed=step + 1, loss=f"{loss:.3f}")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
