@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ __all__ = ["Record", "announce", "diagnose", "exchange_records", "meet", "mismat
 
 # A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
 HEARTBEAT_PATIENCE = 3.0
+# Ranks that disagree wait this long for the rest of the group, so that the error blames the right ones.
+AWAIT_OTHERS = 1.0
 _CARD_BYTES = 256
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
@@ -125,7 +127,15 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
     publish(group, call, record, part=part)
     start = time.monotonic()
     keys = [f"{group.key}/{part}/{call}/{rank}" for rank in range(group.size)]
-    missing = _poll(group, keys, group.timeout, watch=True)
+
+    def hopeless(waited: float) -> bool:
+        """Whether a rank cannot come any more, or those that came disagree and the others had time to join in."""
+        if any(peer.is_dead() for peer in group.peers) or read(group, "failed"):
+            return True
+        present = {rank: Record.from_json(text) for rank, text in read(group, f"{part}/{call}").items()}
+        return waited > AWAIT_OTHERS and mismatch(group, call, present) is not None
+
+    missing = _poll(group, keys, group.timeout, hopeless)
     if missing:
         waited = time.monotonic() - start
         raise blame(group, call, record.signature, f"no word from rank(s) {missing}", waited)
@@ -244,17 +254,17 @@ def _read_or_empty(group: Group, what: str) -> dict[int, str]:
         return {}
 
 
-def _poll(group: Group, keys: list[str], timeout: float, *, watch: bool = False) -> list[int]:
-    """Wait until all keys exist; the indices of those that do not when the time is up or a peer is known to be gone."""
+def _poll(group: Group, keys: list[str], timeout: float, hopeless: Callable[[float], bool]) -> list[int]:
+    """Wait until all keys exist; the indices of those that do not when the time is up or waiting is hopeless."""
     start = time.monotonic()
     pause, next_look = 0.0002, start + 0.1
     while not group.store.check(keys):
         now = time.monotonic()
         if now - start > timeout:
             break
-        if watch and now > next_look:
+        if now > next_look:
             next_look = now + 0.1
-            if any(peer.is_dead() for peer in group.peers) or len(read(group, "failed")) > 0:
+            if hopeless(now - start):
                 break
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tpkernels.comm import agreement, transport
 from tpkernels.comm.groups import Group, InFlight, live_groups
+from tpkernels.errors import GroupMismatch
 
 __all__ = ["ensure_running"]
 
@@ -66,10 +67,16 @@ class _Watch:
             self.beats += 1
             self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
         in_flight = self.group.in_flight
-        if in_flight is not None and now - in_flight.since > SUSPICIOUS_AFTER and self.group.verdict is None:
-            self._inspect(in_flight)
+        if in_flight is None or now - in_flight.since <= SUSPICIOUS_AFTER:
+            return
+        verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
+        if hopeless and self.group.in_flight is in_flight:
+            self.group.verdict = self.group.verdict or verdict
+            peers = [rank for rank in range(self.group.size) if rank != self.group.rank]
+            transport.abort(self.group.pg, self.group.backend, peers)
 
-    def _inspect(self, in_flight: InFlight) -> None:
+    def _inspect(self, in_flight: InFlight, age: float) -> tuple[GroupMismatch | None, bool]:
+        """What the peers say of this call, and whether it cannot end well."""
         group, call = self.group, in_flight.call
         if self.published != call:
             self.published = call
@@ -77,14 +84,14 @@ class _Watch:
         texts = agreement.read(group, f"call/{call}", self.store)
         records = {rank: agreement.Record.from_json(text) for rank, text in texts.items()}
         verdict = agreement.mismatch(group, call, records)
-        peer_trouble = (
-            verdict is not None
+        # All sides of a disagreement are worth a moment's wait: the message then blames the right ranks.
+        heard_all = len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS
+        hopeless = (
+            (verdict is not None and heard_all)
             or any(peer.is_dead() for peer in group.peers)
             or bool(agreement.read(group, "failed", self.store))
         )
-        if peer_trouble and group.in_flight is in_flight:
-            group.verdict = verdict
-            transport.abort(group.pg, group.backend, (group.rank + 1) % group.size)
+        return verdict, hopeless
 
 
 def _run() -> None:

@@ -130,17 +130,18 @@ def wait_all(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
-def abort(pg: ProcessGroup, backend: str, peer: int) -> None:
+def abort(pg: ProcessGroup, backend: str, peers: Sequence[int]) -> None:
     """Make every pending wait of the group fail now; callable from another thread.  The group is unusable afterwards.
 
     gloo's ``abort`` does not wake a waiting receive (torch 2.13); a receive that times out closes all connections of
-    its context, and that does.
+    its context, and that does.  It must be a receive on an open connection, hence one from each of the ``peers``.
     """
     if backend != "gloo":
         pg.abort()
         return
-    try:
-        pg.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(datetime.timedelta(milliseconds=1))
-    except RuntimeError:
-        return  # the time-out is the purpose; connections that are closed already are as good
-    raise RuntimeError("the abort message of a poisoned group was answered; no peer sends it")
+    for peer in peers:
+        try:
+            pg.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError:
+            continue  # the time-out is the purpose; a connection that is closed already is as good
+        raise RuntimeError("the abort message of a poisoned group was answered; no peer sends it")
