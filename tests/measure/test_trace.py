@@ -105,6 +105,22 @@ def test_the_trace_has_a_compute_row_per_rank_and_rows_per_peer_whose_chunks_do_
     assert all(e["ts"] >= 0 for e in events if "ts" in e)
 
 
+def test_recordings_are_laid_one_after_the_other_and_ranks_of_one_share_its_clock() -> None:
+    hour = 3_600_000_000_000
+    traces = [
+        RankTrace(0, "first", 1_000, 3_000, [_gemm(1_000, 2_000)]),
+        RankTrace(0, "second", hour, hour + 1_000, [_gemm(hour, hour + 500)]),
+        RankTrace(1, "first", 2_000, 4_000, [_gemm(2_000, 3_000)]),
+        RankTrace(1, "second", hour + 250, hour + 900, [_gemm(hour + 250, hour + 600)]),
+    ]
+    spans = [e for e in chrome_trace(traces)["traceEvents"] if e["ph"] == "X" and e["name"] == "gemm"]
+    starts = {(e["pid"], index): e["ts"] for index, e in enumerate(spans)}
+    first, second = starts[0, 0], starts[0, 1]
+    assert (first, starts[1, 2]) == (0.0, 1.0)
+    assert 3.0 < second < 1e6, "the hour in between is not drawn"
+    assert starts[1, 3] - second == pytest.approx(0.25)
+
+
 def test_an_empty_trace_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one recorded call"):
         chrome_trace([])

@@ -26,6 +26,7 @@ from tpkernels.comm.timeline import Event
 from tpkernels.measure.netlab import Sample
 
 _COMPUTE_ROW = 0
+_GAP_NS = 20_000_000
 _COMPUTE_KINDS = ("gemm", "reduce", "wait")
 
 
@@ -91,19 +92,36 @@ def trace_overlap(trace: RankTrace) -> float:
 
 
 def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """The trace-event JSON object (https://chromium.googlesource.com/catapult, "Trace Event Format")."""
+    """The trace-event JSON object (https://chromium.googlesource.com/catapult, "Trace Event Format").
+
+    Calls of the same label are one recording, whose ranks share a clock; recordings are laid one after the other,
+    whatever time passed between them.
+    """
     if not traces:
         raise ValueError("traces must hold at least one recorded call")
-    origin = min(trace.start_ns for trace in traces)
+    origins = _origins(traces)
     output: list[dict[str, Any]] = []
     for rank in sorted({trace.rank for trace in traces}):
         mine = [trace for trace in traces if trace.rank == rank]
         output += _row_names(rank, {event.peer for trace in mine for event in trace.events if _is_transfer(event)})
         for trace in mine:
+            origin = origins[trace.label]
             output += _compute_row(trace, origin)
             output += _transfer_rows(trace, origin)
             output += _counters(trace, origin)
     return {"traceEvents": output, "displayTimeUnit": "ms"}
+
+
+def _origins(traces: Sequence[RankTrace]) -> dict[str, int]:
+    """By label: the time that the file calls zero, less what the recordings before it take."""
+    origins: dict[str, int] = {}
+    offset = 0
+    for label in dict.fromkeys(trace.label for trace in traces):
+        same = [trace for trace in traces if trace.label == label]
+        start, end = min(trace.start_ns for trace in same), max(trace.end_ns for trace in same)
+        origins[label] = start - offset
+        offset += end - start + _GAP_NS
+    return origins
 
 
 def write_chrome_trace(path: str | Path, traces: Sequence[RankTrace]) -> None:
@@ -172,20 +190,14 @@ def _transfer_rows(trace: RankTrace, origin: int) -> list[dict[str, Any]]:
 
 
 def _counters(trace: RankTrace, origin: int) -> list[dict[str, Any]]:
-    rates = []
+    """The link's rate between samples, as steps; only changes are written."""
+    rates: list[dict[str, Any]] = []
     samples = samples_within(trace.samples, trace.start_ns, trace.end_ns)
     for before, after in itertools.pairwise(samples):
         nanoseconds = max(1, after.time_ns - before.time_ns)
-        rates.append(
-            {
-                "ph": "C",
-                "name": "link (Gbit/s)",
-                "pid": trace.rank,
-                "ts": (before.time_ns - origin) / 1e3,
-                "args": {
-                    "out": (after.tx_bytes - before.tx_bytes) * 8 / nanoseconds,
-                    "in": (after.rx_bytes - before.rx_bytes) * 8 / nanoseconds,
-                },
-            }
-        )
+        sent, received = after.tx_bytes - before.tx_bytes, after.rx_bytes - before.rx_bytes
+        args = {"out": round(sent * 8 / nanoseconds, 4), "in": round(received * 8 / nanoseconds, 4)}
+        if not rates or rates[-1]["args"] != args:
+            time_us = max(0, before.time_ns - origin) / 1e3
+            rates.append({"ph": "C", "name": "link (Gbit/s)", "pid": trace.rank, "ts": time_us, "args": args})
     return rates
