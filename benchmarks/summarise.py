@@ -1,0 +1,109 @@
+"""Turn result files into the tables of `README.md`, so that no number there is typed by hand.
+
+python benchmarks/summarise.py            print the tables
+python benchmarks/summarise.py --write    put them between the markers of README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+README = HERE / "README.md"
+MARKERS = ("<!-- results: begin -->", "<!-- results: end -->")
+COLUMNS = ("gemm", "comm", "torch", "unfused", "chunked", "auto")
+
+
+def overlap_section(path: Path, content: dict[str, Any]) -> list[str]:
+    lines = [f"### Two hosts at {content['setup']['rate']}", "", *_origin(path, content), ""]
+    lines += ["| | op, MxKxN | " + " | ".join(COLUMNS) + " | torch / fused | unfused / fused | overlap efficiency |"]
+    lines += ["|---|---|" + "---:|" * (len(COLUMNS) + 3)]
+    for summary, result in zip(content["summary"], content["results"], strict=True):
+        times = [_milliseconds(result["times"].get(name)) for name in COLUMNS]
+        efficiency = result["overlap_efficiency"]
+        lines.append(
+            f"| {summary['target']} | {result['op']} {result['shape_MxKxN']} | "
+            + " | ".join(times)
+            + f" | {summary['torch_over_fused']:.2f} | {summary['unfused_over_fused']:.2f} | "
+            + ("-" if efficiency is None else f"{efficiency:.0%}")
+            + " |"
+        )
+    lines += ["", "| | fused / roof | auto / roof | target | met | unfused / roof | torch / roof | comm / GEMM | n |"]
+    lines += ["|---|---:|---:|---:|---|---:|---:|---:|---:|"]
+    for row in content["summary"]:
+        lines.append(
+            f"| {row['target']} | {row['fused_over_roof']:.3f} | {row['auto_over_roof']:.3f} | {row['bound']:.2f} | "
+            f"{'yes' if row['met'] else 'no'} | {row['unfused_over_roof']:.2f} | {row['torch_over_roof']:.2f} | "
+            f"{row['comm_over_gemm']:.2f} | {row['n']} |"
+        )
+    return [*lines, ""]
+
+
+def overhead_section(path: Path, content: dict[str, Any]) -> list[str]:
+    lines = ["### Host overhead at world size 1 (P8)", "", *_origin(path, content), ""]
+    lines += [
+        "| op | MxKxN | mode | F.linear us | ours us | overhead us | target us |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    for row in content["results"]:
+        linear, ours = (row["times"][name]["median_ms"] * 1e3 for name in ("F.linear", "ours"))
+        target = "" if row["target_us"] is None else f"<= {row['target_us']:g}"
+        lines.append(
+            f"| {row['op']} | {row['shape_MxKxN']} | {row['mode']} | {linear:.2f} | {ours:.2f} | "
+            f"{row['overhead_us']:.2f} | {target} |"
+        )
+    return [*lines, ""]
+
+
+def _origin(path: Path, content: dict[str, Any]) -> list[str]:
+    hardware, versions = content["hardware"], content["versions"]
+    load = hardware.get("load_average")
+    return [
+        f"`results/{path.name}`: {content['date'][:10]}, {hardware['cpu']}, {hardware['cores']} cores "
+        f"({', '.join(hardware.get('isa', []))}), torch {versions['torch']}, Python {versions['python']}"
+        + (f"; load average when written {load[0]}" if load else ""),
+        f"`python benchmarks/{content['command'].removeprefix('benchmarks/')}`",
+    ]
+
+
+def _milliseconds(times: dict[str, Any] | None) -> str:
+    return "-" if times is None else f"{times['median_ms']:.1f} ±{times['interquartile_range_ms'] / 2:.1f}"
+
+
+def sections() -> str:
+    lines: list[str] = []
+    order = {"overlap": overlap_section, "overhead": overhead_section}
+    for kind, section in order.items():
+        found = [(path, json.loads(path.read_text())) for path in HERE.glob(f"results/*{kind}*.json")]
+        for path, content in sorted(found, key=lambda pair: -_rate(pair[1])):
+            lines += section(path, content)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rate(content: dict[str, Any]) -> float:
+    match = re.fullmatch(r"([\d.]+)([mg])bit", str(content["setup"].get("rate", "")))
+    return float(match[1]) * {"m": 1, "g": 1000}[match[2]] if match else 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if not args.write:
+        print(sections())
+        return 0
+    text = README.read_text(encoding="utf-8")
+    begin, end = MARKERS
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
+    README.write_text(f"{before}{begin}\n{sections()}{end}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
