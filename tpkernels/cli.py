@@ -100,9 +100,9 @@ def _missing_module(error: ModuleNotFoundError) -> int:
 
 
 def _load_demo() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
-    from tpkernels import demo
+    from tpkernels.demo import add_arguments, main
 
-    return demo.add_arguments, demo.main
+    return add_arguments, main
 
 
 def _load_bench() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
