@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import tpkernels as tpk
-from tpkernels.partition import array_split_sizes
+from tpkernels.partition import array_split_sizes, chunk_sizes, offsets
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
@@ -44,29 +46,47 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
     assert difference <= limit, f"{what}: differs by {difference:.3e}, at most {limit:.3e} expected"
 
 
+def part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """What this rank should hold of ``whole``, worked out from the placement alone; nothing is sent."""
+    (placement,) = like.placements
+    if placement.is_replicate():
+        return whole
+    assert isinstance(placement, Shard), placement
+    dim, rank, world = placement.dim, like.device_mesh.get_local_rank(), like.device_mesh.size()
+    sizes = chunk_sizes(whole.shape[dim], world)
+    return whole.narrow(dim, offsets(sizes)[rank], sizes[rank])
+
+
 def close_parameters(parallel: nn.Module, reference: nn.Module) -> None:
-    """Values and gradients of all parameters, by name."""
+    """This rank's part of the values and gradients of all parameters, by name."""
     expected = dict(reference.named_parameters())
     actual = dict(parallel.named_parameters())
     assert actual.keys() == expected.keys()
     for name, parameter in actual.items():
         assert isinstance(parameter, DTensor), name
-        close(parameter.full_tensor(), expected[name], name)
+        assert parameter.shape == expected[name].shape, name
+        close(parameter.to_local(), part_of(expected[name], parameter), name)
         grad = expected[name].grad
         if grad is None:
             assert parameter.grad is None, name
         else:
             assert isinstance(parameter.grad, DTensor), f"{name} has gradient {parameter.grad!r}"
             assert parameter.grad.placements == parameter.placements, name
-            close(parameter.grad.full_tensor(), grad, f"gradient of {name}")
-            close_replicas(parameter.grad, name)
+            close(parameter.grad.to_local(), part_of(grad, parameter), f"gradient of {name}")
 
 
-def close_replicas(tensor: DTensor, name: str) -> None:
-    """What is called replicated is equal bit for bit on all ranks."""
-    if not tensor.placements[0].is_replicate():
-        return
-    mine = tensor.to_local().detach()
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine.contiguous())
-    assert all(torch.equal(mine, other) for other in everyone), f"{name}: replicas differ"
+def close_replicas(parallel: nn.Module) -> None:
+    """What is called replicated is equal bit for bit on all ranks, values and gradients."""
+    mine = {}
+    for name, parameter in parallel.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        if parameter.placements[0].is_replicate():
+            grad = parameter.grad
+            mine[name] = parameter.to_local().detach(), None if grad is None else cast(DTensor, grad).to_local()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for other in everyone:
+        for name, (value, grad) in other.items():
+            assert torch.equal(value, mine[name][0]), f"{name}: replicas differ"
+            assert (grad is None) == (mine[name][1] is None), f"{name}: only some ranks have a gradient"
+            assert grad is None or torch.equal(grad, mine[name][1]), f"{name}: gradients of replicas differ"

@@ -36,7 +36,7 @@ class Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, default=2, help="local ranks to start (default 2; ignored under torchrun)")
-    parser.add_argument("--steps", type=int, default=40, help="training steps (default 40)")
+    parser.add_argument("--steps", type=int, default=36, help="training steps (default 36)")
     parser.add_argument("--quick", action="store_true", help="12 steps and fewer repeats")
     parser.add_argument("--only", choices=PARTS, help="one part: swap a pretrained model, or train a small one")
     parser.add_argument("--seed", type=int, default=0, help="of initial weights and batches (default 0)")
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     job = config.torchrun_environment()
     world_size = job.world_size if job else args.nproc
     if world_size not in HEAD_CUTS:
-        raise ValueError(f"{world_size} ranks cannot share the 12 attention heads of the demo's models; use {HEAD_CUTS}")
+        raise ValueError(f"{world_size} ranks cannot share 12 attention heads (both models have 12); use {HEAD_CUTS}")
     parts: tuple[str, ...] = (args.only,) if args.only else PARTS
     missing = ""
     if "swap" in parts:

@@ -1,7 +1,7 @@
 """A small GPT twice: in plain torch, and with the modules of tpkernels, sequence-parallel, with the same names.
 
 Made under one seed, both start from the same weights: the modules initialise as their torch counterparts do.  The
-sizes are chosen so that they do not divide evenly: 127 positions, 515 hidden features, 257 tokens.  Heads stay whole on
+sizes are chosen so that they do not divide evenly: 127 positions, 773 hidden features, 257 tokens.  Heads stay whole on
 each rank, so their number (12) must be a multiple of the number of ranks.
 """
 
@@ -34,9 +34,9 @@ class Config:
     """Sizes of the model."""
 
     layers: int = 2
-    width: int = 192
+    width: int = 288
     heads: int = 12
-    d_ff: int = 515
+    d_ff: int = 773
     length: int = 127
 
     @property

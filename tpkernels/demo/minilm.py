@@ -7,8 +7,8 @@ The bound.  Sharding changes nothing but the order in which fp32 numbers are add
 error is of the size of the unsharded model's own.  That one is measured: ``own_error`` is the largest difference
 between the unsharded model in fp32 and in fp64, over every component of every embedding.  Two fp32 evaluations with
 errors of that size lie within twice of it; the demo allows twice that, because the largest of some 13,000 rounding
-errors varies from one order of summation to another.  A wrong shard, a doubled bias or a missing head is off by a factor of
-100,000.
+errors varies from one order of summation to another.  A wrong shard, a doubled bias or a missing head is off by a
+factor of 100,000.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tpkernels.demo.text import Batches, corpus
 
 __all__ = ["Curve", "TrainingReport", "run_training"]
 
-BATCH = 8
+BATCH = 12
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 8
 MAX_NORM = 1.0
