@@ -7,13 +7,12 @@ Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tpkernels.measure import netlab
 from tpkernels.testing.spawn import Pools
 
 pytest_plugins = ["pytester"]  # for the tests of this file
@@ -21,7 +20,7 @@ pytest_plugins = ["pytester"]  # for the tests of this file
 LAYERS = {
     "cpu": "no process group",
     "gloo": "two to four real ranks on this machine over gloo",
-    "netns": "ranks in network namespaces joined by rate-limited links; needs root and iproute2",
+    "netns": "ranks in network namespaces joined by rate-limited links; needs root",
     "gpu": "one CUDA device",
     "multi_gpu": "at least two CUDA devices",
 }
@@ -39,10 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def missing_for(layer: str) -> str | None:
     """Why this machine cannot run a layer, or None."""
     if layer == "netns":
-        if os.geteuid() != 0:
-            return "network namespaces need root"
-        if shutil.which("ip") is None:
-            return "network namespaces need iproute2 (`ip`)"
+        return netlab.unavailable_reason()
     if layer in ("gpu", "multi_gpu"):
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         needed = 2 if layer == "multi_gpu" else 1
@@ -52,7 +48,8 @@ def missing_for(layer: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reasons = {layer: missing_for(layer) for layer in LAYERS}
+    wanted = [layer for layer in LAYERS if any(item.get_closest_marker(layer) for item in items)]
+    reasons = {layer: missing_for(layer) for layer in wanted}
     for item in items:
         for layer, reason in reasons.items():
             if reason and item.get_closest_marker(layer):

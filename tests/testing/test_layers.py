@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import LAYERS, missing_for
+from tpkernels.measure import netlab
 
 pytestmark = pytest.mark.cpu
 
@@ -19,13 +18,10 @@ def test_every_layer_is_a_registered_mark(pytestconfig: pytest.Config) -> None:
     assert {"cpu", "gloo", "netns", "gpu", "multi_gpu"} == set(LAYERS) <= registered
 
 
-def test_network_namespaces_need_root_and_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert missing_for("netns") == "network namespaces need root"
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert missing_for("netns") == "network namespaces need iproute2 (`ip`)"
-    monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
+def test_the_network_lab_itself_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netlab, "unavailable_reason", lambda: "needs root (CAP_NET_ADMIN missing)")
+    assert missing_for("netns") == "needs root (CAP_NET_ADMIN missing)"
+    monkeypatch.setattr(netlab, "unavailable_reason", lambda: None)
     assert missing_for("netns") is None
 
 
