@@ -213,15 +213,16 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
     deadline = time.monotonic() + patience
     first_beats = _read_or_empty(group, "beat")
     while True:
-        dead = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
-        if dead:
+        notes = _read_or_empty(group, "failed")
+        dead = [rank for rank, peer in enumerate(group.peers) if peer.is_dead() and rank not in notes]
+        if dead:  # one that left a note failed because of another, and is not to blame
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
         records = {rank: Record.from_json(text) for rank, text in _read_or_empty(group, f"call/{call}").items()}
         records[group.rank] = Record(signature, {})
         difference = mismatch(group, call, records)
         if difference is not None:
             return difference
-        for rank, text in _read_or_empty(group, "failed").items():
+        for rank, text in notes.items():
             if rank != group.rank:
                 note = json.loads(text)
                 cls = _ERRORS.get(note["kind"], PeerLost)

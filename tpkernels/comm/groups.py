@@ -62,6 +62,8 @@ class Group:
     agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     agreements: int = 0
     in_flight: InFlight | None = None
+    started: dict[int, Hashable] = field(default_factory=dict)
+    """Signatures of earlier calls whose transfers are posted but not waited for yet."""
     poison: CommunicationError | None = None
     verdict: CommunicationError | None = None
     """What the monitor found out about the call in flight before it aborted the transport."""

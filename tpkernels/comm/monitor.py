@@ -58,7 +58,6 @@ class _Watch:
         self.store: Any = group.store.clone()
         self.beats = 0
         self.next_beat = 0.0
-        self.published: int | None = None
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -76,18 +75,17 @@ class _Watch:
             transport.abort(self.group.pg, self.group.backend, peers)
 
     def _inspect(self, in_flight: InFlight, age: float) -> tuple[GroupMismatch | None, bool]:
-        """What the peers say of this call, and whether it cannot end well."""
-        group, call = self.group, in_flight.call
-        if self.published != call:
-            self.published = call
-            agreement.announce(group, call, str(in_flight.signature), self.store)
-        texts = agreement.read(group, f"call/{call}", self.store)
-        records = {rank: agreement.Record.from_json(text) for rank, text in texts.items()}
-        verdict = agreement.mismatch(group, call, records)
-        # All sides of a disagreement are worth a moment's wait: the message then blames the right ranks.
-        heard_all = len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS
+        """What the peers say of this call and of those it overlaps, and whether it cannot end well."""
+        group, verdict = self.group, None
+        for call, signature in {**group.started, in_flight.call: in_flight.signature}.items():
+            agreement.announce(group, call, str(signature), self.store)
+            texts = agreement.read(group, f"call/{call}", self.store)
+            records = {rank: agreement.Record.from_json(text) for rank, text in texts.items()}
+            # All sides of a disagreement are worth a moment's wait: the message then blames the right ranks.
+            if len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS:
+                verdict = verdict or agreement.mismatch(group, call, records)
         hopeless = (
-            (verdict is not None and heard_all)
+            verdict is not None
             or any(peer.is_dead() for peer in group.peers)
             or bool(agreement.read(group, "failed", self.store))
         )

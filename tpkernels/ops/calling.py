@@ -80,8 +80,10 @@ def start(group: Group, signature: Signature, local: int, arguments: Any, device
     with group.lock:
         started = group.calls
         finish = run(group, signature, local, arguments, device)
+        group.started[started] = signature
 
     def work(call: int) -> Any:
+        del group.started[call]
         group.enter(call, signature)
         return finish()
 
