@@ -137,7 +137,10 @@ def partial_rows(
 
 
 def reduce_rows(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None) -> None:
-    """out = parts[0] + parts[1] + ... + bias, in this order, in the accumulation dtype, rounded once."""
+    """out = parts[0] + parts[1] + ... + bias, in this order, in the accumulation dtype, rounded once.
+
+    ``out`` may be one of the parts.
+    """
     rows, columns = out.shape
     if out.numel() == 0:
         return

@@ -15,7 +15,6 @@ Ideas: decomposed collectives after Wang et al., "Overlap Communication with Dep
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tpkernels import dispatch
@@ -82,12 +81,11 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
     own = like.new_empty(layout.shard_rows(group.rank), columns)
     fill(group.rank, 0, own.shape[0], own)
     call.meanwhile()
-    out = torch.empty_like(own)
     for chunk in range(context.num_chunks):
         start, stop = outgoing.rows(group.rank, chunk)
-        reduce_rows(outgoing.parts(chunk, own), out[start:stop], call.bias)
+        reduce_rows(outgoing.parts(chunk, own), own[start:stop], call.bias)
     outgoing.finish()
-    return out
+    return own
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
@@ -125,7 +123,7 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
     group = context.group
     outgoing = PartialExchange(context, layout, out.shape[1], out)
     first = sum(layout.sizes[: group.rank])
-    own = out.new_empty(layout.sizes[group.rank], out.shape[1])
+    own = out[first : first + layout.sizes[group.rank]]
     starts = {rank: sum(layout.sizes[:rank]) for rank in range(group.size)}
     transfers: list[transport.Transfer] = []
 
@@ -135,7 +133,7 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
 
     def pass_on(chunk: int) -> None:
         start, stop = outgoing.rows(group.rank, chunk)
-        done = out[first + start : first + stop]
+        done = own[start:stop]
         reduce_rows(outgoing.parts(chunk, own), done, call.bias)
         incoming = []
         for peer in reversed(outgoing.peers):

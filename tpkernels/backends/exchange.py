@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from tpkernels.comm import workspace
 from tpkernels.comm.transport import Transfer, exchange, wait_all
 from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout, chunk_ranges, peers_after
@@ -30,6 +31,7 @@ class ShardExchange:
         group = context.group
         peers = peers_after(group.rank, group.size)
         in_place = whole is not None and layout.outer == 1 and not layout.feature
+        self._taken: list[Tensor] = []
         self._sent: list[Transfer] = []
         self._arrivals: list[tuple[Transfer | None, int, int, Tensor]] = []
         inbox = {}
@@ -40,7 +42,9 @@ class ShardExchange:
                 start = sum(layout.sizes[:peer]) * layout.inner
                 inbox[peer] = whole[start : start + rows]
             else:
-                inbox[peer] = x.new_empty(rows, layout.sizes[peer] if layout.feature else x.shape[1])
+                columns = layout.sizes[peer] if layout.feature else x.shape[1]
+                inbox[peer] = workspace.shared.take((rows, columns), x)
+                self._taken.append(inbox[peer])
         ranges = {rank: chunk_ranges(layout.shard_rows(rank), context.num_chunks) for rank in range(group.size)}
         for chunk in range(context.num_chunks):
             low, high = ranges[group.rank][chunk]
@@ -66,8 +70,10 @@ class ShardExchange:
             yield peer, start, rows
 
     def finish(self) -> None:
-        """Wait until this rank's shard may be written again."""
+        """Wait until this rank's shard may be written again; the chunks that were yielded are gone afterwards."""
         wait_all(self._sent)
+        for buffer in self._taken:
+            workspace.shared.give(buffer)
 
 
 class PartialExchange:
@@ -86,7 +92,8 @@ class PartialExchange:
         self._out: dict[int, Tensor] = {}
         self._like = like
         mine = self.group.rank
-        self._in = {peer: like.new_empty(self._rows(mine), self._columns(mine)) for peer in self.peers}
+        shape = (self._rows(mine), self._columns(mine))
+        self._in = {peer: workspace.shared.take(shape, like) for peer in self.peers}
         # A posted receive lets a gloo peer send at once; NCCL wants sends and receives of a chunk in one group.
         self._receive_early = like.device.type != "cuda"
         if self._receive_early:
@@ -134,8 +141,10 @@ class PartialExchange:
         return parts
 
     def finish(self) -> None:
-        """Wait until the outgoing chunks have left."""
+        """Wait until the outgoing chunks have left; the parts are gone afterwards."""
         wait_all(self._sent)
+        for buffer in (*self._out.values(), *self._in.values()):
+            workspace.shared.give(buffer)
 
     def post(self, chunk: int, sends: list[tuple[int, Tensor]]) -> None:
         """Send partial rows that exist already: (owner, contiguous rows) for each peer."""
@@ -154,7 +163,7 @@ class PartialExchange:
 
     def _outbox(self, owner: int) -> Tensor:
         if owner not in self._out:
-            self._out[owner] = self._like.new_empty(self._rows(owner), self._columns(owner))
+            self._out[owner] = workspace.shared.take((self._rows(owner), self._columns(owner)), self._like)
         return self._out[owner]
 
     def _rows(self, owner: int) -> int:
