@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 import tpkernels as tpk
 from tpkernels.partition import array_split_sizes, chunk_sizes, offsets
 
+LIMIT_S = 180.0
+"""For one call of all ranks; the first one of a pool imports torch._dynamo, a minute of work under load."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
-from tests.nn.reference import close, close_parameters, close_replicas, sequence_sizes, tp_mesh, whole
+from tests.nn.reference import LIMIT_S, close, close_parameters, close_replicas, sequence_sizes, tp_mesh, whole
 from tpkernels.nn import ColumnParallelLinear, LayerNorm, ParallelMLP
 from tpkernels.testing.spawn import Pools
 
@@ -89,7 +89,7 @@ def test_adamw_and_gradient_clipping_equal_those_of_one_process(
     ranks: Pools, world: int, fused: bool, max_norm: float
 ) -> None:
     """``max_norm`` 0.1 clips and 100 does not; 13 and 5 features leave parts of unequal size, one of them empty."""
-    ranks(world).run(train_alike, fused, max_norm)
+    ranks(world).run(train_alike, fused, max_norm, timeout=LIMIT_S)
 
 
 def copies_and_state(folder: Path) -> None:
@@ -133,9 +133,9 @@ def load_elsewhere(folder: Path) -> None:
 
 def test_copies_state_dicts_and_checkpoints_keep_a_model(ranks: Pools, tmp_path: Path) -> None:
     """The checkpoint of three ranks is read by two, and by one."""
-    ranks(3).run(copies_and_state, tmp_path)
-    ranks(2).run(load_elsewhere, tmp_path)
-    ranks(1).run(load_elsewhere, tmp_path)
+    ranks(3).run(copies_and_state, tmp_path, timeout=LIMIT_S)
+    ranks(2).run(load_elsewhere, tmp_path, timeout=LIMIT_S)
+    ranks(1).run(load_elsewhere, tmp_path, timeout=LIMIT_S)
 
 
 def conversions() -> None:
@@ -158,7 +158,7 @@ def conversions() -> None:
 
 
 def test_dtype_and_device_conversions_keep_parameters_distributed(ranks: Pools) -> None:
-    ranks(2).run(conversions)
+    ranks(2).run(conversions, timeout=LIMIT_S)
 
 
 def compiled() -> None:
@@ -171,7 +171,7 @@ def compiled() -> None:
 
 
 def test_a_model_compiles_as_one_graph(ranks: Pools) -> None:
-    ranks(2).run(compiled, timeout=120)
+    ranks(2).run(compiled, timeout=LIMIT_S)
 
 
 def checkpointed() -> None:
@@ -189,7 +189,7 @@ def checkpointed() -> None:
 
 
 def test_activation_checkpointing_keeps_the_gradients(ranks: Pools) -> None:
-    ranks(2).run(checkpointed)
+    ranks(2).run(checkpointed, timeout=LIMIT_S)
 
 
 def under_autocast() -> None:
@@ -199,11 +199,12 @@ def under_autocast() -> None:
     assert y.dtype == expected.dtype == torch.bfloat16
     assert torch.allclose(y, expected, atol=0.05, rtol=0.05)
     y.float().square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in parallel.parameters())
+    for parameter in parallel.parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
 
 
 def test_autocast_gives_the_dtypes_of_torch(ranks: Pools) -> None:
-    ranks(2).run(under_autocast)
+    ranks(2).run(under_autocast, timeout=LIMIT_S)
 
 
 def with_fsdp() -> None:
@@ -225,7 +226,7 @@ def with_fsdp() -> None:
 
 
 def test_fsdp2_shards_the_parameters_of_tensor_parallel_modules(ranks: Pools) -> None:
-    ranks(4).run(with_fsdp)
+    ranks(4).run(with_fsdp, timeout=LIMIT_S)
 
 
 def clip_locally(faulty: bool) -> Tensor:
@@ -244,8 +245,8 @@ def clip_locally(faulty: bool) -> Tensor:
 
 
 def test_the_comparison_catches_a_norm_of_local_parts(ranks: Pools) -> None:
-    ranks(2).run(clip_locally, False)
-    error = ranks(2).run(clip_locally, True, return_exceptions=True)[0]
+    ranks(2).run(clip_locally, False, timeout=LIMIT_S)
+    error = ranks(2).run(clip_locally, True, return_exceptions=True, timeout=LIMIT_S)[0]
     assert isinstance(error, AssertionError)
     assert "norm: differs by" in str(error)
 
@@ -256,7 +257,7 @@ def describe() -> str:
 
 
 def test_a_printed_model_shows_how_it_is_cut(ranks: Pools) -> None:
-    text = ranks(3).run(describe)[0]
+    text = ranks(3).run(describe, timeout=LIMIT_S)[0]
     assert "in_features=6, out_features=13, bias=True, shards=5/5/3, sequence_parallel=True, activation='gelu'" in text
     assert "in_features=13, out_features=6, bias=True, shards=5/5/3, sequence_parallel=True)" in text
     assert "shards=2/2/1, sequence_parallel=True, gather_output=True" in text

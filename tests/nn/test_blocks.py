@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.nn.reference import close, close_parameters, close_replicas, mine, sequence_sizes, tp_mesh
+from tests.nn.reference import LIMIT_S, close, close_parameters, close_replicas, mine, sequence_sizes, tp_mesh
 from tpkernels.nn import LayerNorm, ParallelMLP, RMSNorm, replicate_parameters
 from tpkernels.testing.spawn import Pools
 
@@ -101,7 +101,7 @@ def block_equals_torch(activation: str, norm: str, sequence_parallel: bool) -> N
 def test_a_block_of_norm_and_mlp_equals_torch(
     ranks: Pools, world: int, activation: str, norm: str, sequence_parallel: bool
 ) -> None:
-    ranks(world).run(block_equals_torch, activation, norm, sequence_parallel)
+    ranks(world).run(block_equals_torch, activation, norm, sequence_parallel, timeout=LIMIT_S)
 
 
 def new_modules_equal_torch_under_one_seed() -> None:
@@ -113,7 +113,9 @@ def new_modules_equal_torch_under_one_seed() -> None:
         parallel = ParallelMLP(WIDTH, HIDDEN, mesh, activation=activation)
         close_parameters(parallel, plain)
         torch.manual_seed(5)
-        parallel.reset_parameters()
+        for module in parallel.modules():
+            if reset := getattr(module, "reset_parameters", None):
+                reset()
         close_parameters(parallel, plain)
     close_parameters(LayerNorm(WIDTH, mesh), nn.LayerNorm(WIDTH))
     close_parameters(RMSNorm(WIDTH, mesh), nn.RMSNorm(WIDTH))
@@ -123,7 +125,7 @@ def new_modules_equal_torch_under_one_seed() -> None:
 
 
 def test_new_modules_equal_torch_under_one_seed(ranks: Pools) -> None:
-    ranks(2).run(new_modules_equal_torch_under_one_seed)
+    ranks(2).run(new_modules_equal_torch_under_one_seed, timeout=LIMIT_S)
 
 
 def missing_gradient_sum() -> None:
@@ -139,7 +141,7 @@ def missing_gradient_sum() -> None:
 
 
 def test_the_comparison_catches_gradients_of_a_norm_that_were_not_summed(ranks: Pools) -> None:
-    errors = ranks(2).run(missing_gradient_sum, return_exceptions=True)
+    errors = ranks(2).run(missing_gradient_sum, return_exceptions=True, timeout=LIMIT_S)
     assert all(isinstance(error, AssertionError) and "gradient of weight: differs by" in str(error) for error in errors)
 
 
@@ -185,7 +187,7 @@ def replicated_parameters_work_like_plain_ones() -> None:
 
 
 def test_replicated_parameters_work_like_plain_ones(ranks: Pools) -> None:
-    ranks(2).run(replicated_parameters_work_like_plain_ones)
+    ranks(2).run(replicated_parameters_work_like_plain_ones, timeout=LIMIT_S)
 
 
 def gradients_of_a_shard_are_summed() -> None:
@@ -202,7 +204,7 @@ def gradients_of_a_shard_are_summed() -> None:
 
 
 def test_replicated_parameters_of_a_sequence_shard_sum_their_gradients(ranks: Pools) -> None:
-    ranks(3).run(gradients_of_a_shard_are_summed)
+    ranks(3).run(gradients_of_a_shard_are_summed, timeout=LIMIT_S)
 
 
 def mlp_errors(what: str) -> None:
@@ -231,7 +233,7 @@ def mlp_errors(what: str) -> None:
     ],
 )
 def test_an_mlp_of_parts_that_do_not_fit_is_refused(ranks: Pools, what: str, message: str) -> None:
-    for error in ranks(2).run(mlp_errors, what, return_exceptions=True):
+    for error in ranks(2).run(mlp_errors, what, return_exceptions=True, timeout=LIMIT_S):
         with pytest.raises(ValueError, match=message):
             raise error
 

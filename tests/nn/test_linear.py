@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import tpkernels as tpk
-from tests.nn.reference import close, close_parameters, mine, sequence_sizes, tp_mesh, whole
+from tests.nn.reference import LIMIT_S, close, close_parameters, mine, sequence_sizes, tp_mesh, whole
 from tpkernels.nn import ColumnParallelLinear, ColumnParallelLinears, RowParallelLinear
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.testing.spawn import Pools
@@ -75,7 +75,8 @@ def chain_equals_linears(
 def test_a_column_and_a_row_layer_equal_two_linears(
     ranks: Pools, world: int, hidden: int, sequence_parallel: bool
 ) -> None:
-    ranks(world).run(chain_equals_linears, hidden, sequence_parallel, True, torch.float64, 9, -2, False)
+    arguments = hidden, sequence_parallel, True, torch.float64, 9, -2, False
+    ranks(world).run(chain_equals_linears, *arguments, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -92,7 +93,7 @@ def test_a_column_and_a_row_layer_equal_two_linears(
 def test_every_option_of_sequence_parallel_layers_keeps_the_values(
     ranks: Pools, world: int, bias: bool, dtype: torch.dtype, sequence: int, dim: int, save: bool
 ) -> None:
-    ranks(world).run(chain_equals_linears, 13, True, bias, dtype, sequence, dim, save)
+    ranks(world).run(chain_equals_linears, 13, True, bias, dtype, sequence, dim, save, timeout=LIMIT_S)
 
 
 def gathered_output_equals_linear(features: int, sequence_parallel: bool) -> None:
@@ -120,7 +121,7 @@ def gathered_output_equals_linear(features: int, sequence_parallel: bool) -> Non
 def test_gather_output_gives_the_whole_output_on_every_rank(
     ranks: Pools, world: int, features: int, sequence_parallel: bool
 ) -> None:
-    ranks(world).run(gathered_output_equals_linear, features, sequence_parallel)
+    ranks(world).run(gathered_output_equals_linear, features, sequence_parallel, timeout=LIMIT_S)
 
 
 def several_outputs_equal_linears(sequence_parallel: bool) -> None:
@@ -155,7 +156,7 @@ def several_outputs_equal_linears(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_several_layers_on_one_input_equal_separate_linears(ranks: Pools, world: int, sequence_parallel: bool) -> None:
-    ranks(world).run(several_outputs_equal_linears, sequence_parallel)
+    ranks(world).run(several_outputs_equal_linears, sequence_parallel, timeout=LIMIT_S)
 
 
 def new_layers_equal_linear_under_one_seed(build: str) -> None:
@@ -181,7 +182,7 @@ def new_layers_equal_linear_under_one_seed(build: str) -> None:
 def test_a_new_layer_has_the_weights_of_a_linear_made_under_the_same_seed(
     ranks: Pools, world: int, build: str
 ) -> None:
-    ranks(world).run(new_layers_equal_linear_under_one_seed, build)
+    ranks(world).run(new_layers_equal_linear_under_one_seed, build, timeout=LIMIT_S)
 
 
 def from_linear_leaves_the_linear_alone() -> None:
@@ -204,7 +205,7 @@ def from_linear_leaves_the_linear_alone() -> None:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_from_linear_copies_its_part_and_leaves_the_linear_alone(ranks: Pools, world: int) -> None:
-    ranks(world).run(from_linear_leaves_the_linear_alone)
+    ranks(world).run(from_linear_leaves_the_linear_alone, timeout=LIMIT_S)
 
 
 def a_group_and_larger_meshes_work() -> list[str]:
@@ -214,11 +215,16 @@ def a_group_and_larger_meshes_work() -> list[str]:
     assert one.weight.to_local().shape == (6, 4)
     two = ColumnParallelLinear(4, 6, torch.distributed.group.WORLD)
     assert two.weight.to_local().shape == (3, 4)
+    twin = RowParallelLinear(4, 6, torch.distributed.group.WORLD)  # a mesh of its own, equal to the other one
+    two(torch.ones(2, 4)).sum().backward()
+    twin(torch.ones(2, 2)).sum().backward()
+    norm = nn.utils.get_total_norm([p.grad for p in (*two.parameters(), *twin.parameters()) if p.grad is not None])
+    assert float(whole(norm)) == pytest.approx((60 * 2.0**2) ** 0.5)  # two weights of 24 and two biases of 6, each 2
     return [repr(one), repr(two)]
 
 
 def test_a_process_group_or_the_tp_axis_of_a_mesh_is_a_group(ranks: Pools) -> None:
-    one, two = ranks(2).run(a_group_and_larger_meshes_work)[0]
+    one, two = ranks(2).run(a_group_and_larger_meshes_work, timeout=LIMIT_S)[0]
     assert "shards=6" in one
     assert "shards=3/3" in two
 
@@ -282,7 +288,7 @@ def errors(what: str) -> None:
     ],
 )
 def test_bad_arguments_are_refused_on_every_rank_with_names_and_values(ranks: Pools, what: str, message: str) -> None:
-    for error in ranks(3).run(errors, what, return_exceptions=True):
+    for error in ranks(3).run(errors, what, return_exceptions=True, timeout=LIMIT_S):
         assert isinstance(error, ValueError), error
         with pytest.raises(ValueError, match=message):
             raise error
@@ -303,6 +309,6 @@ def bias_on_every_rank() -> None:
 
 
 def test_the_comparison_catches_a_bias_added_on_every_rank(ranks: Pools) -> None:
-    error = ranks(2).run(bias_on_every_rank, return_exceptions=True)[0]
+    error = ranks(2).run(bias_on_every_rank, return_exceptions=True, timeout=LIMIT_S)[0]
     assert isinstance(error, AssertionError)
     assert "the faulty layer: differs by" in str(error)

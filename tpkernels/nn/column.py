@@ -221,10 +221,6 @@ class ColumnParallelLinears(nn.Module):
         """The layers in the order of the outputs."""
         return [cast(ColumnParallelLinear, child) for child in self.children()]
 
-    def reset_parameters(self) -> None:
-        for layer in self.layers:
-            layer.reset_parameters()
-
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> list[Tensor]:
         """One output per layer; ``shard_sizes`` as for one layer."""
         return _forward(self.layers, x, shard_sizes)

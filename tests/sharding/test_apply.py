@@ -1,0 +1,243 @@
+"""``parallelize``: a plan is applied exactly, or refused with the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import tpkernels as tpk
+from tests.nn.reference import LIMIT_S, close, close_parameters, close_replicas, mine, sequence_sizes, tp_mesh, whole
+from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
+from tpkernels.sharding import Column, Replicate, Row
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+WIDTH, HIDDEN = 6, 13
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Net(nn.Module):
+    """An embedding tied to the head, two blocks, the second of them used twice, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks.append(self.blocks[1])
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def pair() -> tuple[Net, Net, Tensor]:
+    torch.manual_seed(4)
+    plain = Net().double()
+    torch.manual_seed(4)
+    return plain, Net().double(), torch.tensor([[1, 2, 3, 10], [0, 5, 1, 1]])
+
+
+def trains_like_the_plain_model(optimizer_options: dict[str, bool]) -> None:
+    plain, model, tokens = pair()
+    assert tpk.parallelize(model, tp_mesh(), PLAN) is model
+    assert isinstance(model.blocks[0].up, ColumnParallelLinear)
+    assert isinstance(model.blocks[1].down, RowParallelLinear)
+    assert model.blocks[2] is model.blocks[1]
+    assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    optimizers = [torch.optim.AdamW(net.parameters(), 0.05, **optimizer_options) for net in (plain, model)]
+    for _ in range(3):
+        norms = []
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            net(tokens).square().mean().backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+            optimizer.step()
+        close(norms[1], norms[0], "norm")
+        close_parameters(model, plain)
+    close_replicas(model)
+    model.eval().requires_grad_(False)
+    close(model(tokens), plain(tokens), "y")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_a_parallelized_model_trains_like_the_plain_one(
+    ranks: Pools, world: int, options: dict[str, bool]
+) -> None:
+    if world in (1, 4) and options:
+        pytest.skip("every optimizer on two and three ranks")
+    ranks(world).run(trains_like_the_plain_model, options, timeout=LIMIT_S)
+
+
+class SequenceBlock(nn.Module):
+    """Works on what it gets: the whole sequence, or this rank's part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, **sizes: list[int]) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x), **sizes)), **sizes)
+        return y
+
+
+def sequence_parallel_plan(norm: Replicate) -> None:
+    torch.manual_seed(4)
+    plain = SequenceBlock().double()
+    torch.manual_seed(4)
+    model = SequenceBlock().double()
+    plan = {"up": Column(sequence_parallel=True), "down": Row(sequence_parallel=True), "norm": norm}
+    tpk.parallelize(model, tpk.init(), plan)  # the "tp" axis of a mesh of two
+    x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
+    plain(x).square().sum().backward()
+    y = model(mine(x, 1), shard_sizes=sequence_sizes(7))
+    y.square().sum().backward()
+    close(y, mine(plain(x), 1), "y")
+    close_parameters(model, plain)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_norms_between_sequence_parallel_layers_sum_their_gradients(ranks: Pools, world: int) -> None:
+    ranks(world).run(sequence_parallel_plan, Replicate(sequence_parallel=True), timeout=LIMIT_S)
+
+
+def test_a_norm_that_does_not_sum_its_gradients_is_caught(ranks: Pools) -> None:
+    error = ranks(2).run(sequence_parallel_plan, Replicate(), return_exceptions=True, timeout=LIMIT_S)[0]
+    assert isinstance(error, AssertionError)
+    assert "gradient of norm.weight: differs by" in str(error)
+
+
+def options_reach_the_modules() -> None:
+    model = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4))
+    implementation = "chunked"
+    plan = {
+        "0": Column(gather_output=True, unit=2, implementation=implementation, save_gathered=True, sequence_dim=0),
+        "1": "replicate",
+    }
+    tpk.parallelize(model, tp_mesh(), plan)
+    layer = model[0]
+    assert isinstance(layer, ColumnParallelLinear)
+    assert layer.gather_output and layer.save_gathered
+    assert (layer.unit, layer.implementation, layer.sequence_dim) == (2, implementation, 0)
+    assert type(model[1]).__mro__[1] is nn.Linear
+    assert model(torch.ones(3, 4)).shape == (3, 4)
+
+
+def test_options_of_a_style_reach_the_module(ranks: Pools) -> None:
+    ranks(2).run(options_reach_the_modules, timeout=LIMIT_S)
+
+
+def patterns_match_by_parts() -> list[list[str]]:
+    found = []
+    for pattern in ("a.*", "**.up", "a.[01].up", "**", "a.0.?p"):
+        inner = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(4, 4)}), nn.ModuleDict({"up": nn.Linear(4, 4)})])
+        model = nn.ModuleDict({"a": inner, "up": nn.Linear(4, 4)})
+        style = "column" if pattern.endswith("p") else "replicate"
+        tpk.parallelize(model, tp_mesh(), {pattern: style})
+        found.append([name for name, module in model.named_modules() if isinstance(module, ColumnParallelLinear)])
+    return found
+
+
+def test_a_star_stays_within_one_part_of_a_name(ranks: Pools) -> None:
+    everything = ["a.0.up", "a.1.up", "up"]
+    expected = [[], everything, everything[:2], [], everything[:1]]
+    assert ranks(2).run(patterns_match_by_parts, timeout=LIMIT_S)[0] == expected
+
+
+def refused(what: str) -> tuple[str, bool]:
+    """The error's text, and whether the model is as it was."""
+    mesh = tp_mesh()
+    model = Net()
+    plan: dict[str, object] = dict(PLAN)
+    if what == "nothing":
+        plan["blocks.*.upp"] = "column"
+    elif what == "nothing near":
+        plan["zzz"] = "row"
+    elif what == "kind":
+        plan["blocks.*.norm"] = "column"
+    elif what == "contradiction":
+        plan["blocks.0.*"] = "replicate"
+    elif what == "shared":
+        plan = {"blocks.0.up": "column", "blocks.1.up": "column"}
+    elif what == "shared differently":
+        plan["blocks.2.up"] = Column(gather_output=True)
+        plan["blocks.[01].up"] = plan.pop("blocks.*.up")
+    elif what == "tied":
+        plan["head"] = "column"
+    elif what == "style":
+        plan["head"] = "colwise"
+    elif what == "unit":
+        plan = {"blocks.*.up": Column(unit=4)}
+    elif what == "implementation":
+        plan["blocks.*.down"] = Row(implementation="fast")
+    elif what == "hook":
+        model.blocks[0].up.register_forward_hook(lambda *_: None)
+    elif what == "subclass":
+        model.blocks[0].up = nn.modules.linear.NonDynamicallyQuantizableLinear(WIDTH, HIDDEN)
+    elif what == "mesh":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    elif what == "twice":
+        tpk.parallelize(model, mesh, plan)  # type: ignore[arg-type]
+    before = dict(model.named_modules(remove_duplicate=False)), dict(model.named_parameters())
+    kinds = {name: type(module) for name, module in before[0].items()}
+    try:
+        tpk.parallelize(model, mesh, plan)  # type: ignore[arg-type]
+    except ValueError as error:
+        after = dict(model.named_modules(remove_duplicate=False))
+        same = after.keys() == before[0].keys() and all(after[name] is module for name, module in before[0].items())
+        same &= kinds == {name: type(module) for name, module in after.items()}
+        same &= all(parameter is before[1][name] for name, parameter in model.named_parameters())
+        return str(error), same
+    return "", True
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("nothing", ["'blocks.*.upp' matches no module of Net", "near: ", "blocks.0.up"]),
+        ("nothing near", ["'zzz' matches no module of Net", "it has embedding, blocks"]),
+        ("kind", ["module 'blocks.0.norm' is a LayerNorm", "column styles are for nn.Linear"]),
+        ("contradiction", ["module 'blocks.0.up' matches 'blocks.*.up' with Column(", "'blocks.0.*' with Replicate("]),
+        ("shared", ["'blocks.1.up' and 'blocks.2.up' are one module: the plan must name both"]),
+        ("shared differently", ["are one module, but the plan gives", "gather_output=True"]),
+        ("tied", ["head.weight is tied to that of embedding", "leave 'head' out of the plan"]),
+        ("style", ["plan['head'] must be one of ['column', 'row', 'replicate']", "got 'colwise'"]),
+        ("unit", ["blocks.0.up: out_features (13) must be a multiple of unit (4)"]),
+        ("implementation", ["fast"]),
+        ("hook", ["module 'blocks.0.up' has hooks"]),
+        ("subclass", ["'blocks.0.up' is a NonDynamicallyQuantizableLinear, a subclass of nn.Linear"]),
+        ("mesh", ["axes ('a', 'b')", '"tp"']),
+        ("twice", ["is a DTensor already", "the model was parallelized before"]),
+    ],
+)
+def test_a_plan_that_cannot_be_applied_is_refused_and_the_model_unchanged(
+    ranks: Pools, what: str, words: list[str]
+) -> None:
+    for message, unchanged in ranks(2).run(refused, what, timeout=LIMIT_S):
+        assert unchanged
+        for word in words:
+            assert word in message
