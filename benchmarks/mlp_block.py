@@ -102,10 +102,17 @@ class MlpBlock:
         y = _Scatter.apply(F.linear(h, self.w2_shard), self.group)
         return self._with_gradients(y)
 
-    def ours(self, implementation: str) -> Callable[[], Gradients]:
+    def ours(self, implementation: str, *, save_gathered: bool = True) -> Callable[[], Gradients]:
+        """save_gathered: keep the gathered x for dW1, as the torch baseline does; else it crosses the wire again."""
+
         def run() -> Gradients:
             h = tpk.all_gather_matmul(
-                self.x_shard, self.w1_shard, self.group, activation="gelu", implementation=implementation
+                self.x_shard,
+                self.w1_shard,
+                self.group,
+                activation="gelu",
+                save_gathered=save_gathered,
+                implementation=implementation,
             )
             return self._with_gradients(
                 tpk.matmul_reduce_scatter(h, self.w2_shard, self.group, implementation=implementation)

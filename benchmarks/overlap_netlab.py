@@ -47,6 +47,7 @@ def _time_block(dtype: str, repeats: int) -> CaseResult:
     names = ["unfused", "chunked", "auto"]
     candidates = {"gemm": block.gemm_only, "comm": block.comm_only, "torch": block.torch_baseline}
     candidates |= {name: block.ours(name) for name in names}
+    candidates["regather"] = block.ours("chunked", save_gathered=False)  # the default: less memory, a fifth transfer
     times = measure(candidates, repeats=repeats, warmup=1, verify=block.verify, group=group)
     explanation = tpk.explain("all_gather_matmul", m=block.m, n=block.ff, k=block.d, dtype=block.dtype, group=group)
     wire = 4 * block.m // group.size() * block.d * block.dtype.itemsize * (group.size() - 1)
