@@ -58,10 +58,10 @@ def test_the_sizes_of_the_gpt_do_not_divide_evenly() -> None:
 def test_the_plot_marks_where_curves_are_equal_and_where_they_part() -> None:
     curve = [4.0, 3.0, 2.0, 1.0]
     assert "o" not in show.plot(curve, curve).plain.replace(" step", "")
-    assert show.plot(curve, curve).plain.count("8") == 4
+    assert show.plot(curve, curve).plain.count("@") == 4
     parted = show.plot(curve, [4.0, 4.0, 4.0, 4.0]).plain
-    assert parted.count("x") == 3 and parted.count("8") == 1
-    assert show.plot([2.0, 2.0], [2.0, 2.0]).plain.count("8") == 2
+    assert parted.count("x") == 3 and parted.count("@") == 1
+    assert show.plot([2.0, 2.0], [2.0, 2.0]).plain.count("@") == 2
 
 
 def initial_weights_are_equal() -> None:
@@ -115,7 +115,7 @@ def test_training_on_ranks_follows_the_one_process_within_the_bound(ranks: Pools
 def test_gradients_that_are_not_summed_break_the_bound_of_the_training(ranks: Pools) -> None:
     report = ranks(2).run(train_small, no_sum, 8, timeout=LIMIT_S)[0]
     assert not report.holds
-    assert report.difference > 100 * report.bound
+    assert report.difference > 10 * report.bound
 
 
 @pytest.mark.cpu
@@ -198,4 +198,4 @@ def test_the_command_trains_on_three_ranks_and_shows_both_curves() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("OK") == 2
     assert "3 ranks" in done.stdout
-    assert "8 both" in done.stdout
+    assert "@ both" in done.stdout

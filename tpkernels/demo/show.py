@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpkernels.demo.minilm import BOUND_FACTOR, MiniLMReport
+from tpkernels.demo.training import BOUND_FACTOR as TRAINING_FACTOR
 from tpkernels.demo.training import TrainingReport
 
 __all__ = ["show_minilm", "show_training"]
@@ -74,7 +75,7 @@ def show_training(console: Console, report: TrainingReport) -> None:
         )
     console.print(Padding(table, (0, 0, 1, 2)))
     console.print(Padding(plot(reference, parallel), (0, 0, 0, 2)))
-    console.print(f"  [cyan]o[/cyan] one process   [magenta]x[/magenta] {ranks}   [green]8[/green] both\n")
+    console.print(f"  [cyan]o[/cyan] one process   [magenta]x[/magenta] {ranks}   [green]@[/green] both\n")
     one, many = report.tokens_per_second(report.reference), report.tokens_per_second(report.parallel)
     console.print(f"  one process {one:,.0f} tokens/s, {ranks} {many:,.0f} tokens/s ({many / one:.2f}x)\n")
     first, last = parallel[0], parallel[-1]
@@ -83,7 +84,7 @@ def show_training(console: Console, report: TrainingReport) -> None:
         console,
         report.holds,
         f"largest difference of the two curves {report.difference:.2e}, bound {report.bound:.2e}",
-        f"4 x (what one process changes by when each weight moves by its last bit, {report.sensitivity:.2e},\n"
+        f"{TRAINING_FACTOR:g} x (what one process changes by when each weight moves by its last bit, {report.sensitivity:.2e},\n"
         "      plus the rounding of the loss itself)",
     )
 
@@ -99,7 +100,7 @@ def plot(reference: Sequence[float], parallel: Sequence[float]) -> Text:
             step = round(column * (len(losses) - 1) / (width - 1))
             row = round((high - losses[step]) / height * (PLOT_HEIGHT - 1))
             marks.setdefault((row, column), set()).add(name)
-    styles = {"o": ("o", "cyan"), "x": ("x", "magenta"), "ox": ("8", "green")}
+    styles = {"o": ("o", "cyan"), "x": ("x", "magenta"), "ox": ("@", "green")}
     text = Text()
     for row in range(PLOT_HEIGHT):
         text.append(f"{high - row * height / (PLOT_HEIGHT - 1):5.2f} |", style="dim")
