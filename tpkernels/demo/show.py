@@ -84,8 +84,8 @@ def show_training(console: Console, report: TrainingReport) -> None:
         console,
         report.holds,
         f"largest difference of the two curves {report.difference:.2e}, bound {report.bound:.2e}",
-        f"{TRAINING_FACTOR:g} x (what one process changes by when each weight moves by its last bit, {report.sensitivity:.2e},\n"
-        "      plus the rounding of the loss itself)",
+        f"{TRAINING_FACTOR:g} x (what moving each weight by its last bit does to one process, {report.sensitivity:.2e},\n"
+        "      and the rounding of the loss itself)",
     )
 
 
