@@ -120,9 +120,11 @@ def test_gradients_that_are_not_summed_break_the_bound_of_the_training(ranks: Po
 
 @pytest.mark.cpu
 def test_a_loss_that_does_not_fall_is_noticed() -> None:
-    flat, falling = Curve((5.0,) * 8, (1.0,) * 8, 1.0), Curve((5.0, 4.5, 4.0, 3.0), (1.0,) * 4, 1.0)
+    flat = Curve((5.0,) * 4, (1.0,) * 4, (0.5,) * 4)
+    falling = Curve((5.0, 4.5, 4.0, 3.0), (1.0,) * 4, (0.5, 0.25, 0.5, 9.0))
     report = training.TrainingReport(1, SMALL, 1, (1,), 1, falling, falling, falling)
     assert report.has_learnt
+    assert report.tokens_per_second(falling) == report.tokens_per_step / 0.5
     assert not replace(report, parallel=flat).has_learnt
 
 

@@ -28,7 +28,7 @@ SENTENCES = (
     # computing
     "Each process holds one part of the matrix and sends the rest on.",
     "The compiler rejected the program because of a missing bracket.",
-    "Transfers over the network take longer than the arithmetic.",
+    "Network transfers take longer than the arithmetic.",
     "Two threads wrote to the same memory without a lock.",
     # music
     "The orchestra tuned its instruments before the concert began.",

@@ -39,6 +39,7 @@ def show_minilm(console: Console, report: MiniLMReport) -> None:
         label = f"auto (chose {report.chosen})" if name == "auto" else name
         table.add_row(label, f"{seconds * 1e3:.0f} ms", f"{report.seconds['unfused'] / seconds:.2f}x")
     console.print(Padding(table, (0, 0, 0, 2)))
+    console.print()
     console.print("  Medians, interleaved. Ranks of one machine have no network to hide behind the GEMM;", style="dim")
     console.print("  `tpkernels bench --netlab 1gbit` gives them one.\n", style="dim")
     for question, answer, similarity in report.answers:
@@ -77,15 +78,15 @@ def show_training(console: Console, report: TrainingReport) -> None:
     console.print(Padding(plot(reference, parallel), (0, 0, 0, 2)))
     console.print(f"  [cyan]o[/cyan] one process   [magenta]x[/magenta] {ranks}   [green]@[/green] both\n")
     one, many = report.tokens_per_second(report.reference), report.tokens_per_second(report.parallel)
-    console.print(f"  one process {one:,.0f} tokens/s, {ranks} {many:,.0f} tokens/s ({many / one:.2f}x)\n")
+    console.print(f"  one process {one:,.0f} tokens/s, {ranks} {many:,.0f} tokens/s (median step)\n")
     first, last = parallel[0], parallel[-1]
     _verdict(console, report.has_learnt, f"loss fell from {first:.2f} to {last:.2f} in {steps} steps", "")
     _verdict(
         console,
         report.holds,
         f"largest difference of the two curves {report.difference:.2e}, bound {report.bound:.2e}",
-        f"{TRAINING_FACTOR:g} x (what moving each weight by its last bit does to one process, {report.sensitivity:.2e},\n"
-        "      and the rounding of the loss itself)",
+        f"{TRAINING_FACTOR:g} x (what moving each weight by its last bit does to one process, "
+        f"{report.sensitivity:.2e},\n      and the rounding of the loss itself)",
     )
 
 

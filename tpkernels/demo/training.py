@@ -13,6 +13,7 @@ gradient is not summed, is 23 times over the bound, and positions swapped on one
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class Curve:
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     """Of the gradient before it was clipped."""
-    seconds: float
+    seconds: tuple[float, ...]
+    """Of each step."""
 
     def difference(self, other: Curve) -> float:
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
@@ -93,7 +95,7 @@ class TrainingReport:
         return sum(tail) / len(tail) < 0.9 * self.parallel.losses[0]
 
     def tokens_per_second(self, curve: Curve) -> float:
-        return len(curve.losses) * self.tokens_per_step / curve.seconds
+        return self.tokens_per_step / statistics.median(curve.seconds)
 
 
 def run_training(mesh: DeviceMesh, steps: int, seed: int, progress: Callable[[str], OnStep]) -> TrainingReport:
@@ -137,9 +139,9 @@ def train(model: nn.Module, batches: Batches, steps: int, on_step: OnStep) -> Cu
     """Nothing here knows whether the model is parallel."""
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
-    losses, norms = [], []
-    start = time.perf_counter()
+    losses, norms, seconds = [], [], []
     for step in range(steps):
+        start = time.perf_counter()
         tokens, targets = batches[step]
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
@@ -149,8 +151,9 @@ def train(model: nn.Module, batches: Batches, steps: int, on_step: OnStep) -> Cu
         schedule.step()
         losses.append(loss.item())
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        seconds.append(time.perf_counter() - start)
         on_step(step, losses[-1])
-    return Curve(tuple(losses), tuple(norms), time.perf_counter() - start)
+    return Curve(tuple(losses), tuple(norms), tuple(seconds))
 
 
 def _seeded(kind: Callable[..., nn.Module], seed: int, *args: object) -> nn.Module:
