@@ -383,7 +383,7 @@ def test_ci_runs_the_newcomers_command_in_bounded_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK) and os.access(ROOT / "quickstart", os.X_OK)
     text = script.read_text()
-    assert "./quickstart test -p tests.require_all" in text and "timeout --kill-after=30 1500" in text
+    assert "./quickstart test -p tests.require_all" in text and "timeout --kill-after=30 3000" in text
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
 
 
