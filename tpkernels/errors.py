@@ -35,6 +35,10 @@ class CommunicationError(TpKernelsError):
         self.ranks = tuple(ranks)
         """Group ranks that the message blames."""
 
+    def without_traceback(self) -> CommunicationError:
+        """The same error as a new object, which refers to no frame."""
+        return type(self)(str(self), ranks=self.ranks)
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), str(self), self.ranks))
 

@@ -37,7 +37,7 @@ __all__ = ["Record", "announce", "diagnose", "exchange_records", "meet", "mismat
 HEARTBEAT_PATIENCE = 3.0
 # Ranks that disagree wait this long for the rest of the group, so that the error blames the right ones.
 AWAIT_OTHERS = 1.0
-_CARD_BYTES = 256
+_CARD_BYTES = 4096
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
 }
@@ -59,40 +59,42 @@ class Record:
         return Record(**json.loads(text))
 
 
-def meet(group: Group, device: torch.device) -> None:
-    """First contact, on the data path: rank 0's key prefix, and who everybody is.
+def meet(group: Group, call: int, device: torch.device) -> None:
+    """First contact, on the data path: rank 0's key prefix, who everybody is, and whether one refused this ``call``.
 
     A peer that died before its first call closes its connections, so its absence is noticed here without the store.
     """
     if group.key is not None:
         return
-    mine = torch.zeros(_CARD_BYTES, dtype=torch.uint8)
-    text = f"{secrets.token_hex(8)} {Identity.mine().to_json()}".encode()
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    mine = mine.to(device)
-    cards = [torch.empty_like(mine) for _ in range(group.size)]
     others = [rank for rank in range(group.size) if rank != group.rank]
+    tag, sends = transport.call_tag(0), []
+    if group.card is None:
+        group.card = _card(device)
+        sends = [(peer, group.card) for peer in others]
+    cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
     try:
-        sent, received = transport.exchange(
-            group.pg,
-            transport.call_tag(0),
-            0,
-            [(peer, mine) for peer in others],
-            [(peer, cards[peer]) for peer in others],
-        )
-        for transfer in (*received, *sent):
-            transfer.wait()
+        sent, received = transport.exchange(group.pg, tag, 0, sends, [(peer, cards[peer]) for peer in others])
+        transport.wait_all(received)
+        said = [json.loads(bytes(card.tolist()).rstrip(b"\0")) for card in cards]
+        group.peers = tuple(Identity.from_json(one["who"]) for one in said)
+        group.key = f"tpkernels/{said[0]['token']}"
+        refused = {rank: Record("", {}, one["refused"]) for rank, one in enumerate(said) if one["refused_call"] == call}
+        # Before waiting for our sends: ranks that refused do not receive what was sent to them, yet.
+        _raise_if(mismatch(group, call, refused))
+        transport.wait_all(sent)
     except transport.TransportFailure as error:
-        group.poison = PeerLost(
+        raise PeerLost(
             f"rank {group.rank}: the ranks of group {group.name!r} did not meet for their first call "
             f"(timeout {group.timeout:g} s): no word from rank {error.peer}: {error}",
             ranks=() if error.peer is None else (error.peer,),
-        )
-        raise group.poison from error
-    cards[group.rank] = mine
-    texts = [bytes(card.tolist()).rstrip(b"\0").decode().split(" ", 1) for card in cards]
-    group.peers = tuple(Identity.from_json(identity) for _, identity in texts)
-    group.key = f"tpkernels/{texts[0][0]}"
+        ) from error
+
+
+def _card(device: torch.device, refused_call: int | None = None, reason: str = "") -> torch.Tensor:
+    """What a rank tells every other one when they meet."""
+    card = {"token": secrets.token_hex(8), "who": Identity.mine().to_json()}
+    text = json.dumps({**card, "refused_call": refused_call, "refused": reason[: _CARD_BYTES // 8]}).encode()
+    return torch.frombuffer(bytearray(text.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8).to(device)
 
 
 def publish(group: Group, call: int, record: Record, part: str = "call") -> None:
@@ -140,10 +142,18 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
         waited = time.monotonic() - start
         raise blame(group, call, record.signature, f"no word from rank(s) {missing}", waited)
     records = [Record.from_json(text) for text in group.store.multi_get(keys)]
-    difference = mismatch(group, call, dict(enumerate(records)))
-    if difference is not None:
-        raise difference
+    _raise_if(mismatch(group, call, dict(enumerate(records))))
     return records
+
+
+def _raise_if(error: CommunicationError | None) -> None:
+    """Raise without leaving the error in a local of a frame of its own traceback: such a cycle would keep the process
+    group, its sockets and its threads until the garbage collector comes by."""
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error
 
 
 def mismatch(group: Group, call: int, records: Mapping[int, Record]) -> GroupMismatch | None:
@@ -171,18 +181,26 @@ def mismatch(group: Group, call: int, records: Mapping[int, Record]) -> GroupMis
 
 
 def refuse(group: Group, signature: str, reason: str) -> None:
-    """Tell the peers, if they come to this call, that this rank refused its arguments."""
+    """Tell the peers, if they come to this call, that this rank refused its arguments.  Waits for nobody."""
     with group.lock:
         call = group.calls
         group.calls += 1
         if group.key is not None:
             publish(group, call, Record(signature, {}, refused=reason))
+        elif group.card is None and group.backend == "gloo":
+            # The store has no key for us before the ranks have met; a send that nobody waits for says it as well.
+            # (NCCL would block its stream: there the peers learn of it when their time is up.)
+            group.card = _card(torch.device("cpu"), call, reason)
+            peers = [(rank, group.card) for rank in range(group.size) if rank != group.rank]
+            group.unsent, _ = transport.exchange(group.pg, transport.call_tag(0), 0, peers, [])
 
 
 def fail(group: Group, error: CommunicationError) -> CommunicationError:
     """Poison the group for good and leave a note for the peers."""
     if group.poison is None:
-        group.poison = error
+        # A copy: the traceback of the one that is raised reaches the process group, which would then never be freed.
+        group.poison = error.without_traceback()
+        group.verdict = None
         if group.key is not None:
             note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
             try:

@@ -69,6 +69,10 @@ class Group:
     """What the monitor found out about the call in flight before it aborted the transport."""
     key: str | None = None
     """Prefix of this incarnation's keys in the store; set when the ranks first meet."""
+    card: torch.Tensor | None = None
+    """What this rank has told its peers about itself."""
+    unsent: list[Any] = field(default_factory=list)
+    """Transfers of the card that nobody waits for; gloo forgets a send whose handle is gone."""
     peers: tuple[Identity, ...] = ()
     link: dict[str, float] | None = None
     """This rank's measured link rates."""
@@ -123,7 +127,7 @@ def process_group(group: GroupLike | str) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, str):
-        return _registered(group)
+        return _registered(group.rpartition("@")[0] or group)
     raise ValueError(f"group must be a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}")
 
 
@@ -132,8 +136,13 @@ def _registered(name: str) -> dist.ProcessGroup:
 
 
 def group_name(group: GroupLike) -> str:
-    """The registered name by which ``torch.ops.tpkernels`` find the group."""
-    return str(process_group(group).group_name)
+    """The name by which ``torch.ops.tpkernels`` find the group; it ends with ``@`` and this process's rank.
+
+    Shapes depend on the rank when shards are uneven, and ranks of one host share the caches of compiled code: graphs of
+    two ranks must not look alike.
+    """
+    pg = process_group(group)
+    return f"{pg.group_name}@{pg.rank()}"
 
 
 def resolve(group: GroupLike | str) -> Group:

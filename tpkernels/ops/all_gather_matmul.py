@@ -94,9 +94,9 @@ def all_gather_matmul(
     single = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
-    check_local("x_shard", x_shard)
-    check_local("weight", *weights)
-    check_local("bias", *biases)
+    check_local("x_shard", x_shard, group=group)
+    check_local("weight", *weights, group=group)
+    check_local("bias", *biases, group=group)
     if process_group(group).size() == 1:
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())

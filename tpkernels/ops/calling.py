@@ -117,7 +117,7 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
 
 
 def _agree(group: Group, call: int, signature: Signature, local: int, device: torch.device) -> _Plan:
-    agreement.meet(group, device)
+    agreement.meet(group, call, device)
     monitor.ensure_running()
     settings = config.load()
     facts = {"local": local, "chunks": settings.num_chunks, "calibrate": settings.calibrate}
@@ -194,7 +194,7 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
     name = f"explain({op}, m={m}, n={n}, k={k}, {dtype})"
 
     def work(call: int) -> Costs:
-        agreement.meet(group, target)
+        agreement.meet(group, call, target)
         monitor.ensure_running()
         agreement.exchange_records(group, call, agreement.Record(name, {}))
         return _agreed_costs(group, call, dtype, target) if config.load().calibrate else Costs()

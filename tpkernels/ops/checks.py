@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tpkernels import dispatch
+from tpkernels.comm import agreement
+from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.ops.contract import ACTIVATIONS
 
 __all__ = [
@@ -26,13 +28,18 @@ __all__ = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_local(name: str, *tensors: Tensor | None) -> None:
-    """Ops work on local tensors: a DTensor would be sharded twice."""
+def check_local(name: str, *tensors: object, group: GroupLike | None = None) -> None:
+    """Ops work on local tensors: a DTensor would be sharded twice.  The ``group``, if any, is told of a refusal."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            raise ValueError(f"{name} is a DTensor; the ops take local tensors: pass {name}.to_local()")
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            reason = f"{name} is a DTensor; the ops take local tensors: pass {name}.to_local()"
+        elif tensor is not None and not isinstance(tensor, Tensor):
+            reason = f"{name} must be a tensor, got {type(tensor).__name__}"
+        else:
+            continue
+        if group is not None:
+            agreement.refuse(resolve(group), "a call", reason)
+        raise ValueError(reason)
 
 
 def check_common(op: str, x: Tensor, implementation: str, activation: str | None = None) -> None:

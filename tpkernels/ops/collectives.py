@@ -54,7 +54,7 @@ def all_gather(
     Raises:
         ValueError, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
     """
-    check_local("x", x)
+    check_local("x", x, group=group)
     if process_group(group).size() == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
@@ -63,7 +63,7 @@ def all_gather(
 
 def reduce_scatter(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
     """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
-    check_local("x", x)
+    check_local("x", x, group=group)
     if process_group(group).size() == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
@@ -72,7 +72,7 @@ def reduce_scatter(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Se
 
 def all_reduce(x: Tensor, group: GroupLike) -> Tensor:
     """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too."""
-    check_local("x", x)
+    check_local("x", x, group=group)
     if process_group(group).size() == 1:
         return x
     return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group)))

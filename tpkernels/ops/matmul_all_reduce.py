@@ -53,9 +53,9 @@ def matmul_all_reduce(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
-    check_local("x", x)
-    check_local("weight", weight)
-    check_local("bias", bias)
+    check_local("x", x, group=group)
+    check_local("weight", weight, group=group)
+    check_local("bias", bias, group=group)
     if process_group(group).size() == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)

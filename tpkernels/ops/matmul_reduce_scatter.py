@@ -69,9 +69,9 @@ def matmul_reduce_scatter(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
-    check_local("x", x)
-    check_local("weight", weight)
-    check_local("bias", bias)
+    check_local("x", x, group=group)
+    check_local("weight", weight, group=group)
+    check_local("bias", bias, group=group)
     if process_group(group).size() == 1:
         check_common("matmul_reduce_scatter", x, implementation)
         dim = check_dim("scatter_dim", scatter_dim, x.dim())

@@ -1,0 +1,278 @@
+"""The compiler's view of the ops: whole graphs, symbolic sizes, export, opcheck, and fakes that tell the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import tpkernels as tpk
+from tests.ops.support import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, new_group, operands, own_part
+from tpkernels.comm.groups import group_name
+from tpkernels.testing.numeric import assert_bitwise_equal
+from tpkernels.testing.payload import payload
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+
+def cases(world: int) -> list[Case]:
+    """Every op at options that change its graph."""
+    sizes = tuple(range(1, world + 1))
+    whole = sum(sizes)
+    return [
+        Case(GATHER, (12, 8), bias=True, activation="gelu"),
+        Case(GATHER, (12, 8), ns=(5, 3), bias=(True, False), return_gathered=True),
+        Case(GATHER, (2, whole, 8), dim=1, sizes=sizes, save_gathered=True, activation="silu"),
+        Case(GATHER, (3, 12), dim=-1, return_gathered=True, implementation="unfused"),
+        Case(SCATTER, (13, 8), bias=True),
+        Case(SCATTER, (2, whole, 8), dim=1, sizes=sizes, implementation="unfused"),
+        Case(SCATTER, (3, 8), ns=(whole,), dim=-1, sizes=sizes, bias=True),
+        Case(REDUCE, (2, 5, 8), bias=True),
+        Case(COPY, (2, 5, 8), ns=(5, 3), bias=True, activation="relu"),
+    ]
+
+
+def leaves_of(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    x, ws, bs = own_part(operands(case, dist.get_world_size()), dist.get_rank())
+    for leaf in (x, *ws, *bs):
+        if leaf is not None:
+            leaf.requires_grad_()
+    return x, ws, bs
+
+
+def values_and_gradients(f: Callable[..., Any], case: Case, group: Any) -> list[Tensor]:
+    x, ws, bs = leaves_of(case)
+    outs, gathered = f(case, (x, ws, bs), group)
+    outs = outs if gathered is None else [*outs, gathered]
+    torch.stack([out.square().sum() for out in outs]).sum().backward()
+    return [*outs, *(leaf.grad for leaf in (x, *ws, *bs) if leaf is not None and leaf.grad is not None)]
+
+
+def compiled_equals_eager(backend: str, dynamic: bool | None, only: str | None) -> int:
+    world, checked = dist.get_world_size(), 0
+    with new_group(2) as group:
+        for case in cases(world):
+            if only is not None and case.op != only:
+                continue
+            torch._dynamo.reset()
+            eager = values_and_gradients(call, case, group)
+            f = torch.compile(call, fullgraph=True, backend=backend, dynamic=dynamic)
+            for now, before in zip(values_and_gradients(f, case, group), eager, strict=True):
+                assert now.stride() == before.stride(), case
+                assert_bitwise_equal(now.detach(), before.detach(), f"{backend}, dynamic={dynamic}, {case}")
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_whole_graphs_give_the_bits_of_eager(ranks: Pools, world: int, dynamic: bool) -> None:
+    assert min(ranks(world).run(compiled_equals_eager, "aot_eager", dynamic, None, timeout=240)) == 9
+
+
+def test_inductor_gives_the_bits_of_eager(ranks: Pools) -> None:
+    assert min(ranks(2).run(compiled_equals_eager, "inductor", None, SCATTER, timeout=300)) == 3
+
+
+def one_graph_for_many_sizes() -> int:
+    """A graph with a symbolic number of rows is compiled once per remainder at most, and right for every size."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    compilations = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    with new_group() as group:
+        up, down = payload((5, 8), rank=rank, name="up"), payload((8, 5), rank=rank, name="down")
+
+        def block(x: Tensor) -> Tensor:
+            return tpk.matmul_reduce_scatter(tpk.all_gather_matmul(x, up, group), down, group)
+
+        f = torch.compile(block, fullgraph=True, dynamic=True, backend=counting)
+        for rows in (3, 4, 5, 8, 13):
+            x = payload((rows, 8), rank=rank, name="x")
+            assert_bitwise_equal(f(x), block(x), f"{rows} rows on each of {world} ranks")
+    return compilations
+
+
+def test_symbolic_sizes_need_one_graph(ranks: Pools) -> None:
+    assert ranks(2).run(one_graph_for_many_sizes, timeout=120) == [1, 1]
+
+
+def autocast_compiled() -> None:
+    world = dist.get_world_size()
+    with new_group() as group:
+        for case in cases(world):
+            torch._dynamo.reset()
+            for dtype in (torch.float32, torch.float64):
+
+                def f(case: Case, own: Any, group: Any) -> Any:
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        return call(case, own, group)
+
+                own = own_part(operands(case.but(dtype=dtype), world), dist.get_rank())
+                eager, _ = f(case, own, group)
+                compiled, _ = torch.compile(f, fullgraph=True, backend="aot_eager")(case, own, group)
+                for now, before in zip(compiled, eager, strict=True):
+                    assert now.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+                    assert_bitwise_equal(now, before, f"{dtype} under autocast, {case}")
+
+
+def test_compiled_and_eager_agree_under_autocast(ranks: Pools) -> None:
+    ranks(2).run(autocast_compiled, timeout=240)
+
+
+class Block(torch.nn.Module):
+    """A column and a row linear, as a user exports them."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        super().__init__()
+        self.group = group
+        self.up = torch.nn.Parameter(payload((5, 8), rank=rank, name="up"))
+        self.down = torch.nn.Parameter(payload((8, 5), rank=rank, name="down"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = tpk.all_gather_matmul(x, self.up, self.group, activation="gelu")
+        return tpk.matmul_reduce_scatter(hidden, self.down, self.group)
+
+
+def exported() -> str:
+    rank = dist.get_rank()
+    with new_group() as group:
+        block = Block(group, rank)
+        x = payload((4, 8), rank=rank, name="x")
+        program = torch.export.export(block, (x,), strict=True)
+        assert_bitwise_equal(program.module()(x), block(x), "the exported program")
+        loose = torch.export.export(block, (x,), strict=False)
+        assert_bitwise_equal(loose.module()(x), block(x), "the exported program, not strict")
+        return str(program.graph)
+
+
+def test_a_block_can_be_exported(ranks: Pools) -> None:
+    for graph in ranks(2).run(exported, timeout=120):
+        assert "torch.ops.tpkernels.all_gather_matmul.default" in graph
+        assert "torch.ops.tpkernels.matmul_reduce_scatter.default" in graph
+
+
+def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
+    """(op, arguments) for every op in torch.ops.tpkernels, ranks in lockstep."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def t(*shape: int, label: str = "x", grad: bool = True, r: int = rank) -> Tensor:
+        return payload(shape, rank=r, name=label).requires_grad_(grad)
+
+    uneven = list(range(1, world + 1))
+    own, whole = uneven[rank], sum(uneven)
+    w, w2, b, none = t(5, 8, label="w"), t(3, 8, label="w2"), t(5, label="b"), torch.empty(0, 0)
+    plain = {"grad": False}
+    return [
+        ("all_gather_matmul", (t(4, 8), [w], [b], name, None, 0, None, False, False, "chunked")),
+        ("all_gather_matmul", (t(2, own, 8), [w, w2], [b, none], name, "gelu", 1, uneven, True, True, "unfused")),
+        ("all_gather_matmul", (t(3, own), [t(5, whole)], [], name, None, -1, uneven, False, False, "chunked")),
+        ("all_gather_matmul_backward", (
+            [t(4 * world, 5, **plain)], t(4, 8, **plain), [t(5, 8, **plain)], None, name, 0, None, False,
+            [True, True, True], "chunked",
+        )),
+        ("all_gather_matmul_backward", (
+            [t(whole, 5, **plain)], t(whole, 8, **plain), [t(5, 8, **plain)], t(whole, 8, **plain), name, 0, uneven, True,
+            [True, True, False], "chunked",
+        )),
+        ("matmul_reduce_scatter", (t(13, 8), w, t(5, label="b", r=0), name, 0, None, "chunked")),
+        ("matmul_reduce_scatter", (t(2, whole, 8), w, None, name, 1, uneven, "unfused")),
+        ("matmul_reduce_scatter_backward", (
+            t(own, 5, **plain), t(whole, 8, **plain), t(5, 8, **plain), name, 0, uneven, "chunked", [True, True, True],
+        )),
+        ("matmul_all_reduce", (t(2, 7, 8), w, t(5, label="b", r=0), name, "chunked")),
+        ("linear_backward", (t(7, 5, **plain), t(7, 8, **plain), t(5, 8, **plain), [True, True, True])),
+        ("copy_matmul", (t(2, 7, 8, r=0), [w, w2], [b, none], name, "chunked")),
+        ("copy_matmul_backward", (
+            [t(7, 5, **plain)], t(7, 8, r=0, **plain), [t(5, 8, **plain)], name, "chunked", [True, True, True],
+        )),
+        ("all_gather", (t(2, own, 8), name, 1, uneven, False)),
+        ("all_gather", (t(2, own, 8), name, 1, uneven, True)),
+        ("reduce_scatter", (t(2, whole, 8), name, 1, uneven)),
+        ("reduce_scatter", (t(7, 8), name, 0, None)),
+        ("all_reduce", (t(7, 8), name)),
+        ("copy_to_group", (t(7, 8, r=0), name)),
+        ("shard", (t(7, 8, r=0), name, 0, None)),
+    ]  # fmt: skip
+
+
+def opcheck_all() -> list[str]:
+    checked = []
+    with new_group() as group:
+        for op, arguments in op_arguments(group_name(group)):
+            torch.library.opcheck(getattr(torch.ops.tpkernels, op).default, arguments)
+            checked.append(op)
+    return checked
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_op_passes_opcheck(ranks: Pools, world: int) -> None:
+    registered = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "tpkernels::" in name
+    }
+    for checked in ranks(world).run(opcheck_all, timeout=240):
+        assert set(checked) == registered
+
+
+def fakes_tell_the_truth() -> int:
+    compared = 0
+    with new_group() as group:
+        for op, arguments in op_arguments(group_name(group)):
+            function = getattr(torch.ops.tpkernels, op)
+            with torch.no_grad():
+                real = function(*arguments)
+            with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
+                pretend = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
+                fake = function(*pretend)
+            reals, fakes = ([one] if isinstance(one, Tensor) else one for one in (real, fake))
+            assert len(reals) == len(fakes), op
+            for a, b in zip(reals, fakes, strict=True):
+                assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device), (
+                    op,
+                    arguments,
+                )
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fakes_have_the_shapes_strides_and_dtypes_of_the_real_outputs(ranks: Pools, world: int) -> None:
+    assert min(ranks(world).run(fakes_tell_the_truth)) > 20
+
+
+def fake_refusals() -> list[str]:
+    """Bad shapes are refused while tracing, with the same words."""
+    messages = []
+    with new_group() as group:
+        name = group_name(group)
+        with FakeTensorMode() as mode:
+            x, w = mode.from_tensor(torch.ones(4, 8)), mode.from_tensor(torch.ones(5, 7))
+            for op, arguments in (
+                ("all_gather_matmul", (x, [w], [], name, None, 0, None, False, False, "auto")),
+                ("matmul_reduce_scatter", (x, w, None, name, 0, None, "auto")),
+                ("matmul_all_reduce", (x, w, None, name, "auto")),
+                ("copy_matmul", (x, [w], [], name, "auto")),
+            ):
+                try:
+                    getattr(torch.ops.tpkernels, op)(*arguments)
+                except ValueError as error:
+                    messages.append(str(error))
+        assert bool((tpk.all_reduce(torch.ones(2), group) == 2).all())
+    return messages
+
+
+def test_fakes_refuse_what_the_real_ops_refuse(ranks: Pools) -> None:
+    for messages in ranks(2).run(fake_refusals):
+        assert len(messages) == len(FUSED)
+        assert all("must be [N, 8] to match x, got shape (5, 7)" in message for message in messages)
