@@ -1,7 +1,7 @@
-"""Turn result files into the tables of `README.md`, so that no number there is typed by hand.
+"""Turn result files into the tables of this README.md and the project's, so that no number there is typed by hand.
 
 python benchmarks/summarise.py            print the tables
-python benchmarks/summarise.py --write    put them between the markers of README.md
+python benchmarks/summarise.py --write    put them between the markers of both README.md files
 """
 
 from __future__ import annotations
@@ -85,6 +85,22 @@ def sections() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def overview() -> str:
+    """The table of the project's README.md: what overlap leaves and what it gains, per link and problem."""
+    found = [(path, json.loads(path.read_text())) for path in HERE.glob("results/*overlap*.json")]
+    lines = ["| link | problem, MxKxN | torch ms | tpkernels ms | over torch | over `unfused` | of the roof |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|"]
+    for _, content in sorted(found, key=lambda pair: -_rate(pair[1])):
+        for summary, result in zip(content["summary"], content["results"], strict=True):
+            lines.append(
+                f"| {content['setup']['rate']} | {result['op']} {result['shape_MxKxN']} | "
+                f"{_milliseconds(result['times']['torch'])} | {_milliseconds(result['times']['chunked'])} | "
+                f"{summary['torch_over_fused']:.2f}x | {summary['unfused_over_fused']:.2f}x | "
+                f"{summary['fused_over_roof']:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def _rate(content: dict[str, Any]) -> float:
     match = re.fullmatch(r"([\d.]+)([mg])bit", str(content["setup"].get("rate", "")))
     return float(match[1]) * {"m": 1, "g": 1000}[match[2]] if match else 0.0
@@ -97,11 +113,11 @@ def main() -> int:
     if not args.write:
         print(sections())
         return 0
-    text = README.read_text(encoding="utf-8")
-    begin, end = MARKERS
-    before, rest = text.split(begin)
-    after = rest.split(end)[1]
-    README.write_text(f"{before}{begin}\n{sections()}{end}{after}", encoding="utf-8")
+    for readme, tables in ((README, sections()), (HERE.parent / "README.md", overview())):
+        begin, end = MARKERS
+        before, rest = readme.read_text(encoding="utf-8").split(begin)
+        after = rest.split(end)[1]
+        readme.write_text(f"{before}{begin}\n{tables}{end}{after}", encoding="utf-8")
     return 0
 
 
