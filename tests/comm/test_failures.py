@@ -203,30 +203,26 @@ def test_a_failed_group_stays_poisoned_and_a_new_one_works(workers: Any) -> None
 
 
 def stop_between_calls(victim: int, timeout: float, known: bool) -> tuple[BaseException | None, float]:
+    """The victim is stopped, not dead; a survivor wakes it when its own error has come."""
+    rank, pids = dist.get_rank(), [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     group = group_with(timeout)
     CALLS["all_gather_matmul" if known else "all_reduce"](group)
     dist.barrier()
-    if dist.get_rank() == victim:
+    if rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return attempt(group, ["all_gather_matmul"])
+    result = attempt(group, ["all_gather_matmul"])
+    if rank == (victim + 1) % len(pids):
+        os.kill(pids[victim], signal.SIGCONT)
+    dist.barrier()
+    return result
 
 
 @pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
-def test_a_stopped_peer_is_named_when_the_time_is_up(workers: Any, world: int, victim: int, known: bool) -> None:
-    timeout, pool = 2.5, workers(world)
-    import threading
-
-    def wake() -> None:
-        os.kill(pool.pids[victim], signal.SIGCONT)
-
-    pool.run(os.getpid)
-    timer = threading.Timer(12.0, wake)
-    timer.start()
-    try:
-        results = pool.run(stop_between_calls, victim, timeout, known, timeout=40.0)
-    finally:
-        timer.cancel()
+def test_a_stopped_peer_is_named_when_the_time_is_up(pool_of: Any, world: int, victim: int, known: bool) -> None:
+    timeout = 2.5
+    results = pool_of(world).run(stop_between_calls, victim, timeout, known, timeout=40.0)
     for rank, (error, took) in enumerate(results):
         if rank == victim:
             assert isinstance(error, CommunicationError), f"the woken rank got {error!r}"
