@@ -183,8 +183,8 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
             [True, True, True], "chunked",
         )),
         ("all_gather_matmul_backward", (
-            [t(whole, 5, **plain)], t(whole, 8, **plain), [t(5, 8, **plain)], t(whole, 8, **plain), name, 0, uneven, True,
-            [True, True, False], "chunked",
+            [t(whole, 5, **plain)], t(whole, 8, **plain), [t(5, 8, **plain)], t(whole, 8, **plain), name, 0, uneven,
+            True, [True, True, False], "chunked",
         )),
         ("matmul_reduce_scatter", (t(13, 8), w, t(5, label="b", r=0), name, 0, None, "chunked")),
         ("matmul_reduce_scatter", (t(2, whole, 8), w, None, name, 1, uneven, "unfused")),
