@@ -7,8 +7,8 @@ amplifies it.  How much is measured, not assumed: the one process trains a secon
 by one unit in its last place, the smallest difference that fp32 knows.  ``sensitivity`` is the largest difference of
 the two one-process curves; with the rounding of the loss itself (``eps * largest loss``) it is the size of a difference
 that means nothing.  Two such differences were never more than 1.4 times as large as one another (nine set-ups); the
-ranks may differ by ``BOUND_FACTOR`` times that size.  After ten steps the smallest fault we could think of, one norm whose
-gradient is not summed, is 23 times over the bound, and positions swapped on one rank 7,000 times.
+ranks may differ by ``BOUND_FACTOR`` times that size.  After ten steps the smallest fault we could think of, one norm
+whose gradient is not summed, is 23 times over the bound, and positions swapped on one rank 7,000 times.
 """
 
 from __future__ import annotations
