@@ -1,6 +1,6 @@
 """One daemon thread per process that keeps stuck calls from staying stuck.
 
-Twice a second it looks at the group calls of this process that have been running for a while.  It publishes what the
+Four times a second it looks at the calls of this process that have been running for a while.  It publishes what the
 call is, reads what the peers say, and when they made another call, refused, failed or died it records the verdict and
 aborts the transport, so that the waiting thread raises.  It also writes the heartbeat by which remote peers know us.
 
