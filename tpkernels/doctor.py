@@ -8,12 +8,15 @@ answered is a finding with its reason, never a crash. Refuses to guess: a fact t
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
+import mmap
 import os
 import platform
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +25,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+
+from tpkernels.comm import native
 
 __all__ = ["Finding", "add_arguments", "examine", "how_to_install", "main"]
 
@@ -74,7 +79,7 @@ def how_to_install(module: str) -> str:
 
 def examine() -> Iterator[Finding]:
     """All findings, in the order in which they are shown."""
-    for question in (_versions, _cpu, _gpu, _communication, _network_lab, _implementations, _extras):
+    for question in (_versions, _cpu, _gpu, _communication, _core, _network_lab, _implementations, _extras):
         yield from question()
 
 
@@ -159,9 +164,6 @@ def _communication() -> Iterator[Finding]:
 
 def _interface_of(address: str) -> str | None:
     """The interface that carries an IPv4 address, by asking each one (SIOCGIFADDR)."""
-    import fcntl
-    import struct
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -205,6 +207,100 @@ def _tried(area: str, name: str, attempt: Callable[[], str]) -> Finding:
     except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: torch's errors and all of ours
         text = str(error).strip().splitlines() or ["no message"]
         return Finding(area, name, f"fails: {type(error).__name__}: {text[0]}", "broken", "\n".join(text[1:20]))
+
+
+def _core() -> Iterator[Finding]:
+    """The compiled core and, each one tried, the services of the kernel that shared memory stands on."""
+    area, name = "shared memory", "compiled core"
+    record = native.build_record()
+    module = native.native()
+    if module is None:
+        repair = [*record.errors, record.advice] if record and record.advice else []
+        repair.append(f"{'then ' if repair else ''}build it: {native.how_to_rebuild()}")
+        value = f"{native.why_not()}; CPU ranks use sockets instead"
+        yield Finding(area, name, value, "optional", "\n".join(repair))
+    else:
+        active_isa = getattr(module, "active_isa", None)
+        facts = [f"works, running {active_isa()} code" if active_isa else "works", f"revision {module.ABI}"]
+        facts += [f"built by {record.compiler}"] if record and record.compiler else []
+        if native.outdated(module):
+            advice = f"csrc/ has changed since: {native.how_to_rebuild()}"
+            yield Finding(area, name, ", ".join(facts), "optional", advice)
+        else:
+            yield Finding(area, name, ", ".join(facts))
+    failures = [finding for name, attempt in SERVICES.items() if (finding := _service(name, attempt))]
+    yield from failures or [Finding(area, "kernel services", "work: " + ", ".join(SERVICES))]
+
+
+def _service(name: str, attempt: Callable[[], None]) -> Finding | None:
+    try:
+        attempt()
+    except (OSError, ValueError) as error:
+        return Finding("shared memory", name, f"fails: {error}", "optional", "without it, CPU ranks use sockets")
+    return None
+
+
+def _reserve_memory() -> None:
+    file = os.memfd_create("tpkernels-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(file, 0, mmap.PAGESIZE)
+        mmap.mmap(file, mmap.PAGESIZE).close()
+    finally:
+        os.close(file)
+
+
+def _lock_a_byte() -> None:
+    """Two descriptions of one memory file, opened through /proc as peers do: the second must not get the lock."""
+    held = os.memfd_create("tpkernels-doctor", os.MFD_CLOEXEC)
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    try:
+        fcntl.fcntl(held, fcntl.F_OFD_SETLK, lock)
+        other = os.open(f"/proc/self/fd/{held}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.fcntl(other, fcntl.F_OFD_SETLK, lock)
+        except BlockingIOError:
+            return
+        finally:
+            os.close(other)
+    finally:
+        os.close(held)
+    raise OSError("two holders got the same lock")
+
+
+def _pass_a_descriptor() -> None:
+    """Over a listening Unix socket of the abstract name space, which leaves no file behind; with the peer's uid."""
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        for end in (listener, client):
+            end.settimeout(EXCHANGE_TIMEOUT_S)
+        listener.bind(f"\0tpkernels-doctor-{os.getpid()}-{time.monotonic_ns()}")
+        listener.listen(1)
+        client.connect(listener.getsockname())
+        server, _ = listener.accept()
+        with server:
+            server.settimeout(EXCHANGE_TIMEOUT_S)
+            socket.send_fds(client, [b"x"], [client.fileno()])
+            _, files, _, _ = socket.recv_fds(server, 1, 1)
+            for file in files:
+                os.close(file)
+            uid = struct.unpack("3i", server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    if not files or uid != os.getuid():
+        raise OSError(f"passed {len(files)} descriptors, from uid {uid} instead of {os.getuid()}")
+
+
+def _read_where_we_are() -> None:
+    """What proves that two ranks share a machine."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        file.read()
+    os.stat("/proc/self/ns/pid")
+
+
+# What shared memory between ranks stands on: csrc/cpu/segment.cpp, csrc/cpu/liveness.cpp, the ranks' rendezvous.
+SERVICES: dict[str, Callable[[], None]] = {
+    "memfd_create": _reserve_memory,
+    "F_OFD_SETLK": _lock_a_byte,
+    "descriptors over Unix sockets": _pass_a_descriptor,
+    "/proc": _read_where_we_are,
+}
 
 
 def _network_lab() -> Iterator[Finding]:

@@ -1,0 +1,198 @@
+// Python bindings of the CPU core: the only file that knows pybind11.
+//
+// Tensors come as addresses; the caller keeps them alive and says sizes that fit.  Calls that may wait or work for long
+// release the GIL; a long wait takes it again every 20 ms to let Python's signal handlers run (Ctrl-C).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cpu/channel.h"
+#include "cpu/collectives.h"
+#include "cpu/reduce.h"
+
+namespace py = pybind11;
+using namespace tpk;
+
+namespace {
+
+// Ranks compare this when they meet; change it with the layout of the control segment or the protocol.
+constexpr int kAbi = 1;
+// Below this many bytes a sum or copy takes less time than giving up the GIL may cost.
+constexpr std::int64_t kKeepGilBytes = 64 * 1024;
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+void run_signal_handlers() {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// Mapped memory as a Python buffer; it stays mapped while a tensor uses it.  Peers' segments are mapped read-only,
+// which the buffer does not say: torch warns about read-only buffers, and nothing of ours writes there.
+struct Segment {
+    std::shared_ptr<Mapping> mapping;
+};
+
+std::unique_ptr<Channel> open_channel(int rank, int size, int control_fd, const std::vector<int>& data_fds,
+                                      double timeout_s, double spin_us) {
+    if (data_fds.size() != static_cast<std::size_t>(size)) {
+        throw std::invalid_argument("expected " + std::to_string(size) + " data segments, got " +
+                                    std::to_string(data_fds.size()));
+    }
+    Memory memory;
+    check_sealed(control_fd, Control::bytes_for(size), "the control segment");
+    memory.control = std::make_shared<Mapping>(control_fd, Control::bytes_for(size), true);
+    for (int r = 0; r < size; ++r) {
+        const int fd = data_fds[static_cast<std::size_t>(r)];
+        check_sealed(fd, 0, "the data segment of rank " + std::to_string(r));
+        memory.data.push_back(std::make_shared<Mapping>(fd, kSegmentBytes, r == rank));
+    }
+    memory.own_file = duplicate(data_fds[static_cast<std::size_t>(rank)]);
+    auto liveness = std::make_unique<Liveness>(control_fd, rank);
+    return std::make_unique<Channel>(rank, size, std::move(memory), std::move(liveness),
+                                     Patience{timeout_s, spin_us, run_signal_handlers});
+}
+
+template <typename Work>
+void without_gil(std::int64_t bytes, Work work) {
+    if (bytes < kKeepGilBytes) {
+        work();
+        return;
+    }
+    const py::gil_scoped_release release;
+    work();
+}
+
+void bind_reduce(py::module_& m) {
+    py::enum_<Dtype>(m, "Dtype")
+        .value("float32", Dtype::kFloat32)
+        .value("bfloat16", Dtype::kBFloat16)
+        .value("float16", Dtype::kFloat16)
+        .value("float64", Dtype::kFloat64);
+    py::enum_<Isa>(m, "Isa").value("portable", Isa::kPortable).value("avx2", Isa::kAvx2).value("avx512", Isa::kAvx512);
+    m.def("active_isa", [] { return name_of(active_isa()); });
+    m.def("best_isa", [] { return name_of(best_isa()); });
+    m.def("force_isa", &force_isa);
+    m.def(
+        "sum_rows",
+        [](Dtype dtype, const std::vector<std::uintptr_t>& parts, std::int64_t stride, std::uintptr_t bias,
+           std::uintptr_t out, std::int64_t out_stride, std::int64_t rows, std::int64_t columns) {
+            std::vector<ConstRows> sources;
+            sources.reserve(parts.size());
+            for (const std::uintptr_t part : parts) sources.push_back({pointer(part), stride});
+            without_gil(rows * columns * static_cast<std::int64_t>(size_of(dtype)), [&] {
+                sum_rows(dtype, sources.data(), static_cast<int>(sources.size()), pointer(bias), pointer(out),
+                         out_stride, rows, columns);
+            });
+        },
+        "out[i, j] = parts[0][i, j] + parts[1][i, j] + ... + bias[j], in this order, in fp32, rounded once.");
+    m.def(
+        "copy_rows",
+        [](std::uintptr_t from, std::int64_t from_stride, std::uintptr_t to, std::int64_t to_stride, std::int64_t rows,
+           std::int64_t row_bytes) {
+            without_gil(rows * row_bytes,
+                        [&] { copy_rows(pointer(from), from_stride, pointer(to), to_stride, rows, row_bytes); });
+        },
+        "Copy `rows` rows of `row_bytes` bytes; strides in bytes.");
+}
+
+void bind_channel(py::module_& m) {
+    py::enum_<Failure>(m, "Failure")
+        .value("peer_lost", Failure::kPeerLost)
+        .value("mismatch", Failure::kMismatch)
+        .value("timeout", Failure::kTimeout)
+        .value("interrupted", Failure::kInterrupted)
+        .value("refused", Failure::kRefused)
+        .value("other", Failure::kOther);
+    py::class_<Segment>(m, "Segment", py::buffer_protocol()).def_buffer([](Segment& segment) {
+        return py::buffer_info(segment.mapping->data(), 1, py::format_descriptor<unsigned char>::format(), 1,
+                               {static_cast<py::ssize_t>(segment.mapping->bytes())}, {1}, /*readonly=*/false);
+    });
+    py::class_<Channel>(m, "Channel")
+        .def(py::init(&open_channel), py::arg("rank"), py::arg("size"), py::arg("control_fd"), py::arg("data_fds"),
+             py::arg("timeout_s"), py::arg("spin_us"))
+        .def_property_readonly("call", &Channel::call)
+        .def_property_readonly("epoch", &Channel::epoch)
+        .def_property_readonly("capacity", &Channel::capacity)
+        .def("segment", [](const Channel& channel, int rank) { return Segment{channel.segment(rank)}; })
+        .def("begin", &Channel::begin, py::arg("fingerprint"), py::arg("text"))
+        .def("end", &Channel::end)
+        .def("signal", &Channel::signal)
+        .def("address",
+             [](const Channel& channel, int rank) { return reinterpret_cast<std::uintptr_t>(channel.slot(rank)); })
+        .def("wait",
+             [](Channel& channel, int peer, Epoch signals) {
+                 if (channel.has_arrived(peer, signals)) return;
+                 const py::gil_scoped_release release;
+                 channel.wait(peer, signals);
+             })
+        .def("wait_for_all",
+             [](Channel& channel, Epoch signals) {
+                 const py::gil_scoped_release release;
+                 channel.wait_for_all(signals);
+             })
+        .def("grow", &Channel::grow, py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
+        .def("poison", &Channel::poison, py::arg("kind"), py::arg("blamed"), py::arg("text"))
+        .def("interrupt", &Channel::interrupt)
+        .def("sides",
+             [](const Channel& channel) {
+                 std::vector<std::pair<int, std::string>> sides;
+                 for (Side& side : channel.sides()) sides.emplace_back(side.rank, std::move(side.text));
+                 return sides;
+             })
+        .def("reduce_slots",
+             [](Channel& channel, Dtype dtype, std::size_t offset, std::int64_t stride, std::int64_t rows,
+                std::int64_t columns, Epoch signals, std::uintptr_t bias, std::uintptr_t out, std::int64_t out_stride) {
+                 const py::gil_scoped_release release;
+                 reduce_slots(channel, {dtype, offset, stride, rows, columns}, signals, pointer(bias), pointer(out),
+                              out_stride);
+             })
+        .def("all_reduce",
+             [](Channel& channel, std::uint64_t fingerprint, const std::string& text, Dtype dtype, std::uintptr_t x,
+                std::uintptr_t out, std::int64_t count) {
+                 const py::gil_scoped_release release;
+                 all_reduce(channel, fingerprint, text, dtype, pointer(x), pointer(out), count);
+             })
+        .def("gather_slots", [](Channel& channel, std::int64_t rows, std::vector<std::int64_t> row_bytes,
+                                std::uintptr_t own, std::uintptr_t out) {
+            const py::gil_scoped_release release;
+            gather_slots(channel, {rows, std::move(row_bytes)}, pointer(own), pointer(out));
+        });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+    m.doc() = "Compiled CPU core of tpkernels: shared-memory channels and vectorised reductions.";
+    m.attr("ABI") = kAbi;
+    m.attr("MAX_RANKS") = kMaxRanks;
+    m.attr("SLOT_BYTES") = kSlotBytes;
+    // ChannelError(kind, blamed ranks, call, epoch, message)
+    static PyObject* error = py::exception<ChannelError>(m, "ChannelError").release().ptr();
+    py::register_exception_translator([](std::exception_ptr thrown) {
+        try {
+            if (thrown) std::rethrow_exception(thrown);
+        } catch (const ChannelError& failure) {
+            std::vector<int> blamed;
+            for (int rank = 0; rank < kMaxRanks; ++rank) {
+                if ((failure.blamed >> rank & 1) != 0) blamed.push_back(rank);
+            }
+            const py::tuple arguments =
+                py::make_tuple(failure.kind, blamed, failure.call, failure.epoch, std::string(failure.what()));
+            PyErr_SetObject(error, arguments.ptr());
+        }
+    });
+    bind_reduce(m);
+    bind_channel(m);
+    m.def(
+        "make_control", [](int size, Epoch first) { return make_control(size, first).release(); }, py::arg("size"),
+        py::arg("first") = 0, "File descriptor of a new control segment; the caller closes it.");
+    m.def(
+        "make_data", [] { return make_data_file().release(); },
+        "File descriptor of a new data segment; the caller closes it.");
+}
