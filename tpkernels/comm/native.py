@@ -25,6 +25,7 @@ __all__ = ["ABI", "BuildRecord", "build_record", "how_to_rebuild", "native", "ou
 ABI = 1
 PACKAGE = Path(__file__).resolve().parents[1]
 RECORD = PACKAGE / "_native_build.json"
+SOURCES = (".cpp", ".h", ".inc")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def outdated(module: ModuleType, csrc: Path = PACKAGE.parent / "csrc") -> bool:
     if module.__file__ is None or not csrc.joinpath("bindings.cpp").is_file():
         return False
     built = Path(module.__file__).stat().st_mtime
-    return any(path.stat().st_mtime > built for path in csrc.rglob("*") if path.suffix in (".cpp", ".h"))
+    return any(path.stat().st_mtime > built for path in csrc.rglob("*") if path.suffix in SOURCES)
 
 
 @functools.cache
