@@ -55,7 +55,7 @@ def find_compiler() -> list[str]:
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen:
         if shutil.which(chosen[0]) is None:
-            reason = f"no C++ compiler: CXX is {shlex.join(chosen)!r}, which is no program"
+            reason = f"no C++ compiler: CXX is {shlex.join(chosen)}, which is no program"
             raise CannotBuild(reason, f"unset CXX, or {advice}")
         return chosen
     for name in ("g++", "c++", "clang++"):
