@@ -50,6 +50,8 @@ class Problem:
     device: str = "cpu"
     backend: str = "gloo"
     co_located: bool = False
+    no_shared_memory: str | None = "the ranks share no memory"
+    """Why the ranks have no shared memory; None if they have."""
 
     @property
     def wire_bytes(self) -> int:
@@ -78,6 +80,8 @@ class Problem:
 class Costs:
     """What a group's machines and link were measured to do; rates of the slowest rank.
 
+    ``copy_gbytes`` and ``signal_us`` are those of memory that the ranks of one host share; zero where they share none.
+
     ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
     sockets on one host, near 0 for a network card or a copy engine.
     """
@@ -88,6 +92,8 @@ class Costs:
     link_gbytes: float = 1.0
     link_latency_us: float = 100.0
     link_cpu: float = 0.5
+    copy_gbytes: float = 4.0
+    signal_us: float = 10.0
     measured: bool = False
 
     def gemm_us(self, problem: Problem, calls: int = 1) -> float:
@@ -96,6 +102,10 @@ class Costs:
         compute = problem.flops / self.gemm_gflops * 1e-3
         reread = weight_bytes / self.weight_gbytes * 1e-3
         return max(compute + (calls - 1) * 0.1 * reread, calls * reread) + calls * self.gemm_overhead_us
+
+    def copy_us(self, num_bytes: float, signals: int = 1) -> float:
+        """Copies through shared memory, and waits for signals."""
+        return num_bytes / self.copy_gbytes * 1e-3 + signals * self.signal_us
 
     def link_us(self, num_bytes: float, messages: int = 1) -> float:
         return num_bytes / self.link_gbytes * 1e-3 + messages * self.link_latency_us

@@ -2,5 +2,6 @@
 
 from tpkernels.backends import unfused  # noqa: I001  (the order is that of the listing)
 from tpkernels.backends import chunked
+from tpkernels.backends import shared_memory
 
-__all__ = ["chunked", "unfused"]
+__all__ = ["chunked", "shared_memory", "unfused"]

@@ -201,6 +201,8 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
         # A copy: the traceback of the one that is raised reaches the process group, which would then never be freed.
         group.poison = error.without_traceback()
         group.verdict = None
+        if group.shared is not None:
+            group.shared.poison(group.poison)
         if group.key is not None:
             note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
             try:

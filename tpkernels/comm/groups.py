@@ -25,10 +25,13 @@ from tpkernels.errors import CommunicationError, GroupPoisoned
 
 if TYPE_CHECKING:
     from tpkernels.comm.liveness import Identity
+    from tpkernels.comm.shared_segments import SharedSegments
 
 __all__ = ["Group", "GroupLike", "InFlight", "group_name", "init", "process_group", "resolve"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
+
+UNTRIED = "the ranks have not met yet"
 
 # Agreed calls kept per group, fewer than message tags can name.  All ranks make the same calls and so evict alike.
 MAX_AGREED = 4000
@@ -76,6 +79,10 @@ class Group:
     peers: tuple[Identity, ...] = ()
     link: dict[str, float] | None = None
     """This rank's measured link rates."""
+    shared: SharedSegments | None = None
+    """The memory that the ranks share, see :mod:`tpkernels.comm.shared_segments`."""
+    no_shared_memory: str | None = UNTRIED
+    """Why there is none, the same on all ranks."""
     costs: dict[torch.dtype, Any] = field(default_factory=dict)
     """Costs that the ranks agreed on, by dtype."""
 

@@ -71,6 +71,8 @@ class _Watch:
         verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
         if hopeless and self.group.in_flight is in_flight:
             self.group.verdict = self.group.verdict or verdict
+            if self.group.shared is not None:
+                self.group.shared.channel.interrupt()
             peers = [rank for rank in range(self.group.size) if rank != self.group.rank]
             transport.abort(self.group.pg, self.group.backend, peers)
 

@@ -6,6 +6,7 @@ and selects the implementation from agreed facts; later calls of the same signat
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tpkernels import config, dispatch, partition
-from tpkernels.comm import agreement, calibration, monitor, transport
+from tpkernels.comm import agreement, calibration, monitor, shared_segments, transport
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
@@ -53,6 +54,19 @@ class _Plan:
     implementation: Implementation
     num_chunks: int
     explanation: Explanation
+    text: str
+    fingerprint: int
+
+    def context(self, group: Group, call: int) -> Context:
+        return Context(
+            group,
+            transport.call_tag(call, self.id),
+            self.num_chunks,
+            self.text,
+            self.fingerprint,
+            self.explanation.problem,
+            self.explanation.costs,
+        )
 
 
 def run(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Any:
@@ -70,7 +84,7 @@ def run(group: Group, signature: Signature, local: int, arguments: Any, device: 
     def work(call: int) -> Any:
         plan = group.agreed.get(signature) or _agree(group, call, signature, local, device)
         group.enter(call, signature)
-        return plan.implementation.run(Context(group, transport.call_tag(call, plan.id), plan.num_chunks), arguments)
+        return plan.implementation.run(plan.context(group, call), arguments)
 
     return _guarded(group, signature, work)
 
@@ -128,6 +142,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
             raise GroupMismatch(
                 f"rank {group.rank}, call {call}: TPKERNELS_{_SETTINGS[name]} differs between ranks: {values}"
             )
+    shared_segments.ensure(group, call)
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
     measure = signature.implementation == "auto" and settings.calibrate
     costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
@@ -138,7 +153,9 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     )
     group.agreements += 1
     identity = 1 + group.agreements % (transport.MAX_SIGNATURES - 1)
-    plan = _Plan(identity, implementation, min(chunks, max(1, layout.max_shard_rows)), explanation)
+    text = str(signature)
+    fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    plan = _Plan(identity, implementation, min(chunks, max(1, layout.max_shard_rows)), explanation, text, fingerprint)
     group.remember(signature, plan)
     return plan
 
@@ -158,6 +175,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         device=device.type,
         backend=group.backend,
         co_located=group.co_located,
+        no_shared_memory=group.no_shared_memory,
     )
 
 
@@ -197,8 +215,15 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
         agreement.meet(group, call, target)
         monitor.ensure_running()
         agreement.exchange_records(group, call, agreement.Record(name, {}))
+        shared_segments.ensure(group, call)
         return _agreed_costs(group, call, dtype, target) if config.load().calibrate else Costs()
 
     costs = _guarded(group, name, work)
-    problem = replace(problem, world_size=group.size, backend=group.backend, co_located=group.co_located)
+    problem = replace(
+        problem,
+        world_size=group.size,
+        backend=group.backend,
+        co_located=group.co_located,
+        no_shared_memory=group.no_shared_memory,
+    )
     return dispatch.select(problem, "auto", costs)[1]

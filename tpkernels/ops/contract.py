@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm.groups import Group
+from tpkernels.dispatch import Costs, Problem
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -38,11 +39,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Context:
-    """The agreed call: ``num_chunks`` pieces per shard; chunk c travels under ``tag`` + c."""
+    """The agreed call: ``num_chunks`` pieces per shard; chunk c travels under ``tag`` + c.
+
+    ``text`` and ``fingerprint`` say what the call is, for backends that check it in every call; ``problem`` and
+    ``costs`` are those it was selected by, equal on all ranks, for choices that must be equal as well.
+    """
 
     group: Group
     tag: int
     num_chunks: int
+    text: str
+    fingerprint: int
+    problem: Problem
+    costs: Costs
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,322 @@
+#include "cpu/channel.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+namespace tpk {
+
+namespace {
+
+constexpr double kFirstSliceS = 0.001;
+constexpr double kLastSliceS = 0.008;  // a dead peer is noticed within about this time
+constexpr double kHookEveryS = 0.02;
+constexpr int kPausesPerLook = 64;
+constexpr double kYieldAfterUs = 5.0;
+
+double now_s() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// The counter is the futex word: between processes, hence without FUTEX_PRIVATE_FLAG.
+void futex_wait(std::atomic<Epoch>& word, Epoch seen, double seconds) {
+    timespec timeout;
+    timeout.tv_sec = static_cast<time_t>(seconds);
+    timeout.tv_nsec = static_cast<long>((seconds - static_cast<double>(timeout.tv_sec)) * 1e9);
+    // Every outcome (woken, changed, timed out, a signal) leads to the same look at the counter.
+    syscall(SYS_futex, reinterpret_cast<Epoch*>(&word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<Epoch>& word) {
+    syscall(SYS_futex, reinterpret_cast<Epoch*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+std::string bounded_text(const char* text, std::size_t capacity) { return std::string(text, strnlen(text, capacity)); }
+
+void copy_text(char* to, std::size_t capacity, const std::string& text) {
+    const std::size_t length = std::min(text.size(), capacity - 1);
+    std::memcpy(to, text.data(), length);
+    to[length] = '\0';
+}
+
+std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
+
+// Removes us from the sleepers however the sleep ends.
+class Sleeper {
+public:
+    explicit Sleeper(std::atomic<std::uint32_t>& count) : count_(count) {
+        count_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Sleeper() { count_.fetch_sub(1, std::memory_order_relaxed); }
+    Sleeper(const Sleeper&) = delete;
+    Sleeper& operator=(const Sleeper&) = delete;
+
+private:
+    std::atomic<std::uint32_t>& count_;
+};
+
+}  // namespace
+
+Descriptor make_control(int size, Epoch first) {
+    if (size < 1 || size > kMaxRanks) {
+        throw std::invalid_argument("size must be between 1 and " + std::to_string(kMaxRanks) + ", got " +
+                                    std::to_string(size));
+    }
+    Descriptor file = make_memory_file("tpkernels-control");
+    const int error = reserve(file.get(), 0, Control::bytes_for(size));
+    if (error != 0) throw std::runtime_error(std::string("cannot reserve the control segment: ") + strerror(error));
+    const Mapping mapping(file.get(), Control::bytes_for(size), true);
+    Control& control = *reinterpret_cast<Control*>(mapping.data());  // pages of a new file are zero
+    control.magic = kMagic;
+    control.size = static_cast<std::uint32_t>(size);
+    for (int rank = 0; rank < size; ++rank) control.ranks[rank].epoch.store(first, std::memory_order_relaxed);
+    return file;
+}
+
+Descriptor make_data_file() { return make_memory_file("tpkernels-data"); }
+
+Channel::Channel(int rank, int size, Memory memory, std::unique_ptr<Liveness> liveness, Patience patience)
+    : rank_(rank),
+      size_(size),
+      memory_(std::move(memory)),
+      liveness_(std::move(liveness)),
+      patience_(std::move(patience)),
+      agreed_(0) {
+    if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) {
+        throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                                    " is no rank of a group of at most " + std::to_string(kMaxRanks));
+    }
+    if (memory_.data.size() != static_cast<std::size_t>(size)) {
+        throw std::invalid_argument("expected one data segment per rank");
+    }
+    if (memory_.control->bytes() < Control::bytes_for(size) || control().magic != kMagic ||
+        control().size != static_cast<std::uint32_t>(size)) {
+        throw std::invalid_argument("this is not the control segment of a group of " + std::to_string(size));
+    }
+    epoch_ = first_ = state(rank_).epoch.load(std::memory_order_relaxed);
+}
+
+Channel::~Channel() = default;
+
+void Channel::begin(std::uint64_t fingerprint, const std::string& text) { announce(fingerprint, text, 0); }
+
+void Channel::announce(std::uint64_t fingerprint, const std::string& text, std::uint32_t error) {
+    raise_if_forked();
+    raise_if_poisoned();
+    if (busy_.exchange(true, std::memory_order_acquire)) {
+        throw std::logic_error("rank " + std::to_string(rank_) +
+                               ": another thread is inside a call on this group; one thread per group at a time");
+    }
+    ++call_;
+    first_ = epoch_;
+    agreed_ = bit(rank_);
+    Header& header = state(rank_).headers[call_ & 1];
+    header.call = call_;
+    header.fingerprint = fingerprint;
+    header.error = error;
+    copy_text(header.text, sizeof(header.text), text);
+}
+
+void Channel::end() { busy_.store(false, std::memory_order_release); }
+
+std::byte* Channel::slot(int rank) const {
+    return memory_.data[static_cast<std::size_t>(rank)]->data() + (call_ & 1) * kSlotBytes;
+}
+
+void Channel::signal() {
+    RankState& own = state(rank_);
+    publish(own.epoch, ++epoch_);
+    // Either we see the sleeper here, or it saw our epoch before it slept: both sides are sequentially consistent.
+    if (own.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(own.epoch);
+}
+
+bool Channel::has_arrived(int peer, Epoch signals) const {
+    return (agreed_ & bit(peer)) != 0 && reached(acquire(state(peer).epoch), first_ + signals);
+}
+
+void Channel::wait(int peer, Epoch signals) {
+    const Epoch target = first_ + signals;
+    if (!reached(acquire(state(peer).epoch), target)) sleep_until(peer, target);
+    if ((agreed_ & bit(peer)) == 0) check_header(peer);
+}
+
+void Channel::wait_for_all(Epoch signals) {
+    for (int step = 1; step < size_; ++step) wait((rank_ + step) % size_, signals);
+}
+
+void Channel::sleep_until(int peer, Epoch target) {
+    RankState& other = state(peer);
+    const double start = now_s();
+    double now = start;
+    while (now - start < 1e-6 * patience_.spin_us) {
+        for (int i = 0; i < kPausesPerLook; ++i) {
+            if (reached(acquire(other.epoch), target)) return;
+            relax();
+        }
+        now = now_s();
+        if (now - start > 1e-6 * kYieldAfterUs) sched_yield();  // the peer may be waiting for this very core
+    }
+    double slice = kFirstSliceS;
+    double next_hook = start + kHookEveryS;
+    while (true) {
+        look_around(peer, target, now - start);
+        {
+            const Sleeper sleeper(other.sleepers);
+            const Epoch seen = other.epoch.load(std::memory_order_seq_cst);
+            if (reached(seen, target)) return;
+            if (control().poison.state.load(std::memory_order_seq_cst) != 2) futex_wait(other.epoch, seen, slice);
+        }
+        if (reached(acquire(other.epoch), target)) return;
+        now = now_s();
+        slice = std::min(2 * slice, std::min(kLastSliceS, std::max(patience_.timeout_s / 20, 1e-4)));
+        if (patience_.on_slice && now >= next_hook) {
+            patience_.on_slice();
+            next_hook = now + kHookEveryS;
+        }
+    }
+}
+
+// Throws if waiting for `peer` can not or should not go on.
+void Channel::look_around(int peer, Epoch target, double waited_s) {
+    raise_if_poisoned();
+    raise_if_forked();
+    if (interrupted_.exchange(false, std::memory_order_acquire)) {
+        throw ChannelError(Failure::kInterrupted, 0, call_, target, "interrupted");
+    }
+    // A peer in another call may never signal as often as this one does: look at its first signal already.
+    if ((agreed_ & bit(peer)) == 0 && reached(acquire(state(peer).epoch), first_ + 1)) check_header(peer);
+    if (!liveness_->is_alive(peer) && !reached(acquire(state(peer).epoch), target)) {
+        raise_if_poisoned();  // it may have failed the group before it went
+        std::uint64_t blamed = bit(peer);
+        for (int other = 0; other < size_; ++other) {
+            const bool is_late = other != rank_ && !reached(acquire(state(other).epoch), target);
+            if (is_late && !liveness_->is_alive(other)) blamed |= bit(other);
+        }
+        fail(Failure::kPeerLost, blamed, "rank " + std::to_string(peer) + " died");
+    }
+    if (waited_s > patience_.timeout_s) {
+        std::uint64_t blamed = 0;
+        for (int other = 0; other < size_; ++other) {
+            if (other != rank_ && !reached(acquire(state(other).epoch), target)) blamed |= bit(other);
+        }
+        fail(Failure::kTimeout, blamed,
+             "rank " + std::to_string(peer) + " is alive but did not reach signal " + std::to_string(target - first_) +
+                 " of this call within " + std::to_string(patience_.timeout_s) + " s (epoch " +
+                 std::to_string(target) + " expected, " + std::to_string(acquire(state(peer).epoch)) + " found)");
+    }
+}
+
+void Channel::check_header(int peer) {
+    const Header& theirs = state(peer).headers[call_ & 1];
+    const Header& ours = state(rank_).headers[call_ & 1];
+    if (theirs.call != call_ || theirs.fingerprint != ours.fingerprint) {
+        const std::string text = "rank " + std::to_string(rank_) + " makes " +
+                                 bounded_text(ours.text, sizeof(ours.text)) + "; rank " + std::to_string(peer) +
+                                 " makes " + bounded_text(theirs.text, sizeof(theirs.text));
+        fail(Failure::kMismatch, bit(peer), text);
+    }
+    agreed_ |= bit(peer);
+}
+
+std::vector<Side> Channel::sides() const {
+    std::vector<Side> result;
+    for (int rank = 0; rank < size_; ++rank) {
+        if (rank != rank_ && !reached(acquire(state(rank).epoch), first_ + 1)) continue;
+        const Header& header = state(rank).headers[call_ & 1];
+        result.push_back({rank, bounded_text(header.text, sizeof(header.text))});
+    }
+    return result;
+}
+
+std::vector<std::pair<int, int>> Channel::grow(std::size_t bytes) {
+    if (bytes <= capacity_) return {};
+    if (bytes > kSlotBytes) {
+        throw std::invalid_argument("a call can stage at most " + std::to_string(kSlotBytes) + " bytes, got " +
+                                    std::to_string(bytes));
+    }
+    int error = 0;
+    for (int slot = 0; slot < 2 && error == 0; ++slot) {
+        error = reserve(memory_.own_file.get(), static_cast<std::size_t>(slot) * kSlotBytes + capacity_,
+                        bytes - capacity_);
+    }
+    announce(bytes, "grow to " + std::to_string(bytes) + " bytes per call", static_cast<std::uint32_t>(error));
+    signal();
+    wait_for_all(1);
+    std::vector<std::pair<int, int>> failed;
+    for (int rank = 0; rank < size_; ++rank) {
+        const std::uint32_t theirs = state(rank).headers[call_ & 1].error;
+        if (theirs != 0) failed.emplace_back(rank, static_cast<int>(theirs));
+    }
+    if (failed.empty()) {
+        capacity_ = bytes;
+    } else {
+        for (int slot = 0; slot < 2; ++slot) {
+            give_back(memory_.own_file.get(), static_cast<std::size_t>(slot) * kSlotBytes + capacity_,
+                      bytes - capacity_);
+        }
+    }
+    end();
+    return failed;
+}
+
+void Channel::poison(Failure kind, std::uint64_t blamed, const std::string& text) {
+    Poison& poison = control().poison;
+    std::uint32_t healthy = 0;
+    if (!poison.state.compare_exchange_strong(healthy, 1, std::memory_order_seq_cst)) return;
+    poison.kind = static_cast<std::uint32_t>(kind);
+    poison.by = static_cast<std::uint32_t>(rank_);
+    poison.call = call_;
+    poison.blamed = blamed;
+    copy_text(poison.text, sizeof(poison.text), text);
+    poison.state.store(2, std::memory_order_seq_cst);
+    wake_everybody();
+}
+
+void Channel::wake_everybody() const {
+    for (int rank = 0; rank < size_; ++rank) futex_wake_all(state(rank).epoch);
+}
+
+void Channel::interrupt() {
+    interrupted_.store(true, std::memory_order_release);
+    wake_everybody();
+}
+
+void Channel::fail(Failure kind, std::uint64_t blamed, const std::string& text) {
+    poison(kind, blamed, text);
+    throw ChannelError(kind, blamed, call_, first_, text);
+}
+
+void Channel::raise_if_poisoned() const {
+    const Poison& poison = control().poison;
+    if (poison.state.load(std::memory_order_acquire) != 2) return;
+    throw ChannelError(static_cast<Failure>(poison.kind), poison.blamed, poison.call, first_,
+                       "rank " + std::to_string(poison.by) + " failed first: " +
+                           bounded_text(poison.text, sizeof(poison.text)));
+}
+
+void Channel::raise_if_forked() const {
+    if (!liveness_->forked()) return;
+    throw ChannelError(Failure::kRefused, 0, call_, first_,
+                       "this process was forked from rank " + std::to_string(rank_) +
+                           "; a group belongs to the process that joined it: start workers with spawn, or make a "
+                           "group in the child");
+}
+
+}  // namespace tpk

@@ -1,0 +1,44 @@
+// Collectives over a Channel's slots, in one native call each where latency counts.
+//
+// Each function is a whole call of the protocol or the part of one after the caller's own work; all ranks make the same
+// call with the same sizes.  Sums run in rank order, in fp32 (fp64 for fp64), rounded once: equal bits on every rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cpu/channel.h"
+#include "cpu/reduce.h"
+
+namespace tpk {
+
+// A matrix in every rank's slot, at the same place: rows of `columns` elements, `stride` elements apart.
+struct SlotRows {
+    Dtype dtype;
+    std::size_t offset;  // bytes from the start of the slot
+    std::int64_t stride;
+    std::int64_t rows;
+    std::int64_t columns;
+};
+
+// What each rank contributes to a gathered matrix of `rows` rows: `row_bytes` consecutive bytes of each.
+struct GatherPlan {
+    std::int64_t rows;
+    std::vector<std::int64_t> row_bytes;  // by rank
+};
+
+// out = sum over ranks of their slots' rows + bias; waits for signal `signals` of every peer.
+void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const void* bias, void* out,
+                  std::int64_t out_stride);
+
+// out = sum over ranks of x: a whole call.
+void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& text, Dtype dtype, const void* x,
+                void* out, std::int64_t count);
+
+// Lay every rank's slot into `out`, whose rows are those of all ranks side by side; waits for one signal of every peer.
+// Our own part comes from `own`.
+void gather_slots(Channel& channel, const GatherPlan& plan, const void* own, void* out);
+
+}  // namespace tpk

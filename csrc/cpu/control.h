@@ -1,0 +1,72 @@
+// Layout of a group's control segment: who is how far, what each rank is doing, and the first failure.
+//
+// One segment per group, made by rank 0, mapped writable by all ranks.  Every field has one writer except `sleepers`
+// and the claim of the poison.  Nothing here is a pointer, and nothing depends on where the segment is mapped.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/signals.h"
+
+namespace tpk {
+
+constexpr std::uint64_t kMagic = 0x6c656e6e61686374ull;
+constexpr int kMaxRanks = 64;  // blame is a 64-bit mask
+constexpr std::size_t kTextBytes = 480;
+constexpr std::size_t kPoisonTextBytes = 2048;
+
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "counters must work between processes");
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "counters must work between processes");
+
+// What a rank says of one call, written before the call's first epoch and read after it.
+struct alignas(64) Header {
+    std::uint64_t call;
+    std::uint64_t fingerprint;
+    std::uint32_t error;  // errno of this rank's part in a growth, 0 for success
+    std::uint32_t reserved;
+    std::uint64_t bytes;
+    char text[kTextBytes];  // the call in words, zero-terminated: both sides appear in the error
+};
+
+// A rank's own cache lines.
+struct RankState {
+    alignas(64) std::atomic<Epoch> epoch;  // also the futex word that waiters sleep on
+    std::atomic<std::uint32_t> sleepers;
+    alignas(64) Header headers[2];  // by parity of the call
+};
+
+enum class Failure : std::uint32_t {
+    kNone = 0,
+    kPeerLost = 1,
+    kMismatch = 2,
+    kTimeout = 3,
+    kInterrupted = 4,
+    kRefused = 5,
+    kOther = 6,
+};
+
+// The first failure of the group; terminal.
+struct Poison {
+    alignas(64) std::atomic<std::uint32_t> state;  // 0 healthy, 1 being written, 2 readable
+    std::uint32_t kind;
+    std::uint32_t by;
+    std::uint64_t call;
+    std::uint64_t blamed;
+    char text[kPoisonTextBytes];
+};
+
+struct Control {
+    std::uint64_t magic;
+    std::uint32_t abi;
+    std::uint32_t size;
+    Poison poison;
+    alignas(64) RankState ranks[1];  // `size` of them
+
+    static constexpr std::size_t bytes_for(int size) {
+        return offsetof(Control, ranks) + static_cast<std::size_t>(size) * sizeof(RankState);
+    }
+};
+
+}  // namespace tpk

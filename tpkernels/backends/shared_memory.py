@@ -1,0 +1,311 @@
+"""``shared_memory``: ranks of one host read each other's shards and partials where they lie; CPU.
+
+All-gather: each rank stages its shard once in its segment, multiplies its own shard from where it is, then multiplies
+the peers' shards *in place*: nothing is gathered.  When the rows are so few that reading the weight once per shard
+costs more than copying, the rows are gathered first; that choice is a function of costs the ranks agreed on.
+Reduce-scatter: the GEMM writes the rows of another owner straight into this rank's segment and signals; the owner sums
+all partials in place, in rank order and fp32, chunk by chunk behind its own GEMM.  All-reduce: one shot for little
+data (everybody sums everything), else reduce-scatter and all-gather in place.
+
+Memory: a call stages one shard (gather), the rows of the other owners (reduce-scatter), or one partial (all-reduce),
+twice, because slots alternate.  The gathered tensor exists only where it was asked for.
+
+Results equal those of ``unfused`` bit for bit wherever the library's GEMM computes a row independently of how many
+there are.  Protocol, failures and their detection: ``csrc/README.md``.
+
+Ideas: in-place shared-memory collectives after DeepSpeed's CPU all-reduce; decomposed collectives as in ``chunked``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels import dispatch
+from tpkernels.backends.blocks import Epilogue, partial_rows, place_rows
+from tpkernels.backends.exchange import whole_like
+from tpkernels.comm import timeline
+from tpkernels.comm.native import native
+from tpkernels.comm.shared_segments import SharedSegments
+from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.ops.contract import (
+    AllGather,
+    AllGatherMatmul,
+    AllReduce,
+    Context,
+    Gathered,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    ReduceScatter,
+)
+from tpkernels.partition import Layout, array_split_sizes, chunk_ranges, offsets, peers_after
+
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+]
+
+# Up to here every rank sums everything itself; above, each sums its share and copies the others'.
+ONE_SHOT_BYTES = 256 * 1024
+_ALIGNMENT = 64
+
+
+def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
+    segments, layout = _segments(context), call.layout
+    in_place = not layout.feature and not _gather_first(context.problem, context.costs)
+    whole = whole_like(call.x, layout) if call.keep_whole or not in_place else None
+    epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
+    segments.reserve(_largest_shard(layout, call.x))
+    with segments.call(context.fingerprint, context.text) as channel:
+        _stage(segments, call.x)
+        channel.signal()
+        if not in_place:
+            assert whole is not None
+            _gather(channel, layout, call.x, whole)
+            with timeline.span("gemm", "gemm"):
+                epilogue.fill(whole, 0)
+        else:
+            with timeline.span("gemm local", "gemm", peer=segments.rank):
+                place_rows(layout, segments.rank, 0, call.x, epilogue, whole)
+            for peer in peers_after(segments.rank, segments.size):
+                channel.wait(peer, 1)
+                rows = segments.view(peer, (layout.shard_rows(peer), call.x.shape[1]), call.x.dtype)
+                with timeline.span("gemm", "gemm", peer=peer):
+                    place_rows(layout, peer, 0, rows, epilogue, whole)
+    return Gathered(epilogue.outs, epilogue.preactivations, whole if call.keep_whole else None)
+
+
+def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    """Owner ``o`` of rank ``r`` is the ``(o - r) mod W``-th that ``r`` computes, and waits for so many signals of it."""
+    segments, layout, like = _segments(context), call.layout, call.xs[0]
+    rank, size = segments.rank, segments.size
+    shapes = [(layout.shard_rows(o), layout.sizes[o] if layout.feature else call.columns) for o in range(size)]
+    places = [_places(shapes, like.element_size(), producer) for producer in range(size)]
+    segments.reserve(max(place[-1] for place in places))
+    own = like.new_empty(shapes[rank])
+    with segments.call(context.fingerprint, context.text) as channel:
+        for owner in peers_after(rank, size):
+            part = segments.view(rank, shapes[owner], like.dtype, places[rank][owner])
+            with timeline.span("gemm", "gemm", peer=owner):
+                partial_rows(call.xs, call.matrices, call.addend, layout, owner, 0, shapes[owner][0], part)
+            channel.signal()
+        call.meanwhile()
+        row_bytes = shapes[rank][1] * like.element_size()
+        for start, stop in chunk_ranges(shapes[rank][0], context.num_chunks):
+            with timeline.span("gemm", "gemm", peer=rank):
+                partial_rows(call.xs, call.matrices, call.addend, layout, rank, start, stop, own[start:stop])
+            parts = []
+            for producer in range(size):
+                if producer == rank:
+                    parts.append(own[start:stop].data_ptr())
+                else:
+                    channel.wait(producer, (rank - producer) % size)
+                    parts.append(channel.address(producer) + places[producer][rank] + start * row_bytes)
+            _sum(parts, call.bias, own[start:stop])
+    return own
+
+
+def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
+    like = call.xs[0]
+    shape = (like.shape[0], call.matrices[0].shape[1])
+    everything = Layout(1, (shape[0],), 1)
+
+    def fill(start: int, stop: int, out: Tensor) -> None:
+        with timeline.span("gemm", "gemm"):
+            partial_rows(call.xs, call.matrices, None, everything, 0, start, stop, out)
+
+    return _sum_everywhere(context, shape, like, fill, call.bias, call.meanwhile)
+
+
+def all_reduce(context: Context, call: AllReduce) -> Tensor:
+    segments, x = _segments(context), call.x
+    if _is_one_shot(segments.size, x.numel() * x.element_size()):
+        segments.reserve(x.numel() * x.element_size())
+        out = torch.empty_like(x)
+        segments.all_reduce(context.fingerprint, context.text, _dtype(x.dtype), x, out)
+        return out
+    return _sum_everywhere(context, (x.shape[0], x.shape[1]), x, lambda start, stop, out: out.copy_(x[start:stop]))
+
+
+def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
+    """Gathers at once: a copy by this very core can hide behind nothing, and the slot is free again."""
+    segments = _segments(context)
+    whole = whole_like(call.x, call.layout)
+    segments.reserve(_largest_shard(call.layout, call.x))
+    with segments.call(context.fingerprint, context.text) as channel:
+        _stage(segments, call.x)
+        channel.signal()
+        _gather(channel, call.layout, call.x, whole)
+    return lambda: whole
+
+
+def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
+    segments, layout, x = _segments(context), call.layout, call.x
+    rank, itemsize = segments.rank, x.element_size()
+    rows, stride = (x.shape[0], x.shape[1]) if layout.feature else (layout.outer, x.numel() // max(1, layout.outer))
+    width = stride // max(1, sum(layout.sizes))  # elements of one unit of the sharded dimension
+    start, count = offsets(layout.sizes)[rank] * width, layout.sizes[rank] * width
+    segments.reserve(x.numel() * itemsize)
+    out = x.new_empty(layout.shard_rows(rank), layout.sizes[rank] if layout.feature else x.shape[1])
+    with segments.call(context.fingerprint, context.text) as channel:
+        _stage(segments, x)
+        channel.signal()
+        channel.reduce_slots(
+            _dtype(x.dtype), start * itemsize, stride, rows, count, 1, 0, out.data_ptr(), count
+        )
+    return out
+
+
+def _sum_everywhere(
+    context: Context,
+    shape: tuple[int, int],
+    like: Tensor,
+    fill: Callable[[int, int, Tensor], Any],
+    bias: Tensor | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
+    """Sum over ranks of the matrix whose rows ``fill(start, stop, out)`` writes, equal bit for bit on all ranks."""
+    segments = _segments(context)
+    rank, size = segments.rank, segments.size
+    rows, columns = shape
+    num_bytes = rows * columns * like.element_size()
+    segments.reserve(num_bytes)
+    out = like.new_empty(shape)
+    bias_address = 0 if bias is None else bias.data_ptr()
+    sizes = array_split_sizes(rows, size)
+    with segments.call(context.fingerprint, context.text) as channel:
+        partial = segments.view(rank, shape, like.dtype)
+        if _is_one_shot(size, num_bytes):
+            fill(0, rows, partial)
+            channel.signal()
+            if meanwhile is not None:
+                meanwhile()
+            channel.reduce_slots(
+                _dtype(like.dtype), 0, columns, rows, columns, 1, bias_address, out.data_ptr(), columns
+            )
+            return out
+        starts = offsets(sizes)
+        for owner in (*peers_after(rank, size), rank):
+            fill(starts[owner], starts[owner] + sizes[owner], partial[starts[owner] : starts[owner] + sizes[owner]])
+            if owner != rank:
+                channel.signal()
+        if meanwhile is not None:
+            meanwhile()
+        first = starts[rank] * columns * like.element_size()
+        for producer in peers_after(rank, size):
+            channel.wait(producer, (rank - producer) % size)
+        # Our rows of our slot are read by nobody before the next signal: the sum may take the partial's place.
+        own = partial[starts[rank] : starts[rank] + sizes[rank]]
+        _sum([channel.address(producer) + first for producer in range(size)], bias, own)
+        channel.signal()
+        for peer in (rank, *peers_after(rank, size)):
+            if peer != rank:
+                channel.wait(peer, size)
+            done = segments.view(peer, shape, like.dtype)[starts[peer] : starts[peer] + sizes[peer]]
+            out[starts[peer] : starts[peer] + sizes[peer]].copy_(done)
+    return out
+
+
+def _segments(context: Context) -> SharedSegments:
+    segments = context.group.shared
+    assert segments is not None, "selected without shared memory"
+    return segments
+
+
+def _stage(segments: SharedSegments, x: Tensor) -> None:
+    num_bytes = x.numel() * x.element_size()
+    module: Any = native()
+    module.copy_rows(x.data_ptr(), num_bytes, segments.channel.address(segments.rank), num_bytes, 1, num_bytes)
+
+
+def _gather(channel: Any, layout: Layout, own: Tensor, whole: Tensor) -> None:
+    """Lay all shards side by side: per row of a feature layout, else per outer index."""
+    width = own.element_size() * (1 if layout.feature else layout.inner * own.shape[1])
+    rows = own.shape[0] if layout.feature else layout.outer
+    channel.gather_slots(rows, [size * width for size in layout.sizes], own.data_ptr(), whole.data_ptr())
+
+
+def _sum(parts: Sequence[int], bias: Tensor | None, out: Tensor) -> None:
+    """out = sum of the contiguous matrices at these addresses + bias."""
+    rows, columns = out.shape
+    module: Any = native()
+    with timeline.span("reduce", "reduce"):
+        module.sum_rows(
+            _dtype(out.dtype), parts, columns, 0 if bias is None else bias.data_ptr(), out.data_ptr(), columns, rows,
+            columns,
+        )  # fmt: skip
+
+
+def _places(shapes: Sequence[tuple[int, int]], itemsize: int, producer: int) -> list[int]:
+    """Where ``producer`` stages the rows of each owner, in bytes, and (last) how many bytes that takes."""
+    places = [0]
+    for owner, (rows, columns) in enumerate(shapes):
+        num_bytes = 0 if owner == producer else rows * columns * itemsize
+        places.append(places[-1] + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
+def _largest_shard(layout: Layout, x: Tensor) -> int:
+    columns = max(layout.sizes) if layout.feature else x.shape[1]
+    return layout.max_shard_rows * columns * x.element_size()
+
+
+def _is_one_shot(size: int, num_bytes: int) -> bool:
+    return size == 2 or num_bytes <= ONE_SHOT_BYTES
+
+
+@lru_cache(maxsize=1024)
+def _gather_first(problem: Problem, costs: Costs) -> bool:
+    """Whether one GEMM over gathered rows is expected to beat a GEMM per shard."""
+    return _gathered_us(problem, costs) < costs.gemm_us(problem, calls=problem.world_size)
+
+
+def _gathered_us(problem: Problem, costs: Costs) -> float:
+    return costs.gemm_us(problem) + costs.copy_us(problem.wire_bytes, 0)
+
+
+@lru_cache(maxsize=16)
+def _dtype(dtype: torch.dtype) -> Any:
+    return getattr(native(), "Dtype").__members__[str(dtype).removeprefix("torch.")]
+
+
+def _refuses(problem: Problem) -> str | None:
+    if problem.world_size == 1:
+        return "one rank has nothing to share"
+    if problem.device != "cpu":
+        return f"shared memory serves CPU tensors, these are on {problem.device}"
+    if problem.no_shared_memory is not None:
+        return problem.no_shared_memory
+    module: Any = native()
+    whole = problem.m * max(problem.n, problem.k) * problem.dtype.itemsize
+    if whole > module.SLOT_BYTES:
+        return f"a call can stage at most {module.SLOT_BYTES} bytes, this one may need {whole}"
+    return None
+
+
+def _estimate(problem: Problem, costs: Costs) -> float:
+    share = problem.wire_bytes / max(1, problem.world_size - 1)
+    if problem.op == "all_gather_matmul":
+        gemm = min(costs.gemm_us(problem, calls=problem.world_size), _gathered_us(problem, costs))
+        return gemm + costs.copy_us(share)
+    gemm = costs.gemm_us(problem, calls=problem.world_size if "scatter" in problem.op else 1) if problem.flops else 0.0
+    return gemm + costs.copy_us(2 * problem.wire_bytes)
+
+
+for _op, _run in (
+    ("all_gather", all_gather),
+    ("reduce_scatter", reduce_scatter),
+    ("all_reduce", all_reduce),
+    ("all_gather_matmul", all_gather_matmul),
+    ("matmul_reduce_scatter", matmul_reduce_scatter),
+    ("matmul_all_reduce", matmul_all_reduce),
+):
+    dispatch.register(Implementation("shared_memory", _op, _refuses, _estimate, _run))
