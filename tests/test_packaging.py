@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+
+from tpkernels.comm import native
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())
@@ -28,7 +32,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "tpkernels", folder / "tpkernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tpkernels", folder / "tpkernels", ignore=shutil.ignore_patterns("__pycache__", "_native*"))
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
     return folder
 
 
@@ -67,8 +72,8 @@ def test_pip_install_works_under_build_isolation(source: Path, tmp_path: Path) -
     try:
         build_wheel(source, tmp_path)
     except RuntimeError as error:
-        if "No matching distribution found for setuptools" in str(error):
-            pytest.skip("no package index is reachable, and isolation fetches setuptools from one")
+        if "No matching distribution found for" in str(error):
+            pytest.skip("no package index is reachable, and isolation fetches setuptools, pybind11 and ninja from one")
         raise
 
 
@@ -79,6 +84,32 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert in_wheel == modules, in_wheel ^ modules
     assert "tpkernels/py.typed" in names
     assert not [name for name in names if not name.startswith(("tpkernels/", "tpkernels-"))]
+
+
+def test_the_core_in_the_wheel_loads_and_is_of_the_revision_that_the_python_code_wants(
+    wheel: Path, tmp_path: Path
+) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    archive = zipfile.ZipFile(wheel)
+    record = json.loads(archive.read("tpkernels/_native_build.json"))
+    assert record["built"], record
+    archive.extract(f"tpkernels/{record['module']}", tmp_path)
+    # In a process of its own: this one may have loaded another copy.
+    code = "import _native; print(_native.ABI)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "tpkernels")}
+    seen = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (seen.stdout, seen.stderr) == (f"{native.ABI}\n", "")
+
+
+def test_the_sdist_holds_every_native_source(source: Path, tmp_path: Path) -> None:
+    code = f"from setuptools import build_meta as b; b.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
+    (sdist,) = tmp_path.iterdir()
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in ROOT.joinpath("csrc").rglob("*") if path.is_file()}
+    assert sources and sources <= packed, sources - packed
 
 
 def test_metadata_names_licence_python_torch_and_the_command(wheel: Path) -> None:

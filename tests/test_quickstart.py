@@ -86,6 +86,10 @@ class Checkout:
     def state(self, value: dict[str, object]) -> None:
         self.venv.joinpath("quickstart.json").write_text(json.dumps(value))
 
+    def write_core_record(self, **fields: object) -> None:
+        self.root.joinpath("tpkernels").mkdir(exist_ok=True)
+        self.root.joinpath("tpkernels", "_native_build.json").write_text(json.dumps(fields))
+
     def calls(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
@@ -384,6 +388,7 @@ def test_ci_runs_the_newcomers_command_in_bounded_time() -> None:
     assert os.access(script, os.X_OK) and os.access(ROOT / "quickstart", os.X_OK)
     text = script.read_text()
     assert "./quickstart test -p tests.require_all" in text and "timeout --kill-after=30 3000" in text
+    assert "export CI=true PIP_NO_INPUT=1 TPKERNELS_REQUIRE_NATIVE=1" in text, "no core is a failure, not a skip"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
 
 
