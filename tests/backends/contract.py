@@ -1,0 +1,211 @@
+"""The contract of `tpkernels/ops/contract.py` as checks that run on real ranks, for any implementation of any op.
+
+Owns: which implementations this machine can run on gloo ranks, one call of each of the six ops forced to one of them,
+and the judges: values (exact for integers, the fp64 bound otherwise), bits of ``unfused``, inputs left alone, nothing
+left of earlier calls, outputs that belong to the caller. Each raises; `test_seeded_faults.py` shows that each does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tpkernels  # noqa: F401  (registers the implementations)
+from tests.ops.support import DTYPES, GATHER, REDUCE, SCATTER, Case, Operands, call, check_values, new_group, operands
+from tpkernels import dispatch
+from tpkernels.comm.groups import resolve
+from tpkernels.comm.native import why_not
+from tpkernels.dispatch import OPS, Problem
+from tpkernels.ops import calling
+from tpkernels.ops.calling import Signature
+from tpkernels.ops.contract import AllReduce, ReduceScatter
+from tpkernels.ops.matmul_all_reduce import rows_layout
+from tpkernels.ops.matmul_reduce_scatter import scatter_layout
+from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
+from tpkernels.partition import array_split_sizes
+from tpkernels.testing.faults import poisoned_memory
+from tpkernels.testing.numeric import assert_bitwise_equal
+from tpkernels.testing.payload import integer_payload, payload
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+BASE = Case(GATHER, (13, 24), ns=(10,), integers=True, bias=True)
+
+
+def refusals() -> dict[str, dict[str, str | None]]:
+    """name -> {op: None, or why two ranks of this host cannot run it}, for everything that is registered."""
+    found: dict[str, dict[str, str | None]] = {}
+    for op in OPS:
+        local = Problem(op, 64, 64, 64, torch.float32, 2, co_located=True, no_shared_memory=why_not() or None)
+        for offer in dispatch.implementations(op):
+            found.setdefault(offer.name, {})[op] = offer.refuses(local)
+    return found
+
+
+def ops_of(name: str) -> list[str]:
+    return [op for op in OPS if any(offer.name == name for offer in dispatch.implementations(op))]
+
+
+def parts_of(case: Case, world: int) -> Operands:
+    """Operands of all ranks; a collective has no weights."""
+    if case.op not in COLLECTIVES:
+        return operands(case, world)
+    xs = []
+    for rank in range(world):
+        shape = list(case.shape)
+        if case.op == "all_gather":
+            shape[case.axis] = case.cut(world)[rank]
+        settings: dict[str, Any] = {"rank": rank, "call": case.call, "name": "x"}
+        make = integer_payload if case.integers else payload
+        xs.append(make(shape, case.dtype, **settings, **({"largest": 3} if case.integers else {})))
+    return Operands(xs, [[] for _ in xs], [[] for _ in xs])
+
+
+def run(case: Case, parts: Operands, group: Any) -> list[Tensor]:
+    """One call on this rank: its outputs, the gathered x last if it was asked for."""
+    rank = dist.get_rank(group)
+    if case.op not in COLLECTIVES:
+        outs, gathered = call(case, (parts.xs[rank], parts.ws[rank], parts.bs[rank]), group)
+        return outs if gathered is None else [*outs, gathered]
+    state, x, axis, name = resolve(group), parts.xs[rank], case.axis, case.implementation
+    cut = case.cut(state.size)
+    if case.op == "all_gather":
+        layout = gather_layout(x, axis, cut, state.size)
+        return [start_gather(state, flat(x), layout, name)().view(gathered_shape(x, axis, layout))]
+    arguments: ReduceScatter | AllReduce
+    if case.op == "reduce_scatter":
+        layout, shape = scatter_layout(x.shape, axis, cut, state.size), shard_shape(x, axis, cut[rank])
+        arguments = ReduceScatter(flat(x), layout)
+    else:
+        layout, shape = rows_layout(flat(x).shape[0], state.size), list(x.shape)
+        arguments = AllReduce(flat(x))
+    signature = Signature(case.op, x.dtype, x.device.type, layout, x.shape[-1], name)
+    return [calling.run(state, signature, 0, arguments, x.device).view(shape)]
+
+
+def judge(case: Case, parts: Operands, outs: Sequence[Tensor], rank: int) -> None:
+    """Values: exact for integers and for collectives, which round once after a sum in rank order; else the bound."""
+    what = f"rank {rank}, {case}"
+    if case.op not in COLLECTIVES:
+        split = len(case.ns)
+        check_values(case, parts, list(outs[:split]), outs[split] if case.return_gathered else None, rank)
+        return
+    (out,) = outs
+    assert out.is_contiguous(), f"{what}: strides"
+    if case.op == "all_gather":
+        assert_bitwise_equal(out, torch.cat(parts.xs, case.axis), what)
+        return
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    total = parts.xs[0].to(wide)
+    for part in parts.xs[1:]:
+        total = total + part.to(wide)
+    expected = total.to(case.dtype)
+    if case.op == "reduce_scatter":
+        expected = expected.split(list(case.cut(len(parts.xs))), case.axis)[rank].contiguous()
+    assert_bitwise_equal(out, expected, what, either_zero=True)
+
+
+def run_and_judge(case: Case, group: Any) -> list[Tensor]:
+    """Values, and inputs left alone."""
+    rank = dist.get_rank(group)
+    parts = parts_of(case, dist.get_world_size(group))
+    inputs = [t for t in (parts.xs[rank], *parts.ws[rank], *parts.bs[rank]) if t is not None]
+    kept = [t.clone() for t in inputs]
+    outs = run(case, parts, group)
+    judge(case, parts, outs, rank)
+    for now, before in zip(inputs, kept, strict=True):
+        assert_bitwise_equal(now, before, f"rank {rank}, {case}: an input after the call")
+    return outs
+
+
+def judge_against_unfused(case: Case, group: Any) -> None:
+    """Values, inputs, and every bit of what ``unfused`` returns (exact payloads only: they round nowhere)."""
+    outs = run_and_judge(case, group)
+    if case.implementation == "unfused":
+        return
+    for now, expected in zip(outs, run_and_judge(case.but(implementation="unfused"), group), strict=True):
+        assert_bitwise_equal(now, expected, f"{case} against unfused")
+
+
+def judge_after_poison(case: Case, group: Any) -> None:
+    """Nothing left of earlier calls: those before, in all slots and buffers, had NaN everywhere."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    with poisoned_memory():
+        for _ in range(2):  # slots alternate
+            poisoned = parts_of(case, world)
+            poisoned.xs[rank].fill_(float("nan"))
+            for out in run(case, poisoned, group):
+                assert bool(out.isnan().all()), f"{case}: NaN did not arrive everywhere"
+        for turn in range(3):
+            run_and_judge(case.but(call=case.call + 1 + turn), group)
+
+
+def judge_ownership(case: Case, group: Any) -> None:
+    """Outputs are the caller's: writing into one changes nothing inside, and later calls leave them alone."""
+    parts = parts_of(case, dist.get_world_size(group))
+    outs = run(case, parts, group)
+    first = [out.clone() for out in outs]
+    inputs = {t.untyped_storage().data_ptr() for t in (*parts.xs, *(w for ws in parts.ws for w in ws)) if t.numel()}
+    for out in outs:
+        assert out.numel() == 0 or out.untyped_storage().data_ptr() not in inputs, f"{case}: an output is an input"
+        out.fill_(float("nan"))
+    again = run(case, parts, group)
+    for now, before in zip(again, first, strict=True):
+        assert_bitwise_equal(now, before, f"{case}: after the previous output was overwritten")
+    for turn in range(3):
+        run(case, parts_of(case.but(call=case.call + 1 + turn), dist.get_world_size(group)), group)
+    for now, before in zip(again, first, strict=True):
+        assert_bitwise_equal(now, before, f"{case}: an output after later calls")
+
+
+JUDGES = {
+    "values": run_and_judge,
+    "unfused": judge_against_unfused,
+    "poison": judge_after_poison,
+    "ownership": judge_ownership,
+}
+
+
+def judge_all(cases: Sequence[Case], judge_name: str, num_chunks: int | None = None) -> int:
+    """Run on every rank: all cases on one new group; how many there were."""
+    with new_group(num_chunks) as group:
+        for case in cases:
+            JUDGES[judge_name](case, group)
+    return len(cases)
+
+
+def cuts(whole: int, world: int) -> Iterator[tuple[int, ...]]:
+    """Even, lopsided with empty shards in the middle, and everything on one rank."""
+    yield array_split_sizes(whole, world)
+    yield (1, *[0] * (world - 2), whole - 1) if whole else (0,) * world
+    yield (*[0] * (world - 1), whole)
+
+
+def exact_cases(op: str, name: str, world: int) -> list[Case]:
+    """All dtypes; every dim of 2-D and 3-D inputs; uneven, empty and missing rows. Each has a payload of its own."""
+    base = BASE.but(op=op, implementation=name)
+    cases = [base.but(dtype=dtype, sizes=cut) for dtype in DTYPES for cut in tuple(cuts(13, world))[:2]]
+    if op in (REDUCE, "all_reduce"):
+        cases = [base.but(dtype=dtype, shape=shape) for dtype in DTYPES for shape in ((13, 24), (2, 5, 16))]
+        cases += [base.but(shape=(rows, 24)) for rows in range(world + 2)]
+    else:
+        for shape in ((7, 16), (3, 7, 8), (2, 3, 5, 6)):
+            for dim in range(-1, len(shape) - 1):
+                features = op == SCATTER and dim == -1
+                whole = 11 if features else shape[dim]
+                ns = (11,) if features else (10,)
+                cases += [base.but(shape=shape, dim=dim, sizes=cut, ns=ns) for cut in cuts(whole, world)]
+        for rows in range(world):  # fewer rows than ranks, down to none
+            cases += [base.but(shape=(rows, 24), sizes=cut) for cut in cuts(rows, world)]
+    if op == GATHER:
+        several = base.but(ns=(7, 3), bias=(True, False), activation="relu", return_gathered=True)
+        cases += [several.but(sizes=cut) for cut in cuts(13, world)]
+    if op in (SCATTER, REDUCE):
+        k_sizes = (3, *[0] * (world - 2), 21)
+        cases += [base.but(k_sizes=k_sizes), base.but(bias=False, strided=True)]
+    if op in COLLECTIVES:
+        cases = [case.but(bias=False, ns=()) for case in cases]
+    return [case.but(call=number) for number, case in enumerate(cases)]
