@@ -18,6 +18,8 @@ namespace {
 constexpr double kFirstSliceS = 0.001;
 constexpr double kLastSliceS = 0.008;  // a dead peer is noticed within about this time
 constexpr double kHookEveryS = 0.02;
+constexpr double kWriterGraceS = 1.0;  // for a rank that reports a failure: a few microseconds of work
+constexpr double kAwaitSidesS = 1.0;
 constexpr int kPausesPerLook = 64;
 constexpr double kYieldAfterUs = 5.0;
 
@@ -54,6 +56,20 @@ void copy_text(char* to, std::size_t capacity, const std::string& text) {
     const std::size_t length = std::min(text.size(), capacity - 1);
     std::memcpy(to, text.data(), length);
     to[length] = '\0';
+}
+
+// Ranks that say the same of a call.
+struct Side {
+    std::uint64_t fingerprint;
+    std::uint64_t mask;
+    std::vector<int> ranks;
+    std::string text;
+};
+
+std::string listing(const std::vector<int>& ranks) {
+    std::string text;
+    for (const int rank : ranks) text += (text.empty() ? "[" : ", ") + std::to_string(rank);
+    return text + "]";
 }
 
 std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
@@ -124,11 +140,11 @@ void Channel::announce(std::uint64_t fingerprint, const std::string& text, std::
         throw std::logic_error("rank " + std::to_string(rank_) +
                                ": another thread is inside a call on this group; one thread per group at a time");
     }
-    ++call_;
+    call_.store(call() + 1, std::memory_order_relaxed);
     first_ = epoch_;
     agreed_ = bit(rank_);
-    Header& header = state(rank_).headers[call_ & 1];
-    header.call = call_;
+    Header& header = state(rank_).headers[call() & 1];
+    header.call = call();
     header.fingerprint = fingerprint;
     header.error = error;
     copy_text(header.text, sizeof(header.text), text);
@@ -137,7 +153,7 @@ void Channel::announce(std::uint64_t fingerprint, const std::string& text, std::
 void Channel::end() { busy_.store(false, std::memory_order_release); }
 
 std::byte* Channel::slot(int rank) const {
-    return memory_.data[static_cast<std::size_t>(rank)]->data() + (call_ & 1) * kSlotBytes;
+    return memory_.data[static_cast<std::size_t>(rank)]->data() + (call() & 1) * kSlotBytes;
 }
 
 void Channel::signal() {
@@ -181,7 +197,7 @@ void Channel::sleep_until(int peer, Epoch target) {
             const Sleeper sleeper(other.sleepers);
             const Epoch seen = other.epoch.load(std::memory_order_seq_cst);
             if (reached(seen, target)) return;
-            if (control().poison.state.load(std::memory_order_seq_cst) != 2) futex_wait(other.epoch, seen, slice);
+            if (control().poison.state.load(std::memory_order_seq_cst) != kReadable) futex_wait(other.epoch, seen, slice);
         }
         if (reached(acquire(other.epoch), target)) return;
         now = now_s();
@@ -198,18 +214,24 @@ void Channel::look_around(int peer, Epoch target, double waited_s) {
     raise_if_poisoned();
     raise_if_forked();
     if (interrupted_.exchange(false, std::memory_order_acquire)) {
-        throw ChannelError(Failure::kInterrupted, 0, call_, target, "interrupted");
+        throw ChannelError(Failure::kInterrupted, 0, call(), target, "interrupted");
     }
     // A peer in another call may never signal as often as this one does: look at its first signal already.
     if ((agreed_ & bit(peer)) == 0 && reached(acquire(state(peer).epoch), first_ + 1)) check_header(peer);
+    // Who is gone first, poison after: a rank that left because of a failure made that readable before it went.
     if (!liveness_->is_alive(peer) && !reached(acquire(state(peer).epoch), target)) {
-        raise_if_poisoned();  // it may have failed the group before it went
-        std::uint64_t blamed = bit(peer);
-        for (int other = 0; other < size_; ++other) {
-            const bool is_late = other != rank_ && !reached(acquire(state(other).epoch), target);
-            if (is_late && !liveness_->is_alive(other)) blamed |= bit(other);
-        }
+        const std::uint64_t blamed = bit(peer) | dead_and_late(target);
+        raise_if_poisoned();
         fail(Failure::kPeerLost, blamed, "rank " + std::to_string(peer) + " died");
+    }
+    const std::uint32_t poisoned = control().poison.state.load(std::memory_order_acquire);
+    if (poisoned >= kWrittenBy && poisoned != kWrittenBy + static_cast<std::uint32_t>(rank_)) {
+        const int writer = static_cast<int>(poisoned - kWrittenBy);
+        // Its failure is lost with it; without this, ranks that wait for others who gave up would wait till the end.
+        if (!liveness_->is_alive(writer)) {
+            raise_if_poisoned();
+            fail(Failure::kPeerLost, bit(writer), "rank " + std::to_string(writer) + " died as it reported a failure");
+        }
     }
     if (waited_s > patience_.timeout_s) {
         std::uint64_t blamed = 0;
@@ -223,26 +245,52 @@ void Channel::look_around(int peer, Epoch target, double waited_s) {
     }
 }
 
+std::uint64_t Channel::dead_and_late(Epoch target) const {
+    std::uint64_t ranks = 0;
+    for (int other = 0; other < size_; ++other) {
+        // Alive first, epoch after: what it signalled before it went counts.
+        if (other == rank_ || liveness_->is_alive(other)) continue;
+        if (!reached(acquire(state(other).epoch), target)) ranks |= bit(other);
+    }
+    return ranks;
+}
+
 void Channel::check_header(int peer) {
     const Header& theirs = state(peer).headers[call_ & 1];
     const Header& ours = state(rank_).headers[call_ & 1];
-    if (theirs.call != call_ || theirs.fingerprint != ours.fingerprint) {
-        const std::string text = "rank " + std::to_string(rank_) + " makes " +
-                                 bounded_text(ours.text, sizeof(ours.text)) + "; rank " + std::to_string(peer) +
-                                 " makes " + bounded_text(theirs.text, sizeof(theirs.text));
-        fail(Failure::kMismatch, bit(peer), text);
+    if (theirs.call == call_ && theirs.fingerprint == ours.fingerprint) {
+        agreed_ |= bit(peer);
+        return;
     }
-    agreed_ |= bit(peer);
-}
-
-std::vector<Side> Channel::sides() const {
-    std::vector<Side> result;
+    // The other ranks get a moment to come, so that the error shows all sides and blames the few.
+    const double deadline = now_s() + std::min(kAwaitSidesS, patience_.timeout_s);
+    const auto is_here = [&](int rank) { return rank == rank_ || reached(acquire(state(rank).epoch), first_ + 1); };
     for (int rank = 0; rank < size_; ++rank) {
-        if (rank != rank_ && !reached(acquire(state(rank).epoch), first_ + 1)) continue;
-        const Header& header = state(rank).headers[call_ & 1];
-        result.push_back({rank, bounded_text(header.text, sizeof(header.text))});
+        while (!is_here(rank) && liveness_->is_alive(rank) && now_s() < deadline) {
+            raise_if_poisoned();
+            futex_wait(state(rank).epoch, state(rank).epoch.load(std::memory_order_seq_cst), kFirstSliceS);
+        }
     }
-    return result;
+    std::vector<Side> sides;
+    for (int rank = 0; rank < size_; ++rank) {
+        if (!is_here(rank)) continue;
+        const Header& header = state(rank).headers[call_ & 1];
+        const auto same = [&](const Side& side) { return side.fingerprint == header.fingerprint; };
+        auto side = std::find_if(sides.begin(), sides.end(), same);
+        if (side == sides.end()) {
+            sides.push_back({header.fingerprint, 0, {}, bounded_text(header.text, sizeof(header.text))});
+            side = sides.end() - 1;
+        }
+        side->mask |= bit(rank);
+        side->ranks.push_back(rank);
+    }
+    std::string text = "the ranks made different calls";
+    for (const Side& side : sides) text += "\n  rank(s) " + listing(side.ranks) + ": " + side.text;
+    text +=
+        "\nAll ranks must make the same calls in the same order, with the same shapes and dtypes (uneven shards: pass "
+        "shard_sizes on every rank)";
+    const auto fewer = [](const Side& a, const Side& b) { return a.ranks.size() < b.ranks.size(); };
+    fail(Failure::kMismatch, std::min_element(sides.begin(), sides.end(), fewer)->mask, text);
 }
 
 std::vector<std::pair<int, int>> Channel::grow(std::size_t bytes) {
@@ -261,7 +309,7 @@ std::vector<std::pair<int, int>> Channel::grow(std::size_t bytes) {
     wait_for_all(1);
     std::vector<std::pair<int, int>> failed;
     for (int rank = 0; rank < size_; ++rank) {
-        const std::uint32_t theirs = state(rank).headers[call_ & 1].error;
+        const std::uint32_t theirs = state(rank).headers[call() & 1].error;
         if (theirs != 0) failed.emplace_back(rank, static_cast<int>(theirs));
     }
     if (failed.empty()) {
@@ -277,15 +325,27 @@ std::vector<std::pair<int, int>> Channel::grow(std::size_t bytes) {
 }
 
 void Channel::poison(Failure kind, std::uint64_t blamed, const std::string& text) {
+    if (liveness_->forked()) return;  // a child's failure is not the group's
     Poison& poison = control().poison;
-    std::uint32_t healthy = 0;
-    if (!poison.state.compare_exchange_strong(healthy, 1, std::memory_order_seq_cst)) return;
+    const std::uint32_t mine = kWrittenBy + static_cast<std::uint32_t>(rank_);
+    const double start = now_s();
+    std::uint32_t seen = kHealthy;
+    while (!poison.state.compare_exchange_strong(seen, mine, std::memory_order_seq_cst)) {
+        if (seen == kReadable) return;
+        // Another rank is writing (or another thread of ours): we may leave when it has finished.  If it died at it, the
+        // next round takes its place: the comparison is then with its claim.
+        const bool is_replaceable = seen != mine && !liveness_->is_alive(static_cast<int>(seen - kWrittenBy));
+        if (is_replaceable) continue;
+        if (now_s() - start > kWriterGraceS) return;
+        sched_yield();
+        seen = kHealthy;
+    }
     poison.kind = static_cast<std::uint32_t>(kind);
     poison.by = static_cast<std::uint32_t>(rank_);
-    poison.call = call_;
+    poison.call = call();
     poison.blamed = blamed;
     copy_text(poison.text, sizeof(poison.text), text);
-    poison.state.store(2, std::memory_order_seq_cst);
+    poison.state.store(kReadable, std::memory_order_seq_cst);
     wake_everybody();
 }
 
@@ -300,12 +360,12 @@ void Channel::interrupt() {
 
 void Channel::fail(Failure kind, std::uint64_t blamed, const std::string& text) {
     poison(kind, blamed, text);
-    throw ChannelError(kind, blamed, call_, first_, text);
+    throw ChannelError(kind, blamed, call(), first_, text);
 }
 
 void Channel::raise_if_poisoned() const {
     const Poison& poison = control().poison;
-    if (poison.state.load(std::memory_order_acquire) != 2) return;
+    if (poison.state.load(std::memory_order_acquire) != kReadable) return;
     throw ChannelError(static_cast<Failure>(poison.kind), poison.blamed, poison.call, first_,
                        "rank " + std::to_string(poison.by) + " failed first: " +
                            bounded_text(poison.text, sizeof(poison.text)));
@@ -313,7 +373,7 @@ void Channel::raise_if_poisoned() const {
 
 void Channel::raise_if_forked() const {
     if (!liveness_->forked()) return;
-    throw ChannelError(Failure::kRefused, 0, call_, first_,
+    throw ChannelError(Failure::kRefused, 0, call(), first_,
                        "this process was forked from rank " + std::to_string(rank_) +
                            "; a group belongs to the process that joined it: start workers with spawn, or make a "
                            "group in the child");

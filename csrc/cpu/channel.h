@@ -40,12 +40,6 @@ public:
     Epoch epoch;
 };
 
-// What a rank said of the call that this rank is in.
-struct Side {
-    int rank;
-    std::string text;
-};
-
 // The pages of a group's ranks, mapped: `own` writable, the others read-only.
 struct Memory {
     std::shared_ptr<Mapping> control;
@@ -75,7 +69,7 @@ public:
 
     int rank() const { return rank_; }
     int size() const { return size_; }
-    std::uint64_t call() const { return call_; }
+    std::uint64_t call() const { return call_.load(std::memory_order_relaxed); }
     Epoch epoch() const { return epoch_; }
     std::size_t capacity() const { return capacity_; }
     std::shared_ptr<Mapping> segment(int rank) const { return memory_.data.at(static_cast<std::size_t>(rank)); }
@@ -95,12 +89,11 @@ public:
     // errno; if there is one, no rank has grown and the group goes on as before.
     std::vector<std::pair<int, int>> grow(std::size_t bytes);
 
-    // Fail the group for good; the first failure wins.  Any thread.
+    // Fail the group for good; the first failure wins.  On return it is readable (unless its writer hangs), so that
+    // who leaves now is not taken for the culprit.  Any thread.
     void poison(Failure kind, std::uint64_t blamed, const std::string& text);
     // End the wait that this rank is in, or its next one.  Any thread.
     void interrupt();
-    // What those ranks that have come to the current call say it is.
-    std::vector<Side> sides() const;
 
 private:
     Control& control() const { return *reinterpret_cast<Control*>(memory_.control->data()); }
@@ -109,6 +102,7 @@ private:
     void check_header(int peer);
     void sleep_until(int peer, Epoch target);
     void look_around(int peer, Epoch target, double waited_s);
+    std::uint64_t dead_and_late(Epoch target) const;
     void raise_if_poisoned() const;
     void raise_if_forked() const;
     [[noreturn]] void fail(Failure kind, std::uint64_t blamed, const std::string& text);
@@ -119,7 +113,7 @@ private:
     const Memory memory_;
     const std::unique_ptr<Liveness> liveness_;
     const Patience patience_;
-    std::uint64_t call_ = 0;
+    std::atomic<std::uint64_t> call_{0};  // written by the calling thread; any thread that poisons reads it
     Epoch epoch_;           // ours, as published
     Epoch first_;           // value before the current call's first signal, equal on all ranks
     std::uint64_t agreed_;  // bit r: the header of rank r was checked in this call

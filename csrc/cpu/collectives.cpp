@@ -2,6 +2,8 @@
 
 #include <array>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 
 namespace tpk {
 
@@ -18,6 +20,10 @@ void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const v
 void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& text, Dtype dtype, const void* x,
                 void* out, std::int64_t count) {
     const std::int64_t bytes = count * static_cast<std::int64_t>(size_of(dtype));
+    if (count < 0 || static_cast<std::size_t>(bytes) > channel.capacity()) {
+        throw std::invalid_argument("an all-reduce of " + std::to_string(count) + " elements does not fit into " +
+                                    std::to_string(channel.capacity()) + " bytes per call: grow first");
+    }
     channel.begin(fingerprint, text);
     copy_rows(x, bytes, channel.slot(channel.rank()), bytes, 1, bytes);
     channel.signal();

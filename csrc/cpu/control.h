@@ -24,9 +24,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "counters must wo
 struct alignas(64) Header {
     std::uint64_t call;
     std::uint64_t fingerprint;
-    std::uint32_t error;  // errno of this rank's part in a growth, 0 for success
-    std::uint32_t reserved;
-    std::uint64_t bytes;
+    std::uint32_t error;    // errno of this rank's part in a growth, 0 for success
     char text[kTextBytes];  // the call in words, zero-terminated: both sides appear in the error
 };
 
@@ -47,9 +45,14 @@ enum class Failure : std::uint32_t {
     kOther = 6,
 };
 
+// States of the poison.  A claim names its writer, so that a writer that dies at it can be replaced.
+constexpr std::uint32_t kHealthy = 0;
+constexpr std::uint32_t kReadable = 1;
+constexpr std::uint32_t kWrittenBy = 2;  // + rank
+
 // The first failure of the group; terminal.
 struct Poison {
-    alignas(64) std::atomic<std::uint32_t> state;  // 0 healthy, 1 being written, 2 readable
+    alignas(64) std::atomic<std::uint32_t> state;
     std::uint32_t kind;
     std::uint32_t by;
     std::uint64_t call;
@@ -59,7 +62,6 @@ struct Poison {
 
 struct Control {
     std::uint64_t magic;
-    std::uint32_t abi;
     std::uint32_t size;
     Poison poison;
     alignas(64) RankState ranks[1];  // `size` of them
