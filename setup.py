@@ -102,12 +102,12 @@ def pybind11_headers(build: Path) -> str:
 
 
 def find_ninja() -> str:
+    """The program of the package `ninja`. Under build isolation it lies on PATH, but not where the package looks."""
     try:
         from ninja import BIN_DIR
     except ImportError:
-        found = shutil.which("ninja")
-    else:
-        found = shutil.which("ninja", path=BIN_DIR)
+        BIN_DIR = ""
+    found = shutil.which("ninja", path=BIN_DIR) or shutil.which("ninja")
     if found is None:
         raise CannotBuild("no ninja (and no build isolation to bring it)", "pip install ninja")
     return found

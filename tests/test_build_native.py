@@ -178,6 +178,15 @@ def test_a_process_that_runs_the_old_core_keeps_it_while_a_new_one_is_built(tree
 
 
 @needs_compiler
+def test_the_ninja_of_an_isolated_build_is_found_where_the_package_does_not_look(tree: Tree) -> None:
+    found = shutil.which("ninja", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
+    assert found is not None, "ninja is in the extra `test`"
+    isolated = "import sys, types; sys.modules['ninja'] = m = types.ModuleType('ninja'); m.BIN_DIR = ''"
+    tree.build(isolated, PATH=os.pathsep.join([os.path.dirname(found), os.environ["PATH"]]))
+    assert tree.answer() == "42"
+
+
+@needs_compiler
 def test_an_editable_installation_builds_into_the_source_tree(tree: Tree) -> None:
     wheel = tree.backend("build_editable")
     assert tree.answer() == "42" and tree.record["built"] is True

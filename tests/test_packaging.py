@@ -37,8 +37,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build_wheel(source: Path, target: Path, *options: str, env: dict[str, str] | None = None) -> Path:
-    argv = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(target), *options, str(source)]
+def build_wheel(
+    source: Path,
+    target: Path,
+    *options: str,
+    env: dict[str, str] | None = None,
+    pip: tuple[str, ...] = (sys.executable, "-m", "pip"),
+) -> Path:
+    argv = [*pip, "wheel", "-q", "--no-deps", "-w", str(target), *options, str(source)]
     built = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, env=env)
     if built.returncode != 0:
         raise RuntimeError(built.stdout + built.stderr)
@@ -68,13 +74,25 @@ def test_the_poison_of_the_previous_test_works(source: Path, tmp_path: Path) -> 
         build_wheel(importing, tmp_path, "--no-build-isolation", env={**os.environ, "PYTHONPATH": str(tmp_path)})
 
 
-def test_pip_install_works_under_build_isolation(source: Path, tmp_path: Path) -> None:
+def test_pip_builds_the_core_under_build_isolation(source: Path, tmp_path: Path) -> None:
+    """In an environment with nothing installed, and with nothing on PATH but what a compiler is made of."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=60)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("g++", "as", "ld"):
+        if (found := shutil.which(name)) is None:
+            pytest.skip(f"{name} is not installed")
+        programs.joinpath(name).symlink_to(found)
+    pip = (sys.executable, "-m", "pip", "--python", str(tmp_path / "env" / "bin" / "python"))
+    env = {**os.environ, "PATH": str(programs)}
     try:
-        build_wheel(source, tmp_path)
+        wheel = build_wheel(source, tmp_path, env=env, pip=pip)
     except RuntimeError as error:
         if "No matching distribution found for" in str(error):
             pytest.skip("no package index is reachable, and isolation fetches setuptools, pybind11 and ninja from one")
         raise
+    record = json.loads(zipfile.ZipFile(wheel).read("tpkernels/_native_build.json"))
+    assert record["built"], record
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
