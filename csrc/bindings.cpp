@@ -139,12 +139,6 @@ void bind_channel(py::module_& m) {
         .def("grow", &Channel::grow, py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
         .def("poison", &Channel::poison, py::arg("kind"), py::arg("blamed"), py::arg("text"))
         .def("interrupt", &Channel::interrupt)
-        .def("sides",
-             [](const Channel& channel) {
-                 std::vector<std::pair<int, std::string>> sides;
-                 for (Side& side : channel.sides()) sides.emplace_back(side.rank, std::move(side.text));
-                 return sides;
-             })
         .def("reduce_slots",
              [](Channel& channel, Dtype dtype, std::size_t offset, std::int64_t stride, std::int64_t rows,
                 std::int64_t columns, Epoch signals, std::uintptr_t bias, std::uintptr_t out, std::int64_t out_stride) {

@@ -30,10 +30,10 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "all_gather": lambda g: tpk.all_gather(ones(4, 8), g),
+    "all_gather": lambda g: tpk.all_gather(ones(4, 8), g, implementation="unfused"),
     "all_gather dim 1": lambda g: tpk.all_gather(ones(4, 8), g, dim=1),
-    "reduce_scatter": lambda g: tpk.reduce_scatter(ones(12, 8), g),
-    "all_reduce": lambda g: tpk.all_reduce(ones(12, 8), g),
+    "reduce_scatter": lambda g: tpk.reduce_scatter(ones(12, 8), g, implementation="unfused"),
+    "all_reduce": lambda g: tpk.all_reduce(ones(12, 8), g, implementation="unfused"),
     "all_gather_matmul": lambda g: tpk.all_gather_matmul(ones(4, 8), ones(5, 8), g, implementation="chunked"),
     "unfused": lambda g: tpk.all_gather_matmul(ones(4, 8), ones(5, 8), g, implementation="unfused"),
     "matmul_reduce_scatter": lambda g: tpk.matmul_reduce_scatter(ones(12, 8), ones(5, 8), g, implementation="chunked"),

@@ -84,13 +84,14 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
-    """Owner ``o`` of rank ``r`` is the ``(o - r) mod W``-th that ``r`` computes, and waits for so many signals of it."""
+    """Owner o is the ((o - r) mod W)-th that rank r computes for, and waits for so many of its signals."""
     segments, layout, like = _segments(context), call.layout, call.xs[0]
     rank, size = segments.rank, segments.size
     shapes = [(layout.shard_rows(o), layout.sizes[o] if layout.feature else call.columns) for o in range(size)]
     places = [_places(shapes, like.element_size(), producer) for producer in range(size)]
     segments.reserve(max(place[-1] for place in places))
     own = like.new_empty(shapes[rank])
+    bias = _contiguous(call.bias)
     with segments.call(context.fingerprint, context.text) as channel:
         for owner in peers_after(rank, size):
             part = segments.view(rank, shapes[owner], like.dtype, places[rank][owner])
@@ -109,7 +110,7 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
                 else:
                     channel.wait(producer, (rank - producer) % size)
                     parts.append(channel.address(producer) + places[producer][rank] + start * row_bytes)
-            _sum(parts, call.bias, own[start:stop])
+            _sum(parts, bias, own[start:stop])
     return own
 
 
@@ -158,9 +159,7 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
     with segments.call(context.fingerprint, context.text) as channel:
         _stage(segments, x)
         channel.signal()
-        channel.reduce_slots(
-            _dtype(x.dtype), start * itemsize, stride, rows, count, 1, 0, out.data_ptr(), count
-        )
+        channel.reduce_slots(_dtype(x.dtype), start * itemsize, stride, rows, count, 1, 0, out.data_ptr(), count)
     return out
 
 
@@ -179,7 +178,7 @@ def _sum_everywhere(
     num_bytes = rows * columns * like.element_size()
     segments.reserve(num_bytes)
     out = like.new_empty(shape)
-    bias_address = 0 if bias is None else bias.data_ptr()
+    bias = _contiguous(bias)
     sizes = array_split_sizes(rows, size)
     with segments.call(context.fingerprint, context.text) as channel:
         partial = segments.view(rank, shape, like.dtype)
@@ -189,7 +188,7 @@ def _sum_everywhere(
             if meanwhile is not None:
                 meanwhile()
             channel.reduce_slots(
-                _dtype(like.dtype), 0, columns, rows, columns, 1, bias_address, out.data_ptr(), columns
+                _dtype(like.dtype), 0, columns, rows, columns, 1, _address(bias), out.data_ptr(), columns
             )
             return out
         starts = offsets(sizes)
@@ -233,13 +232,21 @@ def _gather(channel: Any, layout: Layout, own: Tensor, whole: Tensor) -> None:
     channel.gather_slots(rows, [size * width for size in layout.sizes], own.data_ptr(), whole.data_ptr())
 
 
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _sum(parts: Sequence[int], bias: Tensor | None, out: Tensor) -> None:
     """out = sum of the contiguous matrices at these addresses + bias."""
     rows, columns = out.shape
     module: Any = native()
     with timeline.span("reduce", "reduce"):
         module.sum_rows(
-            _dtype(out.dtype), parts, columns, 0 if bias is None else bias.data_ptr(), out.data_ptr(), columns, rows,
+            _dtype(out.dtype), parts, columns, _address(bias), out.data_ptr(), columns, rows,
             columns,
         )  # fmt: skip
 
@@ -274,7 +281,8 @@ def _gathered_us(problem: Problem, costs: Costs) -> float:
 
 @lru_cache(maxsize=16)
 def _dtype(dtype: torch.dtype) -> Any:
-    return getattr(native(), "Dtype").__members__[str(dtype).removeprefix("torch.")]
+    module: Any = native()
+    return module.Dtype.__members__[str(dtype).removeprefix("torch.")]
 
 
 def _refuses(problem: Problem) -> str | None:

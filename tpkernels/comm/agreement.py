@@ -212,10 +212,12 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
     return error
 
 
-def diagnose(group: Group, call: int, signature: str, error: Exception) -> CommunicationError:
+def diagnose(group: Group, call: int, signature: str, error: transport.TransportFailure) -> CommunicationError:
     """Turn a transport error into one that names its culprit; waits at most a few seconds for evidence."""
     if group.verdict is not None:
         return group.verdict
+    if error.verdict is not None:
+        return error.verdict(f"{_head(group, call, signature)}{error}", ranks=error.ranks)
     waited = time.monotonic() - group.in_flight.since if group.in_flight is not None else 0.0
     return blame(group, call, signature, str(error), waited)
 
@@ -226,7 +228,7 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
     A call that has ``waited`` for the whole timeout has left its peers time to leave evidence; one that failed early
     waits for it a little, because connections close before the process is gone.
     """
-    head = f"rank {group.rank}, call {call} on group {group.name!r} ({signature}): "
+    head = _head(group, call, signature)
     patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
     if waited > 0.9 * group.timeout:
         patience = 0.0 if all(peer.is_local for peer in group.peers) else max(1.5, min(patience, 0.1 * waited))
@@ -265,6 +267,10 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
         + f" within {group.timeout:g} s. {symptom}",
         ranks=late,
     )
+
+
+def _head(group: Group, call: int, signature: str) -> str:
+    return f"rank {group.rank}, call {call} on group {group.name!r} ({signature}): "
 
 
 def _read_or_empty(group: Group, what: str) -> dict[int, str]:

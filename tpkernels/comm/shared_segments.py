@@ -38,12 +38,12 @@ class SharedSegments:
     def __init__(self, group: Group, channel: Any) -> None:
         self.channel = channel
         self.rank, self.size = group.rank, group.size
-        self._group_name = group.name
-        self._module: Any = native()
+        module: Any = native()
+        self._module = module
         with torch.inference_mode(False):  # tensors made inside it could not be written outside
             self._bytes = [torch.frombuffer(channel.segment(rank), dtype=torch.uint8) for rank in range(group.size)]
         self._typed: dict[torch.dtype, list[Tensor]] = {}
-        self._slot_bytes: int = self._module.SLOT_BYTES
+        self._slot_bytes = int(self._module.SLOT_BYTES)
 
     @property
     def max_bytes(self) -> int:
@@ -67,7 +67,7 @@ class SharedSegments:
             )
 
     def call(self, fingerprint: int, text: str) -> _Call:
-        """One call of the protocol: ``with segments.call(...):`` begins and ends it, and names the culprit of failures."""
+        """One call of the protocol: ``with segments.call(...):`` begins and ends it and names the culprit of failures."""
         return _Call(self, fingerprint, text)
 
     def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
@@ -92,23 +92,16 @@ class SharedSegments:
         except self._module.ChannelError as error:
             raise self.translate(error) from None
 
-    def translate(self, error: Exception) -> Exception:
-        """The public error for a native one (kind, blamed ranks, call, epoch, message)."""
+    def translate(self, error: Exception) -> TransportFailure:
+        """The transport's failure for the native one (kind, blamed ranks, call, epoch, message)."""
         kind, blamed, call, epoch, message = error.args
         failure = self._module.Failure
-        head = f"rank {self.rank}, shared-memory call {call} (epoch {epoch}) on group {self._group_name!r}: "
-        if kind == failure.interrupted:
-            return TransportFailure(f"{head}the wait was ended because the call cannot end well")
-        if kind == failure.mismatch:
-            message += (
-                "\nAll ranks must make the same calls in the same order, with the same shapes and dtypes "
-                "(uneven shards: pass shard_sizes on every rank)"
-            )
-        classes: dict[Any, type[CommunicationError]] = {
+        verdicts: dict[Any, type[CommunicationError]] = {
             failure.mismatch: GroupMismatch,
             failure.timeout: CollectiveTimeout,
         }
-        return classes.get(kind, PeerLost)(head + message, ranks=blamed)
+        verdict = None if kind == failure.interrupted else verdicts.get(kind, PeerLost)
+        return TransportFailure(f"{message} [shared-memory call {call}, epoch {epoch}]", None, verdict, blamed)
 
     def poison(self, error: CommunicationError) -> None:
         """Tell the peers, who may be waiting in this memory, that this rank failed."""

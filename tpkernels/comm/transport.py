@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpkernels.comm import timeline
+from tpkernels.errors import CommunicationError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,11 +43,20 @@ _ABORT_TAG = _TAG_BASE - 1
 
 
 class TransportFailure(RuntimeError):
-    """The library below reported an error; :mod:`tpkernels.comm.agreement` finds out which rank caused it."""
+    """A wait or a transfer failed; :mod:`tpkernels.comm.agreement` finds out which rank caused it.
 
-    def __init__(self, message: str, peer: int | None = None) -> None:
+    A transport that knows says so: ``verdict`` is then the error's class, and ``ranks`` those to blame.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        peer: int | None = None,
+        verdict: type[CommunicationError] | None = None,
+        ranks: Sequence[int] = (),
+    ) -> None:
         super().__init__(message)
-        self.peer = peer
+        self.peer, self.verdict, self.ranks = peer, verdict, tuple(ranks)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
@@ -43,6 +44,7 @@ def all_gather(
     dim: int = 0,
     shard_sizes: Sequence[int] | None = None,
     replicated_grad: bool = False,
+    implementation: str = "auto",
 ) -> Tensor:
     """y = concat over ranks of ``x`` along ``dim``.
 
@@ -50,6 +52,7 @@ def all_gather(
         shard_sizes: size of every rank's shard along ``dim``; needed, on every rank, when they are not all equal.
         replicated_grad: every rank continues with the same y and computes the same gradient for it, so that the
             backward pass takes this rank's slice.  By default ranks use y differently, and their gradients are summed.
+        implementation: "auto", or the name of one (see :func:`tpkernels.explain`), which also runs the backward pass.
 
     Raises:
         ValueError, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
@@ -58,24 +61,33 @@ def all_gather(
     if process_group(group).size() == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
-    return cast(Tensor, torch.ops.tpkernels.all_gather(x, group_name(group), dim, sizes, replicated_grad))
+    return cast(
+        Tensor, torch.ops.tpkernels.all_gather(x, group_name(group), dim, sizes, replicated_grad, implementation)
+    )
 
 
-def reduce_scatter(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor,
+    group: GroupLike,
+    *,
+    dim: int = 0,
+    shard_sizes: Sequence[int] | None = None,
+    implementation: str = "auto",
+) -> Tensor:
     """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
     check_local("x", x, group=group)
     if process_group(group).size() == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
-    return cast(Tensor, torch.ops.tpkernels.reduce_scatter(x, group_name(group), dim, sizes))
+    return cast(Tensor, torch.ops.tpkernels.reduce_scatter(x, group_name(group), dim, sizes, implementation))
 
 
-def all_reduce(x: Tensor, group: GroupLike) -> Tensor:
+def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:
     """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too."""
     check_local("x", x, group=group)
     if process_group(group).size() == 1:
         return x
-    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group)))
+    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group), implementation))
 
 
 def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
@@ -95,7 +107,9 @@ def shard(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[in
     return cast(Tensor, torch.ops.tpkernels.shard(x, group_name(group), dim, sizes))
 
 
-def _check(op: str, x: Tensor, dim: int) -> int:
+def _check(op: str, x: Tensor, dim: int, implementation: str = "auto") -> int:
+    if op in dispatch.OPS:
+        dispatch.check_name(op, implementation)
     if x.dim() < 1:
         raise ValueError(f"{op}: x must have at least 1 dimension")
     if x.dtype not in DTYPES:
@@ -104,10 +118,17 @@ def _check(op: str, x: Tensor, dim: int) -> int:
 
 
 def _sizes(
-    op: str, x: Tensor, dim: int, sizes: Sequence[int] | None, name: str, *, gather: bool
+    op: str,
+    x: Tensor,
+    dim: int,
+    sizes: Sequence[int] | None,
+    name: str,
+    *,
+    gather: bool,
+    implementation: str = "auto",
 ) -> tuple[int, list[int]]:
     """Checked dim and sizes of all ranks' shards."""
-    dim = _check(op, x, dim)
+    dim = _check(op, x, dim, implementation)
     pg = process_group(name)
     size = pg.size()
     if gather:
@@ -122,80 +143,88 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.unsqueeze(-1) if x.dim() == 1 else x
 
 
-def _all_gather(x: Tensor, name: str, dim: int, sizes: list[int] | None, replicated_grad: bool) -> Tensor:
+def _all_gather(
+    x: Tensor, name: str, dim: int, sizes: list[int] | None, replicated_grad: bool, implementation: str = "auto"
+) -> Tensor:
     group = resolve(name)
     try:
-        dim, sizes = _sizes("all_gather", x, dim, sizes, name, gather=True)
+        dim, sizes = _sizes("all_gather", x, dim, sizes, name, gather=True, implementation=implementation)
     except ValueError as error:
         agreement.refuse(group, "all_gather", str(error))
         raise
     rows = _as_rows(x)
     layout = gather_layout(rows, dim, sizes, group.size)
-    whole = start_gather(group, flat(rows), layout, "auto")()
+    whole = start_gather(group, flat(rows), layout, implementation)()
     return whole.view(gathered_shape(x, dim, layout))
 
 
-def _all_gather_fake(x: Tensor, name: str, dim: int, sizes: list[int] | None, replicated_grad: bool) -> Tensor:
-    dim, sizes = _sizes("all_gather", x, dim, sizes, name, gather=True)
+def _all_gather_fake(
+    x: Tensor, name: str, dim: int, sizes: list[int] | None, replicated_grad: bool, implementation: str = "auto"
+) -> Tensor:
+    dim, sizes = _sizes("all_gather", x, dim, sizes, name, gather=True, implementation=implementation)
     return x.new_empty(shard_shape(x, dim, sum(sizes)))
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, name, dim, sizes, replicated_grad = inputs
-    size = process_group(name).size()
-    ctx.settings = (name, dim % x.dim(), sizes if sizes is not None else [x.shape[dim]] * size, replicated_grad)
+    x, name, dim, sizes, replicated_grad, implementation = inputs
+    sizes = sizes if sizes is not None else [x.shape[dim]] * process_group(name).size()
+    ctx.settings = (name, dim % x.dim(), sizes, replicated_grad, implementation)
 
 
 def _all_gather_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    name, dim, sizes, replicated_grad = ctx.settings
-    op = torch.ops.tpkernels.shard if replicated_grad else torch.ops.tpkernels.reduce_scatter
-    return op(dy, name, dim, sizes), None, None, None, None
+    name, dim, sizes, replicated_grad, implementation = ctx.settings
+    if replicated_grad:
+        dx = torch.ops.tpkernels.shard(dy, name, dim, sizes)
+    else:
+        dx = torch.ops.tpkernels.reduce_scatter(dy, name, dim, sizes, implementation)
+    return dx, None, None, None, None, None
 
 
-def _reduce_scatter(x: Tensor, name: str, dim: int, sizes: list[int] | None) -> Tensor:
+def _reduce_scatter(x: Tensor, name: str, dim: int, sizes: list[int] | None, implementation: str = "auto") -> Tensor:
     group = resolve(name)
     try:
-        dim, sizes = _sizes("reduce_scatter", x, dim, sizes, name, gather=False)
+        dim, sizes = _sizes("reduce_scatter", x, dim, sizes, name, gather=False, implementation=implementation)
     except ValueError as error:
         agreement.refuse(group, "reduce_scatter", str(error))
         raise
     rows = _as_rows(x)
     layout = scatter_layout(rows.shape, dim, sizes, group.size)
-    signature = Signature("reduce_scatter", x.dtype, x.device.type, layout, rows.shape[-1], "auto")
+    signature = Signature("reduce_scatter", x.dtype, x.device.type, layout, rows.shape[-1], implementation)
     y = calling.run(group, signature, 0, ReduceScatter(flat(rows), layout), x.device)
     return cast(Tensor, y.view(shard_shape(x, dim, sizes[group.rank])))
 
 
 def _scatter_fake(op: str) -> Any:
-    def fake(x: Tensor, name: str, dim: int, sizes: list[int] | None) -> Tensor:
+    def fake(x: Tensor, name: str, dim: int, sizes: list[int] | None, implementation: str = "auto") -> Tensor:
         pg = process_group(name)
-        dim, sizes = _sizes(op, x, dim, sizes, name, gather=False)
+        dim, sizes = _sizes(op, x, dim, sizes, name, gather=False, implementation=implementation)
         return x.new_empty(shard_shape(x, dim, sizes[pg.rank()]))
 
     return fake
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, name, dim, sizes = inputs
+    x, name, dim, sizes, *implementation = inputs
     size = process_group(name).size()
-    ctx.settings = (name, dim % x.dim(), list(sizes if sizes is not None else array_split_sizes(x.shape[dim], size)))
+    sizes = list(sizes if sizes is not None else array_split_sizes(x.shape[dim], size))
+    ctx.settings = (name, dim % x.dim(), sizes, False, *implementation)
+    ctx.num_settings = len(inputs) - 1
 
 
 def _gather_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    name, dim, sizes = ctx.settings
-    return torch.ops.tpkernels.all_gather(dy, name, dim, sizes, False), None, None, None
+    return torch.ops.tpkernels.all_gather(dy, *ctx.settings), *(None for _ in range(ctx.num_settings))
 
 
-def _all_reduce(x: Tensor, name: str) -> Tensor:
+def _all_reduce(x: Tensor, name: str, implementation: str = "auto") -> Tensor:
     group = resolve(name)
     try:
-        _check("all_reduce", x, 0)
+        _check("all_reduce", x, 0, implementation)
     except ValueError as error:
         agreement.refuse(group, "all_reduce", str(error))
         raise
     rows = flat(_as_rows(x))
     layout: Layout = rows_layout(rows.shape[0], group.size)
-    signature = Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], "auto")
+    signature = Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation)
     return cast(Tensor, calling.run(group, signature, 0, AllReduce(rows), x.device).view(x.shape))
 
 
@@ -220,7 +249,8 @@ def _shard(x: Tensor, name: str, dim: int, sizes: list[int] | None) -> Tensor:
 
 define(
     "all_gather",
-    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes, bool replicated_grad) -> Tensor",
+    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes, bool replicated_grad, "
+    'str implementation="auto") -> Tensor',
     kernel=_all_gather,
     fake=_all_gather_fake,
     backward=_all_gather_backward,
@@ -228,7 +258,7 @@ define(
 )
 define(
     "reduce_scatter",
-    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes) -> Tensor",
+    '(Tensor x, str group_name, int dim, SymInt[]? shard_sizes, str implementation="auto") -> Tensor',
     kernel=_reduce_scatter,
     fake=_scatter_fake("reduce_scatter"),
     backward=_gather_gradient,
@@ -236,10 +266,10 @@ define(
 )
 define(
     "all_reduce",
-    "(Tensor x, str group_name) -> Tensor",
+    '(Tensor x, str group_name, str implementation="auto") -> Tensor',
     kernel=_all_reduce,
     fake=_contiguous_like,
-    backward=lambda ctx, dy: (dy, None),
+    backward=lambda ctx, dy: (dy, None, None),
     setup_context=_name_setup,
 )
 define(
