@@ -115,9 +115,9 @@ def run_and_judge(case: Case, group: Any) -> list[Tensor]:
     inputs = [t for t in (parts.xs[rank], *parts.ws[rank], *parts.bs[rank]) if t is not None]
     kept = [t.clone() for t in inputs]
     outs = run(case, parts, group)
-    judge(case, parts, outs, rank)
-    for now, before in zip(inputs, kept, strict=True):
+    for now, before in zip(inputs, kept, strict=True):  # first: values are judged by these inputs
         assert_bitwise_equal(now, before, f"rank {rank}, {case}: an input after the call")
+    judge(case, parts, outs, rank)
     return outs
 
 

@@ -1,4 +1,4 @@
-"""Every implementation that two ranks of this host can run keeps the contract of the ops; new ones come in by themselves.
+"""Every implementation that ranks of one host can run keeps the contract of the ops; new ones come in by themselves.
 
 Parametrised from the registry: an implementation that is registered tomorrow is judged tomorrow.
 """
