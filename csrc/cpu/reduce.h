@@ -38,7 +38,8 @@ Isa active_isa();         // what sum_rows and copy_rows use; best_isa() unless 
 void force_isa(Isa isa);  // tests only; throws std::invalid_argument for one this CPU lacks
 const char* name_of(Isa isa);
 
-// Outputs of at least this many bytes bypass the caches, where the instruction set can. Tests only force it.
+// Calls that read and write at least this many bytes in all bypass the caches with their stores, where the instruction
+// set can: three quarters of the last-level cache, found by measurement (reduce.cpp). Tests only force it.
 std::int64_t streaming_threshold_bytes();
 void force_streaming_threshold(std::int64_t bytes);
 

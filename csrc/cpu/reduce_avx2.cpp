@@ -77,15 +77,15 @@ struct BFloat16 : Vectors<BFloat16, TwoSingles, 2> {
         return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)),
                 _mm256_castsi256_ps(_mm256_and_si256(v, upper_halves()))};
     }
-    static __m256i round(__m256 value) {  // the result is the upper half of each word
-        const __m256i bits = _mm256_castps_si256(value);
-        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-        const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-        return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
-    }
-    static __m256i narrow(Wide wide) {
-        return _mm256_blend_epi16(_mm256_srli_epi32(round(wide.a), 16), round(wide.b), 0xaa);
+    static __m256i narrow(Wide wide) {  // as in reduce_avx512.cpp
+        const __m256i a = _mm256_castps_si256(wide.a);
+        const __m256i b = _mm256_castps_si256(wide.b);
+        const __m256i kept = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
+        const __m256i dropped = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+        const __m256i odd = _mm256_and_si256(kept, _mm256_set1_epi16(1));
+        const __m256i addend = _mm256_or_si256(odd, _mm256_set1_epi16(0x7ffe));
+        const __m256i carry = _mm256_srli_epi16(_mm256_avg_epu16(dropped, addend), 15);
+        return _mm256_add_epi16(kept, carry);
     }
     static Wide add(Wide x, Wide y) { return add_two(x, y); }
 };

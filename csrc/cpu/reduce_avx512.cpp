@@ -87,15 +87,19 @@ struct BFloat16 : Halves<BFloat16> {
         return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)),
                 _mm512_castsi512_ps(_mm512_and_si512(v, upper_halves()))};
     }
-    static __m512i round(__m512 value) {  // the result is the upper half of each word
-        const __m512i bits = _mm512_castps_si512(value);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-        const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        return _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
-    }
+    // kept + carry of (dropped + 0x7fff + lowest kept bit), in 16-bit lanes; the average of two lanes is their sum with
+    // the carry in bit 15. Per-word additions with a test for NaN took 0.77 us where this takes 0.56 (2 x 8192
+    // elements, AMD EPYC 9004 series at 2.6 GHz, 2026-11). See reduce_kernels.h for why no test is needed.
     static __m512i narrow(Wide wide) {
-        return _mm512_mask_blend_epi16(0xaaaaaaaaU, _mm512_srli_epi32(round(wide.a), 16), round(wide.b));
+        const __m512i a = _mm512_castps_si512(wide.a);
+        const __m512i b = _mm512_castps_si512(wide.b);
+        const __m512i kept = _mm512_mask_blend_epi16(0xaaaaaaaaU, _mm512_srli_epi32(a, 16), b);
+        const __m512i dropped = _mm512_mask_blend_epi16(0xaaaaaaaaU, a, _mm512_slli_epi32(b, 16));
+        constexpr int kAAndBOrC = 0xea;
+        const __m512i addend =
+            _mm512_ternarylogic_epi32(kept, _mm512_set1_epi16(1), _mm512_set1_epi16(0x7ffe), kAAndBOrC);
+        const __m512i carry = _mm512_srli_epi16(_mm512_avg_epu16(dropped, addend), 15);
+        return _mm512_add_epi16(kept, carry);
     }
 };
 

@@ -4,6 +4,9 @@
 // the rest of the program: the linker keeps one copy of an inline function, and could keep theirs. So they define
 // nothing outside an unnamed namespace but their table's getter, use no std:: function, and need no initialisation
 // before main.
+//
+// Rounding to bf16 needs no test for NaN, which integer rounding could carry into infinity or zero: a sum of widened
+// bf16 is NaN only with the payload of a bf16, or with the CPU's default one, so that the dropped bits are zeros.
 #pragma once
 
 #include "reduce.h"
@@ -18,15 +21,13 @@ struct SumCall {
     std::int64_t out_stride;
     std::int64_t rows;
     std::int64_t columns;
+    bool stream;    // write around the caches; out is none of the parts, and aligned to its elements
+    bool prefetch;  // more parts than the hardware follows, and too large for the caches
 };
 
 struct Kernels {
-    using Sum = void (*)(const SumCall&);
-    using Copy = void (*)(const char* src, char* dst, std::int64_t bytes);
-
-    Sum sum[4];        // by Dtype
-    Sum sum_large[4];  // the same with streaming stores; out must be none of the parts, aligned to its elements
-    Copy copy_large;   // with streaming stores; null: memcpy does
+    void (*sum[4])(const SumCall&);                                          // by Dtype
+    void (*copy_streaming)(const char* src, char* dst, std::int64_t bytes);  // null: memcpy does
 };
 
 // Null where the compiler's target does not have them.

@@ -27,16 +27,26 @@ inline void write(char* to, typename T::Wide wide) {
     }
 }
 
-// kVectors full vectors at byte `at` of a row. kParts: number of parts where the compiler may know it, else 0.
-template <class T, int kVectors, int kParts, bool kStream>
-inline void sum_vectors(const SumCall& call, std::int64_t row, char* out, std::int64_t at) {
+// To the second level: parts that begin at equal offsets in their pages share few sets of the first, and would evict
+// each other there. 64 parts of 2 MiB: 6.8 ms instead of 11.4, 16 parts: 1.15 ms instead of 1.3; up to 8 parts the
+// hardware does better alone (AMD EPYC 9004 series, 2026-11).
+inline void prefetch_block(const char* from) {
+    constexpr std::int64_t kAheadBytes = 512;
+    constexpr std::int64_t kLineBytes = 64;
+    for (std::int64_t at = 0; at < kBlockBytes; at += kLineBytes) __builtin_prefetch(from + kAheadBytes + at, 0, 2);
+}
+
+// kVectors full vectors at byte `at` of a row.
+// Inlined always, or GCC loads the constants anew for each block (0.92 us instead of 0.77 for 2 x 8192 bf16).
+template <class T, int kVectors, bool kStream, bool kPrefetch>
+[[gnu::always_inline]] inline void sum_vectors(const SumCall& call, std::int64_t row, char* out, std::int64_t at) {
     typename T::Wide sum[kVectors];
     const char* first = row_of<T>(call.parts[0], row) + at;
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[v] = T::load(first + v * kVectorBytes);
-    const std::int64_t num_parts = kParts != 0 ? kParts : call.num_parts;
-    for (std::int64_t p = 1; p < num_parts; ++p) {
+    for (std::int64_t p = 1; p < call.num_parts; ++p) {
         const char* part = row_of<T>(call.parts[p], row) + at;
+        if constexpr (kPrefetch) prefetch_block(part);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) sum[v] = T::add(sum[v], T::load(part + v * kVectorBytes));
     }
@@ -66,7 +76,7 @@ inline std::int64_t bytes_to_alignment(const char* address, std::int64_t at_most
     return missing < at_most ? missing : at_most;
 }
 
-template <class T, int kParts, bool kStream>
+template <class T, bool kStream, bool kPrefetch>
 void sum_all(const SumCall& call) {
     const std::int64_t row_bytes = call.columns * T::kElementBytes;
     for (std::int64_t row = 0; row < call.rows; ++row) {
@@ -77,28 +87,27 @@ void sum_all(const SumCall& call) {
             if (at > 0) sum_first<T>(call, row, out, 0, at);
         }
         for (; at + kBlockBytes <= row_bytes; at += kBlockBytes) {
-            sum_vectors<T, kBlockVectors, kParts, kStream>(call, row, out, at);
+            sum_vectors<T, kBlockVectors, kStream, kPrefetch>(call, row, out, at);
         }
         for (; at + kVectorBytes <= row_bytes; at += kVectorBytes) {
-            sum_vectors<T, 1, kParts, kStream>(call, row, out, at);
+            sum_vectors<T, 1, kStream, false>(call, row, out, at);
         }
         if (at < row_bytes) sum_first<T>(call, row, out, at, row_bytes - at);
     }
     if constexpr (kStream) fence();
 }
 
+// One loop for any number of parts: knowing at compile time that there are two gained nothing.
 template <class T>
 void sum(const SumCall& call) {
-    if (call.num_parts == 2) return sum_all<T, 2, false>(call);
-    sum_all<T, 0, false>(call);
+    if (call.stream) {
+        call.prefetch ? sum_all<T, kCanStream, true>(call) : sum_all<T, kCanStream, false>(call);
+    } else {
+        call.prefetch ? sum_all<T, false, true>(call) : sum_all<T, false, false>(call);
+    }
 }
 
-template <class T>
-void sum_large(const SumCall& call) {
-    sum_all<T, 0, kCanStream>(call);
-}
-
-void copy_large(const char* src, char* dst, std::int64_t bytes) {
+void copy_streaming(const char* src, char* dst, std::int64_t bytes) {
     std::int64_t at = bytes_to_alignment(dst, bytes);
     __builtin_memcpy(dst, src, static_cast<std::size_t>(at));
     for (; at + kVectorBytes <= bytes; at += kVectorBytes) stream_bytes(dst + at, src + at);
@@ -108,6 +117,5 @@ void copy_large(const char* src, char* dst, std::int64_t bytes) {
 
 constexpr Kernels kKernels = {
     {sum<Float32>, sum<BFloat16>, sum<Float16>, sum<Float64>},
-    {sum_large<Float32>, sum_large<BFloat16>, sum_large<Float16>, sum_large<Float64>},
-    kCanStream ? copy_large : nullptr,
+    kCanStream ? copy_streaming : nullptr,
 };

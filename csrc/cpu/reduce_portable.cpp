@@ -11,11 +11,15 @@ constexpr bool kCanStream = false;
 using Words = std::uint32_t __attribute__((vector_size(16)));
 using Singles = float __attribute__((vector_size(16)));
 using Doubles = double __attribute__((vector_size(16)));
-using AnyWords = std::uint32_t __attribute__((vector_size(16), aligned(1), may_alias));  // where it lies in memory
+
+// Words where they lie in memory, at any address. A packed struct, because clang drops aligned(1) from a `using`.
+struct __attribute__((packed, may_alias)) AnyWords {
+    Words v;
+};
 
 // A plain access, not memcpy: ThreadSanitizer must see it also where the compiler may not treat memcpy as its own.
-inline Words load_bytes(const char* from) { return *reinterpret_cast<const AnyWords*>(from); }
-inline void store_bytes(char* to, Words v) { *reinterpret_cast<AnyWords*>(to) = v; }
+inline Words load_bytes(const char* from) { return reinterpret_cast<const AnyWords*>(from)->v; }
+inline void store_bytes(char* to, Words v) { reinterpret_cast<AnyWords*>(to)->v = v; }
 
 inline void fence() {}
 inline void stream_bytes(char* dst, const char* src) { store_bytes(dst, load_bytes(src)); }
@@ -81,9 +85,7 @@ struct BFloat16 : Vectors<BFloat16, TwoSingles, 2> {
     static Wide widen(Words v) { return {(Singles)(v << 16), (Singles)(v & 0xffff0000U)}; }
     static Words round(Singles value) {  // the result is the upper half of each word
         const Words bits = (Words)value;
-        const Words rounded = bits + 0x7fffU + ((bits >> 16) & 1U);
-        const Words nan = Words{} + 0x7fc00000U;
-        return select(is_above(bits & 0x7fffffffU, 0x7f800000U), nan, rounded);
+        return bits + 0x7fffU + ((bits >> 16) & 1U);
     }
     static Words narrow(Wide wide) { return (round(wide.a) >> 16) | (round(wide.b) & 0xffff0000U); }
     static Wide add(Wide x, Wide y) { return {x.a + y.a, x.b + y.b}; }
