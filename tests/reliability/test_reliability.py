@@ -1,0 +1,21 @@
+"""Each row of the reliability table in a slice; with `--full` in its full count (then better alone on the machine, as
+`python benchmarks/reliability.py`, which files the figures)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.reliability.rows import ROWS, Row
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_trial_of_the_row_ends_as_promised(row: Row, full: bool) -> None:
+    if row.needs_root and os.geteuid() != 0:
+        pytest.skip("needs root: a rank changes its user")
+    outcome = row.run(row.full if full else row.slice)
+    problems = outcome.problems(judge_p99=full)
+    assert not problems, f"{row.name} ({row.what}):\n" + "\n".join(problems)
