@@ -14,18 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import tpkernels  # noqa: F401  (registers the implementations)
+import tpkernels as tpk
 from tests.ops.support import DTYPES, GATHER, REDUCE, SCATTER, Case, Operands, call, check_values, new_group, operands
 from tpkernels import dispatch
-from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import why_not
 from tpkernels.dispatch import OPS, Problem
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
-from tpkernels.ops.contract import AllReduce, ReduceScatter
-from tpkernels.ops.matmul_all_reduce import rows_layout
-from tpkernels.ops.matmul_reduce_scatter import scatter_layout
-from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.faults import poisoned_memory
 from tpkernels.testing.numeric import assert_bitwise_equal
@@ -70,20 +63,11 @@ def run(case: Case, parts: Operands, group: Any) -> list[Tensor]:
     if case.op not in COLLECTIVES:
         outs, gathered = call(case, (parts.xs[rank], parts.ws[rank], parts.bs[rank]), group)
         return outs if gathered is None else [*outs, gathered]
-    state, x, axis, name = resolve(group), parts.xs[rank], case.axis, case.implementation
-    cut = case.cut(state.size)
-    if case.op == "all_gather":
-        layout = gather_layout(x, axis, cut, state.size)
-        return [start_gather(state, flat(x), layout, name)().view(gathered_shape(x, axis, layout))]
-    arguments: ReduceScatter | AllReduce
-    if case.op == "reduce_scatter":
-        layout, shape = scatter_layout(x.shape, axis, cut, state.size), shard_shape(x, axis, cut[rank])
-        arguments = ReduceScatter(flat(x), layout)
-    else:
-        layout, shape = rows_layout(flat(x).shape[0], state.size), list(x.shape)
-        arguments = AllReduce(flat(x))
-    signature = Signature(case.op, x.dtype, x.device.type, layout, x.shape[-1], name)
-    return [calling.run(state, signature, 0, arguments, x.device).view(shape)]
+    x, cut = parts.xs[rank], case.cut(dist.get_world_size(group))
+    if case.op == "all_reduce":
+        return [tpk.all_reduce(x, group, implementation=case.implementation)]
+    move = tpk.all_gather if case.op == "all_gather" else tpk.reduce_scatter
+    return [move(x, group, dim=case.dim, shard_sizes=cut, implementation=case.implementation)]
 
 
 def judge(case: Case, parts: Operands, outs: Sequence[Tensor], rank: int) -> None:
@@ -207,5 +191,6 @@ def exact_cases(op: str, name: str, world: int) -> list[Case]:
         k_sizes = (3, *[0] * (world - 2), 21)
         cases += [base.but(k_sizes=k_sizes), base.but(bias=False, strided=True)]
     if op in COLLECTIVES:
-        cases = [case.but(bias=False, ns=()) for case in cases]
+        vectors = [base.but(shape=(9,), sizes=cut) for cut in cuts(9, world)]
+        cases = [case.but(bias=False, ns=()) for case in (*cases, *vectors)]
     return [case.but(call=number) for number, case in enumerate(cases)]
