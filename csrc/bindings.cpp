@@ -186,6 +186,7 @@ PYBIND11_MODULE(_native, m) {
     m.def(
         "make_control", [](int size, Epoch first) { return make_control(size, first).release(); }, py::arg("size"),
         py::arg("first") = 0, "File descriptor of a new control segment; the caller closes it.");
+    m.def("all_reduce_bytes", &all_reduce_bytes, py::arg("bytes"), "What an all-reduce needs of a slot.");
     m.def(
         "make_data", [] { return make_data_file().release(); },
         "File descriptor of a new data segment; the caller closes it.");

@@ -224,6 +224,7 @@ def select(problem: Problem, requested: str, costs: Costs) -> tuple[Implementati
 
 def check_name(op: str, requested: str) -> None:
     """Raise ``ValueError`` unless ``requested`` is "auto" or a registered implementation of ``op``."""
+    if requested == "auto" or (op, requested) in _registry:
+        return
     names = [offer.name for offer in implementations(op)]
-    if requested != "auto" and requested not in names:
-        raise ValueError(f"implementation must be one of {['auto', *names]}, got {requested!r}")
+    raise ValueError(f"implementation must be one of {['auto', *names]}, got {requested!r}")

@@ -1,11 +1,59 @@
 #include "cpu/collectives.h"
 
+#include <algorithm>
 #include <array>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
 namespace tpk {
+
+namespace {
+
+// A large all-reduce goes piece by piece through two places of the slot: the pieces stay in the cache, and the slot
+// stays small.  2 ranks, 16 MB bf16: MEASURE
+constexpr std::size_t kPieceBytes = 1024 * 1024;
+constexpr std::size_t kPiecesInFlight = 2;
+// With more ranks, and from this size on, each rank sums its share of a piece and copies the others' sums; below, or
+// with two ranks, everybody sums everything.
+constexpr std::int64_t kShareBytes = 64 * 1024;
+
+// One piece: stage, sum, and with many ranks spread.  `signals` counts those of the call.
+//
+// A place is written again two pieces later.  A rank stages piece j + 2 after it has waited for everybody's stage of
+// j + 1, which everybody signals after having finished reading j.
+void all_reduce_piece(Channel& channel, const SlotRows& place, const std::byte* x, std::byte* out, Epoch& signals) {
+    const auto item = static_cast<std::int64_t>(size_of(place.dtype));
+    const std::int64_t bytes = place.columns * item;
+    copy_rows(x, bytes, channel.slot(channel.rank()) + place.offset, bytes, 1, bytes);
+    channel.signal();
+    ++signals;
+    if (channel.size() == 2 || bytes < kShareBytes) {
+        reduce_slots(channel, place, signals, nullptr, out, place.stride);
+        return;
+    }
+    const std::int64_t share = (place.columns + channel.size() - 1) / channel.size();
+    const auto first = [&](int rank) { return std::min(place.columns, rank * share); };
+    const auto at = [&](int rank, int share_of) {
+        return channel.slot(rank) + place.offset + static_cast<std::size_t>(first(share_of) * item);
+    };
+    const auto length = [&](int rank) { return first(rank + 1) - first(rank); };
+    const int own = channel.rank();
+    // Nobody else reads our share of our own place before the next signal: the sum takes the addend's place.
+    const SlotRows mine = {place.dtype, place.offset + static_cast<std::size_t>(first(own) * item), length(own), 1,
+                           length(own)};
+    reduce_slots(channel, mine, signals, nullptr, at(own, own), length(own));
+    channel.signal();
+    ++signals;
+    for (int step = 0; step < channel.size(); ++step) {
+        const int rank = (own + step) % channel.size();
+        if (rank != own) channel.wait(rank, signals);
+        const std::int64_t share_bytes = length(rank) * item;
+        copy_rows(at(rank, rank), share_bytes, out + first(rank) * item, share_bytes, 1, share_bytes);
+    }
+}
+
+}  // namespace
 
 void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const void* bias, void* out,
                   std::int64_t out_stride) {
@@ -17,17 +65,30 @@ void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const v
     sum_rows(from.dtype, parts.data(), channel.size(), bias, out, out_stride, from.rows, from.columns);
 }
 
+std::size_t all_reduce_bytes(std::size_t bytes) {
+    return bytes <= kPieceBytes ? bytes : kPiecesInFlight * kPieceBytes;
+}
+
 void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& text, Dtype dtype, const void* x,
                 void* out, std::int64_t count) {
-    const std::int64_t bytes = count * static_cast<std::int64_t>(size_of(dtype));
-    if (count < 0 || static_cast<std::size_t>(bytes) > channel.capacity()) {
-        throw std::invalid_argument("an all-reduce of " + std::to_string(count) + " elements does not fit into " +
-                                    std::to_string(channel.capacity()) + " bytes per call: grow first");
+    const auto item = static_cast<std::int64_t>(size_of(dtype));
+    const auto needed = all_reduce_bytes(static_cast<std::size_t>(count * item));
+    if (count < 0 || needed > channel.capacity()) {
+        throw std::invalid_argument("an all-reduce of " + std::to_string(count) + " elements stages " +
+                                    std::to_string(needed) + " bytes, the channel has " +
+                                    std::to_string(channel.capacity()) + ": grow first");
     }
     channel.begin(fingerprint, text);
-    copy_rows(x, bytes, channel.slot(channel.rank()), bytes, 1, bytes);
-    channel.signal();
-    reduce_slots(channel, {dtype, 0, count, 1, count}, 1, nullptr, out, count);
+    const std::int64_t piece = static_cast<std::int64_t>(kPieceBytes) / item;
+    Epoch signals = 0;
+    std::size_t place = 0;
+    for (std::int64_t start = 0; start == 0 || start < count; start += piece) {
+        const std::int64_t length = std::min(piece, count - start);
+        all_reduce_piece(channel, {dtype, place * kPieceBytes, length, 1, length},
+                         static_cast<const std::byte*>(x) + start * item, static_cast<std::byte*>(out) + start * item,
+                         signals);
+        place = (place + 1) % kPiecesInFlight;
+    }
     channel.end();
 }
 

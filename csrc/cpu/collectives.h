@@ -33,6 +33,9 @@ struct GatherPlan {
 void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const void* bias, void* out,
                   std::int64_t out_stride);
 
+// What all_reduce of so many bytes needs of a slot.
+std::size_t all_reduce_bytes(std::size_t bytes);
+
 // out = sum over ranks of x: a whole call.
 void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& text, Dtype dtype, const void* x,
                 void* out, std::int64_t count);

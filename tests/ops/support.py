@@ -29,7 +29,7 @@ from tpkernels.testing.payload import exact_matmul, integer_payload, payload
 
 GATHER, SCATTER, REDUCE, COPY = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "copy_matmul"
 FUSED = (GATHER, SCATTER, REDUCE, COPY)
-IMPLEMENTATIONS = ("unfused", "chunked", "auto")
+IMPLEMENTATIONS = ("unfused", "chunked", "shared_memory")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

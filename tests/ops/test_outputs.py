@@ -39,7 +39,7 @@ def _changed_outputs(implementation: str) -> list[str]:
     return [name for name, output, copy in kept if not torch.equal(output, copy)]
 
 
-@pytest.mark.parametrize("implementation", ["unfused", "chunked"])
+@pytest.mark.parametrize("implementation", ["unfused", "chunked", "shared_memory"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_outputs_are_unchanged_by_later_calls(ranks: Pools, world_size: int, implementation: str) -> None:
     assert ranks(world_size).run(_changed_outputs, implementation) == [[]] * world_size

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
-from tpkernels.backends.blocks import Epilogue, partial_rows, place_rows
+from tpkernels.backends.blocks import Epilogue, gemm, partial_rows, place_rows
 from tpkernels.backends.exchange import whole_like
 from tpkernels.comm import timeline
 from tpkernels.comm.native import native
@@ -115,25 +115,67 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
-    like = call.xs[0]
-    shape = (like.shape[0], call.matrices[0].shape[1])
-    everything = Layout(1, (shape[0],), 1)
+    """One shot for two ranks or little data: everybody sums everything.  Else each rank sums its share of the rows."""
+    segments, like = _segments(context), call.xs[0]
+    rows, columns = like.shape[0], call.matrices[0].shape[1]
+    num_bytes = rows * columns * like.element_size()
+    segments.reserve(num_bytes)
+    bias = _contiguous(call.bias)
+    out = like.new_empty(rows, columns)
+    with segments.call(context.fingerprint, context.text) as channel:
+        partial = segments.view(segments.rank, (rows, columns), like.dtype)
+        if segments.size == 2 or num_bytes <= ONE_SHOT_BYTES:
+            _partial(call, 0, rows, partial)
+            channel.signal()
+            call.meanwhile()
+            channel.reduce_slots(
+                _dtype(like.dtype), 0, columns, rows, columns, 1, _address(bias), out.data_ptr(), columns
+            )
+        else:
+            _sum_shares(segments, call, partial, bias, out)
+    return out
 
-    def fill(start: int, stop: int, out: Tensor) -> None:
-        with timeline.span("gemm", "gemm"):
-            partial_rows(call.xs, call.matrices, None, everything, 0, start, stop, out)
 
-    return _sum_everywhere(context, shape, like, fill, call.bias, call.meanwhile)
+def _sum_shares(
+    segments: SharedSegments, call: MatmulAllReduce, partial: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """Owner o is the ((o - r) mod W)-th that rank r computes for; then everybody copies everybody's sums."""
+    channel, rank, size = segments.channel, segments.rank, segments.size
+    sizes = array_split_sizes(out.shape[0], size)
+    shares = [(start, start + count) for start, count in zip(offsets(sizes), sizes, strict=True)]
+    for owner in peers_after(rank, size):
+        _partial(call, *shares[owner], partial)
+        channel.signal()
+    _partial(call, *shares[rank], partial)
+    call.meanwhile()
+    for producer in peers_after(rank, size):
+        channel.wait(producer, (rank - producer) % size)
+    # Our share of our own slot is read by nobody before the next signal: the sum may take the partial's place.
+    start, stop = shares[rank]
+    first = start * out.shape[1] * out.element_size()
+    _sum([channel.address(producer) + first for producer in range(size)], bias, partial[start:stop])
+    channel.signal()
+    for peer in (rank, *peers_after(rank, size)):
+        if peer != rank:
+            channel.wait(peer, size)
+        start, stop = shares[peer]
+        out[start:stop].copy_(segments.view(peer, tuple(out.shape), out.dtype)[start:stop])
+
+
+def _partial(call: MatmulAllReduce, start: int, stop: int, partial: Tensor) -> None:
+    """Rows [start, stop) of this rank's partial."""
+    out, bias = partial[start:stop], None
+    with timeline.span("gemm", "gemm"):
+        for x, matrix in zip(call.xs, call.matrices, strict=True):
+            gemm(x[start:stop], matrix, out, bias)
+            bias = out
 
 
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
-    segments, x = _segments(context), call.x
-    if _is_one_shot(segments.size, x.numel() * x.element_size()):
-        segments.reserve(x.numel() * x.element_size())
-        out = torch.empty_like(x)
-        segments.all_reduce(context.fingerprint, context.text, _dtype(x.dtype), x, out)
-        return out
-    return _sum_everywhere(context, (x.shape[0], x.shape[1]), x, lambda start, stop, out: out.copy_(x[start:stop]))
+    """One native call, piece by piece through a small slot."""
+    out = torch.empty_like(call.x)
+    _segments(context).all_reduce(context.fingerprint, context.text, _dtype(call.x.dtype), call.x, out)
+    return out
 
 
 def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
@@ -160,56 +202,6 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
         _stage(segments, x)
         channel.signal()
         channel.reduce_slots(_dtype(x.dtype), start * itemsize, stride, rows, count, 1, 0, out.data_ptr(), count)
-    return out
-
-
-def _sum_everywhere(
-    context: Context,
-    shape: tuple[int, int],
-    like: Tensor,
-    fill: Callable[[int, int, Tensor], Any],
-    bias: Tensor | None = None,
-    meanwhile: Callable[[], None] | None = None,
-) -> Tensor:
-    """Sum over ranks of the matrix whose rows ``fill(start, stop, out)`` writes, equal bit for bit on all ranks."""
-    segments = _segments(context)
-    rank, size = segments.rank, segments.size
-    rows, columns = shape
-    num_bytes = rows * columns * like.element_size()
-    segments.reserve(num_bytes)
-    out = like.new_empty(shape)
-    bias = _contiguous(bias)
-    sizes = array_split_sizes(rows, size)
-    with segments.call(context.fingerprint, context.text) as channel:
-        partial = segments.view(rank, shape, like.dtype)
-        if _is_one_shot(size, num_bytes):
-            fill(0, rows, partial)
-            channel.signal()
-            if meanwhile is not None:
-                meanwhile()
-            channel.reduce_slots(
-                _dtype(like.dtype), 0, columns, rows, columns, 1, _address(bias), out.data_ptr(), columns
-            )
-            return out
-        starts = offsets(sizes)
-        for owner in (*peers_after(rank, size), rank):
-            fill(starts[owner], starts[owner] + sizes[owner], partial[starts[owner] : starts[owner] + sizes[owner]])
-            if owner != rank:
-                channel.signal()
-        if meanwhile is not None:
-            meanwhile()
-        first = starts[rank] * columns * like.element_size()
-        for producer in peers_after(rank, size):
-            channel.wait(producer, (rank - producer) % size)
-        # Our rows of our slot are read by nobody before the next signal: the sum may take the partial's place.
-        own = partial[starts[rank] : starts[rank] + sizes[rank]]
-        _sum([channel.address(producer) + first for producer in range(size)], bias, own)
-        channel.signal()
-        for peer in (rank, *peers_after(rank, size)):
-            if peer != rank:
-                channel.wait(peer, size)
-            done = segments.view(peer, shape, like.dtype)[starts[peer] : starts[peer] + sizes[peer]]
-            out[starts[peer] : starts[peer] + sizes[peer]].copy_(done)
     return out
 
 
@@ -263,10 +255,6 @@ def _places(shapes: Sequence[tuple[int, int]], itemsize: int, producer: int) -> 
 def _largest_shard(layout: Layout, x: Tensor) -> int:
     columns = max(layout.sizes) if layout.feature else x.shape[1]
     return layout.max_shard_rows * columns * x.element_size()
-
-
-def _is_one_shot(size: int, num_bytes: int) -> bool:
-    return size == 2 or num_bytes <= ONE_SHOT_BYTES
 
 
 @lru_cache(maxsize=1024)

@@ -67,7 +67,7 @@ class SharedSegments:
             )
 
     def call(self, fingerprint: int, text: str) -> _Call:
-        """One call of the protocol: ``with segments.call(...):`` begins and ends it and names the culprit of failures."""
+        """One call of the protocol: ``with segments.call(...):`` begins and ends it and names who failed."""
         return _Call(self, fingerprint, text)
 
     def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
@@ -81,7 +81,8 @@ class SharedSegments:
         return typed[rank].as_strided((rows, columns), (columns, 1), start // dtype.itemsize)
 
     def all_reduce(self, fingerprint: int, text: str, dtype: Any, x: Tensor, out: Tensor) -> None:
-        """out = sum over ranks of ``x`` (contiguous), a whole call in one step: everybody sums everything."""
+        """out = sum over ranks of ``x`` (contiguous): a whole call in one step."""
+        self.reserve(self._module.all_reduce_bytes(x.numel() * x.element_size()))
         self._guarded(
             lambda: self.channel.all_reduce(fingerprint, text, dtype, x.data_ptr(), out.data_ptr(), x.numel())
         )

@@ -170,7 +170,6 @@ def time_case(case: Case, plan: Plan) -> CaseResult:
         notes["torch"] = case.torch_refusal
     names = case.implementations()
     candidates |= {name: case.ours(name) for name in [*names, "auto"]}
-    explanation = tpk.explain(case.op, m=shape.m, n=shape.n, k=shape.k, dtype=case.dtype, group=case.group)
     times = measure(
         candidates,
         repeats=plan.repeats,
@@ -187,7 +186,7 @@ def time_case(case: Case, plan: Plan) -> CaseResult:
         case.world_size,
         times,
         wire_bytes=case.problem.wire_bytes,
-        chosen=explanation.chosen,
+        chosen=case.explanation.chosen,
         chunks=case.problem.num_chunks,
         notes=notes,
     )

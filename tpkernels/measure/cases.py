@@ -75,12 +75,14 @@ class Case:
         return partition.array_split_sizes(self.shape.m, self.world_size)
 
     @cached_property
-    def problem(self) -> dispatch.Problem:
+    def explanation(self) -> dispatch.Explanation:
+        """What the ranks agree on for this problem; collective the first time."""
         shape = self.shape
-        return dispatch.Problem(
-            self.op, shape.m, shape.n, shape.k, self.dtype, self.world_size, self.device.type,
-            dist.get_backend(self.group),
-        )  # fmt: skip
+        return tpk.explain(self.op, m=shape.m, n=shape.n, k=shape.k, dtype=self.dtype, group=self.group)
+
+    @property
+    def problem(self) -> dispatch.Problem:
+        return self.explanation.problem
 
     @cached_property
     def _x_parts(self) -> list[Tensor]:
@@ -175,7 +177,7 @@ class Case:
 
     def implementations(self) -> list[str]:
         """Names that can run this problem, `unfused` first."""
-        able = [offer.name for offer in dispatch.implementations(self.op) if offer.refuses(self.problem) is None]
+        able = [candidate.name for candidate in self.explanation.candidates if candidate.refusal is None]
         return sorted(able, key=lambda name: name != "unfused")
 
     # -- the judge -------------------------------------------------------------------------------------------------

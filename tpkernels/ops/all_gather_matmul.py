@@ -37,7 +37,7 @@ from tpkernels.ops.checks import (
     plain_linear,
 )
 from tpkernels.ops.contract import AllGatherMatmul, MatmulReduceScatter, activation_backward, activation_forward
-from tpkernels.ops.library import define
+from tpkernels.ops.library import call, define, wants_grad
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
 from tpkernels.partition import Layout
 
@@ -106,10 +106,9 @@ def all_gather_matmul(
         ]
         y = outs[0] if single else outs
         return (y, x_shard) if return_gathered else y
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x_shard, *weights, *biases)
-    )
-    outputs = torch.ops.tpkernels.all_gather_matmul(
+    needs_grad = wants_grad(x_shard, *weights, *biases)
+    outputs = call(
+        torch.ops.tpkernels.all_gather_matmul,
         x_shard,
         weights,
         pack_biases(biases, x_shard),
@@ -120,6 +119,7 @@ def all_gather_matmul(
         return_gathered or (save_gathered and needs_grad),
         activation is not None and needs_grad,
         implementation,
+        needs_grad=needs_grad,
     )
     y = outputs[0] if single else outputs[: len(weights)]
     return (y, outputs[-1]) if return_gathered else y

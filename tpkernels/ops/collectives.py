@@ -28,7 +28,7 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
 from tpkernels.ops.contract import AllReduce, ReduceScatter
-from tpkernels.ops.library import define
+from tpkernels.ops.library import call, define, wants_grad
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.matmul_reduce_scatter import scatter_layout
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
@@ -79,7 +79,8 @@ def reduce_scatter(
     if process_group(group).size() == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
-    return cast(Tensor, torch.ops.tpkernels.reduce_scatter(x, group_name(group), dim, sizes, implementation))
+    arguments = (x, group_name(group), dim, sizes, implementation)
+    return cast(Tensor, call(torch.ops.tpkernels.reduce_scatter, *arguments, needs_grad=wants_grad(x)))
 
 
 def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:
@@ -87,7 +88,8 @@ def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> 
     check_local("x", x, group=group)
     if process_group(group).size() == 1:
         return x
-    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group), implementation))
+    arguments = (x, group_name(group), implementation)
+    return cast(Tensor, call(torch.ops.tpkernels.all_reduce, *arguments, needs_grad=wants_grad(x)))
 
 
 def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:

@@ -63,9 +63,7 @@ def copy_matmul(
     if process_group(group).size() == 1 or not needs_grad:
         check_common("matmul_all_reduce", x, implementation, activation)
         rows = flat(x)
-        outs = [
-            plain_linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)
-        ]
+        outs = [plain_linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)]
     else:
         packed = pack_biases(biases, x)
         outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["define"]
+__all__ = ["call", "define", "wants_grad"]
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -45,6 +46,22 @@ def define(
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
     for device, key in _AUTOCAST_KEYS.items():
         _LIBRARY.impl(name, _autocast_kernel(name, device, key, casts=autocast), key)
+
+
+def call(op: Callable[..., Any], *args: Any, needs_grad: bool) -> Any:
+    """``op(*args)``; where nobody can ask for a gradient, straight below autograd's dispatch key.
+
+    That key of an op registered from Python costs a second trip through the interpreter, about 10 us a call.
+    """
+    if needs_grad or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an op on these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _autocast_kernel(name: str, device: str, key: str, *, casts: bool) -> Callable[..., Any]:

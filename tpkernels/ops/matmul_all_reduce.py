@@ -22,7 +22,7 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
-from tpkernels.ops.library import define
+from tpkernels.ops.library import call, define, wants_grad
 from tpkernels.ops.shapes import flat
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -59,7 +59,8 @@ def matmul_all_reduce(
     if process_group(group).size() == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
-    return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))
+    op, needs_grad = torch.ops.tpkernels.matmul_all_reduce, wants_grad(x, weight, bias)
+    return cast(Tensor, call(op, x, weight, bias, group_name(group), implementation, needs_grad=needs_grad))
 
 
 def rows_layout(rows: int, group_size: int) -> Layout:
