@@ -30,8 +30,9 @@ from tests.backends.contract import (
 from tests.backends.test_contract import every_implementation, few_worlds
 from tests.ops.support import GATHER, Case, new_group
 from tpkernels import dispatch
-from tpkernels.backends import blocks, shared_memory, unfused
+from tpkernels.backends import blocks, unfused
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.native import native
 from tpkernels.comm.shared_segments import SharedSegments
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Implementation
@@ -50,6 +51,7 @@ class Strike:
     """Changes the first piece of an armed call, and remembers the pieces of each call for the next one."""
 
     fault: str | None
+    columns: int
     bias: Tensor | None = None
     armed: bool = False
     count: int = 0
@@ -108,41 +110,45 @@ def in_c10d(strike: Strike, group: Any) -> Iterator[None]:
 
 @contextmanager
 def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
-    """What rank 1 stages for its peers, after it was written and before they are told."""
+    """What rank 1 puts into its segment for its peers, before they are told: copies, products, and summands."""
+    core: Any = native()
+    copy_rows, mm, addmm, all_reduce = core.copy_rows, torch.mm, torch.addmm, SharedSegments.all_reduce
+
+    def own_segment() -> torch.UntypedStorage:
+        shared = resolve(group).shared
+        assert shared is not None
+        return shared.view(shared.rank, (1, 1), torch.uint8).untyped_storage()
+
+    def copied(source: int, stride: int, target: int, *rest: int) -> None:
+        copy_rows(source, stride, target, *rest)
+        segment, (_, rows, row_bytes) = own_segment(), rest
+        start = target - segment.data_ptr()
+        if 0 <= start < segment.nbytes():
+            staged = torch.empty(0, dtype=torch.uint8).set_(segment)[start : start + rows * row_bytes]
+            strike.hit(staged.view(torch.float32).view(-1, strike.columns))
+
+    def multiplied(gemm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, out: Tensor) -> Tensor:
+            result = gemm(*args, out=out)
+            if out.untyped_storage().data_ptr() == own_segment().data_ptr():
+                strike.hit(out)
+            return result
+
+        return run
+
+    def summed(self: SharedSegments, fingerprint: int, text: str, dtype: Any, x: Tensor, out: Tensor) -> None:
+        x = x.clone()
+        strike.hit(x)
+        all_reduce(self, fingerprint, text, dtype, x, out)
+
     if dist.get_rank(group) != 1:
         yield
         return
-    stage, partial_rows, everywhere = shared_memory._stage, shared_memory.partial_rows, shared_memory._sum_everywhere
-    native_all_reduce = SharedSegments.all_reduce
-
-    def staged(segments: SharedSegments, x: Tensor) -> None:
-        stage(segments, x)
-        strike.hit(segments.view(segments.rank, x.shape, x.dtype))
-
-    def multiplied(*args: Any) -> None:
-        partial_rows(*args)
-        shared, out = resolve(group).shared, args[-1]
-        assert shared is not None
-        if out.untyped_storage().data_ptr() == shared._bytes[shared.rank].untyped_storage().data_ptr():
-            strike.hit(out)
-
-    def copied(context: Context, shape: Any, like: Tensor, fill: Callable[..., Any], *rest: Any) -> Tensor:
-        def fill_and_hit(start: int, stop: int, out: Tensor) -> None:
-            fill(start, stop, out)
-            strike.hit(out)
-
-        return everywhere(context, shape, like, fill_and_hit, *rest)
-
-    def at_once(self: SharedSegments, fingerprint: int, text: str, dtype: Any, x: Tensor, out: Tensor) -> None:
-        x = x.clone()
-        strike.hit(x)
-        native_all_reduce(self, fingerprint, text, dtype, x, out)
-
     with (
-        mock.patch.object(shared_memory, "_stage", staged),
-        mock.patch.object(shared_memory, "partial_rows", multiplied),
-        mock.patch.object(shared_memory, "_sum_everywhere", copied),
-        mock.patch.object(SharedSegments, "all_reduce", at_once),
+        mock.patch.object(core, "copy_rows", copied),
+        mock.patch.object(torch, "mm", multiplied(mm)),
+        mock.patch.object(torch, "addmm", multiplied(addmm)),
+        mock.patch.object(SharedSegments, "all_reduce", summed),
     ):
         yield
 
@@ -174,7 +180,7 @@ def three_calls(case: Case, fault: str | None, group: Any) -> tuple[str | None, 
     """What the judge says of the third call on this rank, and how often a fault struck there."""
     in_transport = fault != "doubled_bias" or case.op != GATHER
     bias = None if case.op in (GATHER, *COLLECTIVES) else parts_of(case, dist.get_world_size(group)).bs[0][0]
-    strike = Strike(fault)
+    strike = Strike(fault, case.shape[-1])
     said = None
     with (TRANSPORTS[case.implementation] if in_transport else in_gemms)(strike, group):
         for call in range(3):
