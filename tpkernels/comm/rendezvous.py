@@ -26,7 +26,7 @@ from typing import Any
 __all__ = ["Hub", "Limits", "Lost", "Spoke", "close_all", "closing"]
 
 _MESSAGE_BYTES = 64 * 1024
-_POLL_S = 0.05
+_POLL_S = 0.02
 
 
 class Lost(RuntimeError):
@@ -39,15 +39,15 @@ class Lost(RuntimeError):
 
 @dataclass
 class Limits:
-    """When to give up: at ``deadline`` (``time.monotonic``), or when ``is_dead`` says so of a rank."""
+    """When to give up: at ``deadline`` (``time.monotonic``), or when a rank ``is_gone``: it died, or failed."""
 
     deadline: float
-    is_dead: Callable[[int], bool] = field(default=lambda rank: False)
+    is_gone: Callable[[int], bool] = field(default=lambda rank: False)
 
     def check(self, missing: Sequence[int]) -> None:
-        dead = [rank for rank in missing if self.is_dead(rank)]
-        if dead:
-            raise Lost(f"rank(s) {dead} died while the group set up shared memory", dead)
+        gone = [rank for rank in missing if self.is_gone(rank)]
+        if gone:
+            raise Lost(f"rank(s) {gone} died or failed while the group set up shared memory", gone)
         if time.monotonic() > self.deadline:
             raise Lost(f"rank(s) {list(missing)} did not come to set up shared memory in time", missing)
 
@@ -117,7 +117,7 @@ class Hub:
             connection.close()
             return None
         rank = message.get("rank")
-        known = isinstance(rank, int) and 1 <= rank < self.size and rank not in self._peers
+        known = isinstance(rank, int) and 1 <= rank < self.size and rank not in self._peers and "error" in message
         if message.get("token") != self.token or not known:
             connection.close()
             close_all(descriptors)
@@ -137,10 +137,13 @@ class Spoke:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(max(0.01, limits.deadline - time.monotonic()))
         try:
-            self._socket.connect(address)
+            self._connect(address)
         except OSError as error:
             self._socket.close()
             raise Lost(f"rank 0 is not listening for the group's shared memory: {error}", (0,)) from error
+        except Lost:
+            self._socket.close()
+            raise
         if _peer_uid(self._socket) != os.getuid():
             self._socket.close()
             raise Lost("the process that listens for the group's shared memory belongs to another user", (0,))
@@ -157,6 +160,14 @@ class Spoke:
 
     def report(self, error: str | None) -> None:
         self._send({"error": error}, [])
+
+    def _connect(self, address: str) -> None:
+        while True:
+            try:
+                return self._socket.connect(address)
+            except BlockingIOError:  # the queue is full, of strangers perhaps; with a time-out, connect does not wait
+                self._limits.check([0])
+                time.sleep(0.005)
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int]) -> None:
         try:
@@ -201,7 +212,22 @@ def _receive_now(peer: socket.socket, num_descriptors: int) -> tuple[dict[str, A
     if not text:
         close_all(descriptors)
         raise ValueError("the connection was closed")
-    return json.loads(text), descriptors
+    try:
+        return _parse(text), descriptors
+    except ValueError:
+        close_all(descriptors)
+        raise
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """A JSON object; ``ValueError`` for everything else that a stranger may send."""
+    try:
+        message = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("a message is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"a message must be an object, got {type(message).__name__}")
+    return message
 
 
 def _peer_uid(connection: socket.socket) -> int:

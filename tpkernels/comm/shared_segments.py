@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -147,7 +148,10 @@ def ensure(group: Group, call: int) -> None:
     hub = None
     reason = _why_not_here(group)
     if reason is None and group.rank == 0:
-        hub = rendezvous.Hub(group.size)
+        try:
+            hub = rendezvous.Hub(group.size)
+        except OSError as error:
+            reason = f"cannot listen for the other ranks: {error}"
     facts = {
         "refusal": reason,
         "network": os.stat("/proc/self/ns/net").st_ino,
@@ -159,7 +163,7 @@ def ensure(group: Group, call: int) -> None:
         records = agreement.exchange_records(group, call, agreement.Record("shared memory", facts), part="shared")
         group.no_shared_memory = _common_refusal([record.facts for record in records])
         if group.no_shared_memory is None:
-            limits = rendezvous.Limits(time.monotonic() + group.timeout, lambda rank: group.peers[rank].is_dead())
+            limits = rendezvous.Limits(time.monotonic() + group.timeout, lambda rank: _is_gone(group, rank))
             if hub is not None:
                 group.no_shared_memory = _as_hub(group, hub, limits)
             else:
@@ -172,6 +176,18 @@ def ensure(group: Group, call: int) -> None:
             hub.close()
     if group.no_shared_memory is not None:
         group.shared = None  # ours opened, another rank's did not
+
+
+def _release(group: Group) -> None:
+    group.shared = None
+
+
+def _is_gone(group: Group, rank: int) -> bool:
+    """Whether a rank will not come any more: its process is dead, or it has failed and said so."""
+    try:
+        return group.peers[rank].is_dead() or bool(group.store.check([f"{group.key}/failed/{rank}"]))
+    except RuntimeError:  # the store's host died; who that was shows in the processes
+        return False
 
 
 def _why_not_here(group: Group) -> str | None:
@@ -263,4 +279,6 @@ def _open(group: Group, control: int, data: Sequence[int]) -> str | None:
     except (OSError, RuntimeError, ValueError) as error:
         return str(error)
     group.shared = SharedSegments(group, channel)
+    # Pages live while anybody maps them: they go with the process group, even if the monitor still looks at its state.
+    weakref.finalize(group.pg, _release, group).atexit = False
     return None
