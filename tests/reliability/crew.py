@@ -33,6 +33,7 @@ from tpkernels.errors import TpKernelsError
 
 PRELOAD = ["torch", "torch.distributed", "tpkernels", "tests.reliability.crew"]
 JOIN_S = 10.0
+LINGER_S = 600.0
 
 
 class CrewError(AssertionError):
@@ -86,10 +87,13 @@ class Link:
 class Crew:
     """`size` ranks that run `body(link, *args)` once, each in a process of its own.
 
-    timeout: seconds of the default group. wait for what ranks say with `expect`; every wait has a bound.
+    timeout: seconds of the default group. linger: ranks that have returned live on until the crew is closed, so that
+    their peers can not learn of a failure from an exit; otherwise they leave at once, as those of a failed job do.
     """
 
-    def __init__(self, size: int, body: Callable[..., object], *args: object, timeout: float = 20.0) -> None:
+    def __init__(
+        self, size: int, body: Callable[..., object], *args: object, timeout: float = 20.0, linger: bool = False
+    ) -> None:
         self.size = size
         self._heard: list[Said] = []
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -103,7 +107,9 @@ class Crew:
                 ours, theirs = context.Pipe()
                 self._pipes[rank] = ours
                 process = context.Process(
-                    target=_rank_main, args=(rank, size, self._store.port, timeout, theirs, body, args), daemon=True
+                    target=_rank_main,
+                    args=(rank, size, self._store.port, timeout, linger, theirs, body, args),
+                    daemon=True,
                 )
                 self.processes.append(process)
                 process.start()
@@ -189,7 +195,7 @@ class Crew:
 
 def together(size: int, body: Callable[..., Any], *args: object, within: float, timeout: float = 20.0) -> list[Any]:
     """Run `body(link, *args)` on `size` new ranks and return what it returns, by rank."""
-    with Crew(size, body, *args, timeout=timeout) as crew:
+    with Crew(size, body, *args, timeout=timeout, linger=True) as crew:
         return [said.value for said in crew.expect("returned", within)]
 
 
@@ -233,6 +239,7 @@ def _rank_main(
     size: int,
     port: int,
     timeout: float,
+    linger: bool,
     pipe: connection.Connection,
     body: Callable[..., object],
     args: tuple[object, ...],
@@ -245,6 +252,9 @@ def _rank_main(
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         link.say("returned", body(link, *args))
+        if linger:
+            with suppress(EOFError, OSError, TimeoutError):
+                link.hear(LINGER_S)
     except BaseException:  # noqa: BLE001 - whatever it is, the trial must hear of it
         with suppress(OSError):
             link.say("raised", traceback.format_exc())

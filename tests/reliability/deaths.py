@@ -111,14 +111,17 @@ def steps(victim: int) -> list[tuple[Any, str, bool]]:
 
 
 def in_rendezvous(count: int, size: int = 3) -> Outcome:
-    """R3: SIGKILL at every step of the rendezvous in turn, and in every second trial at a random moment."""
+    """R3: SIGKILL at every step of the rendezvous in turn, and in every second trial at a random moment.
+
+    Survivors live on with their errors here: one that left before the ranks have met could leave no note of why.
+    """
     outcome = Outcome("R3", p99_s=0.05, max_s=1.0)
     dice = random.Random(3)
     places = [(victim, step) for victim in (0, size - 1) for step in range(len(steps(victim)))]
     for trial in range(count):
         victim, step = places[trial // 2 % len(places)]
         at_random = trial % 2 == 1
-        with Crew(size, _first_call, victim, None if at_random else step, timeout=TIMEOUT_S) as crew:
+        with Crew(size, _first_call, victim, None if at_random else step, timeout=TIMEOUT_S, linger=True) as crew:
             crew.expect("ready", SETTLE_S)
             if at_random:
                 time.sleep(dice.uniform(0.0, 0.04))
