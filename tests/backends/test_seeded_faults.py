@@ -139,7 +139,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
     def summed(self: SharedSegments, fingerprint: int, text: str, dtype: Any, x: Tensor, out: Tensor) -> None:
         x = x.clone()
         strike.hit(x)
-        all_reduce(self, fingerprint, text, dtype, x, out)
+        all_reduce(self, fingerprint, text, x, out)
 
     if dist.get_rank(group) != 1:
         yield

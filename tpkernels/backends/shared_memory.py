@@ -30,7 +30,7 @@ from tpkernels.backends.blocks import Epilogue, gemm, partial_rows, place_rows
 from tpkernels.backends.exchange import whole_like
 from tpkernels.comm import timeline
 from tpkernels.comm.native import native
-from tpkernels.comm.shared_segments import SharedSegments
+from tpkernels.comm.shared_segments import SharedSegments, native_dtype
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import (
     AllGather,
@@ -65,7 +65,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
     segments.reserve(_largest_shard(layout, call.x))
     with segments.call(context.fingerprint, context.text) as channel:
-        _stage(segments, call.x)
+        segments.stage(call.x)
         channel.signal()
         if not in_place:
             assert whole is not None
@@ -125,11 +125,11 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     with segments.call(context.fingerprint, context.text) as channel:
         partial = segments.view(segments.rank, (rows, columns), like.dtype)
         if segments.size == 2 or num_bytes <= ONE_SHOT_BYTES:
-            _partial(call, 0, rows, partial)
+            _multiply(call.xs, call.matrices, partial)
             channel.signal()
             call.meanwhile()
             channel.reduce_slots(
-                _dtype(like.dtype), 0, columns, rows, columns, 1, _address(bias), out.data_ptr(), columns
+                native_dtype(like.dtype), 0, columns, rows, columns, 1, _address(bias), out.data_ptr(), columns
             )
         else:
             _sum_shares(segments, call, partial, bias, out)
@@ -164,17 +164,22 @@ def _sum_shares(
 
 def _partial(call: MatmulAllReduce, start: int, stop: int, partial: Tensor) -> None:
     """Rows [start, stop) of this rank's partial."""
-    out, bias = partial[start:stop], None
+    _multiply([x[start:stop] for x in call.xs], call.matrices, partial[start:stop])
+
+
+def _multiply(xs: Sequence[Tensor], matrices: Sequence[Tensor], out: Tensor) -> None:
+    """out = sum_i xs[i] @ matrices[i]; several accumulate in the dtype of ``out``."""
+    bias = None
     with timeline.span("gemm", "gemm"):
-        for x, matrix in zip(call.xs, call.matrices, strict=True):
-            gemm(x[start:stop], matrix, out, bias)
+        for x, matrix in zip(xs, matrices, strict=True):
+            gemm(x, matrix, out, bias)
             bias = out
 
 
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
     """One native call, piece by piece through a small slot."""
     out = torch.empty_like(call.x)
-    _segments(context).all_reduce(context.fingerprint, context.text, _dtype(call.x.dtype), call.x, out)
+    _segments(context).all_reduce(context.fingerprint, context.text, call.x, out)
     return out
 
 
@@ -184,7 +189,7 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     whole = whole_like(call.x, call.layout)
     segments.reserve(_largest_shard(call.layout, call.x))
     with segments.call(context.fingerprint, context.text) as channel:
-        _stage(segments, call.x)
+        segments.stage(call.x)
         channel.signal()
         _gather(channel, call.layout, call.x, whole)
     return lambda: whole
@@ -199,9 +204,9 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
     segments.reserve(x.numel() * itemsize)
     out = x.new_empty(layout.shard_rows(rank), layout.sizes[rank] if layout.feature else x.shape[1])
     with segments.call(context.fingerprint, context.text) as channel:
-        _stage(segments, x)
+        segments.stage(x)
         channel.signal()
-        channel.reduce_slots(_dtype(x.dtype), start * itemsize, stride, rows, count, 1, 0, out.data_ptr(), count)
+        channel.reduce_slots(native_dtype(x.dtype), start * itemsize, stride, rows, count, 1, 0, out.data_ptr(), count)
     return out
 
 
@@ -209,12 +214,6 @@ def _segments(context: Context) -> SharedSegments:
     segments = context.group.shared
     assert segments is not None, "selected without shared memory"
     return segments
-
-
-def _stage(segments: SharedSegments, x: Tensor) -> None:
-    num_bytes = x.numel() * x.element_size()
-    module: Any = native()
-    module.copy_rows(x.data_ptr(), num_bytes, segments.channel.address(segments.rank), num_bytes, 1, num_bytes)
 
 
 def _gather(channel: Any, layout: Layout, own: Tensor, whole: Tensor) -> None:
@@ -238,7 +237,7 @@ def _sum(parts: Sequence[int], bias: Tensor | None, out: Tensor) -> None:
     module: Any = native()
     with timeline.span("reduce", "reduce"):
         module.sum_rows(
-            _dtype(out.dtype), parts, columns, _address(bias), out.data_ptr(), columns, rows,
+            native_dtype(out.dtype), parts, columns, _address(bias), out.data_ptr(), columns, rows,
             columns,
         )  # fmt: skip
 
@@ -265,12 +264,6 @@ def _gather_first(problem: Problem, costs: Costs) -> bool:
 
 def _gathered_us(problem: Problem, costs: Costs) -> float:
     return costs.gemm_us(problem) + costs.copy_us(problem.wire_bytes, 0)
-
-
-@lru_cache(maxsize=16)
-def _dtype(dtype: torch.dtype) -> Any:
-    module: Any = native()
-    return module.Dtype.__members__[str(dtype).removeprefix("torch.")]
 
 
 def _refuses(problem: Problem) -> str | None:

@@ -8,7 +8,6 @@ gloo's own ``reduce_scatter`` sends twice the bytes, and ring reductions round o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ __all__ = [
 def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     layout, rank = call.layout, context.group.rank
     whole = whole_like(call.x, layout)
-    incoming = ShardExchange(replace(context, num_chunks=1), call.x, layout, whole)
+    incoming = ShardExchange(context._replace(num_chunks=1), call.x, layout, whole)
 
     def finish() -> Tensor:
         _lay(whole, layout, rank, call.x)
@@ -68,6 +67,8 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    if context.group.size == 1:
+        return _alone(call)
     partial = _partial(call)
     call.meanwhile()
     return _sum_own_rows(context, partial, call.layout, call.bias)
@@ -78,14 +79,23 @@ def all_reduce(context: Context, call: AllReduce) -> Tensor:
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
+    if context.group.size == 1:
+        return _alone(call)
     partial = _partial(call)
     call.meanwhile()
     return _sum_everywhere(context, partial, call.bias)
 
 
-def _partial(call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
+def _alone(call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
+    """One rank: a plain linear, whose bias is part of the one rounding."""
+    call.meanwhile()
+    return _partial(call, call.bias)
+
+
+def _partial(call: MatmulReduceScatter | MatmulAllReduce, bias: Tensor | None = None) -> Tensor:
     partial = call.xs[0].new_empty(call.xs[0].shape[0], call.matrices[0].shape[1])
-    bias = call.addend if isinstance(call, MatmulReduceScatter) else None
+    if isinstance(call, MatmulReduceScatter) and call.addend is not None:
+        bias = call.addend  # the gradient's own sum, which has no bias
     with timeline.span("gemm", "gemm"):
         for x, matrix in zip(call.xs, call.matrices, strict=True):
             gemm(x, matrix, partial, bias)
@@ -95,7 +105,7 @@ def _partial(call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
 
 def _sum_own_rows(context: Context, partial: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
     """Each owner gets everybody's rows of its shard and sums them; one message per pair of ranks."""
-    context = replace(context, num_chunks=1)
+    context = context._replace(num_chunks=1)
     rank = context.group.rank
     outgoing = PartialExchange(context, layout, partial.shape[1], partial)
     outgoing.post(0, [(peer, _owned(partial, layout, peer).contiguous()) for peer in outgoing.peers])
@@ -108,7 +118,7 @@ def _sum_own_rows(context: Context, partial: Tensor, layout: Layout, bias: Tenso
 
 def _sum_everywhere(context: Context, partial: Tensor, bias: Tensor | None) -> Tensor:
     """Reduce-scatter and all-gather by rows; with two ranks both simply exchange everything."""
-    context = replace(context, num_chunks=1)
+    context = context._replace(num_chunks=1)
     group = context.group
     layout = Layout(1, array_split_sizes(partial.shape[0], group.size), 1)
     if group.size == 2:
@@ -119,7 +129,7 @@ def _sum_everywhere(context: Context, partial: Tensor, bias: Tensor | None) -> T
         outgoing.finish()
         return reduced
     own = _sum_own_rows(context, partial, layout, bias)
-    return all_gather(replace(context, tag=context.tag + 1), AllGather(own, layout))()
+    return all_gather(context._replace(tag=context.tag + 1), AllGather(own, layout))()
 
 
 def _owned(partial: Tensor, layout: Layout, owner: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Short measurements from which "auto" chooses: this rank's GEMM rate and the group's link.
+"""Short measurements from which "auto" chooses: this rank's GEMM rate, the group's link and its shared memory.
 
 The GEMM is measured once per process, device and dtype, the link once per group, a few tens of milliseconds each.  The
 caller agrees on the results with the other ranks; numbers of one rank alone must never decide anything.
@@ -14,8 +14,9 @@ import torch
 
 from tpkernels.comm import transport
 from tpkernels.comm.groups import Group
+from tpkernels.comm.shared_segments import SharedSegments
 
-__all__ = ["gemm_rates", "link_rates"]
+__all__ = ["gemm_rates", "link_rates", "shared_rates"]
 
 _SMALL_BYTES = 4 * 1024
 _LARGE_BYTES = 1024 * 1024
@@ -53,6 +54,24 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
         "link_latency_us": small_s * 1e6,
         "link_cpu": min(1.0, large_cpu_s / large_s) if device.type == "cpu" else 0.0,
     }
+
+
+def shared_rates(segments: SharedSegments) -> dict[str, float]:
+    """Rate of a copy into this rank's segment, and the time of an exchange without payload.  Collective.
+
+    Raises:
+        TransportFailure: a peer did not answer.
+    """
+    one = torch.zeros(1)
+    exchange_s = []
+    for _ in range(9):
+        start = time.perf_counter()
+        segments.all_reduce(0, "calibration", one, torch.empty_like(one))
+        exchange_s.append(time.perf_counter() - start)
+    whole = torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
+    segments.reserve(_LARGE_BYTES)
+    copy_s = _time(lambda: segments.stage(whole), whole.device, repeats=5)
+    return {"copy_gbytes": 1e-9 * _LARGE_BYTES / copy_s, "signal_us": 1e6 * min(exchange_s)}
 
 
 def _ring(group: Group, tag: int, device: torch.device, num_bytes: int, repeats: int) -> tuple[float, float]:

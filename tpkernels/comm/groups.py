@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,7 @@ UNTRIED = "the ranks have not met yet"
 MAX_AGREED = 4000
 
 
-@dataclass(frozen=True)
-class InFlight:
+class InFlight(NamedTuple):
     """The call that this rank is in, for the monitor and for error messages."""
 
     call: int
@@ -63,6 +62,8 @@ class Group:
     lock: threading.RLock = field(default_factory=threading.RLock)
     calls: int = 1  # call 0 is the one in which the ranks meet
     agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    checked: dict[Hashable, Any] = field(default_factory=dict)
+    """Signatures of calls whose arguments this rank has checked, by the arguments' facts."""
     agreements: int = 0
     in_flight: InFlight | None = None
     started: dict[int, Hashable] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Group:
     """Transfers of the card that nobody waits for; gloo forgets a send whose handle is gone."""
     peers: tuple[Identity, ...] = ()
     link: dict[str, float] | None = None
-    """This rank's measured link rates."""
+    """This rank's measured rates of the link and of shared memory."""
     shared: SharedSegments | None = None
     """The memory that the ranks share, see :mod:`tpkernels.comm.shared_segments`."""
     no_shared_memory: str | None = UNTRIED
@@ -111,6 +112,8 @@ class Group:
 
     def remember(self, signature: Hashable, plan: Any) -> None:
         self.agreed[signature] = plan
+        if len(self.checked) > MAX_AGREED:
+            self.checked.clear()
         if len(self.agreed) > MAX_AGREED:
             self.agreed.popitem(last=False)
 
@@ -217,7 +220,8 @@ def init(
 
 
 def _mesh_shape(world_size: int, dp: int | None, tp: int | None) -> tuple[int, int]:
-    for name, value in (("dp", dp), ("tp", tp)):
+    asked = {"dp": dp, "tp": tp}
+    for name, value in asked.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if tp is None:
@@ -225,7 +229,8 @@ def _mesh_shape(world_size: int, dp: int | None, tp: int | None) -> tuple[int, i
     if dp is None:
         dp = world_size // tp if tp else 0
     if dp * tp != world_size:
-        raise ValueError(f"dp ({dp}) x tp ({tp}) must be the number of ranks ({world_size})")
+        given = " x ".join(f"{name} ({value})" for name, value in asked.items() if value is not None)
+        raise ValueError(f"{given} must be the number of ranks ({world_size}), or divide it")
     return dp, tp
 
 

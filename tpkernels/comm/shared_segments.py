@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,7 @@ from tpkernels.comm.native import ABI, native, why_not
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
 
-__all__ = ["SharedSegments", "ensure"]
+__all__ = ["SharedSegments", "ensure", "native_dtype"]
 
 # Ranks that share cores must not spin; ranks with a core each lose less by spinning than by sleeping (a futex sleep
 # and wake-up cost 10-60 us).
@@ -81,9 +82,15 @@ class SharedSegments:
         rows, columns = shape
         return typed[rank].as_strided((rows, columns), (columns, 1), start // dtype.itemsize)
 
-    def all_reduce(self, fingerprint: int, text: str, dtype: Any, x: Tensor, out: Tensor) -> None:
+    def stage(self, x: Tensor) -> None:
+        """Copy ``x`` (contiguous) to the start of our current slot."""
+        num_bytes = x.numel() * x.element_size()
+        self._module.copy_rows(x.data_ptr(), num_bytes, self.channel.address(self.rank), num_bytes, 1, num_bytes)
+
+    def all_reduce(self, fingerprint: int, text: str, x: Tensor, out: Tensor) -> None:
         """out = sum over ranks of ``x`` (contiguous): a whole call in one step."""
         self.reserve(self._module.all_reduce_bytes(x.numel() * x.element_size()))
+        dtype = native_dtype(x.dtype)
         self._guarded(
             lambda: self.channel.all_reduce(fingerprint, text, dtype, x.data_ptr(), out.data_ptr(), x.numel())
         )
@@ -111,6 +118,13 @@ class SharedSegments:
         kinds = {GroupMismatch: failure.mismatch, CollectiveTimeout: failure.timeout, PeerLost: failure.peer_lost}
         mask = sum(1 << rank for rank in set(error.ranks))
         self.channel.poison(kinds.get(type(error), failure.other), mask, str(error))
+
+
+@lru_cache(maxsize=16)
+def native_dtype(dtype: torch.dtype) -> Any:
+    """The compiled core's name of a dtype."""
+    module: Any = native()
+    return module.Dtype.__members__[str(dtype).removeprefix("torch.")]
 
 
 class _Call:

@@ -55,11 +55,12 @@ def record(name: str, kind: Kind, start_ns: int, *, chunk: int = -1, peer: int =
         _current.events.append(Event(name, kind, start_ns, now(), chunk, peer))
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 def span(name: str, kind: Kind, *, chunk: int = -1, peer: int = -1) -> AbstractContextManager[None]:
     """Context that records the interval it encloses; nearly free while nobody records."""
-    if _current is None:
-        return nullcontext()
-    return _span(name, kind, chunk, peer)
+    return _NOTHING if _current is None else _span(name, kind, chunk, peer)
 
 
 @contextmanager

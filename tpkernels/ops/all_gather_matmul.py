@@ -97,7 +97,8 @@ def all_gather_matmul(
     check_local("x_shard", x_shard, group=group)
     check_local("weight", *weights, group=group)
     check_local("bias", *biases, group=group)
-    if process_group(group).size() == 1:
+    pg = process_group(group)
+    if pg.size() == 1:
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())
         check_shard_sizes(shard_sizes, 1, own=(0, x_shard.shape[gather_dim]))
@@ -112,7 +113,7 @@ def all_gather_matmul(
         x_shard,
         weights,
         pack_biases(biases, x_shard),
-        group_name(group),
+        group_name(pg),
         activation,
         gather_dim,
         None if shard_sizes is None else list(shard_sizes),

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from tpkernels import config, dispatch, partition
 from tpkernels.comm import agreement, calibration, monitor, shared_segments, transport
@@ -21,7 +22,7 @@ from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, Unsupp
 from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout
 
-__all__ = ["Signature", "explain", "run", "start"]
+__all__ = ["Signature", "explain", "facts_of", "run", "start"]
 
 _T = TypeVar("_T")
 _SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE"}
@@ -46,6 +47,11 @@ class Signature(NamedTuple):
             f"columns={self.columns}, implementation={self.implementation!r}"
         )
         return text + (f", {self.detail})" if self.detail else ")")
+
+
+def facts_of(*tensors: Tensor | None) -> Hashable:
+    """What the checks of an op look at: calls of equal facts need no second look."""
+    return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,12 @@ def run(group: Group, signature: Signature, local: int, arguments: Any, device: 
         UnsupportedProblem: the forced implementation cannot run this.
     """
 
+    known = group.agreed.get(signature)
+    if known is None:
+        _check_settings(group, str(signature))
+
     def work(call: int) -> Any:
-        plan = group.agreed.get(signature) or _agree(group, call, signature, local, device)
+        plan = known or group.agreed.get(signature) or _agree(group, call, signature, local, device)
         group.enter(call, signature)
         return plan.implementation.run(plan.context(group, call), arguments)
 
@@ -130,6 +140,15 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
             group.in_flight = outer
 
 
+def _check_settings(group: Group, what: str) -> None:
+    """A malformed variable is this rank's mistake alone: it raises here, the peers are told, the group goes on."""
+    try:
+        config.load()
+    except ValueError as error:
+        agreement.refuse(group, what, str(error))
+        raise
+
+
 def _agree(group: Group, call: int, signature: Signature, local: int, device: torch.device) -> _Plan:
     agreement.meet(group, call, device)
     monitor.ensure_running()
@@ -144,7 +163,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
             )
     shared_segments.ensure(group, call)
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
-    measure = signature.implementation == "auto" and settings.calibrate
+    measure = signature.implementation == "auto" and settings.calibrate and group.size > 1
     costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
     implementation, explanation = dispatch.select(problem, signature.implementation, costs)
     layout = signature.layout
@@ -185,6 +204,8 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
     if known is None:
         if group.link is None:
             group.link = calibration.link_rates(group, call, device)
+            if group.shared is not None:
+                group.link |= calibration.shared_rates(group.shared)
         mine = Costs(**calibration.gemm_rates(device, dtype), **group.link, measured=True)
         records = agreement.exchange_records(group, call, agreement.Record("costs", asdict(mine)), part="costs")
         known = _slowest([Costs(**record.facts) for record in records])
@@ -194,7 +215,7 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
 
 def _slowest(costs: list[Costs]) -> Costs:
     """Rates of the slowest rank, overheads of the worst."""
-    worst_is_low = {"gemm_gflops", "weight_gbytes", "link_gbytes", "measured"}
+    worst_is_low = {"gemm_gflops", "weight_gbytes", "link_gbytes", "copy_gbytes", "measured"}
     return Costs(
         **{
             field.name: (min if field.name in worst_is_low else max)(getattr(cost, field.name) for cost in costs)
@@ -210,6 +231,8 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
         return dispatch.select(problem, "auto", Costs())[1]
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     name = f"explain({op}, m={m}, n={n}, k={k}, {dtype})"
+
+    _check_settings(group, name)
 
     def work(call: int) -> Costs:
         agreement.meet(group, call, target)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """The agreed call: ``num_chunks`` pieces per shard; chunk c travels under ``tag`` + c.
 
     ``text`` and ``fingerprint`` say what the call is, for backends that check it in every call; ``problem`` and

@@ -60,7 +60,7 @@ def copy_matmul(
     check_local("weight", *weights)
     check_local("bias", *biases)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if process_group(group).size() == 1 or not needs_grad:
+    if not needs_grad or process_group(group).size() == 1:
         check_common("matmul_all_reduce", x, implementation, activation)
         rows = flat(x)
         outs = [plain_linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)]

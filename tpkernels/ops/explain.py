@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tpkernels import dispatch
+from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.dispatch import Explanation
 from tpkernels.ops import calling
@@ -25,11 +27,20 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
     Raises:
         ValueError: unknown op, negative size or unsupported dtype.
     """
+    state = resolve(group)
+    try:
+        _check(op, m, n, k, dtype)
+    except ValueError as error:
+        agreement.refuse(state, f"explain({op})", str(error))
+        raise
+    device = "cuda" if state.backend == "nccl" else "cpu"
+    return calling.explain(op, m=m, n=n, k=k, dtype=dtype, group=state, device=device)
+
+
+def _check(op: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    dispatch.implementations(op)
     for name, value in (("m", m), ("n", n), ("k", k)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {[str(d) for d in DTYPES]}, got {dtype}")
-    state = resolve(group)
-    device = "cuda" if state.backend == "nccl" else "cpu"
-    return calling.explain(op, m=m, n=n, k=k, dtype=dtype, group=state, device=device)

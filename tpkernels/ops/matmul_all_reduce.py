@@ -11,6 +11,7 @@ Backward.  Every rank continues with the same y, so dy is the same everywhere an
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -56,13 +57,15 @@ def matmul_all_reduce(
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
-    if process_group(group).size() == 1:
+    pg = process_group(group)
+    if pg.size() == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
     op, needs_grad = torch.ops.tpkernels.matmul_all_reduce, wants_grad(x, weight, bias)
-    return cast(Tensor, call(op, x, weight, bias, group_name(group), implementation, needs_grad=needs_grad))
+    return cast(Tensor, call(op, x, weight, bias, group_name(pg), implementation, needs_grad=needs_grad))
 
 
+@lru_cache(maxsize=256)
 def rows_layout(rows: int, group_size: int) -> Layout:
     """Which rows each rank sums when all ranks need the whole."""
     return Layout(1, array_split_sizes(rows, group_size), 1)
@@ -70,18 +73,21 @@ def rows_layout(rows: int, group_size: int) -> Layout:
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:
     group = resolve(name)
-    try:
-        check_common("matmul_all_reduce", x, implementation)
-        check_weights(x, x.shape[-1], [weight], [bias])
-    except ValueError as error:
-        agreement.refuse(group, "matmul_all_reduce", str(error))
-        raise
-    x2d = flat(x)
-    layout = rows_layout(x2d.shape[0], group.size)
-    arguments = MatmulAllReduce([x2d], [weight.t()], bias)
-    signature = Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
+    own = calling.facts_of(x, weight, bias)
+    signature = group.checked.get((own, implementation))
+    if signature is None:
+        try:
+            check_common("matmul_all_reduce", x, implementation)
+            check_weights(x, x.shape[-1], [weight], [bias])
+        except ValueError as error:
+            agreement.refuse(group, "matmul_all_reduce", str(error))
+            raise
+        layout = rows_layout(x.shape[:-1].numel(), group.size)
+        signature = Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
+        group.checked[own, implementation] = signature
+    arguments = MatmulAllReduce([flat(x)], [weight.t()], bias)
     y = cast(Tensor, calling.run(group, signature, x.shape[-1], arguments, x.device))
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:

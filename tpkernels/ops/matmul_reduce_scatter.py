@@ -72,7 +72,8 @@ def matmul_reduce_scatter(
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
-    if process_group(group).size() == 1:
+    pg = process_group(group)
+    if pg.size() == 1:
         check_common("matmul_reduce_scatter", x, implementation)
         dim = check_dim("scatter_dim", scatter_dim, x.dim())
         y = plain_linear(x, weight, bias)
@@ -85,7 +86,7 @@ def matmul_reduce_scatter(
             x,
             weight,
             bias,
-            group_name(group),
+            group_name(pg),
             scatter_dim,
             None if shard_sizes is None else list(shard_sizes),
             implementation,

@@ -41,6 +41,8 @@ def gathered_shape(x: Tensor, dim: int, layout: Layout) -> list[int]:
 
 def flat(x: Tensor) -> Tensor:
     """``[..., features]`` as contiguous ``[rows, features]``."""
+    if x.dim() == 2 and x.is_contiguous():
+        return x
     return x.reshape(-1, x.shape[-1]).contiguous() if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

@@ -74,9 +74,7 @@ def parallelize(model: M, mesh: GroupLike, plan: Mapping[str, str | Style]) -> M
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
         kept = styles[name]
         if isinstance(kept, Replicate):
-            replicate_parameters(
-                modules[name], tp, sequence_parallel=kept.sequence_parallel, converted=converted
-            )
+            replicate_parameters(modules[name], tp, sequence_parallel=kept.sequence_parallel, converted=converted)
     replicate_parameters(model, tp, converted=converted)
     return model
 
