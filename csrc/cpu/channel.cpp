@@ -189,6 +189,9 @@ void Channel::sleep_until(int peer, Epoch target) {
         now = now_s();
         if (now - start > 1e-6 * kYieldAfterUs) sched_yield();  // the peer may be waiting for this very core
     }
+    // Stays when this throws: ranks that give up at the same moment must not blame each other.
+    std::atomic<std::uint64_t>& waits_for = state(rank_).waits_for;
+    waits_for.store(static_cast<std::uint64_t>(peer + 1) << 32 | target, std::memory_order_release);
     double slice = kFirstSliceS;
     double next_hook = start + kHookEveryS;
     while (true) {
@@ -196,10 +199,10 @@ void Channel::sleep_until(int peer, Epoch target) {
         {
             const Sleeper sleeper(other.sleepers);
             const Epoch seen = other.epoch.load(std::memory_order_seq_cst);
-            if (reached(seen, target)) return;
+            if (reached(seen, target)) break;
             if (control().poison.state.load(std::memory_order_seq_cst) != kReadable) futex_wait(other.epoch, seen, slice);
         }
-        if (reached(acquire(other.epoch), target)) return;
+        if (reached(acquire(other.epoch), target)) break;
         now = now_s();
         slice = std::min(2 * slice, std::min(kLastSliceS, std::max(patience_.timeout_s / 20, 1e-4)));
         if (patience_.on_slice && now >= next_hook) {
@@ -207,6 +210,7 @@ void Channel::sleep_until(int peer, Epoch target) {
             next_hook = now + kHookEveryS;
         }
     }
+    waits_for.store(0, std::memory_order_release);
 }
 
 // Throws if waiting for `peer` can not or should not go on.
@@ -236,13 +240,30 @@ void Channel::look_around(int peer, Epoch target, double waited_s) {
     if (waited_s > patience_.timeout_s) {
         std::uint64_t blamed = 0;
         for (int other = 0; other < size_; ++other) {
-            if (other != rank_ && !reached(acquire(state(other).epoch), target)) blamed |= bit(other);
+            if (other != rank_ && !reached(acquire(state(other).epoch), target)) blamed |= bit(holds_up(other));
         }
+        const int culprit = holds_up(peer);
+        const std::string waiting = culprit == peer ? "" : ", waiting for rank " + std::to_string(culprit);
         fail(Failure::kTimeout, blamed,
              "rank " + std::to_string(peer) + " is alive but did not reach signal " + std::to_string(target - first_) +
                  " of this call within " + std::to_string(patience_.timeout_s) + " s (epoch " +
-                 std::to_string(target) + " expected, " + std::to_string(acquire(state(peer).epoch)) + " found)");
+                 std::to_string(target) + " expected, " + std::to_string(acquire(state(peer).epoch)) + " found)" +
+                 waiting);
     }
+}
+
+// Who keeps `rank` from going on: itself, unless it waits for a rank that is late, which may wait for another.
+int Channel::holds_up(int rank) const {
+    int current = rank;
+    for (int step = 0; step < size_; ++step) {
+        const std::uint64_t waits_for = state(current).waits_for.load(std::memory_order_acquire);
+        const int next = static_cast<int>(waits_for >> 32) - 1;
+        if (next < 0 || next >= size_) return current;
+        // What it waits for has come, and still it sleeps: stopped.
+        if (reached(acquire(state(next).epoch), static_cast<Epoch>(waits_for))) return current;
+        current = next;
+    }
+    return rank;
 }
 
 std::uint64_t Channel::dead_and_late(Epoch target) const {

@@ -103,6 +103,7 @@ private:
     void sleep_until(int peer, Epoch target);
     void look_around(int peer, Epoch target, double waited_s);
     std::uint64_t dead_and_late(Epoch target) const;
+    int holds_up(int rank) const;
     void raise_if_poisoned() const;
     void raise_if_forked() const;
     [[noreturn]] void fail(Failure kind, std::uint64_t blamed, const std::string& text);

@@ -32,6 +32,9 @@ struct alignas(64) Header {
 struct RankState {
     alignas(64) std::atomic<Epoch> epoch;  // also the futex word that waiters sleep on
     std::atomic<std::uint32_t> sleepers;
+    // (peer + 1) << 32 | the epoch that this rank waits for, or has waited for in vain; else 0.  Only to find whom to
+    // blame for a time-out: a rank that waits for a late one is not late itself.
+    std::atomic<std::uint64_t> waits_for;
     alignas(64) Header headers[2];  // by parity of the call
 };
 

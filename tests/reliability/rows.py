@@ -30,6 +30,7 @@ ROWS = (
     Row("R3", "SIGKILL during rendezvous", deaths.in_rendezvous, 12, 200),
     Row("R4", "whole group killed", deaths.whole_group, 9, 500),
     Row("R5", "SIGSTOP beyond the time-out, then SIGCONT", signals.stopped, 3, 50),
+    Row("R5-chain", "the stopped rank is not the one that is waited for", signals.stopped_upstream, 2, 50),
     Row("R6", "mismatched calls", mismatches.disagreement, 48, 500),
     Row("R7", "cost of the fingerprint", fingerprint.cost, 11, 101),
     Row("R8", "use after an error; a new group", mismatches.after_an_error, 5, 100),

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ import tpkernels as tpk
 from tests.reliability.calls import CALLS, SHARED, make_all
 from tests.reliability.crew import Crew, CrewError, Link, Raised, Said, caught
 from tests.reliability.outcome import Outcome
+from tpkernels.comm.groups import resolve
+from tpkernels.comm.transport import TransportFailure
+from tpkernels.errors import CollectiveTimeout
 
 SETTLE_S = 30.0
 INTERRUPT_S = 0.2
@@ -50,6 +54,52 @@ def stopped(count: int, sizes: tuple[int, ...] = (2, 3), timeout: float = 1.0) -
             late.latencies_s.append(last.at - woken)
     outcome.facts["late rank, from SIGCONT to its error"] = late.latencies()
     return outcome
+
+
+def stopped_upstream(count: int, timeout: float = 0.5) -> Outcome:
+    """R5: ranks wait for each other in a chain whose end is stopped; all blame that end, not the one they wait for."""
+    outcome = Outcome("R5 chain", max_s=1.1 * timeout)
+    for _ in range(count):
+        with Crew(3, _wait_in_a_chain, timeout=timeout) as crew:
+            crew.expect("ready", SETTLE_S)
+            crew.kill(2, signal.SIGSTOP)
+            errors = crew.expect("error", SETTLE_S, [0, 1])
+        blamed = {said.value[0].ranks for said in errors if said.value[0] is not None}
+        named = all("rank 2" in said.value[0].text for said in errors if said.value[0] is not None)
+        outcome.add(None if blamed == {(2,)} and named else "blames others than the stopped rank", repr(errors))
+        outcome.latencies_s += [said.value[1] for said in errors]
+    return outcome
+
+
+def _wait_in_a_chain(link: Link) -> None:
+    """The call of an op in two phases, by hand: rank 2 stops between them, 1 waits for it in the first, 0 for 1."""
+    group = dist.group.WORLD
+    make_all(group, link.rank, link.size, 0)
+    shared = resolve(group).shared
+    assert shared is not None
+    dist.barrier()
+
+    def call() -> None:
+        with shared.call(7, "two phases"):
+            shared.channel.signal()
+            if link.rank == 2:
+                link.say("ready")
+                time.sleep(60)
+            link.say("ready")
+            shared.channel.wait(link.rank + 1, 2)
+
+    start = time.monotonic()
+    error, at = caught(lambda: _named(call))
+    link.say("error", (error, at - start))
+    time.sleep(0.5)
+
+
+def _named(call: Callable[[], None]) -> None:
+    """What the ops do with the transport's failure: raise what it says of the ranks."""
+    try:
+        call()
+    except TransportFailure as failure:
+        raise CollectiveTimeout(str(failure), ranks=failure.ranks) from failure
 
 
 def _calls_until_error(link: Link) -> None:
