@@ -15,7 +15,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-MARKERS = ("<!-- results: begin -->", "<!-- results: end -->")
 COLUMNS = ("gemm", "comm", "torch", "unfused", "chunked", "auto")
 
 
@@ -60,6 +59,37 @@ def overhead_section(path: Path, content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def one_host_section(path: Path, content: dict[str, Any]) -> list[str]:
+    lines = ["### Ranks of one host (P4, P5, P6)", "", *_origin(path, content), ""]
+    lines += ["| | what | times, us | ratio | | target | met |", "|---|---|---|---|---:|---|---|"]
+    for row in content["results"]:
+        times = "<br>".join(
+            f"{name} {1e3 * t['median_ms']:,.1f} ±{1e3 * t['interquartile_range_ms'] / 2:,.1f}"
+            for name, t in row["times"].items()
+        )
+        for number, ratio in enumerate(row["ratios"]):
+            head = f"| {row['target']} | {row['what']} | {times} " if number == 0 else "| | | "
+            verdict = "yes" if ratio["met"] else "no"
+            lines.append(f"{head}| {ratio['ratio']} | {ratio['value']:.3f} | {ratio['target']} | {verdict} |")
+    return [*lines, ""]
+
+
+def one_host_overview() -> str:
+    """The second table of the project's README.md."""
+    lines = ["| problem | GEMM, us | torch, us | `shared_memory`, us | torch / ours | ours / GEMM |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
+    for path in sorted(HERE.glob("results/*one-host*.json")):
+        for row in json.loads(path.read_text())["results"]:
+            times = {name: 1e3 * t["median_ms"] for name, t in row["times"].items()}
+            ours, torch = times["shared_memory"], times.get("torch", times.get("dtensor", 0.0))
+            gemm = times.get("gemm")
+            lines.append(
+                f"| {row['what']} | {'' if gemm is None else f'{gemm:,.0f}'} | {torch:,.0f} | {ours:,.0f} | "
+                f"{torch / ours:.2f}x | {'' if gemm is None else f'{ours / gemm:.2f}'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def _origin(path: Path, content: dict[str, Any]) -> list[str]:
     hardware, versions = content["hardware"], content["versions"]
     load = hardware.get("load_average")
@@ -77,7 +107,7 @@ def _milliseconds(times: dict[str, Any] | None) -> str:
 
 def sections() -> str:
     lines: list[str] = []
-    order = {"overlap": overlap_section, "overhead": overhead_section}
+    order = {"overlap": overlap_section, "one-host": one_host_section, "overhead": overhead_section}
     for kind, section in order.items():
         found = [(path, json.loads(path.read_text())) for path in HERE.glob(f"results/*{kind}*.json")]
         for path, content in sorted(found, key=lambda pair: -_rate(pair[1])):
@@ -113,8 +143,13 @@ def main() -> int:
     if not args.write:
         print(sections())
         return 0
-    for readme, tables in ((README, sections()), (HERE.parent / "README.md", overview())):
-        begin, end = MARKERS
+    project = HERE.parent / "README.md"
+    for readme, mark, tables in (
+        (README, "results", sections()),
+        (project, "results", overview()),
+        (project, "one host", one_host_overview()),
+    ):
+        begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
         before, rest = readme.read_text(encoding="utf-8").split(begin)
         after = rest.split(end)[1]
         readme.write_text(f"{before}{begin}\n{tables}{end}{after}", encoding="utf-8")
