@@ -3,12 +3,15 @@
     python benchmarks/reliability.py --json benchmarks/results/reliability-DATE.json [--rows R1,R5] [--scale 0.1]
 
 A row's `count` is the number of trials (or calls) that were made, `full` the number that the table asks for. Some rows
-need root. All of it takes about an hour on 2 cores; --budget SECONDS leaves out the rows that no longer fit.
+need root. All of it takes more than half an hour on 2 cores. Rows can be run a few at a time: a result file that exists
+keeps the rows that this run does not make anew, each with its own date and command. --budget SECONDS begins no row
+after that time.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
@@ -35,7 +38,9 @@ def run_row(row: Row, count: int) -> dict:
         "full": row.full,
         **outcome.to_json(),
         "seconds": round(time.monotonic() - start, 1),
-        "load_average": os.getloadavg()[0],
+        "load_average": round(os.getloadavg()[0], 2),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
@@ -47,6 +52,14 @@ def describe(result: dict) -> str:
     return (
         f"{result['name']:<14}{result['count']:>8} of {result['full']:<8}{verdict} {result['seconds']:>7.1f} s  {times}"
     )
+
+
+def write(path: Path, results: list[dict]) -> None:
+    kept = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    by_name = {result["name"]: result for result in (*kept, *results)}
+    ordered = [by_name[row.name] for row in ROWS if row.name in by_name]
+    content = {**report.describe_environment({"cores": os.cpu_count()}), "results": ordered}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -69,9 +82,7 @@ def main() -> int:
         for problem in results[-1].get("problems", ()):
             print("    " + problem[:300], flush=True)
         if args.json:  # after every row: a run that is ended early keeps what it has
-            setup = {"scale": args.scale, "cores": os.cpu_count()}
-            content = {**report.describe_environment(setup), "results": results}
-            Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write(Path(args.json), results)
     return 0 if all(result["passed"] for result in results) else 1
 
 
