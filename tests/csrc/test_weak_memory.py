@@ -1,4 +1,4 @@
-"""What the orderings in `csrc/common/signals.h` and `csrc/cpu/channel.cpp` are for: weaker ones have wrong executions."""
+"""What the orderings in `common/signals.h` and `cpu/channel.cpp` are for: weaker ones have wrong executions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.csrc.weak_memory import Order, sleeping, signalling
+from tests.csrc.weak_memory import Order, signalling, sleeping
 
 pytestmark = pytest.mark.cpu
 
