@@ -1,0 +1,147 @@
+"""What `shared_memory` promises beyond the contract: where it runs, what it keeps in memory, what it chooses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tests.ops.support import new_group
+from tpkernels.backends import shared_memory
+from tpkernels.comm import shared_segments
+from tpkernels.comm.groups import resolve
+from tpkernels.comm.native import native, why_not
+from tpkernels.dispatch import Costs, Problem
+from tpkernels.testing.spawn import Pools
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(native() is None, reason=why_not() or "the compiled core is there"),
+]
+
+ROWS, COLUMNS = 1536, 1024  # 3 MiB in bf16
+STEP = 2 * 1024 * 1024  # segments grow in steps
+SHARED = {"implementation": "shared_memory"}
+
+
+def staged_by(call: str, world: int) -> int:
+    """Bytes that ARCHITECTURE.md says a call stages per rank."""
+    whole = ROWS * COLUMNS * 2
+    return {
+        "all_gather_matmul": whole // world,
+        "matmul_reduce_scatter": whole // world * (world - 1),
+        "matmul_all_reduce": whole,
+        "all_gather": whole // world,
+        "reduce_scatter": whole,
+        "all_reduce": 512 * 1024,
+    }[call]
+
+
+def make_call(call: str, group: Any) -> None:
+    size = dist.get_world_size(group)
+    whole = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
+    shard = tpk.array_split(whole, size)[0].contiguous()
+    weight = torch.ones(COLUMNS, COLUMNS, dtype=torch.bfloat16)
+    {
+        "all_gather_matmul": lambda: tpk.all_gather_matmul(shard, weight[:8], group, **SHARED),
+        "matmul_reduce_scatter": lambda: tpk.matmul_reduce_scatter(whole, weight, group, **SHARED),
+        "matmul_all_reduce": lambda: tpk.matmul_all_reduce(whole, weight, group, **SHARED),
+        "all_gather": lambda: tpk.all_gather(shard, group, **SHARED),
+        "reduce_scatter": lambda: tpk.reduce_scatter(whole, group, **SHARED),
+        "all_reduce": lambda: tpk.all_reduce(whole, group, **SHARED),
+    }[call]()
+
+
+def pages_of_own_segment(group: Any) -> int:
+    """Bytes of the segment that this rank alone maps writable and that are really there."""
+    status = os.fstat(own_file())
+    return status.st_blocks * 512
+
+
+def own_file() -> int:
+    """The newest data segment that this process holds open."""
+    links = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)}
+    return max(fd for fd, target in links.items() if "tpkernels-data" in target)
+
+
+def is_open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def memory_of(call: str) -> tuple[int, int]:
+    with new_group() as group:
+        make_call(call, group)
+        segments = resolve(group).shared
+        assert segments is not None
+        return int(segments.channel.capacity), pages_of_own_segment(group)
+
+
+@pytest.mark.parametrize("call", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_fused_op_stages_what_the_documentation_says(ranks: Pools, call: str, world: int) -> None:
+    check_memory(ranks(world).run(memory_of, call), staged_by(call, world))
+
+
+@pytest.mark.parametrize("call", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_collective_stages_what_the_documentation_says(ranks: Pools, call: str) -> None:
+    check_memory(ranks(2).run(memory_of, call), staged_by(call, 2))
+
+
+def check_memory(measured: list[tuple[int, int]], staged: int) -> None:
+    expected = -(-staged // STEP) * STEP
+    for capacity, pages in measured:
+        assert capacity == expected, (capacity, expected)
+        # Two slots; the kernel adds a little of its own for large sparse files.
+        assert 2 * expected <= pages <= 2 * expected + STEP, (pages, expected)
+
+
+def chosen_on_one_host() -> tuple[str, str, str]:
+    with new_group() as group:
+        problem: dict[str, Any] = {"m": 4096, "n": 4096, "k": 4096, "dtype": torch.bfloat16, "group": group}
+        automatic = tpk.explain("all_gather_matmul", **problem)
+        x, weight = torch.ones(4, 8), torch.ones(5, 8)
+        tpk.all_gather_matmul(x, weight, group, implementation="chunked")
+        forced = next(
+            plan for signature, plan in resolve(group).agreed.items() if signature.implementation == "chunked"
+        )
+        return automatic.chosen, str(automatic), forced.implementation.name
+
+
+def test_it_is_what_one_host_gets_and_another_name_still_forces(ranks: Pools) -> None:
+    for chosen, text, forced in ranks(2).run(chosen_on_one_host):
+        assert chosen == "shared_memory" and "-> shared_memory: smallest estimate" in text
+        assert forced == "chunked"
+
+
+def without_memory() -> tuple[str, str]:
+    """As on ranks of two hosts: every rank says why it cannot."""
+    original = shared_segments._why_not_here
+    shared_segments._why_not_here = lambda group: "seeded: no memory to share"
+    try:
+        with new_group() as group:
+            explanation = tpk.explain("all_reduce", m=8, n=8, k=8, dtype=torch.float32, group=group)
+            assert torch.equal(tpk.all_reduce(torch.ones(3, 2), group), torch.ones(3, 2) * dist.get_world_size())
+            try:
+                tpk.all_reduce(torch.ones(3, 2), group, **SHARED)
+            except tpk.errors.UnsupportedProblem as error:
+                return str(explanation), str(error)
+    finally:
+        shared_segments._why_not_here = original
+    return str(explanation), "forced, and it ran"
+
+
+def test_a_rank_that_cannot_share_makes_all_say_why(ranks: Pools) -> None:
+    for explanation, error in ranks(2).run(without_memory):
+        assert "shared_memory  cannot run: rank 0: seeded: no memory to share" in explanation
+        assert "seeded: no memory to share" in error
+
+
+@pytest.mark.parametrize(("m", "first"), [(2, True), (8192, False)])
+def test_few_rows_are_gathered_first_because_each_gemm_reads_the_whole_weight(m: int, first: bool) -> None:
+    costs = Costs(gemm_gflops=200.0, gemm_overhead_us=3.0, weight_gbytes=10.0, copy_gbytes=5.0, measured=True)
+    problem = Problem("all_gather_matmul", m, 4096, 4096, torch.bfloat16, 2, co_located=True, no_shared_memory=None)
+    assert shared_memory._gather_first(problem, costs) is first
