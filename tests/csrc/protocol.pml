@@ -5,7 +5,8 @@
  * start short of their wrap. A rank that has ended, well or not, is gone; others see that as they see a death.
  *
  *   DEATHS    this many ranks are killed, at any step
- *   MISMATCH  the last rank makes another call: 1 one with fewer signals, 2 one with more
+ *   MISMATCH  the last rank makes another call: 1 one with fewer signals, 2 (from the
+ *             second call on) or 3 (from the first) one with more
  *   GATHERS   all calls are gathers
  *   NO_SLEEP  waits without the machinery of sleeping and waking, which multiplies the states
  *
@@ -51,6 +52,8 @@
 #define KIND(rank, call) (((rank) == R - 1 || (call) % 2 == 0) -> GATHER : REDUCE)
 #elif MISMATCH == 2
 #define KIND(rank, call) (((rank) == R - 1 || (call) % 2 == 1) -> REDUCE : GATHER)
+#elif MISMATCH == 3
+#define KIND(rank, call) (((rank) == R - 1 || (call) % 2 == 0) -> REDUCE : GATHER)
 #elif defined(GATHERS)
 #define KIND(rank, call) GATHER
 #else

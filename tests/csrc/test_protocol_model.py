@@ -36,6 +36,7 @@ CORRECT_AND_LARGE = (
     "R=3 MISMATCH=1 DEATHS=1 CALLS=1",
     "R=3 NO_SLEEP DEATHS=1 CALLS=2",
     "R=3 NO_SLEEP MISMATCH=2 DEATHS=1 CALLS=2",
+    "R=3 NO_SLEEP MISMATCH=3 DEATHS=1 CALLS=1",
     "R=4 NO_SLEEP CALLS=2",
 )
 WRONG_DATA, HANGS, WRONG_BLAME = r"assertion violated .*\.part\[", r"invalid end state", r"assertion violated .*blamed"
@@ -51,7 +52,7 @@ MUTANTS = {
     "R=2 NO_SLEEP HEADER_LATE MISMATCH=2": WRONG_DATA,
     "R=2 EPOCH_FIRST": WRONG_BLAME,
     "R=3 NO_SLEEP BLAME_POISONED MISMATCH=2 CALLS=2": WRONG_BLAME,
-    "R=3 NO_SLEEP POISON_FIRST MISMATCH=2 DEATHS=1 CALLS=2": WRONG_BLAME,
+    "R=3 NO_SLEEP POISON_FIRST MISMATCH=3 DEATHS=1 CALLS=1": WRONG_BLAME,
     "R=3 NO_SLEEP LEAVE_EARLY MISMATCH=2 CALLS=2": WRONG_BLAME,
     "R=3 NO_SLEEP NO_TAKEOVER MISMATCH=1 DEATHS=1 CALLS=1": HANGS,
 }
@@ -65,7 +66,7 @@ def explore(variant: str, folder: Path) -> str:
         pytest.skip("needs the model checker spin (Debian: apt-get install spin) and a C compiler")
     macros = [f"-D{macro}" for macro in variant.split()]
     build = [cc, "-O2", "-w", "-DSAFETY", "-DCOLLAPSE", "-DVECTORSZ=2048", "-DMEMLIM=6000", "-o", "pan", "pan.c"]
-    for command in ([spin, "-a", *macros, str(MODEL)], build, ["./pan", "-m1000000", "-w20"]):
+    for command in ([spin, "-a", *macros, str(MODEL)], build, ["./pan", "-m1000000", "-w22"]):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, f"{variant}: {command}: {done.stdout}\n{done.stderr}"
     for cut_short in ("max search depth too small", "out of memory", "Search not completed"):
