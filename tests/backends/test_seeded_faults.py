@@ -136,7 +136,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
 
         return run
 
-    def summed(self: SharedSegments, fingerprint: int, text: str, dtype: Any, x: Tensor, out: Tensor) -> None:
+    def summed(self: SharedSegments, fingerprint: int, text: str, x: Tensor, out: Tensor) -> None:
         x = x.clone()
         strike.hit(x)
         all_reduce(self, fingerprint, text, x, out)
