@@ -14,7 +14,7 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, 3)
 WIDTH, HIDDEN, LENGTH = 6, 13, 7
 
 

@@ -32,7 +32,7 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-WORLDS = [2, 3, 4]
+WORLDS = [2, 3]
 COMMUNICATING = (GATHER, SCATTER, REDUCE)
 
 
