@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tpkernels as tpk
+from tpkernels.comm.native import native
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.expected import (
     expected_all_gather_matmul,
@@ -29,7 +30,8 @@ from tpkernels.testing.payload import exact_matmul, integer_payload, payload
 
 GATHER, SCATTER, REDUCE, COPY = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "copy_matmul"
 FUSED = (GATHER, SCATTER, REDUCE, COPY)
-IMPLEMENTATIONS = ("unfused", "chunked", "shared_memory")
+# Without the compiled core tests/backends says, as skips, what is not tested.
+IMPLEMENTATIONS = ("unfused", "chunked", *(("shared_memory",) if native() is not None else ()))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

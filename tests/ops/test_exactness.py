@@ -59,7 +59,7 @@ def test_a_large_all_reduce_in_two_phases_is_exact(ranks: Pools, world: int) -> 
         Case(REDUCE, (rows, 64), ns=(300,), dtype=dtype, integers=True, bias=True, implementation=name)
         for rows in (500, 1001)
         for dtype in (torch.bfloat16, torch.float32)
-        for name in ("unfused", "chunked", "shared_memory")
+        for name in IMPLEMENTATIONS
     ]
     for num_chunks in (1, 5):
         ranks(world).run(check_all, cases, num_chunks)
@@ -78,7 +78,7 @@ def compare_implementations(dtype: torch.dtype) -> None:
     for num_chunks in (1, 3):
         with new_group(num_chunks) as group:
             for case in cases:
-                for name in ("unfused", "chunked", "shared_memory"):
+                for name in IMPLEMENTATIONS:
                     outs, _ = call(case.but(implementation=name), own_part(operands(case, world), rank), group)
                     first = results.setdefault(case.op, outs[0])
                     assert_bitwise_equal(outs[0], first, f"{case.op}, {name}, {num_chunks} chunks")
@@ -87,7 +87,7 @@ def compare_implementations(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_ranks_of_an_all_reduce_get_the_same_bits(ranks: Pools, world: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        for name in ("unfused", "chunked", "shared_memory"):
+        for name in IMPLEMENTATIONS:
             for rows in (7, 700):
                 case = Case(REDUCE, (rows, 96), ns=(120,), dtype=dtype, bias=True, implementation=name)
                 first, *others = ranks(world).run(return_output, case, 3)
@@ -123,7 +123,7 @@ def repeat_with_jitter(rounds: int, num_chunks: int) -> int:
         Case(op, (96, 64), ns=(40,), dtype=dtype, bias=True, implementation=name)
         for op in COMMUNICATING
         for dtype in (torch.float32, torch.bfloat16)
-        for name in ("unfused", "chunked", "shared_memory")
+        for name in IMPLEMENTATIONS
     ]
     cases.append(Case(GATHER, (5, 12, 64), dim=1, ns=(8, 4), return_gathered=True))
     cases.append(Case(SCATTER, (5, 12, 64), dim=1, ns=(8,)))
@@ -173,7 +173,7 @@ def test_repeated_calls_carry_their_own_payload(ranks: Pools, world: int) -> Non
         Case(op, (12, 16), implementation=name, integers=True, bias=True, call=turn)
         for turn in range(30)
         for op in FUSED
-        for name in ("unfused", "chunked", "shared_memory")
+        for name in IMPLEMENTATIONS
     ]
     ranks(world).run(check_all, cases, 3)
 

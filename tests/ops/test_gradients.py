@@ -184,7 +184,7 @@ def unused_outputs() -> None:
     """Only some outputs of one gather reach the loss; an expanded gradient arrives for another."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with new_group(2) as group:
-        for op, name, gathered in product((GATHER, COPY), ("unfused", "chunked", "shared_memory"), (False, True)):
+        for op, name, gathered in product((GATHER, COPY), IMPLEMENTATIONS, (False, True)):
             if op == COPY and gathered:
                 continue
             case = fp64(op, (12, 8), ns=(5, 3, 4), return_gathered=gathered, implementation=name, activation="silu")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
+from tests.ops.support import IMPLEMENTATIONS
 from tpkernels.comm import workspace
 from tpkernels.testing.spawn import Pools
 
@@ -39,7 +40,7 @@ def _changed_outputs(implementation: str) -> list[str]:
     return [name for name, output, copy in kept if not torch.equal(output, copy)]
 
 
-@pytest.mark.parametrize("implementation", ["unfused", "chunked", "shared_memory"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_outputs_are_unchanged_by_later_calls(ranks: Pools, world_size: int, implementation: str) -> None:
     assert ranks(world_size).run(_changed_outputs, implementation) == [[]] * world_size
