@@ -159,7 +159,7 @@ def ensure(group: Group, call: int) -> None:
     """
     if group.shared is not None or group.no_shared_memory is not UNTRIED:
         return
-    hub = None
+    hub, start = None, time.monotonic()
     reason = _why_not_here(group)
     if reason is None and group.rank == 0:
         try:
@@ -184,7 +184,7 @@ def ensure(group: Group, call: int) -> None:
                 address, token = records[0].facts["address"]
                 group.no_shared_memory = _as_spoke(group, address, token, limits)
     except rendezvous.Lost as error:
-        raise PeerLost(f"rank {group.rank}, call {call} on group {group.name!r}: {error}", ranks=error.ranks) from error
+        raise _culprit(group, call, error, time.monotonic() - start) from error
     finally:
         if hub is not None:
             hub.close()
@@ -194,6 +194,17 @@ def ensure(group: Group, call: int) -> None:
 
 def _release(group: Group) -> None:
     group.shared = None
+
+
+def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> CommunicationError:
+    """Whom to blame: a rank whose connection ended may have left because another died, and says so in the store."""
+    try:
+        own = agreement.read(group, f"call/{call}").get(group.rank)
+        if own is not None:
+            return agreement.blame(group, call, agreement.Record.from_json(own).signature, str(lost), waited)
+    except RuntimeError as error:
+        lost.add_note(f"the store could not be asked: {error}")
+    return PeerLost(f"rank {group.rank}, call {call} on group {group.name!r}: {lost}", ranks=lost.ranks)
 
 
 def _is_gone(group: Group, rank: int) -> bool:
