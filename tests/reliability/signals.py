@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tests.reliability.calls import CALLS, SHARED, make_all
-from tests.reliability.crew import Crew, CrewError, Link, Raised, Said, caught
+from tests.reliability.crew import Crew, CrewError, Link, Raised, Said, caught, group_of
 from tests.reliability.outcome import Outcome
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.transport import TransportFailure
@@ -35,7 +35,7 @@ def stopped(count: int, sizes: tuple[int, ...] = (2, 3), timeout: float = 1.0) -
     for trial in range(count):
         size = sizes[trial % len(sizes)]
         victim = dice.randrange(size)
-        with Crew(size, _calls_until_error, timeout=timeout) as crew:
+        with Crew(size, _calls_until_error, timeout) as crew:
             crew.expect("ready", SETTLE_S)
             time.sleep(dice.uniform(0.001, 0.03))
             crew.kill(victim, signal.SIGSTOP)
@@ -60,7 +60,7 @@ def stopped_upstream(count: int, timeout: float = 0.5) -> Outcome:
     """R5: ranks wait for each other in a chain whose end is stopped; all blame that end, not the one they wait for."""
     outcome = Outcome("R5 chain", max_s=1.1 * timeout)
     for _ in range(count):
-        with Crew(3, _wait_in_a_chain, timeout=timeout) as crew:
+        with Crew(3, _wait_in_a_chain, timeout) as crew:
             crew.expect("ready", SETTLE_S)
             crew.kill(2, signal.SIGSTOP)
             errors = crew.expect("error", SETTLE_S, [0, 1])
@@ -71,9 +71,9 @@ def stopped_upstream(count: int, timeout: float = 0.5) -> Outcome:
     return outcome
 
 
-def _wait_in_a_chain(link: Link) -> None:
+def _wait_in_a_chain(link: Link, timeout: float) -> None:
     """The call of an op in two phases, by hand: rank 2 stops between them, 1 waits for it in the first, 0 for 1."""
-    group = dist.group.WORLD
+    group = group_of(timeout=timeout)
     make_all(group, link.rank, link.size, 0)
     shared = resolve(group).shared
     assert shared is not None
@@ -102,8 +102,8 @@ def _named(call: Callable[[], None]) -> None:
         raise CollectiveTimeout(str(failure), ranks=failure.ranks) from failure
 
 
-def _calls_until_error(link: Link) -> None:
-    group = dist.group.WORLD
+def _calls_until_error(link: Link, timeout: float) -> None:
+    group = group_of(timeout=timeout)
     make_all(group, link.rank, link.size, 0)
     dist.barrier()
     link.say("ready")
