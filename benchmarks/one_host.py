@@ -10,16 +10,19 @@ P6  a decoding step (M 1 and 8) of an MLP block, d 1024, ff 4096, bf16:
 Baselines in the same run, taking turns: gloo's collective and `F.linear` (torch), our `unfused` and `chunked` over
 gloo, and our own collective over shared memory followed by `F.linear` (unfused_shared): what fusing adds on one host.
 Every result is verified before it is timed.  One rank per core, one thread each; gloo's own threads may use all cores,
-because bound to its rank's core gloo's small all-reduce takes about three times as long.
+because bound to its rank's core gloo's small all-reduce takes about three times as long.  Where DeepSpeed is installed
+(`pip install deepspeed`), P5 has its all-reduce over shared memory as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,10 @@ def reduce_case(shape: tuple[int, int], group: dist.ProcessGroup, repeats: int) 
         "shared_memory": lambda: tpk.all_reduce(x, group, implementation="shared_memory"),
     }
 
+    peer = deepspeed_all_reduce(group)
+    if peer is not None:
+        candidates["deepspeed"] = lambda: peer(x.clone())
+
     def verify(name: str, result: object) -> None:
         assert isinstance(result, Tensor)
         if name != "copy":
@@ -90,6 +97,23 @@ def reduce_case(shape: tuple[int, int], group: dist.ProcessGroup, repeats: int) 
     times = measure(candidates, repeats=repeats, warmup=5, calls_per_sample=calls, verify=verify, group=group)
     ratio = ("torch", "shared_memory", ">=", REDUCE_SHAPES[shape])
     return _row("P5", f"all_reduce {shape[0]}x{shape[1]}", times, [ratio])
+
+
+@cache
+def deepspeed_all_reduce(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor] | None:
+    """DeepSpeed's all-reduce over shared memory, in place, where the package is installed; compiled on first use."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    os.environ["LOCAL_SIZE"] = str(group.size())
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    for turn in range(group.size()):  # one rank compiles, the others find it done
+        if turn == group.rank():
+            module = ShareMemCommBuilder().load(verbose=False)
+        dist.barrier(group)
+    module.initialize(group.size(), group.rank())
+    op: Callable[[Tensor], Tensor] = torch.ops.deepspeed.inference_all_reduce_
+    return op
 
 
 class Mlp(nn.Module):

@@ -109,7 +109,7 @@ def all_gather_matmul(
         return (y, x_shard) if return_gathered else y
     needs_grad = wants_grad(x_shard, *weights, *biases)
     outputs = call(
-        torch.ops.tpkernels.all_gather_matmul,
+        "all_gather_matmul",
         x_shard,
         weights,
         pack_biases(biases, x_shard),

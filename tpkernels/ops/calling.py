@@ -49,9 +49,12 @@ class Signature(NamedTuple):
         return text + (f", {self.detail})" if self.detail else ")")
 
 
-def facts_of(*tensors: Tensor | None) -> Hashable:
-    """What the checks of an op look at: calls of equal facts need no second look."""
-    return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
+def facts_of(op: str, implementation: str, *tensors: Tensor | None) -> Hashable:
+    """All that the checks of an op look at: calls of equal facts need no second look."""
+    facts: list[Any] = [op, implementation]
+    for tensor in tensors:
+        facts.append(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
+    return tuple(facts)
 
 
 @dataclass(frozen=True)

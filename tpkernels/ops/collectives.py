@@ -32,7 +32,7 @@ from tpkernels.ops.library import call, define, wants_grad
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.matmul_reduce_scatter import scatter_layout
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
-from tpkernels.partition import Layout, array_split_sizes, offsets
+from tpkernels.partition import array_split_sizes, offsets
 
 __all__ = ["all_gather", "all_reduce", "copy_to_group", "reduce_scatter", "shard"]
 
@@ -80,7 +80,7 @@ def reduce_scatter(
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
     arguments = (x, group_name(group), dim, sizes, implementation)
-    return cast(Tensor, call(torch.ops.tpkernels.reduce_scatter, *arguments, needs_grad=wants_grad(x)))
+    return cast(Tensor, call("reduce_scatter", *arguments, needs_grad=wants_grad(x)))
 
 
 def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:
@@ -89,7 +89,7 @@ def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> 
     if process_group(group).size() == 1:
         return x
     arguments = (x, group_name(group), implementation)
-    return cast(Tensor, call(torch.ops.tpkernels.all_reduce, *arguments, needs_grad=wants_grad(x)))
+    return cast(Tensor, call("all_reduce", *arguments, needs_grad=wants_grad(x)))
 
 
 def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
@@ -219,14 +219,18 @@ def _gather_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 def _all_reduce(x: Tensor, name: str, implementation: str = "auto") -> Tensor:
     group = resolve(name)
-    try:
-        _check("all_reduce", x, 0, implementation)
-    except ValueError as error:
-        agreement.refuse(group, "all_reduce", str(error))
-        raise
-    rows = flat(_as_rows(x))
-    layout: Layout = rows_layout(rows.shape[0], group.size)
-    signature = Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation)
+    facts = calling.facts_of("all_reduce", implementation, x)
+    signature = group.checked.get(facts)
+    rows = flat(_as_rows(x)) if x.dim() else x  # refused below
+    if signature is None:
+        try:
+            _check("all_reduce", x, 0, implementation)
+        except ValueError as error:
+            agreement.refuse(group, "all_reduce", str(error))
+            raise
+        layout = rows_layout(rows.shape[0], group.size)
+        signature = Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation)
+        group.checked[facts] = signature
     return cast(Tensor, calling.run(group, signature, 0, AllReduce(rows), x.device).view(x.shape))
 
 

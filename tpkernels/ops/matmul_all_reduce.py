@@ -61,8 +61,8 @@ def matmul_all_reduce(
     if pg.size() == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
-    op, needs_grad = torch.ops.tpkernels.matmul_all_reduce, wants_grad(x, weight, bias)
-    return cast(Tensor, call(op, x, weight, bias, group_name(pg), implementation, needs_grad=needs_grad))
+    arguments = (x, weight, bias, group_name(pg), implementation)
+    return cast(Tensor, call("matmul_all_reduce", *arguments, needs_grad=wants_grad(x, weight, bias)))
 
 
 @lru_cache(maxsize=256)
@@ -73,8 +73,8 @@ def rows_layout(rows: int, group_size: int) -> Layout:
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:
     group = resolve(name)
-    own = calling.facts_of(x, weight, bias)
-    signature = group.checked.get((own, implementation))
+    facts = calling.facts_of("matmul_all_reduce", implementation, x, weight, bias)
+    signature = group.checked.get(facts)
     if signature is None:
         try:
             check_common("matmul_all_reduce", x, implementation)
@@ -84,7 +84,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implement
             raise
         layout = rows_layout(x.shape[:-1].numel(), group.size)
         signature = Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
-        group.checked[own, implementation] = signature
+        group.checked[facts] = signature
     arguments = MatmulAllReduce([flat(x)], [weight.t()], bias)
     y = cast(Tensor, calling.run(group, signature, x.shape[-1], arguments, x.device))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])

@@ -82,7 +82,7 @@ def matmul_reduce_scatter(
     return cast(
         Tensor,
         call(
-            torch.ops.tpkernels.matmul_reduce_scatter,
+            "matmul_reduce_scatter",
             x,
             weight,
             bias,

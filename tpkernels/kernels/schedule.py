@@ -1,0 +1,94 @@
+"""The order in which a kernel visits its tiles, as a table; pure arithmetic on the host.
+
+A kernel's row tiles are listed once per (shard sizes, chunks, tile height, rank): the list says which rows a tile covers,
+which chunk it belongs to, and whose it is. Rotation by rank, uneven shards, empty chunks and tiles that must not reach
+over the end of a chunk are then nobody's business in device code, where a row tile costs one read of `FIELDS` integers.
+
+Chunks are cut at multiples of the tile height, so that a shard has at most one tile that is not full. The copies must use
+the same cut: :func:`chunk_rows`. A chunk without rows has no tiles; nobody waits for it, and nobody announces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from tpkernels.partition import array_split_sizes, offsets
+
+__all__ = ["FIELDS", "RowTile", "all_gather_order", "as_table", "chunk_rows", "reduce_scatter_order"]
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """`rows` rows from `row` on of the whole [M, K]; they are rows `offset` to `offset + rows` of the shard of `rank`.
+
+    `chunk` counts within that shard, `slot` over all ranks; `chunk_tiles` is the number of row tiles in the chunk.
+    """
+
+    row: int
+    rows: int
+    rank: int
+    chunk: int
+    slot: int
+    offset: int
+    chunk_tiles: int
+
+
+FIELDS = 8  # integers per entry of the table; the last is padding
+
+
+def chunk_rows(rows: int, count: int, tile_rows: int) -> tuple[tuple[int, int], ...]:
+    """`count` half-open ranges that cover `rows`, cut at multiples of `tile_rows`; the last ones may be empty."""
+    if tile_rows < 1:
+        raise ValueError(f"tile_rows ({tile_rows}) must be at least 1")
+    sizes = array_split_sizes(-(-rows // tile_rows), count)
+    starts = offsets(sizes)
+    return tuple(
+        (min(rows, start * tile_rows), min(rows, (start + size) * tile_rows))
+        for start, size in zip(starts, sizes, strict=True)
+    )
+
+
+def all_gather_order(shard_rows: Sequence[int], num_chunks: int, tile_rows: int, rank: int) -> tuple[RowTile, ...]:
+    """Own shard first, then the peers' as they arrive: chunk c of every peer before chunk c + 1 of any, next rank first.
+
+    All peers send at once, so their first chunks arrive at about the same time.
+    """
+    world_size = len(shard_rows)
+    peers = [(rank + step) % world_size for step in range(1, world_size)]
+    turns = [(rank, chunk) for chunk in range(num_chunks)]
+    turns += [(peer, chunk) for chunk in range(num_chunks) for peer in peers]
+    return _tiles(shard_rows, num_chunks, tile_rows, turns)
+
+
+def reduce_scatter_order(shard_rows: Sequence[int], num_chunks: int, tile_rows: int, rank: int) -> tuple[RowTile, ...]:
+    """Remote owners' rows first, so that they can leave while the rest is computed; own rows last.
+
+    Chunk c of every peer comes before chunk c + 1 of any, which keeps all links busy from the first chunk on.
+    """
+    world_size = len(shard_rows)
+    peers = [(rank + step) % world_size for step in range(1, world_size)]
+    turns = [(peer, chunk) for chunk in range(num_chunks) for peer in peers]
+    turns += [(rank, chunk) for chunk in range(num_chunks)]
+    return _tiles(shard_rows, num_chunks, tile_rows, turns)
+
+
+def as_table(tiles: Sequence[RowTile]) -> list[list[int]]:
+    """Rows of the int32 table [len(tiles), FIELDS] that kernels read; M is below 2^31 rows."""
+    return [[*astuple(tile), 0] for tile in tiles]
+
+
+def _tiles(
+    shard_rows: Sequence[int], num_chunks: int, tile_rows: int, turns: Sequence[tuple[int, int]]
+) -> tuple[RowTile, ...]:
+    shard_starts = offsets(shard_rows)
+    chunks = [chunk_rows(rows, num_chunks, tile_rows) for rows in shard_rows]
+    found = []
+    for rank, chunk in turns:
+        start, stop = chunks[rank][chunk]
+        chunk_tiles = -(-(stop - start) // tile_rows)
+        for offset in range(start, stop, tile_rows):
+            rows = min(tile_rows, stop - offset)
+            row, slot = shard_starts[rank] + offset, rank * num_chunks + chunk
+            found.append(RowTile(row, rows, rank, chunk, slot, offset, chunk_tiles))
+    return tuple(found)
