@@ -110,10 +110,13 @@ class Hub:
         selector.register(connection, selectors.EVENT_READ)
 
     def _hello(self, connection: socket.socket) -> tuple[int, int | str] | None:
-        """Who that is and its descriptor; None for a stranger, and for a rank that died (whose absence is noticed)."""
+        """Who that is and its descriptor; None for a stranger, and for a rank that died (whose absence is noticed).
+
+        What goes wrong on our own side (no descriptors left) is raised: the peer behind that connection is no stranger.
+        """
         try:
             message, descriptors = _receive_now(connection, 1)
-        except (OSError, ValueError):
+        except (ConnectionError, TimeoutError, ValueError):
             connection.close()
             return None
         rank = message.get("rank")
