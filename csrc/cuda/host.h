@@ -1,0 +1,33 @@
+// What the launching functions share: checks at the door, and the message of the one that refused.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/protocol.h"
+
+#define TPK_API extern "C" __attribute__((visibility("default")))
+
+namespace tpk {
+
+// Remembers, for this thread, why an argument is refused; returns TPK_INVALID.
+__attribute__((format(printf, 1, 2))) int refuse(const char* format, ...);
+
+// 0, or the refusal: a group that kernels can be given.
+int check_group(const tpk_group* group);
+int check_range(const char* name, long long value, long long least, long long most);
+Group to_device(const tpk_group& group);
+
+inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+// The launch's own error, and only that: an older one, of somebody else, has been reported to them.
+inline int launched() { return static_cast<int>(cudaGetLastError()); }
+inline bool is_aligned(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % 16 == 0; }
+
+}  // namespace tpk
+
+// Returns the first refusal or CUDA error from the function that contains it.
+#define TPK_TRY(call)                                        \
+    do {                                                     \
+        if (const int tpk_status = static_cast<int>(call)) { \
+            return tpk_status;                               \
+        }                                                    \
+    } while (false)

@@ -1,0 +1,127 @@
+/* The C interface of tpkernels' CUDA kernels: no torch, no C++ types, no CUDA headers needed by callers.
+ *
+ * Every function that works returns 0; a cudaError_t is positive, TPK_INVALID negative, and tpk_error_string names
+ * either (for TPK_INVALID the argument and its value, of this thread's last call).  `stream` is a cudaStream_t.
+ * Functions with a stream only enqueue; all can be captured in a CUDA graph, unless said otherwise.  Calls of one
+ * group must come from one thread at a time, on one stream or on streams that are ordered after each other.
+ *
+ * The protocol (who writes which word, and why slots may be reused) is in csrc/cuda/README.md.
+ */
+#pragma once
+
+#include <stdint.h>
+
+#define TPK_CUDA_ABI 1
+#define TPK_MAX_RANKS 64
+#define TPK_MAX_CHUNKS 64
+#define TPK_SLOTS 2
+#define TPK_PAD_BYTES 33408       /* a signal pad: symmetric memory, zeroed before any rank's first call */
+#define TPK_STATE_BYTES 32        /* of this rank's device memory, zeroed */
+#define TPK_STATE_EPOCH_OFFSET 0  /* uint32: number of the current call, for kernels of others */
+#define TPK_STATE_FAILED_OFFSET 8 /* uint32: not 0 once a wait has failed; whoever else waits should look at it */
+
+#define TPK_INVALID (-1)
+
+enum tpk_dtype { TPK_F32 = 0, TPK_BF16 = 1, TPK_F16 = 2 };
+enum tpk_failure_kind { TPK_TIMEOUT = 1, TPK_POISONED = 2, TPK_MISMATCH = 3 };
+/* How a flag is raised on a stream.  KERNEL needs room for one warp on an SM, so whoever spins must leave it;
+ * COPY copies the word with the copy engine (whether small copies stay off the SMs is the driver's choice);
+ * WRITE_VALUE needs neither, but its value is `epoch_on_host`, which a captured graph would repeat: refused there. */
+enum tpk_raise { TPK_RAISE_KERNEL = 0, TPK_RAISE_COPY = 1, TPK_RAISE_WRITE_VALUE = 2 };
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The first failure of this rank, in host memory.  All fields are there once `state` is 1. */
+typedef struct tpk_failure {
+    uint32_t state;
+    int32_t kind;
+    int32_t rank;  /* who reports */
+    int32_t op;    /* as given to the call that waited */
+    int32_t peer;  /* who is late, disagrees, or (POISONED) failed first */
+    int32_t chunk; /* -1: the peer has not begun the call */
+    uint32_t epoch;
+    uint32_t expected;
+    uint32_t got;
+    uint32_t fingerprint; /* of the peer, for MISMATCH */
+    uint64_t waited_ns;
+} tpk_failure;
+
+/* One rank's end of a group.  `pads` is a host array of device pointers; all else is plain. */
+typedef struct tpk_group {
+    int32_t rank;
+    int32_t world_size;
+    void* const* pads;
+    void* state;
+    tpk_failure* failure; /* of tpk_failure_create, as the device addresses it */
+    uint64_t timeout_ns;
+} tpk_group;
+
+/* A copy of `rows` rows of `row_bytes` bytes, what it waits for, and whom it tells. */
+typedef struct tpk_chunk {
+    void* target;
+    const void* source;
+    int64_t rows, row_bytes, target_stride_bytes, source_stride_bytes;
+    const uint32_t* wait_flag; /* a local flag that must reach the epoch first, or NULL */
+    int32_t wait_peer;         /* the rank whose signal `chunk` must be there first, or -1 */
+    uint32_t* raise_flag;      /* a local flag that is set to the epoch afterwards, or NULL */
+    int32_t signal_peer;       /* the rank that gets signal `chunk` afterwards, or -1 */
+    int32_t chunk;
+} tpk_chunk;
+
+typedef struct tpk_pipeline tpk_pipeline;
+
+int tpk_cuda_abi(void);
+const char* tpk_error_string(int error);
+int tpk_device_count(int* count);
+int tpk_can_access_peer(int device, int peer_device, int* can);
+/* Whether WRITE_VALUE can be used: the driver has cuStreamWriteValue32 and 64. */
+int tpk_has_write_value(int* has);
+
+/* Not in capture.  The record lives until destroyed; `device` is what goes into tpk_group. */
+int tpk_failure_create(tpk_failure** host, tpk_failure** device);
+int tpk_failure_destroy(tpk_failure* host);
+
+/* Begins call number epoch + 1: tells every rank, and waits until all of them are done with `slot` of earlier calls.
+ * `fingerprint` says what the call is; ranks that disagree fail. */
+int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, void* stream);
+/* A call by itself: returns (on the stream) when every rank is in it. */
+int tpk_barrier(const tpk_group* group, int32_t op, uint32_t fingerprint, void* stream);
+/* Signal `chunk` to the ranks in `peers` (bit per rank): what the stream has done so far is done. */
+int tpk_signal(const tpk_group* group, int32_t chunk, uint64_t peers, void* stream);
+/* Wait for signal `chunk` of the ranks in `peers`. */
+int tpk_wait(const tpk_group* group, int32_t op, int32_t chunk, uint64_t peers, void* stream);
+/* Set a local flag to the epoch; wait until one has reached it. */
+int tpk_raise_flag(const tpk_group* group, uint32_t* flag, void* stream);
+int tpk_wait_flag(const tpk_group* group, int32_t op, int32_t chunk, const uint32_t* flag, void* stream);
+
+/* Side streams of the current device, for copies.  Create and destroy: not in capture. */
+int tpk_pipeline_create(int32_t streams, tpk_pipeline** pipeline);
+int tpk_pipeline_destroy(tpk_pipeline* pipeline);
+/* Everything enqueued by tpk_pipeline_run waits for what `stream` holds now / `stream` waits for all of it. */
+int tpk_pipeline_fork(tpk_pipeline* pipeline, void* stream);
+int tpk_pipeline_join(tpk_pipeline* pipeline, void* stream);
+/* Enqueues the copies of `chunks`, in order, on side stream `lane`.  `epoch_on_host` is only read for WRITE_VALUE; then
+ * it is what tpk_begin has made the epoch, and `fingerprint` what it was given. */
+int tpk_pipeline_run(tpk_pipeline* pipeline, int32_t lane, const tpk_group* group, int32_t op, const tpk_chunk* chunks,
+                     int64_t count, int32_t raise, uint32_t epoch_on_host, uint32_t fingerprint);
+
+/* out = round(part[0] + part[1] + ... (+ bias)), fp32, in rank order, rounded once.  Part r is [rows, columns] of
+ * `part_dtype` with row stride `strides[r]`; `out` of out_dtype (equal, or part_dtype is F32).  `parts` and `strides`
+ * are host arrays.  With num_chunks > 0 rows of chunk k (chunk_begin in csrc/common/schedule.h) are summed once signal
+ * k of every other rank is there; without, everything must be there. */
+int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, int32_t out_dtype, const void* const* parts,
+               const int64_t* strides, const void* bias, void* out, int64_t out_stride, int64_t rows, int64_t columns,
+               int32_t num_chunks, int32_t max_blocks, void* stream);
+
+/* The whole call: out = round(x of rank 0 + ... (+ bias)) on every rank, bit for bit the same.  x and out are
+ * contiguous [rows, columns], may be equal.  `slots` is a host array: slot `slot` of every rank's symmetric buffer, at
+ * least world_size * tpk_all_reduce_slot_bytes(bytes of x) bytes. */
+int tpk_all_reduce(const tpk_group* group, int32_t op, int32_t dtype, const void* x, const void* bias, void* out,
+                   int64_t rows, int64_t columns, void* const* slots, int32_t slot, uint32_t fingerprint, void* stream);
+int64_t tpk_all_reduce_slot_bytes(int64_t bytes);
+
+#ifdef __cplusplus
+}
+#endif

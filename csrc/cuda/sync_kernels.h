@@ -1,0 +1,54 @@
+// Kernels of one block that begin calls, signal and wait.  At least one thread; as many as there are ranks is fastest.
+#pragma once
+
+#include "cuda/protocol.h"
+
+namespace tpk {
+
+// Begins the next call: see tpk_begin.
+TPK_KERNEL begin_call(TPK_ARGUMENT Group group, int op, int slot, std::uint32_t fingerprint) {
+    const Signal current = make_signal(epoch_of(group.state->current) + 1, fingerprint);
+    if (any_of_block(has_failed(group))) return;
+    arrive_of_block(group, current);
+    if (!wait_slot_of_block(group, current, slot, op) || thread_index() != 0) return;
+    group.state->last_use[slot] = epoch_of(current);
+    group.state->current = current;
+}
+
+// A call that is nothing but the meeting of all ranks.
+TPK_KERNEL meet(TPK_ARGUMENT Group group, int op, std::uint32_t fingerprint) {
+    const Signal current = make_signal(epoch_of(group.state->current) + 1, fingerprint);
+    bool failed = has_failed(group);
+    if (any_of_block(failed)) return;
+    arrive_of_block(group, current);
+    for (int peer = static_cast<int>(thread_index()); peer < group.world_size;
+         peer += static_cast<int>(num_threads())) {
+        const Signal* const word = group.pads[group.rank] + arrived_word(peer);
+        if (!wait_word(group, word, epoch_of(current), current, {op, peer, -1})) failed = true;
+    }
+    if (!any_of_block(failed) && thread_index() == 0) group.state->current = current;
+}
+
+// What the stream did before this kernel is visible to whoever sees the signal.
+TPK_KERNEL signal_chunk(TPK_ARGUMENT Group group, std::uint64_t targets, int chunk) {
+    if (any_of_block(has_failed(group))) return;
+    signal_chunk_of_block(group, group.state->current, targets, chunk);
+}
+
+TPK_KERNEL wait_chunk(TPK_ARGUMENT Group group, std::uint64_t sources, int chunk, int op) {
+    if (any_of_block(has_failed(group))) return;
+    wait_chunk_of_block(group, group.state->current, sources, chunk, op);
+}
+
+// Flags lie in this rank's own memory: copies tell a GEMM that a chunk has come, a GEMM tells copies that one may go.
+TPK_KERNEL raise_flag(TPK_ARGUMENT Group group, std::uint32_t* flag) {
+    if (thread_index() == 0 && !has_failed(group)) store_release_system(flag, epoch_of(group.state->current));
+}
+
+TPK_KERNEL wait_flag(TPK_ARGUMENT Group group, const std::uint32_t* flag, int chunk, int op) {
+    if (thread_index() != 0 || has_failed(group)) return;
+    const Signal current = group.state->current;
+    wait_word(group, flag, epoch_of(current), current, {op, group.rank, chunk});
+}
+
+}  // namespace tpk

@@ -1,0 +1,518 @@
+// Ranks as threads that run the CUDA kernels of csrc/cuda on each other's memory, for ThreadSanitizer and for values.
+//
+//   ranks calls W SEED COUNT EPOCH   random calls with stragglers; the epochs begin at EPOCH
+//   ranks failures W SEED            a rank that does not come, one that stops half-way, one that calls something else
+//   ranks numbers                    every 16-bit value, and what lies between them
+//
+// The copy engine is a thread that copies; everything else is the kernels' own source.  Prints "fine", or what is
+// wrong.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+
+#include "cuda/all_reduce_kernel.h"
+#include "cuda/reduce_kernel.h"
+#include "cuda/sync_kernels.h"
+#include "simulator.h"
+
+namespace {
+
+using namespace tpk;
+using Random = std::mt19937;
+
+constexpr unsigned kThreads = 3, kBlocks = 2;
+constexpr std::int64_t kMaxElements = 4096;
+
+[[noreturn]] void wrong(const std::string& what) {
+    std::fprintf(stderr, "WRONG: %s\n", what.c_str());
+    std::_Exit(1);
+}
+
+long pick(Random& random, long least, long most) { return std::uniform_int_distribution<long>(least, most)(random); }
+
+// ------------------------------------------------------------------------------------------------- ranks and their
+// memory
+
+struct Rank {
+    std::vector<Signal> pad = std::vector<Signal>(kPadWords);
+    State state = {};
+    Failure failure = {};
+    // Slots, gathered data, results: 4 bytes per element do for every type.
+    std::vector<float> slots[kSlots], gathered, partial, out;
+    std::vector<std::uint32_t> flags = std::vector<std::uint32_t>(kMaxRanks * kMaxChunks);
+    Random stragglers;
+    Group group = {};
+
+    void linger() {
+        if (pick(stragglers, 0, 3) == 0)
+            std::this_thread::sleep_for(std::chrono::microseconds(pick(stragglers, 0, 400)));
+    }
+};
+
+struct World {
+    std::vector<std::unique_ptr<Rank>> ranks;
+
+    World(int size, unsigned seed, Epoch epoch, std::uint64_t timeout_ms) {
+        for (int r = 0; r < size; ++r) {
+            ranks.push_back(std::make_unique<Rank>());
+            Rank& rank = *ranks.back();
+            rank.stragglers.seed(seed * 100 + static_cast<unsigned>(r));
+            for (auto* buffer : {&rank.slots[0], &rank.slots[1], &rank.gathered, &rank.partial, &rank.out}) {
+                buffer->assign(kMaxElements, std::nanf(""));
+            }
+            for (Signal& word : rank.pad) word = epoch;
+            rank.pad[kPoison] = 0;
+            for (std::uint32_t& flag : rank.flags) flag = epoch;
+            rank.state.current = epoch;
+            for (Epoch& use : rank.state.last_use) use = epoch;
+        }
+        for (int r = 0; r < size; ++r) {
+            Group& group = ranks[static_cast<std::size_t>(r)]->group;
+            group.rank = r;
+            group.world_size = size;
+            for (int p = 0; p < size; ++p) group.pads[p] = ranks[static_cast<std::size_t>(p)]->pad.data();
+            group.state = &ranks[static_cast<std::size_t>(r)]->state;
+            group.failure = &ranks[static_cast<std::size_t>(r)]->failure;
+            group.timeout_ns = timeout_ms * 1'000'000;
+        }
+    }
+
+    int size() const { return static_cast<int>(ranks.size()); }
+    Rank& at(int rank) const { return *ranks[static_cast<std::size_t>(rank)]; }
+
+    void run(const std::function<void(Rank&)>& body) {
+        std::vector<std::thread> threads;
+        for (auto& rank : ranks) threads.emplace_back([&body, &rank] { body(*rank); });
+        for (std::thread& thread : threads) thread.join();
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// numbers
+
+float reference_rounding(float value, const Bf16*) {
+    const std::uint32_t low = float_to_bits(value) & 0xffff0000u;
+    const float down = bits_to_float(low), up = bits_to_float(low + 0x10000u);
+    if (std::isnan(value) || std::isinf(value) || down == value) return value;
+    const double next = std::isinf(up) ? std::copysign(0x1p128, value) : up;
+    const double below = std::fabs(static_cast<double>(value) - down), above = std::fabs(next - value);
+    return below < above || (below == above && (low & 0x10000u) == 0) ? down : up;
+}
+float reference_rounding(float value, const Half*) { return static_cast<float>(static_cast<_Float16>(value)); }
+float reference_rounding(float value, const float*) { return value; }
+
+template <typename T>
+void check_rounding(float value) {
+    T rounded;
+    narrow(value, rounded);
+    const float got = widen(rounded), expected = reference_rounding(value, static_cast<const T*>(nullptr));
+    if (std::isnan(value) ? !std::isnan(got) : float_to_bits(got) != float_to_bits(expected)) {
+        wrong("rounding " + std::to_string(value) + " of bits " + std::to_string(float_to_bits(value)));
+    }
+}
+
+template <typename T>
+void check_numbers() {
+    for (std::uint32_t bits = 0; bits < 0x10000u; ++bits) {
+        const T value = {static_cast<std::uint16_t>(bits)};
+        T back;
+        narrow(widen(value), back);
+        if (back.bits != value.bits && !std::isnan(widen(value)))
+            wrong("16 bits " + std::to_string(bits) + " do not survive");
+    }
+    for (std::uint64_t bits = 0; bits < 0x100000000ull; bits += 0x7ff) {
+        check_rounding<T>(bits_to_float(static_cast<std::uint32_t>(bits)));
+        check_rounding<T>(bits_to_float(static_cast<std::uint32_t>(bits) & 0xfffff000u));  // ties
+    }
+}
+
+template <typename T>
+T from_float(float value) {
+    T result;
+    narrow(value, result);
+    return result;
+}
+
+// Element `i` of what `rank` contributes to call `call`: magnitudes far apart, so that the order of a sum shows.
+template <typename T>
+T value_of(int call, int rank, std::int64_t i) {
+    std::uint32_t h = static_cast<std::uint32_t>(call) * 2654435761u ^ static_cast<std::uint32_t>(rank + 1) * 40503u ^
+                      static_cast<std::uint32_t>(i) * 2246822519u;
+    h ^= h >> 15, h *= 2246822519u, h ^= h >> 13;
+    const float magnitude =
+        std::ldexp(1.0f + static_cast<float>(h & 0xffffu) / 65536.0f, static_cast<int>(h >> 16 & 15) - 7);
+    return from_float<T>((h >> 31) != 0 ? -magnitude : magnitude);
+}
+
+constexpr int kBiasRank = 1000;
+
+template <typename In, typename Out>
+Out expected_sum(int call, int ranks, std::int64_t i, std::int64_t column, bool bias) {
+    float sum = widen(value_of<In>(call, 0, i));
+    for (int rank = 1; rank < ranks; ++rank) sum += widen(value_of<In>(call, rank, i));
+    if (bias) sum += widen(value_of<Out>(call, kBiasRank, column));
+    return from_float<Out>(reference_rounding(sum, static_cast<const Out*>(nullptr)));
+}
+
+template <typename T>
+void check_equal(const T& got, const T& expected, const char* op, int call, int rank, std::int64_t i) {
+    if (std::memcmp(&got, &expected, sizeof(T)) == 0) return;
+    wrong(std::string(op) + " call " + std::to_string(call) + " rank " + std::to_string(rank) + " element " +
+          std::to_string(i) + ": " + std::to_string(widen(got)) + " instead of " + std::to_string(widen(expected)));
+}
+
+// -----------------------------------------------------------------------------------------------------------------
+// calls
+
+struct Call {
+    int number, op, slot, type;
+    std::uint32_t fingerprint;
+    int chunks;
+    std::vector<std::int64_t> rows;  // of each rank
+    std::int64_t columns, padding;
+    bool bias;
+};
+
+enum { kBarrier, kGather, kScatter, kReduce, kOps };
+
+Call next_call(Random& random, int number, int world_size) {
+    Call call = {};
+    call.number = number;
+    call.op = static_cast<int>(pick(random, 0, kOps - 1));
+    call.slot = pick(random, 0, 3) == 0 ? static_cast<int>(pick(random, 0, 1)) : number & 1;  // as replayed graphs may
+    call.type = static_cast<int>(pick(random, 0, 4));
+    call.fingerprint = static_cast<std::uint32_t>(random());
+    call.chunks = static_cast<int>(pick(random, 1, 3));
+    for (int rank = 0; rank < world_size; ++rank) call.rows.push_back(pick(random, 0, 5));
+    call.columns = pick(random, 0, 2) == 0 ? 8 * pick(random, 1, 4) : pick(random, 1, 33);
+    call.padding = pick(random, 0, 1) * 8;
+    call.bias = pick(random, 0, 1) == 1;
+    return call;
+}
+
+template <typename T>
+T* as(std::vector<float>& buffer) {
+    return reinterpret_cast<T*>(buffer.data());
+}
+
+std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
+
+void begin(Rank& me, const Call& call) {
+    me.linger();
+    sim::launch(1, kThreads, [&] { begin_call(me.group, call.op, call.slot, call.fingerprint); });
+}
+
+std::int64_t shard_begin(const Call& call, int rank) {
+    std::int64_t rows = 0;
+    for (int r = 0; r < rank; ++r) rows += call.rows[static_cast<std::size_t>(r)];
+    return rows;
+}
+
+// What a fused GEMM does with the chunks of its peers: wait for the flag of each, then read.
+template <typename T>
+void consume(Rank& me, const Call& call, const T* gathered, T* out) {
+    const Signal current = me.group.state->current;
+    for (int step = 1; step < me.group.world_size; ++step) {
+        const int peer = peer_after(me.group.rank, me.group.world_size, step);
+        const std::int64_t rows = call.rows[static_cast<std::size_t>(peer)];
+        for (int chunk = 0; chunk < call.chunks; ++chunk) {
+            if (chunk % static_cast<int>(num_blocks()) != static_cast<int>(block_index())) continue;
+            const std::uint32_t* const flag = me.flags.data() + peer * kMaxChunks + chunk;
+            bool failed = false;
+            if (thread_index() == 0)
+                failed = !wait_word(me.group, flag, epoch_of(current), current, {call.op, peer, chunk});
+            if (any_of_block(failed)) return;
+            const std::int64_t first = (shard_begin(call, peer) + chunk_begin(rows, call.chunks, chunk)) * call.columns;
+            const std::int64_t end =
+                (shard_begin(call, peer) + chunk_begin(rows, call.chunks, chunk + 1)) * call.columns;
+            for (std::int64_t i = first + thread_index(); i < end; i += num_threads()) out[i] = gathered[i];
+        }
+    }
+}
+
+template <typename T>
+void all_gather(const World& world, Rank& me, const Call& call) {
+    const int rank = me.group.rank, size = world.size();
+    const std::int64_t columns = call.columns, mine = call.rows[static_cast<std::size_t>(rank)];
+    begin(me, call);
+    T* const staged = as<T>(me.slots[call.slot]);
+    for (int chunk = 0; chunk < call.chunks; ++chunk) {
+        const std::int64_t end = chunk_begin(mine, call.chunks, chunk + 1) * columns;
+        for (std::int64_t i = chunk_begin(mine, call.chunks, chunk) * columns; i < end; ++i) {
+            staged[i] = value_of<T>(call.number, rank, i);
+        }
+        sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~bit(rank), chunk); });
+    }
+    std::thread lane([&] {
+        for (int step = 1; step < size; ++step) {
+            const int peer = peer_after(rank, size, step);
+            const std::int64_t rows = call.rows[static_cast<std::size_t>(peer)];
+            for (int chunk = 0; chunk < call.chunks; ++chunk) {
+                sim::launch(1, kThreads, [&] { wait_chunk(me.group, bit(peer), chunk, call.op); });
+                const std::int64_t first = chunk_begin(rows, call.chunks, chunk) * columns;
+                const std::int64_t count = chunk_begin(rows, call.chunks, chunk + 1) * columns - first;
+                std::memcpy(as<T>(me.gathered) + shard_begin(call, peer) * columns + first,
+                            as<T>(world.at(peer).slots[call.slot]) + first,
+                            static_cast<std::size_t>(count) * sizeof(T));
+                sim::launch(1, 1, [&] { raise_flag(me.group, me.flags.data() + peer * kMaxChunks + chunk); });
+            }
+        }
+    });
+    sim::launch(kBlocks, kThreads, [&] { consume(me, call, as<T>(me.gathered), as<T>(me.out)); });
+    lane.join();
+    for (int peer = 0; peer < size; ++peer) {
+        const std::int64_t rows = peer == rank ? 0 : call.rows[static_cast<std::size_t>(peer)];
+        for (std::int64_t i = 0; i < rows * columns; ++i) {
+            const T got = as<T>(me.out)[shard_begin(call, peer) * columns + i];
+            check_equal(got, value_of<T>(call.number, peer, i), "all-gather", call.number, rank, i);
+        }
+    }
+}
+
+// What a fused GEMM does with its tiles: write the rows of each owner, remote ones first, and raise the chunk's flag.
+template <typename In>
+void produce(Rank& me, const Call& call, In* partial) {
+    for (int step = 1; step <= me.group.world_size; ++step) {
+        const int owner = peer_after(me.group.rank, me.group.world_size, step);
+        const std::int64_t rows = call.rows[static_cast<std::size_t>(owner)],
+                           shift = shard_begin(call, owner) * call.columns;
+        for (int chunk = 0; chunk < call.chunks; ++chunk) {
+            if (chunk % static_cast<int>(num_blocks()) != static_cast<int>(block_index())) continue;
+            const std::int64_t end = chunk_begin(rows, call.chunks, chunk + 1) * call.columns;
+            for (std::int64_t i = chunk_begin(rows, call.chunks, chunk) * call.columns + thread_index(); i < end;
+                 i += num_threads()) {
+                partial[shift + i] = value_of<In>(call.number, me.group.rank, i);
+            }
+            sync_block();
+            if (thread_index() == 0) {
+                store_release_system(me.flags.data() + owner * kMaxChunks + chunk, epoch_of(me.group.state->current));
+            }
+        }
+    }
+}
+
+template <typename In, typename Out>
+void reduce_scatter(const World& world, Rank& me, const Call& call) {
+    const int rank = me.group.rank, size = world.size();
+    const std::int64_t columns = call.columns, mine = call.rows[static_cast<std::size_t>(rank)];
+    constexpr std::int64_t kSlotElements = kMaxElements / 8;
+    begin(me, call);
+    std::thread lane([&] {
+        for (int step = 1; step < size; ++step) {
+            const int owner = peer_after(rank, size, step);
+            const std::int64_t rows = call.rows[static_cast<std::size_t>(owner)];
+            for (int chunk = 0; chunk < call.chunks; ++chunk) {
+                const std::uint32_t* const flag = me.flags.data() + owner * kMaxChunks + chunk;
+                sim::launch(1, 1, [&] { wait_flag(me.group, flag, chunk, call.op); });
+                const std::int64_t first = chunk_begin(rows, call.chunks, chunk) * columns;
+                const std::int64_t count = chunk_begin(rows, call.chunks, chunk + 1) * columns - first;
+                std::memcpy(as<In>(world.at(owner).slots[call.slot]) + rank * kSlotElements + first,
+                            as<In>(me.partial) + shard_begin(call, owner) * columns + first,
+                            static_cast<std::size_t>(count) * sizeof(In));
+                sim::launch(1, kThreads, [&] { signal_chunk(me.group, bit(owner), chunk); });
+            }
+        }
+    });
+    sim::launch(kBlocks, kThreads, [&] { produce(me, call, as<In>(me.partial)); });
+    Reduction<In, Out> job = {};
+    job.vectors = columns % 8 == 0 && shard_begin(call, rank) * columns % 8 == 0;
+    for (int source = 0; source < size; ++source) {
+        job.parts[source] = source == rank ? as<In>(me.partial) + shard_begin(call, rank) * columns
+                                           : as<In>(me.slots[call.slot]) + source * kSlotElements;
+        job.strides[source] = columns;
+    }
+    std::vector<Out> bias;
+    for (std::int64_t i = 0; i < columns; ++i) bias.push_back(value_of<Out>(call.number, kBiasRank, i));
+    job.bias = call.bias ? bias.data() : nullptr;
+    job.out = as<Out>(me.out);
+    job.out_stride = columns + call.padding;
+    job.rows = mine;
+    job.columns = columns;
+    job.num_chunks = call.chunks;
+    job.op = call.op;
+    me.linger();
+    sim::launch(kBlocks, kThreads, [&] { reduce<In, Out>(me.group, job); });
+    lane.join();
+    for (std::int64_t i = 0; i < mine * columns; ++i) {
+        const Out expected = expected_sum<In, Out>(call.number, size, i, i % columns, call.bias);
+        check_equal(job.out[i / columns * job.out_stride + i % columns], expected, "reduce-scatter", call.number, rank,
+                    i);
+    }
+}
+
+template <typename T>
+void all_reduce_call(const World& world, Rank& me, const Call& call) {
+    const int rank = me.group.rank, size = world.size();
+    AllReduce<T> job = {};
+    job.columns = call.columns;
+    job.elements = call.rows[0] * call.columns;
+    std::vector<float> x(static_cast<std::size_t>(job.elements) + 4), bias(static_cast<std::size_t>(call.columns) + 4);
+    for (std::int64_t i = 0; i < job.elements; ++i) as<T>(x)[i] = value_of<T>(call.number, rank, i);
+    for (std::int64_t i = 0; i < call.columns; ++i) as<T>(bias)[i] = value_of<T>(call.number, kBiasRank, i);
+    job.x = as<T>(x);
+    job.bias = call.bias ? as<T>(bias) : nullptr;
+    job.out = call.padding != 0 ? as<T>(x) : as<T>(me.out);  // in place, sometimes
+    for (int peer = 0; peer < size; ++peer) job.slots[peer] = as<T>(world.at(peer).slots[call.slot]);
+    job.slot_elements = kMaxElements / 8;
+    job.fingerprint = call.fingerprint;
+    job.slot = call.slot;
+    job.op = call.op;
+    job.vectors = pick(me.stragglers, 0, 1) == 0 && (!call.bias || call.columns % 8 == 0);  // may differ between ranks
+    me.linger();
+    sim::launch(kBlocks, kThreads, [&] { all_reduce<T>(me.group, job); });
+    for (std::int64_t i = 0; i < job.elements; ++i) {
+        const T expected = expected_sum<T, T>(call.number, size, i, i % call.columns, call.bias);
+        check_equal(job.out[i], expected, "all-reduce", call.number, rank, i);
+    }
+}
+
+template <typename In, typename Out>
+void run_call(const World& world, Rank& me, const Call& call) {
+    switch (call.op) {
+        case kBarrier:
+            me.linger();
+            return sim::launch(1, kThreads, [&] { meet(me.group, call.op, call.fingerprint); });
+        case kGather:
+            return all_gather<In>(world, me, call);
+        case kScatter:
+            return reduce_scatter<In, Out>(world, me, call);
+        default:
+            return all_reduce_call<In>(world, me, call);
+    }
+}
+
+void run_call(const World& world, Rank& me, const Call& call) {
+    switch (call.type) {
+        case 0:
+            return run_call<float, float>(world, me, call);
+        case 1:
+            return run_call<Bf16, Bf16>(world, me, call);
+        case 2:
+            return run_call<Half, Half>(world, me, call);
+        case 3:
+            return run_call<float, Bf16>(world, me, call);
+        default:
+            return run_call<float, Half>(world, me, call);
+    }
+}
+
+int calls(int size, unsigned seed, int count, Epoch epoch) {
+    World world(size, seed, epoch, 30'000);
+    world.run([&](Rank& me) {
+        Random random(seed);
+        for (int number = 0; number < count; ++number) {
+            run_call(world, me, next_call(random, number, size));
+            if (load_acquire_system(&me.failure.state) != 0) {
+                wrong("call " + std::to_string(number) + " rank " + std::to_string(me.group.rank) + " failed: kind " +
+                      std::to_string(me.failure.kind) + " peer " + std::to_string(me.failure.peer));
+            }
+        }
+    });
+    return 0;
+}
+
+// --------------------------------------------------------------------------------------------------------------
+// failures
+
+const Failure& failure_of(Rank& rank, const char* scenario) {
+    if (load_acquire_system(&rank.failure.state) != 1) {
+        wrong(std::string(scenario) + ": rank " + std::to_string(rank.group.rank) + " has no failure");
+    }
+    return rank.failure;
+}
+
+void expect(bool holds, const char* scenario, const Failure& f) {
+    if (holds) return;
+    wrong(std::string(scenario) + ": rank " + std::to_string(f.rank) + " reports kind " + std::to_string(f.kind) +
+          " peer " + std::to_string(f.peer) + " chunk " + std::to_string(f.chunk) + " op " + std::to_string(f.op) +
+          " epoch " + std::to_string(f.epoch) + " expected " + std::to_string(f.expected) + " got " +
+          std::to_string(f.got));
+}
+
+// The last rank does not come to the second call, or comes and never sends chunk 1.
+void one_is_missing(int size, unsigned seed, bool comes) {
+    const char* const scenario = comes ? "a chunk never comes" : "a rank never comes";
+    World world(size, seed, 6, 100);
+    std::atomic<int> timed_out{0};
+    world.run([&](Rank& me) {
+        sim::launch(1, kThreads, [&] { meet(me.group, 7, 1); });
+        const bool culprit = me.group.rank == size - 1;
+        if (culprit && !comes) return;
+        if (!comes) {
+            sim::launch(1, kThreads, [&] { meet(me.group, 8, 2); });
+        } else {
+            sim::launch(1, kThreads, [&] { begin_call(me.group, 8, 0, 2); });
+            if (culprit) return;
+            sim::launch(1, kThreads, [&] { wait_chunk(me.group, bit(size - 1), 1, 8); });
+        }
+        const Failure& f = failure_of(me, scenario);
+        if (f.kind == TPK_TIMEOUT) {
+            ++timed_out;
+            expect(f.peer == size - 1 && f.chunk == (comes ? 1 : -1) && f.expected == 8 && reached(7, f.got), scenario,
+                   f);
+            expect(f.waited_ns >= 100'000'000, scenario, f);
+        } else {
+            expect(f.kind == TPK_POISONED && f.peer != size - 1 && f.peer != f.rank, scenario, f);
+        }
+        expect(f.op == 8 && f.epoch == 8 && f.rank == me.group.rank, scenario, f);
+        // All that is enqueued behind ends at once, writes nothing, and the first failure stays.
+        const Failure first = f;
+        AllReduce<float> job = {};
+        job.elements = job.columns = 4;
+        job.x = me.out.data();
+        job.out = me.gathered.data();
+        for (int peer = 0; peer < size; ++peer) job.slots[peer] = world.at(peer).slots[0].data();
+        sim::launch(kBlocks, kThreads, [&] { all_reduce<float>(me.group, job); });
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 9, 1, 3); });
+        sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~std::uint64_t{0}, 5); });
+        expect(std::isnan(me.gathered[0]) && std::memcmp(&first, &me.failure, sizeof(first)) == 0, scenario, f);
+        expect(epoch_of(load_relaxed_system(me.pad.data() + chunk_word(me.group.rank, 5))) == 6, scenario, f);
+    });
+    if (timed_out == 0) wrong(std::string(scenario) + ": nobody saw it");
+}
+
+void one_disagrees(int size, unsigned seed) {
+    World world(size, seed, 0xfffffffeu, 20'000);
+    std::atomic<int> mismatches{0};
+    world.run([&](Rank& me) {
+        sim::launch(1, kThreads, [&] { meet(me.group, 1, 5); });
+        const std::uint32_t fingerprint = me.group.rank == size - 1 ? 66 : 6;
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 2, 0, fingerprint); });
+        sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~std::uint64_t{0}, 0); });
+        sim::launch(1, kThreads, [&] { wait_chunk(me.group, ~std::uint64_t{0}, 0, 2); });
+        const Failure& f = failure_of(me, "a rank calls something else");
+        if (f.kind != TPK_MISMATCH) return expect(f.kind == TPK_POISONED, "a rank calls something else", f);
+        ++mismatches;
+        const bool odd = f.rank == size - 1;
+        expect((f.peer == size - 1) != odd && f.fingerprint == (odd ? 6u : 66u), "a rank calls something else", f);
+    });
+    if (mismatches == 0) wrong("a rank calls something else: nobody saw it");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const std::string scenario = argc > 1 ? argv[1] : "";
+    const auto number = [&](int i) { return argc > i ? std::strtol(argv[i], nullptr, 0) : 0; };
+    if (scenario == "calls") {
+        calls(static_cast<int>(number(2)), static_cast<unsigned>(number(3)), static_cast<int>(number(4)),
+              static_cast<Epoch>(number(5)));
+    } else if (scenario == "failures") {
+        const int size = static_cast<int>(number(2));
+        one_is_missing(size, static_cast<unsigned>(number(3)), false);
+        one_is_missing(size, static_cast<unsigned>(number(3)), true);
+        one_disagrees(size, static_cast<unsigned>(number(3)));
+    } else if (scenario == "numbers") {
+        check_numbers<Bf16>();
+        check_numbers<Half>();
+    } else {
+        return std::fprintf(stderr, "usage: see the top of ranks.cpp\n"), 2;
+    }
+    std::puts("fine");
+    return 0;
+}
