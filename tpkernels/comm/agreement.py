@@ -37,6 +37,8 @@ __all__ = ["Record", "announce", "diagnose", "exchange_records", "meet", "mismat
 HEARTBEAT_PATIENCE = 3.0
 # Ranks that disagree wait this long for the rest of the group, so that the error blames the right ones.
 AWAIT_OTHERS = 1.0
+# So often a rank that waits for records looks for reasons to stop.
+LOOK_EVERY = 0.02
 _CARD_BYTES = 4096
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
@@ -284,13 +286,13 @@ def _read_or_empty(group: Group, what: str) -> dict[int, str]:
 def _poll(group: Group, keys: list[str], timeout: float, hopeless: Callable[[float], bool]) -> list[int]:
     """Wait until all keys exist; the indices of those that do not when the time is up or waiting is hopeless."""
     start = time.monotonic()
-    pause, next_look = 0.0002, start + 0.1
+    pause, next_look = 0.0002, start + LOOK_EVERY
     while not group.store.check(keys):
         now = time.monotonic()
         if now - start > timeout:
             break
         if now > next_look:
-            next_look = now + 0.1
+            next_look = now + LOOK_EVERY
             if hopeless(now - start):
                 break
         time.sleep(pause)

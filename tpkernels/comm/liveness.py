@@ -41,7 +41,10 @@ class Identity:
 
     def is_dead(self) -> bool:
         """Whether the process is known to be gone; always False for a process of another host."""
-        return self.is_local and _start_time(self.pid) != self.started
+        try:
+            return self.is_local and _start_time(self.pid) != self.started
+        except OSError:  # we cannot look (no descriptors left, perhaps): that says nothing about the peer
+            return False
 
 
 @cache
@@ -54,7 +57,7 @@ def _start_time(pid: int) -> int | None:
     """Start time of a living process in clock ticks since boot, None for one that is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat[stat.rindex(")") + 2 :].split()  # the command name in parentheses may hold spaces
     state, start_time = fields[0], int(fields[19])

@@ -97,13 +97,19 @@ class _Watch:
 def _run() -> None:
     watches: dict[int, _Watch] = {}
     while not _stop.wait(PERIOD):
-        groups = {id(group): group for group in live_groups() if group.poison is None}
-        watches = {key: watch for key, watch in watches.items() if key in groups}
-        for key, group in groups.items():
-            try:
-                if key not in watches:
-                    watches[key] = _Watch(group)
-                watches[key].tick()
-            except RuntimeError as error:
-                # The store is gone: its host died or the job is ending.  Calls in flight still end at their time-out.
-                _log.debug("tpkernels monitor cannot reach the store of group %s: %s", group.name, error)
+        _look_at_all(watches)
+
+
+def _look_at_all(watches: dict[int, _Watch]) -> None:
+    """One round; a function of its own, so that no variable keeps a group alive until the next."""
+    groups = {id(group): group for group in live_groups() if group.poison is None}
+    for key in watches.keys() - groups.keys():
+        del watches[key]
+    for key, group in groups.items():
+        try:
+            if key not in watches:
+                watches[key] = _Watch(group)
+            watches[key].tick()
+        except RuntimeError as error:
+            # The store is gone: its host died or the job is ending.  Calls in flight still end at their time-out.
+            _log.debug("tpkernels monitor cannot reach the store of group %s: %s", group.name, error)
