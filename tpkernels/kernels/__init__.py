@@ -4,7 +4,7 @@ Owns: what runs inside one GEMM launch. `tiles.py` is the arithmetic that every 
 signals, `schedule.py` the order in which tiles are visited, `config.py` how large they are; then one file per kernel.
 
 Assumes: buffers, pointer tables, signals and epochs that somebody else allocates, and copies that somebody else makes.
-Kernels know neither groups nor handles, so ranks may be GPUs, several ranks of one GPU, or processes of the interpreter.
+Kernels know neither groups nor handles: ranks may be GPUs, several ranks of one GPU, or processes of the interpreter.
 
 Needs the package `triton`; nothing outside the backend imports this package, so tpkernels works without it.
 """

@@ -1,11 +1,11 @@
 """The order in which a kernel visits its tiles, as a table; pure arithmetic on the host.
 
-A kernel's row tiles are listed once per (shard sizes, chunks, tile height, rank): the list says which rows a tile covers,
-which chunk it belongs to, and whose it is. Rotation by rank, uneven shards, empty chunks and tiles that must not reach
-over the end of a chunk are then nobody's business in device code, where a row tile costs one read of `FIELDS` integers.
+A kernel's row tiles are listed once per (shard sizes, chunks, tile height, rank): the list says which rows a tile
+covers, which chunk it belongs to, and whose it is. Rotation by rank, uneven shards, empty chunks, and tiles that must
+not reach over the end of a chunk are nobody's business in device code, where a row tile costs the read of one entry.
 
-Chunks are cut at multiples of the tile height, so that a shard has at most one tile that is not full. The copies must use
-the same cut: :func:`chunk_rows`. A chunk without rows has no tiles; nobody waits for it, and nobody announces it.
+Chunks are cut as everywhere (`partition.chunk_ranges`, `chunk_begin` in csrc/common/schedule.h). A chunk without rows
+has no tiles: no kernel waits for it or announces it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from tpkernels.partition import array_split_sizes, offsets
+from tpkernels.partition import chunk_ranges, offsets
 
-__all__ = ["FIELDS", "RowTile", "all_gather_order", "as_table", "chunk_rows", "reduce_scatter_order"]
+__all__ = ["FIELDS", "RowTile", "all_gather_order", "as_table", "reduce_scatter_order"]
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,8 @@ class RowTile:
 FIELDS = 8  # integers per entry of the table; the last is padding
 
 
-def chunk_rows(rows: int, count: int, tile_rows: int) -> tuple[tuple[int, int], ...]:
-    """`count` half-open ranges that cover `rows`, cut at multiples of `tile_rows`; the last ones may be empty."""
-    if tile_rows < 1:
-        raise ValueError(f"tile_rows ({tile_rows}) must be at least 1")
-    sizes = array_split_sizes(-(-rows // tile_rows), count)
-    starts = offsets(sizes)
-    return tuple(
-        (min(rows, start * tile_rows), min(rows, (start + size) * tile_rows))
-        for start, size in zip(starts, sizes, strict=True)
-    )
-
-
 def all_gather_order(shard_rows: Sequence[int], num_chunks: int, tile_rows: int, rank: int) -> tuple[RowTile, ...]:
-    """Own shard first, then the peers' as they arrive: chunk c of every peer before chunk c + 1 of any, next rank first.
+    """Own shard first, then the peers' as they arrive: chunk c of every peer before chunk c + 1 of any.
 
     All peers send at once, so their first chunks arrive at about the same time.
     """
@@ -82,7 +70,7 @@ def _tiles(
     shard_rows: Sequence[int], num_chunks: int, tile_rows: int, turns: Sequence[tuple[int, int]]
 ) -> tuple[RowTile, ...]:
     shard_starts = offsets(shard_rows)
-    chunks = [chunk_rows(rows, num_chunks, tile_rows) for rows in shard_rows]
+    chunks = [chunk_ranges(rows, num_chunks) for rows in shard_rows]
     found = []
     for rank, chunk in turns:
         start, stop = chunks[rank][chunk]

@@ -8,8 +8,8 @@ Products accumulate in fp32 over K in one fixed order, whatever the chunk, the a
 tile sizes alone decide, so equal tile sizes give equal bits. fp32 operands multiply in full precision unless asked
 otherwise (`PRECISION`), fp8 products leave the tensor core's short accumulator after every BLOCK_K.
 
-Rows past a tile's end are read as its first row and never stored, so a tile reads no row of a chunk that has not arrived
-(descriptors do, and drop it: rows do not mix). Any M, N, K >= 0; row offsets are 64 bit.
+Rows past a tile's end are read as its first row and never stored, so a tile reads no row of a chunk that has not
+arrived (descriptors do, and drop it: rows do not mix). Any M, N, K >= 0; row offsets are 64 bit.
 
 Descriptors (sm_90 and later) ask for K contiguous in both operands, and for rows and bases that are multiples of 16
 bytes; else pointers with any strides.
@@ -23,7 +23,18 @@ import triton.language as tl
 from tpkernels.kernels.schedule import FIELDS as _FIELDS
 from tpkernels.kernels.signals import INTERPRETED
 
-__all__ = ["ACTIVATIONS", "activate", "product", "scaled", "starting_tile", "store_tile", "tile_entry", "tile_position"]
+__all__ = [
+    "ACTIVATIONS",
+    "activate",
+    "halves",
+    "load_tile",
+    "product",
+    "scaled",
+    "store_tile",
+    "tile_entry",
+    "tile_position",
+    "with_bias",
+]
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "swiglu")
 
@@ -34,7 +45,7 @@ _TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 @triton.jit
 def tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(row tile, column tile): GROUP_M row tiles share a column before the next column comes, then the next group."""
+    """(row tile, column tile). GROUP_M row tiles share a column before the next column comes, then the next group."""
     per_group = GROUP_M * num_column_tiles
     first = (tile // per_group) * GROUP_M
     size = tl.minimum(num_row_tiles - first, GROUP_M)
@@ -60,7 +71,7 @@ def product(  # type: ignore[no-untyped-def]
     b_up,
     row,
     rows,
-    column,
+    first_column,
     n,
     k,
     stride_a,
@@ -78,20 +89,20 @@ def product(  # type: ignore[no-untyped-def]
     if DESCRIPTORS:
         for step in tl.range(0, tl.cdiv(k, BLOCK_K)):
             x = a.load([row, step * BLOCK_K])
-            acc = _multiply(x, b.load([column * BLOCK_N, step * BLOCK_K]), acc, PRECISION)
+            acc = _multiply(x, b.load([first_column, step * BLOCK_K]), acc, PRECISION)
             if DUAL:
-                acc_up = _multiply(x, b_up.load([column * BLOCK_N, step * BLOCK_K]), acc_up, PRECISION)
+                acc_up = _multiply(x, b_up.load([first_column, step * BLOCK_K]), acc_up, PRECISION)
     else:
         m_offsets, n_offsets, k_offsets = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         m_offsets = (row + tl.where(m_offsets < rows, m_offsets, 0)).to(tl.int64)
-        n_offsets = column * BLOCK_N + n_offsets
+        n_offsets = first_column + n_offsets
         n_offsets = tl.where(n_offsets < n, n_offsets, 0).to(tl.int64)
         a_places = a + m_offsets[:, None] * stride_a + k_offsets[None, :]
         b_offsets = n_offsets[:, None] * stride_bn + k_offsets[None, :].to(tl.int64) * stride_bk
         b_places = b + b_offsets
         if DUAL:
             b_up_places = b_up + b_offsets
-        b_step = stride_bk.to(tl.int64) * BLOCK_K
+        b_step = BLOCK_K * stride_bk
         for step in tl.range(0, tl.cdiv(k, BLOCK_K)):
             if EVEN_K:
                 x = tl.load(a_places)
@@ -122,14 +133,20 @@ def _multiply(x, w, acc, PRECISION: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
+def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Left and right half of the columns: what follows then needs registers for half a tile at a time."""
+    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def scaled(  # type: ignore[no-untyped-def]
-    acc, scale_a, scale_b, row, rows, column, n, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    acc, scale_a, scale_b, row, rows, first_column, n, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """acc times the operands' scales. SCALE: "none", "tensor" (one fp32 each), "row" (one per row of A and of B)."""
     if SCALE == "tensor":
         acc = acc * (tl.load(scale_a) * tl.load(scale_b))
     if SCALE == "row":
-        m_offsets, n_offsets = tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N)
+        m_offsets, n_offsets = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
         of_rows = tl.load(scale_a + row + m_offsets, mask=m_offsets < rows, other=0.0)
         of_columns = tl.load(scale_b + n_offsets, mask=n_offsets < n, other=0.0)
         acc = acc * of_rows[:, None] * of_columns[None, :]
@@ -137,8 +154,8 @@ def scaled(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def with_bias(acc, bias, column, n, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    n_offsets = column * BLOCK_N + tl.arange(0, BLOCK_N)
+def with_bias(acc, bias, first_column, n, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    n_offsets = first_column + tl.arange(0, BLOCK_N)
     return acc + tl.load(bias + n_offsets, mask=n_offsets < n, other=0.0).to(tl.float32)[None, :]
 
 
@@ -161,18 +178,18 @@ def activate(z, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_tile(  # type: ignore[no-untyped-def]
-    base, value, row, rows, column, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    base, value, row, rows, first_column, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Round once to the dtype of `base` [.., n] and store rows `row` to `row + rows`."""
-    m_offsets, n_offsets = tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_offsets, n_offsets = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
     places = base + (row + m_offsets).to(tl.int64)[:, None] * stride + n_offsets[None, :]
     inside = (m_offsets[:, None] < rows) & (n_offsets[None, :] < n)
     tl.store(places, _rounded(value, base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_tile(base, row, rows, column, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    m_offsets, n_offsets = tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N)
+def load_tile(base, row, rows, first_column, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    m_offsets, n_offsets = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
     places = base + (row + m_offsets).to(tl.int64)[:, None] * stride + n_offsets[None, :]
     inside = (m_offsets[:, None] < rows) & (n_offsets[None, :] < n)
     return tl.load(places, mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,233 @@
+"""Compiles the kernels for GPUs that are not here, and reads what the assembler says of them.
+
+Runs as a program of its own (Triton must not be in interpreter mode, and mutants have another package name):
+
+    python -m tests.kernels.ahead_of_time [--full] [--package P] [--only NAME ...] [--ptx DIR] > report.json
+    python -m tests.kernels.ahead_of_time --write      (regenerates resources.json, with all variants)
+
+The report maps each variant to its registers, shared memory, stack and local memory, number of spilled bytes, and the
+violations of the PTX lint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.kernels.ptx_lint import lint
+
+TABLE = Path(__file__).with_name("resources.json")
+SHAPE = {"m": 8192, "n": 3584, "k": 4096, "world_size": 8}
+POINTER = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation, at the configuration that config.py gives for a typical shape."""
+
+    kernel: str  # "gather" or "scatter"
+    capability: int
+    dtype: str = "bfloat16"
+    activation: str = "none"
+    scale: str = "none"
+    bias: bool = False
+    preactivation: bool = False
+    addend: bool = False
+    staging: str = "fp32"
+    pads: bool = False  # signals go to peers
+    descriptors: bool | None = None  # None: as configured
+    even_k: bool = True
+    transposed: bool = False  # the weight is contiguous along N
+    m: int = SHAPE["m"]
+    sampled: bool = True  # part of the run without --full
+
+    @property
+    def name(self) -> str:
+        told = [self.kernel, f"sm_{self.capability}", self.dtype]
+        told += [value for value in (self.activation, self.scale) if value != "none"]
+        told += [key for key in ("bias", "preactivation", "addend", "transposed", "pads") if getattr(self, key)]
+        if self.kernel == "scatter":
+            told.append(f"staging_{self.staging}")
+        told += [] if self.descriptors is None else ["descriptors" if self.descriptors else "pointers"]
+        return "-".join([*told, *([] if self.even_k else ["odd_k"]), *([] if self.m == SHAPE["m"] else [f"m{self.m}"])])
+
+
+def variants() -> list[Variant]:
+    found = []
+    for capability in (80, 90, 100):
+        gather, scatter = Variant("gather", capability), Variant("scatter", capability)
+        found += [
+            replace(gather, activation="gelu", bias=True),
+            scatter,
+            replace(gather, activation="swiglu", bias=True, sampled=capability == 90),
+            replace(gather, even_k=False, descriptors=False, bias=True, sampled=capability == 80),
+            replace(gather, activation="gelu_tanh", bias=True, preactivation=True, sampled=False),
+            replace(gather, dtype="float16", activation="silu", sampled=False),
+            replace(gather, dtype="float32", activation="relu", bias=True, sampled=capability == 80),
+            replace(gather, m=8, bias=True, sampled=False),
+            replace(gather, m=256, bias=True, sampled=False),
+            replace(scatter, transposed=True, descriptors=False, addend=True, sampled=capability == 90),
+            replace(scatter, staging="bf16", pads=True, sampled=False),
+            replace(scatter, dtype="float32", sampled=False),
+            replace(scatter, m=8, sampled=False),
+        ]
+        if capability >= 90:
+            found += [
+                replace(gather, dtype="float8_e4m3fn", scale="row", bias=True, sampled=capability == 90),
+                replace(gather, dtype="float8_e4m3fn", scale="tensor", activation="swiglu", sampled=False),
+                replace(gather, descriptors=False, bias=True, sampled=False),
+                replace(scatter, dtype="float8_e4m3fn", scale="row", sampled=False),
+            ]
+    return found
+
+
+def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
+    """The compiled kernel, and whether it uses descriptors."""
+    configure = importlib.import_module(f"{package}.config").configure
+    shape = {**SHAPE, "m": variant.m}
+    config = configure(
+        capability=variant.capability,
+        num_sms={80: 108, 90: 132, 100: 148}[variant.capability],
+        dtype=variant.dtype,
+        dual=variant.activation == "swiglu",
+        moved_row_bytes=2 * shape["k"],
+        **shape,
+    )
+    descriptors = config.descriptors if variant.descriptors is None else variant.descriptors
+    element = POINTER[variant.dtype]
+    constants: dict[str, Any] = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "EVEN_K": variant.even_k,
+        "DESCRIPTORS": descriptors,
+        "PRECISION": config.precision,
+        "SCALE": variant.scale,
+    }
+
+    def matrix(rows: int) -> str:
+        return f"tensordesc<{element}[{rows}, {config.block_k}]>" if descriptors else f"*{element}"
+
+    types = {name: "i32" for name in ("num_row_tiles", "n", "k", "op")} | {"group": "*i64", "order": "*i32"}
+    scaled = variant.scale != "none"
+    out = "bf16" if element == "fp8e4nv" else element
+    if variant.kernel == "gather":
+        kernel = importlib.import_module(f"{package}.all_gather_matmul").all_gather_matmul_kernel
+        dual = variant.activation == "swiglu"
+        types |= {
+            "whole": matrix(config.block_m),
+            "weight": matrix(config.block_n),
+            "weight_up": matrix(config.block_n) if dual else None,
+            "out": f"*{out}",
+            "preactivation": f"*{out}" if variant.preactivation else None,
+            "bias": f"*{out}" if variant.bias else None,
+            "bias_up": f"*{out}" if variant.bias and dual else None,
+            "scale_whole": "*fp32" if scaled else None,
+            "scale_weight": "*fp32" if scaled else None,
+            "scale_weight_up": "*fp32" if scaled and dual else None,
+            "signals": "*i32",
+            "stride_whole": "i32",
+            "stride_wn": "i32",
+            "stride_wk": "i32",
+            "stride_out": "i32",
+        }
+        constants |= {
+            "ACTIVATION": variant.activation,
+            "HAS_BIAS": variant.bias,
+            "KEEP_PREACTIVATION": variant.preactivation,
+        }
+    else:
+        kernel = importlib.import_module(f"{package}.matmul_reduce_scatter").matmul_reduce_scatter_kernel
+        types |= {
+            "x": matrix(config.block_m),
+            "weight": matrix(config.block_n),
+            "addend": "*fp32" if variant.addend else None,
+            "scale_x": "*fp32" if scaled else None,
+            "scale_weight": "*fp32" if scaled else None,
+            "staging": "*i64",
+            "signals": "*i64",
+            "counters": "*i32",
+            "stride_x": "i32",
+            "stride_wn": "i32",
+            "stride_wk": "i32",
+            "stride_addend": "i32",
+            "stride_staging": "i32",
+        }
+        staging = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[variant.staging]
+        signal = triton.language.int64 if variant.pads else triton.language.int32
+        constants |= {"STAGING": staging, "SIGNAL": signal, "HAS_ADDEND": variant.addend}
+    constants["stride_wn" if variant.transposed else "stride_wk"] = 1  # as the launcher specialises them
+    constants |= {name: None for name, kind in types.items() if kind is None}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    plain = {"num_row_tiles", "op", *(() if variant.even_k else ("k",))}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and not kind.startswith("tensordesc") and name not in plain
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options), descriptors
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """What the assembler gave the kernel, from the cubin itself."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told)
+    assert match, told
+    registers, stack, _, local = map(int, match.groups())
+    return {"registers": registers, "shared": int(compiled.metadata.shared), "stack": stack, "local": local}
+
+
+def report(variant: Variant, package: str, ptx_folder: Path | None) -> dict[str, Any]:
+    compiled, descriptors = compile_variant(variant, package)
+    ptx = compiled.asm["ptx"]
+    if ptx_folder is not None:
+        (ptx_folder / f"{variant.name}.ptx").write_text(ptx)
+    gather = variant.kernel == "gather"
+    return {
+        **resources(compiled),
+        "lint": lint(ptx, waits=gather, announces=not gather, descriptors=descriptors),
+        "wide_stores": len(re.findall(r"st\.global\S*\.v4", ptx)),
+        "narrow_stores": len(re.findall(r"st\.global\.b(?:16|32|64)? ", ptx)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every variant, not the sample")
+    parser.add_argument("--package", default="tpkernels.kernels")
+    parser.add_argument("--only", nargs="*", help="names of variants")
+    parser.add_argument("--ptx", type=Path, help="folder for the PTX")
+    parser.add_argument("--write", action="store_true", help="regenerate resources.json")
+    options = parser.parse_args()
+    chosen = [v for v in variants() if v.sampled or options.full or options.write or options.only]
+    chosen = [v for v in chosen if not options.only or v.name in options.only]
+    found = {v.name: report(v, options.package, options.ptx) for v in chosen}
+    if options.write:
+        kept = {name: {key: row[key] for key in ("registers", "shared")} for name, row in found.items()}
+        TABLE.write_text(json.dumps({"triton": triton.__version__, "kernels": kept}, indent=1) + "\n")
+    json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A lint of generated PTX: what the memory ordering of `tpkernels/kernels/signals.py` needs, proved on every path.
+
+The instructions become a graph of basic blocks; three facts are carried along its edges until nothing changes:
+
+    stored      data was stored and no barrier came since: a release here would not cover the other threads' stores
+    unshared    a signal was acquired and no barrier came since: a load here could be a thread's that did not acquire
+    unfenced    the same at system scope, and no proxy fence came since: a descriptor load here is not ordered after it
+
+Inline assembly of the compiler has labels of its own, without `$L`; those loops touch none of this and are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+RELEASE = re.compile(r"\b(?:atom|red|st)\.\S*(?:release|acq_rel)")
+SYSTEM_RELEASE = re.compile(r"\bst\.release\.sys\.")
+ACQUIRE = re.compile(r"\b(?:atom|ld)\.\S*(?:acquire|acq_rel)")
+POLL = re.compile(r"\b(?:atom\.\S*\.sys\.\S*add|ld\.\S*\.sys\b)")  # Triton makes a load of adding zero
+BARRIER = re.compile(r"\b(?:bar|barrier)\.sync")
+STORE = re.compile(r"\bst\.(?:global|volatile|relaxed)|cp\.async\.bulk\.\S*global\.shared")
+LOAD = re.compile(r"\bld\.global\.(?!sys)|\bcp\.async\.c[ag]|\bcp\.async\.bulk\.tensor\.\S*shared\S*\.global")
+DESCRIPTOR_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\S*shared\S*\.global")
+PROXY_FENCE = re.compile(r"\bfence\.proxy\.async(?:\.global)?;")
+LABEL = re.compile(r"^(\$L\w+):")
+BRANCH = re.compile(r"^(@!?%\w+ )?bra(?:\.uni)?\s+(\$L\w+);")
+END = re.compile(r"^(ret|exit);")
+
+Facts = frozenset[str]
+
+
+@dataclass
+class Block:
+    code: list[str] = field(default_factory=list)
+    next: list[str] = field(default_factory=list)
+    entered_with: set[str] = field(default_factory=set)
+
+
+def blocks(ptx: str) -> dict[str, Block]:
+    """Basic blocks by name, the entry first."""
+    found = {"entry": Block()}
+    current, open_end = found["entry"], True
+    for number, raw in enumerate(ptx.splitlines()):
+        line = raw.strip()
+        label, branch = LABEL.match(line), BRANCH.match(line)
+        if not line or line.startswith(("//", ".")) or line.startswith("$L__tmp"):
+            continue
+        if label is not None or branch is not None:
+            name = label.group(1) if label is not None else f"after line {number + 1}"
+            if label is not None and open_end:
+                current.next.append(name)
+            if branch is not None:
+                current.next.append(branch.group(2))
+                open_end = branch.group(1) is not None
+                if open_end:
+                    current.next.append(name)
+            else:
+                open_end = True
+            current = found[name] = Block()
+        else:
+            current.code.append(line)
+            if END.match(line):
+                open_end = False
+    return found
+
+
+def step(line: str, facts: Facts) -> Facts:
+    if STORE.search(line):
+        facts |= {"stored"}
+    if ACQUIRE.search(line):
+        facts |= {"unshared", "unfenced"} if ".sys." in line else {"unshared"}
+    if BARRIER.search(line):
+        facts -= {"stored", "unshared"}
+    if PROXY_FENCE.search(line):
+        facts -= {"unfenced"}
+    return facts
+
+
+def lint(ptx: str, *, waits: bool, announces: bool, descriptors: bool) -> list[str]:
+    """Violations, as sentences. `waits`, `announces`, `descriptors` say what the kernel is made to do."""
+    graph = blocks(ptx)
+    code = [line for block in graph.values() for line in block.code]
+    found = []
+    polls = [line for line in code if POLL.search(line)] if waits else []
+    if waits and not polls:
+        found.append("nothing is waited for at system scope")
+    found += [f"a wait does not acquire: {line}" for line in polls if not ACQUIRE.search(line)]
+    if announces and not any(SYSTEM_RELEASE.search(line) for line in code):
+        found.append("nothing is announced with release semantics at system scope")
+    if descriptors and not any(DESCRIPTOR_LOAD.search(line) for line in code):
+        found.append("no descriptor load in a kernel made for them")
+    return found + sorted(_violations(graph))
+
+
+def _violations(graph: dict[str, Block]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph)
+    while waiting:
+        block = graph[waiting.pop()]
+        facts: Facts = frozenset(block.entered_with)
+        for line in block.code:
+            if "stored" in facts and RELEASE.search(line):
+                found.add(f"a store reaches a release without a barrier: {line}")
+            if "unshared" in facts and LOAD.search(line):
+                found.add(f"data is loaded after a wait without a barrier: {line}")
+            if "unfenced" in facts and DESCRIPTOR_LOAD.search(line):
+                found.add(f"a descriptor load follows a wait without a proxy fence: {line}")
+            facts = step(line, facts)
+        for name in block.next:
+            if name in graph and not facts <= graph[name].entered_with:
+                graph[name].entered_with |= facts
+                waiting.append(name)
+    return found

@@ -1,0 +1,138 @@
+"""Tile and chunk sizes: a pure function of GPU and problem, with a printable answer.
+
+Equal arguments give equal configurations on every rank, which ranks rely on: the chunk count is part of the protocol,
+and tile sizes decide the last bits of a result. Numbers here come from arithmetic (shared memory, registers, waves) and
+from what compiles without spills (tests/kernels/resources.json); they have not been measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+__all__ = ["DTYPES", "GemmConfig", "configure"]
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+
+MAX_CHUNKS = 8  # more hide no more: what stays exposed is one chunk
+# A copy of less is dominated by its fixed cost: at 400 GB/s, 256 KiB take 0.7 us, starting the copy 1 to 2 us.
+MIN_CHUNK_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How a kernel is launched, and how shards are cut.
+
+    num_programs: persistent CTAs; at most one per SM, minus those left to others. num_chunks: of every shard, for
+    `partition.chunk_ranges`. descriptors: operands as tensor descriptors (TMA), not pointers. precision: of fp32
+    products; "ieee" is full fp32.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    num_programs: int
+    num_chunks: int
+    descriptors: bool
+    precision: str = "ieee"
+
+    def without_descriptors(self) -> GemmConfig:
+        """The same tiles, for operands that descriptors cannot describe; results keep their bits."""
+        return replace(self, descriptors=False)
+
+
+def configure(
+    *,
+    capability: int,
+    num_sms: int,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    world_size: int,
+    moved_row_bytes: int,
+    dual: bool = False,
+    allow_tf32: bool = False,
+    reserved_sms: int = 0,
+) -> GemmConfig:
+    """The configuration of one fused GEMM.
+
+    capability: 80, 90, 100, ...; m, n, k: of this rank's GEMM, m over all ranks; moved_row_bytes: bytes of one row that
+    travel (K of the gathered input, N of the partial sums); dual: two weights at once (SwiGLU); reserved_sms: left to
+    reducers or collectives that run at the same time.
+
+    Raises:
+        ValueError: no such dtype, or one that the GPU does not have.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype ({dtype!r}) must be one of {', '.join(map(repr, DTYPES))}")
+    if capability < 80 or (dtype == "float8_e4m3fn" and capability < 89):
+        raise ValueError(
+            f"{dtype} needs capability {89 if dtype.startswith('float8') else 80} or more, got {capability}"
+        )
+    if min(m, n, k) < 0 or world_size < 1 or not 0 <= reserved_sms < num_sms:
+        raise ValueError(
+            f"m, n, k ({m}, {n}, {k}) must be at least 0, world_size ({world_size}) at least 1 and reserved_sms "
+            f"({reserved_sms}) below num_sms ({num_sms})"
+        )
+    shard = -(-m // world_size)
+    block_m, block_n, block_k, num_warps, num_stages = _tile(capability, shard, n, dtype, dual)
+    num_programs = num_sms - reserved_sms
+    num_chunks = _num_chunks(shard, n, block_m, block_n, num_programs, moved_row_bytes)
+    return GemmConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        group_m=max(
+            1, min(8, -(-shard // num_chunks) // block_m)
+        ),  # a group that ends with its chunk waits for no later one
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_programs=num_programs,
+        num_chunks=num_chunks,
+        descriptors=capability >= 90 and dtype != "float32" and k > 0 and k * DTYPES[dtype] % 16 == 0,
+        precision="tf32" if allow_tf32 and dtype == "float32" else "ieee",
+    )
+
+
+def _tile(capability: int, shard: int, n: int, dtype: str, dual: bool) -> tuple[int, int, int, int, int]:
+    """block_m, block_n, block_k, num_warps, num_stages."""
+    if dtype == "float32":  # without tensor cores: registers hold the operands, larger tiles spill
+        return (64 if shard > 32 else 32), 64, 16, 4, 3
+    block_k = 128 if dtype == "float8_e4m3fn" else 64
+    if shard <= 16:
+        return 16, 64 if dual else 128, block_k, 4, 4
+    if shard <= 64 or n <= 64:
+        return 64, 64 if dual else 128, block_k, 4, 4
+    if capability >= 90:
+        # One accumulator of 128 x 256 in fp32 is 128 registers a thread with 8 warps; two weights share that budget.
+        # So do fp8 products on sm_90, which add up a second time outside of the tensor core.
+        halved = dual or n <= 128 or (dtype == "float8_e4m3fn" and capability < 100)
+        return 128, 128 if halved else 256, block_k, 8, 3
+    return 128, 64 if dual else 128, block_k, 8, 3
+
+
+def _num_chunks(shard: int, n: int, block_m: int, block_n: int, num_programs: int, row_bytes: int) -> int:
+    """As many chunks (up to MAX_CHUNKS) as feed whole waves of CTAs, so that a wave seldom waits for two of them.
+
+    A chunk must carry MIN_CHUNK_BYTES and have a tile for every CTA. Of those counts the largest is taken that leaves
+    less than a tenth of the CTA time of its waves idle and adds less than a tenth to the number of tiles (a chunk ends
+    with a tile that may not be full); where none does, the one that loses least.
+    """
+    shard_tiles, column_tiles = max(1, -(-shard // block_m)), max(1, -(-n // block_n))
+    best, least = 1, math.inf
+    for count in range(1, MAX_CHUNKS + 1):
+        rows = -(-shard // count)
+        row_tiles = -(-rows // block_m)
+        tiles = row_tiles * column_tiles
+        if count > 1 and (tiles < num_programs or rows * row_bytes < MIN_CHUNK_BYTES):
+            break
+        in_waves = -(-tiles // num_programs) * num_programs
+        loss = max(in_waves / max(1, tiles), count * row_tiles / shard_tiles) - 1
+        if loss < 0.1 or loss < least:
+            best, least = count, max(loss, 0.1)
+    return best

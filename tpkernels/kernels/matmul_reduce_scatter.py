@@ -1,0 +1,185 @@
+# mypy: disable-error-code="untyped-decorator"
+"""GEMM of a reduce-scatter: remote owners' rows first, each chunk announced as soon as its last tile is stored.
+
+    partial = scale * (x @ weight^T) + addend            x [M, K], weight [N, K]
+
+Rows of owner r go to `staging[r]`, a base address in a table: this rank's slot in the owner's memory (push over
+NVLink), or a slot of this rank from which copy engines carry finished chunks. When all tiles of chunk c of owner r are
+stored, `signals[r]`[c] is set to the call, visible to the whole system. The reducer of the owner sums over ranks in
+rank order in fp32, adds the bias and rounds once; with fp32 staging nothing is rounded before.
+
+`addend` makes sums of several products (one launch each, the last one into staging). The kernel never waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels.config import GemmConfig
+from tpkernels.kernels.operands import check_operands, operand, scale_kind
+from tpkernels.kernels.signals import announce, count_tile, current_call, has_failed
+from tpkernels.kernels.tiles import halves, load_tile, product, scaled, store_tile, tile_entry, tile_position
+
+__all__ = ["Departures", "matmul_reduce_scatter", "matmul_reduce_scatter_kernel"]
+
+
+@triton.jit(do_not_specialize=["num_row_tiles"])
+def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    addend,
+    scale_x,
+    scale_weight,
+    order,
+    staging,
+    signals,
+    counters,
+    group,
+    num_row_tiles,
+    n,
+    k,
+    stride_x,
+    stride_wn,
+    stride_wk,
+    stride_addend,
+    stride_staging,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGING: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    num_column_tiles = tl.cdiv(n, BLOCK_N)
+    current = current_call(group, SIGNAL)
+    num_tiles = num_row_tiles * num_column_tiles * (1 - has_failed(group).to(tl.int32))
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
+        first_column = column * BLOCK_N
+        row, rows, owner, chunk, slot, offset, chunk_tiles = tile_entry(order, row_tile)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc, _ = product(
+            acc, acc, x, weight, weight, row, rows, first_column, n, k, stride_x, stride_wn, stride_wk,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, DESCRIPTORS, PRECISION,
+        )  # fmt: skip
+        # The compiler knows nothing of an address from a table; that it is aligned makes 16-byte stores.
+        base = tl.multiple_of(tl.load(staging + owner).to(tl.pointer_type(STAGING)), 16)
+        if BLOCK_N >= 128:
+            left, right = halves(acc, BLOCK_M, BLOCK_N)
+            for half in tl.static_range(2):
+                _finish(
+                    left if half == 0 else right, first_column + half * (BLOCK_N // 2), row, rows, offset, n,
+                    base, addend, scale_x, scale_weight, stride_addend, stride_staging,
+                    BLOCK_M, BLOCK_N // 2, HAS_ADDEND, SCALE,
+                )  # fmt: skip
+        else:
+            _finish(
+                acc, first_column, row, rows, offset, n,
+                base, addend, scale_x, scale_weight, stride_addend, stride_staging,
+                BLOCK_M, BLOCK_N, HAS_ADDEND, SCALE,
+            )  # fmt: skip
+        if count_tile(counters + slot, chunk_tiles * num_column_tiles) != 0:
+            announce(tl.load(signals + owner).to(tl.pointer_type(SIGNAL)) + chunk, current)
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    acc,
+    first_column,
+    row,
+    rows,
+    offset,
+    n,
+    base,
+    addend,
+    scale_x,
+    scale_weight,
+    stride_addend,
+    stride_staging,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    acc = scaled(acc, scale_x, scale_weight, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
+    if HAS_ADDEND:
+        acc += load_tile(addend, row, rows, first_column, n, stride_addend, BLOCK_M, BLOCK_N)
+    store_tile(base, acc, offset, rows, first_column, n, stride_staging, BLOCK_M, BLOCK_N)
+
+
+@dataclass(frozen=True)
+class Departures:
+    """Where partial rows go; all tensors on the launching device.
+
+    order: int32 [row tiles, FIELDS], `schedule.as_table(schedule.reduce_scatter_order(...))` with the launch's
+    tile height. staging: int64 [world size], base addresses of [shard rows of the owner, N] in `staging_dtype`,
+    multiples of 16, rows `staging_stride` elements apart. signals: int64 [world size], addresses of one signal per
+    chunk: int32 local flags, or with `signal_pads` int64 words of this rank in the owner's pad, which also carry the
+    call's fingerprint. counters: int32 [world size * chunks per shard], zeros before the first call. group: int64,
+    `signals.group_table`.
+    """
+
+    order: Tensor
+    staging: Tensor
+    signals: Tensor
+    counters: Tensor
+    group: Tensor
+    staging_dtype: torch.dtype
+    staging_stride: int
+    signal_pads: bool = False
+
+
+_STAGING = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    departures: Departures,
+    config: GemmConfig,
+    *,
+    addend: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+) -> None:
+    """Launch on the current stream. x [M, K], its K contiguous; weight [N, K] with any strides; addend [M, N].
+
+    Nothing is announced for chunks without elements (no rows, or N = 0): their owner must not wait for them.
+
+    Raises:
+        ValueError: operands that do not fit together, or that the kernel cannot take.
+    """
+    (m, k), n = check_operands(x, weight, addend, config, "none"), weight.shape[0]
+    if departures.staging_dtype not in _STAGING:
+        raise ValueError(f"staging_dtype ({departures.staging_dtype}) must be one of {', '.join(map(str, _STAGING))}")
+    scale = scale_kind(scale_x, scale_weight, m, n)
+    if m == 0 or n == 0:
+        return
+    num_row_tiles = departures.order.shape[0]
+    tiles = num_row_tiles * triton.cdiv(n, config.block_n)
+    kernel: Any = matmul_reduce_scatter_kernel
+    with torch.cuda.device_of(x):
+        kernel[(min(tiles, config.num_programs),)](
+            operand(x, config.block_m, config),
+            operand(weight, config.block_n, config),
+            addend, scale_x, scale_weight,
+            departures.order, departures.staging, departures.signals, departures.counters, departures.group,
+            num_row_tiles, n, k, x.stride(0), weight.stride(0), weight.stride(1),
+            0 if addend is None else addend.stride(0), departures.staging_stride,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+            EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors, PRECISION=config.precision,
+            STAGING=_STAGING[departures.staging_dtype],
+            SIGNAL=tl.int64 if departures.signal_pads else tl.int32, HAS_ADDEND=addend is not None, SCALE=scale,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Checks of what a GEMM launch is given, and tensors turned into what a kernel takes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tpkernels.kernels.config import DTYPES, GemmConfig
+from tpkernels.kernels.tiles import ACTIVATIONS
+
+__all__ = ["ScaleKind", "check_operands", "descriptors_fit", "operand", "scale_kind"]
+
+ScaleKind = Literal["none", "tensor", "row"]
+
+
+def check_operands(a: Tensor, b: Tensor, out: Tensor | None, config: GemmConfig, activation: str) -> tuple[int, int]:
+    """(M, K) of a [M, K], b [N, K], out [M, N]; ValueError where they do not fit."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"operands {tuple(a.shape)} and {tuple(b.shape)} must be [M, K] and [N, K]")
+    if out is not None and tuple(out.shape) != (a.shape[0], b.shape[0]):
+        raise ValueError(f"out {tuple(out.shape)} must be [M, N] = {(a.shape[0], b.shape[0])}")
+    name = str(a.dtype).removeprefix("torch.")
+    if a.dtype != b.dtype or name not in DTYPES:
+        raise ValueError(f"operands of dtype {a.dtype} and {b.dtype} must both be one of {', '.join(DTYPES)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation ({activation!r}) must be one of {', '.join(map(repr, ACTIVATIONS))}")
+    for what, tensor in (("a", a), ("out", out)):
+        if tensor is not None and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(f"{what} with strides {tensor.stride()} must be contiguous along its last dim")
+    if config.descriptors and not (descriptors_fit(a) and descriptors_fit(b)):
+        raise ValueError(
+            f"descriptors need K contiguous, rows of a multiple of 16 bytes and aligned bases; operands have strides "
+            f"{a.stride()} and {b.stride()} in {a.dtype}: configure without descriptors"
+        )
+    return a.shape[0], a.shape[1]
+
+
+def descriptors_fit(x: Tensor) -> bool:
+    """Whether a tensor descriptor can describe x."""
+    row_bytes = x.stride(0) * x.element_size()
+    return x.numel() > 0 and x.stride(1) == 1 and row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def operand(x: Tensor | None, block_rows: int, config: GemmConfig) -> Any:
+    """The tensor, for a pointer, or its host-side descriptor; None stays None."""
+    if x is None or not config.descriptors:
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_rows, config.block_k])
+
+
+def scale_kind(scale_a: Tensor | None, scale_b: Tensor | None, m: int, n: int) -> ScaleKind:
+    if scale_a is None and scale_b is None:
+        return "none"
+    if scale_a is not None and scale_b is not None:
+        if scale_a.numel() == 1 and scale_b.numel() == 1:
+            return "tensor"
+        if scale_a.numel() == m and scale_b.numel() == n:
+            return "row"
+    given = [None if scale is None else tuple(scale.shape) for scale in (scale_a, scale_b)]
+    raise ValueError(f"scales {given[0]} and {given[1]} must both have one element, or {m} and {n}")
