@@ -6,11 +6,16 @@ works under build isolation. Objects stay in `build/native/`, so that building a
 
 A core that cannot be built does not fail the installation: tpkernels then runs without it, and
 `tpkernels/_native_build.json` holds the reason, for `tpkernels doctor`. TPKERNELS_REQUIRE_NATIVE=1 makes it fail.
+
+The CUDA kernels are a plain C library, `tpkernels/_cuda.so`, which nothing links and every machine can load. They are
+built where there is an NVIDIA GPU or TPKERNELS_CUDA is 1, and nvcc (PATH, CUDA_HOME, or the package nvidia-cuda-nvcc);
+`tpkernels/_cuda_build.json` says how that went. They never fail the installation.
 """
 
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,6 +31,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 MODULE = "_native" + sysconfig.get_config_var("EXT_SUFFIX")
 RECORD = "_native_build.json"
+CUDA_MODULE, CUDA_RECORD = "_cuda.so", "_cuda_build.json"
 BUILD_TIMEOUT_S = 1800
 
 # No contraction: a fused multiply-add rounds once where its parts round twice, and results must not depend on which
@@ -36,6 +42,14 @@ X86_FLAGS = {
     "_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
     "_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
 }
+# Machine code for the GPUs of data centres, where a spilled register fails the build; the rest compile the PTX.
+CUDA_FLAGS = """
+    -std=c++17 -O3 --expt-relaxed-constexpr -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra
+    -gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90a,code=sm_90a
+    -gencode=arch=compute_100a,code=sm_100a -Xptxas -v,-warn-spills,-warn-lmem-usage,-Werror
+""".split()
+# What only a machine with an NVIDIA driver has (the last: Windows' Linux).
+GPU_SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 class CannotBuild(Exception):
@@ -184,6 +198,96 @@ def build_core() -> tuple[Path, dict[str, object]]:
     return build / MODULE, {"compiler": version, "flags": FLAGS + shlex.split(os.environ.get("CXXFLAGS", ""))}
 
 
+# --- the CUDA kernels -------------------------------------------------------------------------------------------------
+
+
+def find_nvcc() -> str:
+    """The CUDA compiler, if its library is wanted here: an explicit CUDA_HOME, PATH, pip's package, the usual place."""
+    wanted = os.environ.get("TPKERNELS_CUDA", "")
+    advice = "set TPKERNELS_CUDA=1 and install again"
+    if wanted == "0":
+        raise CannotBuild("TPKERNELS_CUDA is 0", advice)
+    if wanted != "1" and not any(map(os.path.exists, GPU_SIGNS)):
+        raise CannotBuild("the machine that built this has no NVIDIA GPU", f"to have them all the same, {advice}")
+    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    packages = [str(Path(sysconfig.get_path("purelib"), "nvidia", "cu13")), "/usr/local/cuda"]
+    path = os.environ.get("PATH", os.defpath)
+    places = [*(os.path.join(home, "bin") for home in homes), path, *(os.path.join(home, "bin") for home in packages)]
+    if found := shutil.which("nvcc", path=os.pathsep.join(places)):
+        return found
+    raise CannotBuild(
+        f"no nvcc: neither on PATH nor in {', '.join(homes + packages)}",
+        "install the CUDA toolkit 13, or: pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl",
+    )
+
+
+def cuda_toolkit(nvcc: str) -> Path:
+    """The root of the toolkit, in nvcc's own words: the program that we found may be a wrapper elsewhere."""
+    said = subprocess.run([nvcc, "-dryrun", "-c", "none.cu"], capture_output=True, text=True, timeout=60)
+    root = re.search(r"^#\$ TOP=(.*)$", said.stderr, re.MULTILINE)
+    if root is None:
+        raise CannotBuild(f"{nvcc} does not say where its toolkit is", "repair it", first_errors(said.stderr))
+    return Path(root[1].strip()).resolve()
+
+
+def static_cuda_runtime(toolkit: Path) -> Path:
+    for folder in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib", "targets/sbsa-linux/lib"):
+        if toolkit.joinpath(folder, "libcudart_static.a").is_file():
+            return toolkit / folder / "libcudart_static.a"
+    raise CannotBuild(f"no libcudart_static.a in {toolkit}", "pip install nvidia-cuda-runtime, or the whole toolkit")
+
+
+def build_cuda() -> tuple[Path, dict[str, object]]:
+    """The built library of the CUDA kernels and the facts of its build.
+
+    Raises:
+        CannotBuild: it is not wanted here, something is missing, or nvcc refuses (also: a kernel spills registers).
+    """
+    nvcc = find_nvcc()
+    sources = sorted(CSRC.glob("cuda/*.cu"))
+    if not sources:
+        raise CannotBuild(f"no sources in {CSRC / 'cuda'}", "take the whole source tree or the sdist")
+    compiler, ninja, toolkit = find_compiler(), find_ninja(), cuda_toolkit(nvcc)
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout.strip().splitlines()
+    version = f"nvcc {said[-1].strip() if said else 'of unknown version'}, {ask([*compiler, '--version'])}"
+    build = ROOT / "build" / "cuda"
+    build.mkdir(parents=True, exist_ok=True)
+    runtime = static_cuda_runtime(toolkit)
+    includes = [f"-I{CSRC}", f"-I{toolkit / 'include'}", f"-I{toolkit / 'include' / 'cccl'}"]
+    link = "-shared -Wl,--no-undefined -Wl,--exclude-libs,ALL -pthread".split()
+    write_rules(
+        build / "build.ninja",
+        compile=[nvcc, "-ccbin", compiler[0], *CUDA_FLAGS, *includes],
+        link=[*compiler, *link, "$in", str(runtime), "-ldl", "-lrt", "-o", "$out"],
+        sources=sources,
+        module=CUDA_MODULE,
+    )
+    done = subprocess.run(
+        [ninja, "-C", str(build)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S
+    )
+    print(done.stdout)
+    if done.returncode != 0:
+        advice = "CUDA 13.0 is what we build with; otherwise report these lines, please"
+        raise CannotBuild(f"compilation failed with {version}", advice, first_errors(done.stdout))
+    return build / CUDA_MODULE, {"compiler": version, "flags": CUDA_FLAGS}
+
+
+def write_rules(file: Path, *, compile: list[str], link: list[str], sources: list[Path], module: str) -> None:
+    """A ninja file of one command for all sources; ninja's own variables in the commands stay."""
+
+    def words(parts: list[str]) -> str:
+        return " ".join(part if part in ("$in", "$out") else shlex.quote(part).replace("$", "$$") for part in parts)
+
+    def path(name: Path) -> str:
+        return str(name).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    lines = ["rule compile", f"  command = {words(compile)} -MD -MF $out.d -c $in -o $out"]
+    lines += ["  depfile = $out.d", "  deps = gcc", "rule link", f"  command = {words(link)}"]
+    lines += [f"build {source.stem}.o: compile {path(source)}" for source in sources]
+    lines += [f"build {module}: link {' '.join(f'{source.stem}.o' for source in sources)}"]
+    file.write_text("\n".join(lines) + "\n")
+
+
 def replace(target: Path, content: bytes) -> None:
     """Whole or not at all, and never in place: a running process may have the old module mapped."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -206,19 +310,35 @@ class BuildCore(build_ext):
                 raise CompileError(f"TPKERNELS_REQUIRE_NATIVE=1, but there is no compiled core: {error}") from error
             record |= {"reason": error.reason, "advice": error.advice, "errors": error.errors}
             print(f"WARNING: tpkernels is installed WITHOUT its compiled core: {error}", file=sys.stderr)
+        self.leave(MODULE, module, RECORD, record)
+        self.run_cuda()
+
+    def run_cuda(self) -> None:
+        record: dict[str, object] = {"built": False, "module": CUDA_MODULE}
+        module = None
+        try:
+            module, facts = build_cuda()
+            record |= {"built": True, **facts}
+        except CannotBuild as error:
+            record |= {"reason": error.reason, "advice": error.advice, "errors": error.errors}
+            print(f"tpkernels is installed without its CUDA kernels: {error}", file=sys.stderr)
+        self.leave(CUDA_MODULE, module, CUDA_RECORD, record)
+
+    def leave(self, name: str, built: Path | None, record_name: str, record: dict[str, object]) -> None:
+        """The module, if there is one, and its record where the package is; that of an earlier build fits no longer."""
         for folder in self.folders():
-            if module is not None:
-                replace(folder / MODULE, module.read_bytes())
+            if built is not None:
+                replace(folder / name, built.read_bytes())
             else:
-                folder.joinpath(MODULE).unlink(missing_ok=True)  # that of an earlier build fits no longer
-            replace(folder / RECORD, json.dumps(record, indent=1).encode())
+                folder.joinpath(name).unlink(missing_ok=True)
+            replace(folder / record_name, json.dumps(record, indent=1).encode())
 
     def folders(self) -> list[Path]:
         """Where the results go: into the wheel, and for editable installations also into the source tree."""
         return [Path(self.build_lib, "tpkernels"), *([ROOT / "tpkernels"] if self.inplace else [])]
 
     def get_outputs(self) -> list[str]:
-        built = [Path(self.build_lib, "tpkernels", name) for name in (MODULE, RECORD)]
+        built = [Path(self.build_lib, "tpkernels", name) for name in (MODULE, RECORD, CUDA_MODULE, CUDA_RECORD)]
         return [str(file) for file in built if file.exists()]
 
     def get_output_mapping(self) -> dict[str, str]:

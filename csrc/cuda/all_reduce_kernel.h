@@ -74,8 +74,8 @@ TPK_DEVICE void all_reduce_share(const Group& group, const AllReduce<T>& job) {
         }
     }
 
-    // The last block to leave makes this call the current one: until then all of them need the number of the last.
-    sync_block();
+    // The last block to leave makes this call the current one: until then others may yet read the number of the last.
+    // All threads of this block have read it before the barriers above.
     if (thread_index() != 0 || fetch_add_device(&group.state->leaving, 1) != num_blocks() - 1) return;
     group.state->leaving = 0;
     group.state->last_use[job.slot] = epoch_of(current);

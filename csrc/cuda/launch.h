@@ -23,7 +23,9 @@
 #define TPK_INVALID (-1)
 
 enum tpk_dtype { TPK_F32 = 0, TPK_BF16 = 1, TPK_F16 = 2 };
-enum tpk_failure_kind { TPK_TIMEOUT = 1, TPK_POISONED = 2, TPK_MISMATCH = 3 };
+/* TIMEOUT: a wait lasted too long; POISONED: a peer has failed; MISMATCH: a peer is in another call; ALARM: another
+ * kernel of this rank has given up, and its own record says why. */
+enum tpk_failure_kind { TPK_TIMEOUT = 1, TPK_POISONED = 2, TPK_MISMATCH = 3, TPK_ALARM = 4 };
 /* How a flag is raised on a stream.  KERNEL needs room for one warp on an SM, so whoever spins must leave it;
  * COPY copies the word with the copy engine (whether small copies stay off the SMs is the driver's choice);
  * WRITE_VALUE needs neither, but its value is `epoch_on_host`, which a captured graph would repeat: refused there. */
@@ -55,6 +57,7 @@ typedef struct tpk_group {
     void* const* pads;
     void* state;
     tpk_failure* failure; /* of tpk_failure_create, as the device addresses it */
+    uint64_t* alarm;      /* NULL, or what this rank's other kernels set and look at when a wait fails: 0 is no alarm */
     uint64_t timeout_ns;
 } tpk_group;
 

@@ -51,6 +51,7 @@ struct Group {
     Signal* pads[kMaxRanks];  // every rank's signal pad, as this rank addresses it
     State* state;
     Failure* failure;
+    std::uint64_t* alarm;  // null, or not 0 once another kernel of this rank has given up
     std::uint64_t timeout_ns;
 };
 
@@ -80,15 +81,17 @@ TPK_DEVICE void fail(const Group& group, int kind, Awaited awaited, Signal curre
     failure->fingerprint = fingerprint_of(got);
     failure->waited_ns = waited_ns;
     store_release_system(&failure->state, 1u);
+    if (group.alarm != nullptr && load_relaxed_system(group.alarm) == 0)
+        store_release_system(group.alarm, std::uint64_t{1});
     for (int peer = 0; peer < group.world_size; ++peer) {
         store_release_system(group.pads[peer] + kPoison, static_cast<Signal>(group.rank + 1));
     }
 }
 
 // Waits until the word has reached `target`; false if the group has failed, or fails here: after timeout_ns, on a
-// peer's poison, or because the peer takes call `current` for another one.  What was written before the signal may be
-// read afterwards: by this thread, and by the block after its next barrier.
-// A Word is a Signal or, between kernels of one rank, a bare Epoch.
+// peer's poison, on an alarm, or because the peer takes call `current` for another one.  What was written before the
+// signal may be read afterwards: by this thread, and by the block after its next barrier. A Word is a Signal or,
+// between kernels of one rank, a bare Epoch.
 template <typename Word>
 TPK_DEVICE bool wait_word(const Group& group, const Word* word, Epoch target, Signal current, Awaited awaited) {
     std::uint64_t begin = 0;
@@ -106,6 +109,10 @@ TPK_DEVICE bool wait_word(const Group& group, const Word* word, Epoch target, Si
         if (const Signal poison = load_relaxed_system(group.pads[group.rank] + kPoison)) {
             awaited.peer = static_cast<int>(poison) - 1;
             fail(group, TPK_POISONED, awaited, current, target, seen, now - begin);
+            return false;
+        }
+        if (group.alarm != nullptr && load_relaxed_system(group.alarm) != 0) {
+            fail(group, TPK_ALARM, awaited, current, target, seen, now - begin);
             return false;
         }
         if (now - begin >= group.timeout_ns) {

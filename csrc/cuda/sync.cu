@@ -53,6 +53,7 @@ Group to_device(const tpk_group& group) {
     for (int rank = 0; rank < group.world_size; ++rank) result.pads[rank] = static_cast<Signal*>(group.pads[rank]);
     result.state = static_cast<State*>(group.state);
     result.failure = group.failure;
+    result.alarm = group.alarm;
     result.timeout_ns = group.timeout_ns;
     return result;
 }

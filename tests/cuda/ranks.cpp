@@ -1,170 +1,28 @@
 // Ranks as threads that run the CUDA kernels of csrc/cuda on each other's memory, for ThreadSanitizer and for values.
 //
-//   ranks calls W SEED COUNT EPOCH   random calls with stragglers; the epochs begin at EPOCH
-//   ranks failures W SEED            a rank that does not come, one that stops half-way, one that calls something else
-//   ranks numbers                    every 16-bit value, and what lies between them
+//   ranks calls W SEED COUNT EPOCH [TIMEOUT_MS [ONE_SLOT]]   random calls with stragglers; the epochs begin at EPOCH
+//   ranks failures W SEED   a rank that does not come, one that stops half-way, one that calls something else
+//   ranks numbers           every 16-bit value, and what lies between them
 //
 // The copy engine is a thread that copies; everything else is the kernels' own source.  Prints "fine", or what is
 // wrong.
-#include <cmath>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <random>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "cuda/all_reduce_kernel.h"
 #include "cuda/reduce_kernel.h"
 #include "cuda/sync_kernels.h"
 #include "simulator.h"
+#include "world.h"
 
 namespace {
 
-using namespace tpk;
-using Random = std::mt19937;
-
 constexpr unsigned kThreads = 3, kBlocks = 2;
-constexpr std::int64_t kMaxElements = 4096;
-
-[[noreturn]] void wrong(const std::string& what) {
-    std::fprintf(stderr, "WRONG: %s\n", what.c_str());
-    std::_Exit(1);
-}
-
-long pick(Random& random, long least, long most) { return std::uniform_int_distribution<long>(least, most)(random); }
-
-// ------------------------------------------------------------------------------------------------- ranks and their
-// memory
-
-struct Rank {
-    std::vector<Signal> pad = std::vector<Signal>(kPadWords);
-    State state = {};
-    Failure failure = {};
-    // Slots, gathered data, results: 4 bytes per element do for every type.
-    std::vector<float> slots[kSlots], gathered, partial, out;
-    std::vector<std::uint32_t> flags = std::vector<std::uint32_t>(kMaxRanks * kMaxChunks);
-    Random stragglers;
-    Group group = {};
-
-    void linger() {
-        if (pick(stragglers, 0, 3) == 0)
-            std::this_thread::sleep_for(std::chrono::microseconds(pick(stragglers, 0, 400)));
-    }
-};
-
-struct World {
-    std::vector<std::unique_ptr<Rank>> ranks;
-
-    World(int size, unsigned seed, Epoch epoch, std::uint64_t timeout_ms) {
-        for (int r = 0; r < size; ++r) {
-            ranks.push_back(std::make_unique<Rank>());
-            Rank& rank = *ranks.back();
-            rank.stragglers.seed(seed * 100 + static_cast<unsigned>(r));
-            for (auto* buffer : {&rank.slots[0], &rank.slots[1], &rank.gathered, &rank.partial, &rank.out}) {
-                buffer->assign(kMaxElements, std::nanf(""));
-            }
-            for (Signal& word : rank.pad) word = epoch;
-            rank.pad[kPoison] = 0;
-            for (std::uint32_t& flag : rank.flags) flag = epoch;
-            rank.state.current = epoch;
-            for (Epoch& use : rank.state.last_use) use = epoch;
-        }
-        for (int r = 0; r < size; ++r) {
-            Group& group = ranks[static_cast<std::size_t>(r)]->group;
-            group.rank = r;
-            group.world_size = size;
-            for (int p = 0; p < size; ++p) group.pads[p] = ranks[static_cast<std::size_t>(p)]->pad.data();
-            group.state = &ranks[static_cast<std::size_t>(r)]->state;
-            group.failure = &ranks[static_cast<std::size_t>(r)]->failure;
-            group.timeout_ns = timeout_ms * 1'000'000;
-        }
-    }
-
-    int size() const { return static_cast<int>(ranks.size()); }
-    Rank& at(int rank) const { return *ranks[static_cast<std::size_t>(rank)]; }
-
-    void run(const std::function<void(Rank&)>& body) {
-        std::vector<std::thread> threads;
-        for (auto& rank : ranks) threads.emplace_back([&body, &rank] { body(*rank); });
-        for (std::thread& thread : threads) thread.join();
-    }
-};
-
-// ---------------------------------------------------------------------------------------------------------------
-// numbers
-
-float reference_rounding(float value, const Bf16*) {
-    const std::uint32_t low = float_to_bits(value) & 0xffff0000u;
-    const float down = bits_to_float(low), up = bits_to_float(low + 0x10000u);
-    if (std::isnan(value) || std::isinf(value) || down == value) return value;
-    const double next = std::isinf(up) ? std::copysign(0x1p128, value) : up;
-    const double below = std::fabs(static_cast<double>(value) - down), above = std::fabs(next - value);
-    return below < above || (below == above && (low & 0x10000u) == 0) ? down : up;
-}
-float reference_rounding(float value, const Half*) { return static_cast<float>(static_cast<_Float16>(value)); }
-float reference_rounding(float value, const float*) { return value; }
-
-template <typename T>
-void check_rounding(float value) {
-    T rounded;
-    narrow(value, rounded);
-    const float got = widen(rounded), expected = reference_rounding(value, static_cast<const T*>(nullptr));
-    if (std::isnan(value) ? !std::isnan(got) : float_to_bits(got) != float_to_bits(expected)) {
-        wrong("rounding " + std::to_string(value) + " of bits " + std::to_string(float_to_bits(value)));
-    }
-}
-
-template <typename T>
-void check_numbers() {
-    for (std::uint32_t bits = 0; bits < 0x10000u; ++bits) {
-        const T value = {static_cast<std::uint16_t>(bits)};
-        T back;
-        narrow(widen(value), back);
-        if (back.bits != value.bits && !std::isnan(widen(value)))
-            wrong("16 bits " + std::to_string(bits) + " do not survive");
-    }
-    for (std::uint64_t bits = 0; bits < 0x100000000ull; bits += 0x7ff) {
-        check_rounding<T>(bits_to_float(static_cast<std::uint32_t>(bits)));
-        check_rounding<T>(bits_to_float(static_cast<std::uint32_t>(bits) & 0xfffff000u));  // ties
-    }
-}
-
-template <typename T>
-T from_float(float value) {
-    T result;
-    narrow(value, result);
-    return result;
-}
-
-// Element `i` of what `rank` contributes to call `call`: magnitudes far apart, so that the order of a sum shows.
-template <typename T>
-T value_of(int call, int rank, std::int64_t i) {
-    std::uint32_t h = static_cast<std::uint32_t>(call) * 2654435761u ^ static_cast<std::uint32_t>(rank + 1) * 40503u ^
-                      static_cast<std::uint32_t>(i) * 2246822519u;
-    h ^= h >> 15, h *= 2246822519u, h ^= h >> 13;
-    const float magnitude =
-        std::ldexp(1.0f + static_cast<float>(h & 0xffffu) / 65536.0f, static_cast<int>(h >> 16 & 15) - 7);
-    return from_float<T>((h >> 31) != 0 ? -magnitude : magnitude);
-}
-
-constexpr int kBiasRank = 1000;
-
-template <typename In, typename Out>
-Out expected_sum(int call, int ranks, std::int64_t i, std::int64_t column, bool bias) {
-    float sum = widen(value_of<In>(call, 0, i));
-    for (int rank = 1; rank < ranks; ++rank) sum += widen(value_of<In>(call, rank, i));
-    if (bias) sum += widen(value_of<Out>(call, kBiasRank, column));
-    return from_float<Out>(reference_rounding(sum, static_cast<const Out*>(nullptr)));
-}
-
-template <typename T>
-void check_equal(const T& got, const T& expected, const char* op, int call, int rank, std::int64_t i) {
-    if (std::memcmp(&got, &expected, sizeof(T)) == 0) return;
-    wrong(std::string(op) + " call " + std::to_string(call) + " rank " + std::to_string(rank) + " element " +
-          std::to_string(i) + ": " + std::to_string(widen(got)) + " instead of " + std::to_string(widen(expected)));
-}
 
 // -----------------------------------------------------------------------------------------------------------------
 // calls
@@ -180,11 +38,12 @@ struct Call {
 
 enum { kBarrier, kGather, kScatter, kReduce, kOps };
 
-Call next_call(Random& random, int number, int world_size) {
+Call next_call(Random& random, int number, int world_size, bool one_slot) {
     Call call = {};
     call.number = number;
     call.op = static_cast<int>(pick(random, 0, kOps - 1));
     call.slot = pick(random, 0, 3) == 0 ? static_cast<int>(pick(random, 0, 1)) : number & 1;  // as replayed graphs may
+    if (one_slot) call.slot = 0;
     call.type = static_cast<int>(pick(random, 0, 4));
     call.fingerprint = static_cast<std::uint32_t>(random());
     call.chunks = static_cast<int>(pick(random, 1, 3));
@@ -401,19 +260,18 @@ void run_call(const World& world, Rank& me, const Call& call) {
     }
 }
 
-int calls(int size, unsigned seed, int count, Epoch epoch) {
-    World world(size, seed, epoch, 30'000);
+void calls(int size, unsigned seed, int count, Epoch epoch, std::uint64_t timeout_ms, bool one_slot) {
+    World world(size, seed, epoch, timeout_ms);
     world.run([&](Rank& me) {
         Random random(seed);
         for (int number = 0; number < count; ++number) {
-            run_call(world, me, next_call(random, number, size));
+            run_call(world, me, next_call(random, number, size, one_slot));
             if (load_acquire_system(&me.failure.state) != 0) {
                 wrong("call " + std::to_string(number) + " rank " + std::to_string(me.group.rank) + " failed: kind " +
                       std::to_string(me.failure.kind) + " peer " + std::to_string(me.failure.peer));
             }
         }
     });
-    return 0;
 }
 
 // --------------------------------------------------------------------------------------------------------------
@@ -434,13 +292,18 @@ void expect(bool holds, const char* scenario, const Failure& f) {
           std::to_string(f.got));
 }
 
+constexpr std::uint64_t kShortTimeout = 700'000'000;
+
 // The last rank does not come to the second call, or comes and never sends chunk 1.
 void one_is_missing(int size, unsigned seed, bool comes) {
     const char* const scenario = comes ? "a chunk never comes" : "a rank never comes";
-    World world(size, seed, 6, 100);
-    std::atomic<int> timed_out{0};
+    World world(size, seed, 6, 30'000);
+    std::atomic<int> timed_out{0}, met{0};
     world.run([&](Rank& me) {
         sim::launch(1, kThreads, [&] { meet(me.group, 7, 1); });
+        ++met;
+        while (met != size) std::this_thread::yield();  // who is slow here is not who is missing
+        me.group.timeout_ns = kShortTimeout;
         const bool culprit = me.group.rank == size - 1;
         if (culprit && !comes) return;
         if (!comes) {
@@ -455,7 +318,7 @@ void one_is_missing(int size, unsigned seed, bool comes) {
             ++timed_out;
             expect(f.peer == size - 1 && f.chunk == (comes ? 1 : -1) && f.expected == 8 && reached(7, f.got), scenario,
                    f);
-            expect(f.waited_ns >= 100'000'000, scenario, f);
+            expect(f.waited_ns >= kShortTimeout, scenario, f);
         } else {
             expect(f.kind == TPK_POISONED && f.peer != size - 1 && f.peer != f.rank, scenario, f);
         }
@@ -477,7 +340,7 @@ void one_is_missing(int size, unsigned seed, bool comes) {
 }
 
 void one_disagrees(int size, unsigned seed) {
-    World world(size, seed, 0xfffffffeu, 20'000);
+    World world(size, seed, 0xfffffffeu, 4000);
     std::atomic<int> mismatches{0};
     world.run([&](Rank& me) {
         sim::launch(1, kThreads, [&] { meet(me.group, 1, 5); });
@@ -494,19 +357,37 @@ void one_disagrees(int size, unsigned seed) {
     if (mismatches == 0) wrong("a rank calls something else: nobody saw it");
 }
 
+// Another kernel of rank 0 gives up: rank 0 notices at its next wait, its peers by its poison, and neither waits long.
+void one_kernel_gives_up(int size, unsigned seed) {
+    const char* const scenario = "another kernel gives up";
+    World world(size, seed, 0, 4000);
+    std::uint64_t alarms[kMaxRanks] = {};
+    world.run([&](Rank& me) {
+        me.group.alarm = &alarms[me.group.rank];
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 3, 0, 4); });
+        if (me.group.rank == 0) store_release_system(me.group.alarm, std::uint64_t{2});
+        sim::launch(1, kThreads, [&] { wait_chunk(me.group, bit((me.group.rank + 1) % size), 2, 3); });
+        const Failure& f = failure_of(me, scenario);
+        expect(f.kind == (me.group.rank == 0 ? TPK_ALARM : TPK_POISONED) && f.waited_ns < 3'000'000'000, scenario, f);
+        expect(load_relaxed_system(me.group.alarm) == (me.group.rank == 0 ? 2u : 1u), scenario, f);
+    });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     const std::string scenario = argc > 1 ? argv[1] : "";
     const auto number = [&](int i) { return argc > i ? std::strtol(argv[i], nullptr, 0) : 0; };
     if (scenario == "calls") {
+        const std::uint64_t timeout_ms = number(6) > 0 ? static_cast<std::uint64_t>(number(6)) : 30'000;
         calls(static_cast<int>(number(2)), static_cast<unsigned>(number(3)), static_cast<int>(number(4)),
-              static_cast<Epoch>(number(5)));
+              static_cast<Epoch>(number(5)), timeout_ms, number(7) != 0);
     } else if (scenario == "failures") {
         const int size = static_cast<int>(number(2));
         one_is_missing(size, static_cast<unsigned>(number(3)), false);
         one_is_missing(size, static_cast<unsigned>(number(3)), true);
         one_disagrees(size, static_cast<unsigned>(number(3)));
+        one_kernel_gives_up(size, static_cast<unsigned>(number(3)));
     } else if (scenario == "numbers") {
         check_numbers<Bf16>();
         check_numbers<Half>();

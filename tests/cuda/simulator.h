@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <memory>
 #include <thread>
 #include <vector>
 

@@ -51,16 +51,17 @@ def why_not() -> str:
     return _load()[1]
 
 
-def build_record() -> BuildRecord | None:
+def build_record(file: Path | None = None) -> BuildRecord | None:
     """The record of the build, or None if there is none: a source tree that was never built."""
+    file = file or RECORD
     try:
-        fields: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         flags, errors = (tuple(fields.pop(name, ())) for name in ("flags", "errors"))
         return BuildRecord(flags=flags, errors=errors, **fields)
     except FileNotFoundError:
         return None
     except (OSError, TypeError, AttributeError, ValueError) as error:
-        return BuildRecord(built=False, reason=f"{RECORD} is not a record of a build ({error})")
+        return BuildRecord(built=False, reason=f"{file} is not a record of a build ({error})")
 
 
 def how_to_rebuild() -> str:
