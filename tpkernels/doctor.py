@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from tpkernels.comm import native
+from tpkernels.comm import cuda_native, native
 
 __all__ = ["Finding", "add_arguments", "examine", "how_to_install", "main"]
 
@@ -79,7 +79,17 @@ def how_to_install(module: str) -> str:
 
 def examine() -> Iterator[Finding]:
     """All findings, in the order in which they are shown."""
-    for question in (_versions, _cpu, _gpu, _communication, _core, _network_lab, _implementations, _extras):
+    for question in (
+        _versions,
+        _cpu,
+        _gpu,
+        _cuda_kernels,
+        _communication,
+        _core,
+        _network_lab,
+        _implementations,
+        _extras,
+    ):
         yield from question()
 
 
@@ -141,6 +151,23 @@ def _gpu() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         size = f"{properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
         yield Finding("GPU", f"device {index}", f"{properties.name}, {size}")
+
+
+def _cuda_kernels() -> Iterator[Finding]:
+    """The compiled CUDA kernels, and whether they find something to run on."""
+    area, name = "GPU", "compiled CUDA kernels"
+    record, library = cuda_native.build_record(), cuda_native.library()
+    if library is None:
+        repair = [*record.errors, record.advice] if record and record.advice else []
+        repair.append(f"{'then ' if repair else ''}build them: TPKERNELS_CUDA=1 {native.how_to_rebuild()}")
+        value = f"{cuda_native.why_not()}; CUDA ranks use NCCL alone"
+        yield Finding(area, name, value, "optional", "\n".join(repair))
+        return
+    built = f"built by {record.compiler}" if record and record.compiler else "built"
+    try:
+        yield Finding(area, name, f"{built}; devices in reach: {library.device_count()}")
+    except cuda_native.CudaError as error:
+        yield Finding(area, name, f"{built}; nothing to run on", "optional", str(error))
 
 
 def _communication() -> Iterator[Finding]:

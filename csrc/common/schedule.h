@@ -15,11 +15,21 @@
 
 namespace tpk {
 
-// First row of chunk `chunk` of `count`, as numpy.array_split cuts: the first rows % count chunks have one row more.
-// chunk_begin(rows, count, count) is rows.
+// `count` chunks of `rows` rows, as numpy.array_split cuts: the first rows % count chunks have one row more.  Kernels
+// are given this, because dividing 64-bit numbers is a function call on a GPU.
+struct Chunks {
+    std::int64_t base, rest;
+
+    // First row of `chunk`; that of chunk `count` is `rows`.
+    TPK_HOST_DEVICE std::int64_t begin(std::int64_t chunk) const {
+        return chunk * base + (chunk < rest ? chunk : rest);
+    }
+};
+
+TPK_HOST_DEVICE Chunks make_chunks(std::int64_t rows, std::int64_t count) { return {rows / count, rows % count}; }
+
 TPK_HOST_DEVICE std::int64_t chunk_begin(std::int64_t rows, std::int64_t count, std::int64_t chunk) {
-    const std::int64_t base = rows / count, rest = rows % count;
-    return chunk * base + (chunk < rest ? chunk : rest);
+    return make_chunks(rows, count).begin(chunk);
 }
 
 // The chunk that `row` is in; rows > row >= 0.

@@ -25,10 +25,12 @@ int launch_all_reduce(const tpk_group& group, AllReduce<T> job, const void* x, c
     }
     const std::int64_t bytes = job.elements * static_cast<std::int64_t>(sizeof(T));
     job.slot_elements = tpk_all_reduce_slot_bytes(bytes) / static_cast<std::int64_t>(sizeof(T));
-    job.vectors = is_aligned(x) && is_aligned(out) && (bias == nullptr || is_row_aligned(job.columns, sizeof(T)));
+    job.vectors =
+        is_aligned(x) && is_aligned(out) && (bias == nullptr || is_row_aligned(std::int64_t{job.columns}, sizeof(T)));
     // The same on every rank, whatever the alignment of its tensors: block b exchanges signal b with its peers.
     const std::int64_t wanted = (bytes + kBytesPerBlock - 1) / kBytesPerBlock;
     const int blocks = static_cast<int>(std::clamp<std::int64_t>(wanted, 1, kMaxChunks));
+    plan_shares(job, blocks);
     all_reduce<T><<<blocks, kReduceThreads, 0, as_stream(stream)>>>(to_device(group), job);
     return launched();
 }
@@ -46,13 +48,13 @@ TPK_API int tpk_all_reduce(const tpk_group* group, int32_t op, int32_t dtype, co
                            uint32_t fingerprint, void* stream) {
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("slot", slot, 0, kSlots - 1));
-    TPK_TRY(check_range("rows", rows, 0, INT64_MAX));
-    TPK_TRY(check_range("columns", columns, 0, INT64_MAX));
+    TPK_TRY(check_range("columns", columns, 0, INT32_MAX));
+    TPK_TRY(check_range("rows", rows, 0, columns == 0 ? INT64_MAX : kMaxAllReduceElements / columns));
     if (slots == nullptr) return refuse("slots is NULL");
     if ((x == nullptr || out == nullptr) && rows * columns != 0) return refuse("x or out is NULL");
     const auto launch = [&](auto job) {
         job.elements = rows * columns;
-        job.columns = columns;
+        job.columns = static_cast<unsigned>(columns);
         job.fingerprint = fingerprint;
         job.slot = slot;
         job.op = op;

@@ -13,7 +13,9 @@ struct AllReduce {
     const T* x;
     const T* bias;
     T* out;
-    std::int64_t elements, columns;
+    std::int64_t elements;
+    unsigned columns;
+    Chunks shares;               // of the blocks, in packs
     T* slots[kMaxRanks];         // every rank's slot; source r writes at r * slot_elements
     std::int64_t slot_elements;  // a multiple of 16 bytes
     std::uint32_t fingerprint;
@@ -36,8 +38,17 @@ TPK_DEVICE void sum_at(const Group& group, const AllReduce<T>& job, std::int64_t
     const auto at = [&](int rank) {
         return rank == group.rank ? job.x + element : job.slots[group.rank] + rank * job.slot_elements + element;
     };
-    const T* const bias = job.bias == nullptr ? nullptr : job.bias + element % job.columns;
+    const T* const bias = job.bias == nullptr ? nullptr : job.bias + static_cast<std::uint32_t>(element) % job.columns;
     store_pack(job.out + element, sum_over_ranks<T, T, kCount>(group.world_size, at, bias));
+}
+
+// Elements of the one-shot all-reduce: 64-bit division would be a function call.  Larger ones are not for one shot.
+constexpr std::int64_t kMaxAllReduceElements = std::int64_t{1} << 31;
+
+template <typename T>
+void plan_shares(AllReduce<T>& job, int blocks) {
+    constexpr int kCount = 16 / static_cast<int>(sizeof(T));
+    job.shares = make_chunks((job.elements + kCount - 1) / kCount, blocks);
 }
 
 // Each block is a call of its own on its share of the elements, which is the same on every rank: it pushes, signals
@@ -51,9 +62,8 @@ TPK_DEVICE void all_reduce_share(const Group& group, const AllReduce<T>& job) {
     if (block_index() == 0) arrive_of_block(group, current);
     if (!wait_slot_of_block(group, current, job.slot, job.op)) return;
 
-    const std::int64_t groups = (job.elements + kCount - 1) / kCount;
-    const std::int64_t begin = chunk_begin(groups, num_blocks(), chunk) * kCount;
-    const std::int64_t past = chunk_begin(groups, num_blocks(), chunk + 1) * kCount;
+    const std::int64_t begin = job.shares.begin(chunk) * kCount;
+    const std::int64_t past = job.shares.begin(chunk + 1) * kCount;
     const std::int64_t end = past < job.elements ? past : job.elements;
     const std::int64_t packs = job.vectors ? (end - begin) / kCount : 0;
     const std::int64_t units = packs + (end - begin - packs * kCount);

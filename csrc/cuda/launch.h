@@ -119,8 +119,8 @@ int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, int32_t o
                int32_t num_chunks, int32_t max_blocks, void* stream);
 
 /* The whole call: out = round(x of rank 0 + ... (+ bias)) on every rank, bit for bit the same.  x and out are
- * contiguous [rows, columns], may be equal.  `slots` is a host array: slot `slot` of every rank's symmetric buffer, at
- * least world_size * tpk_all_reduce_slot_bytes(bytes of x) bytes. */
+ * contiguous [rows, columns] of at most 2^31 elements, may be equal.  `slots` is a host array: slot `slot` of every
+ * rank's symmetric buffer, at least world_size * tpk_all_reduce_slot_bytes(bytes of x) bytes. */
 int tpk_all_reduce(const tpk_group* group, int32_t op, int32_t dtype, const void* x, const void* bias, void* out,
                    int64_t rows, int64_t columns, void* const* slots, int32_t slot, uint32_t fingerprint, void* stream);
 int64_t tpk_all_reduce_slot_bytes(int64_t bytes);

@@ -39,8 +39,8 @@ int launch_reduce(const ReduceArguments& a) {
     job.columns = a.columns;
     job.num_chunks = a.num_chunks;
     job.op = a.op;
-    const std::int64_t per_tile = std::int64_t{kReduceThreads} * (job.vectors ? kReducePack<In, Out> : 1);
-    const std::int64_t tiles = a.rows * ((a.columns + per_tile - 1) / per_tile);
+    plan_tiles(job, kReduceThreads);
+    const std::int64_t tiles = a.rows * job.tiles_per_row;
     const int most = a.max_blocks > 0 ? a.max_blocks : kReduceBlocks;
     const int blocks = static_cast<int>(std::clamp<std::int64_t>(tiles, 1, most));
     reduce<In, Out><<<blocks, kReduceThreads, 0, as_stream(a.stream)>>>(to_device(*a.group), job);
@@ -60,7 +60,7 @@ TPK_API int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, i
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("num_chunks", num_chunks, 0, kMaxChunks));
     TPK_TRY(check_range("rows", rows, 0, INT64_MAX));
-    TPK_TRY(check_range("columns", columns, 0, INT64_MAX));
+    TPK_TRY(check_range("columns", columns, 0, INT32_MAX));
     if (parts == nullptr || strides == nullptr) return refuse("parts or strides is NULL");
     if (out == nullptr && rows * columns != 0) return refuse("out is NULL");
     const ReduceArguments a = {group,      op,   parts,   strides,    bias,       out,

@@ -194,6 +194,7 @@ void reduce_scatter(const World& world, Rank& me, const Call& call) {
     job.columns = columns;
     job.num_chunks = call.chunks;
     job.op = call.op;
+    plan_tiles(job, kThreads);
     me.linger();
     sim::launch(kBlocks, kThreads, [&] { reduce<In, Out>(me.group, job); });
     lane.join();
@@ -208,7 +209,7 @@ template <typename T>
 void all_reduce_call(const World& world, Rank& me, const Call& call) {
     const int rank = me.group.rank, size = world.size();
     AllReduce<T> job = {};
-    job.columns = call.columns;
+    job.columns = static_cast<unsigned>(call.columns);
     job.elements = call.rows[0] * call.columns;
     std::vector<float> x(static_cast<std::size_t>(job.elements) + 4), bias(static_cast<std::size_t>(call.columns) + 4);
     for (std::int64_t i = 0; i < job.elements; ++i) as<T>(x)[i] = value_of<T>(call.number, rank, i);
@@ -222,6 +223,7 @@ void all_reduce_call(const World& world, Rank& me, const Call& call) {
     job.slot = call.slot;
     job.op = call.op;
     job.vectors = pick(me.stragglers, 0, 1) == 0 && (!call.bias || call.columns % 8 == 0);  // may differ between ranks
+    plan_shares(job, kBlocks);
     me.linger();
     sim::launch(kBlocks, kThreads, [&] { all_reduce<T>(me.group, job); });
     for (std::int64_t i = 0; i < job.elements; ++i) {
@@ -330,6 +332,7 @@ void one_is_missing(int size, unsigned seed, bool comes) {
         job.x = me.out.data();
         job.out = me.gathered.data();
         for (int peer = 0; peer < size; ++peer) job.slots[peer] = world.at(peer).slots[0].data();
+        plan_shares(job, kBlocks);
         sim::launch(kBlocks, kThreads, [&] { all_reduce<float>(me.group, job); });
         sim::launch(1, kThreads, [&] { begin_call(me.group, 9, 1, 3); });
         sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~std::uint64_t{0}, 5); });

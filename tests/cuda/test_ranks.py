@@ -1,9 +1,9 @@
 """The CUDA kernels' own source as ordinary threads: ranks run it on each other's memory under ThreadSanitizer.
 
-`ranks.cpp` plays random calls with stragglers, and the failures; every result is compared with an exact sum.  Faults are
-edits of a temporary copy of the source, all in one program that is told which of them to have: an edit whose text is no
-longer there fails, so that it can not silently test nothing.  What only hardware shows (the memory model of PTX, copy
-engines, streams) is not shown here.
+`ranks.cpp` plays random calls with stragglers, and the failures; every result is compared with an exact sum.  Faults
+are edits of a temporary copy of the source, all in one program that is told which of them to have: an edit whose text
+is no longer there fails, so that it can not silently test nothing.  What only hardware shows (the memory model of PTX,
+copy engines, streams) is not shown here.
 """
 
 from __future__ import annotations
@@ -79,22 +79,21 @@ FAULTS = {
         found_by="WRONG",
     ),
     "ties are rounded up": Fault(
-        NUMBERS, {"0x7fffu + ((bits >> 16) & 1u)": "(FAULT ? 0x8000u : 0x7fffu + ((bits >> 16) & 1u))"}, "numbers", "WRONG"
+        NUMBERS, {"0x7fffu + ((bits >> 16) & 1u)": "(FAULT ? 0x8000u : 0x7fffu + ((bits >> 16) & 1u))"},
+        "numbers", "WRONG"
     ),
     "the first block to leave ends the call of all": Fault(
         ALL_REDUCE, {"!= num_blocks() - 1)": "!= (FAULT ? 0 : num_blocks() - 1))"}
     ),
-    "the first chunk is summed before it is there": Fault(
-        REDUCE, {"last_chunk = -1;": "last_chunk = FAULT ? 0 : -1;"}
-    ),
+    "the first chunk is summed before it is there": Fault(REDUCE, {"chunk = -1;": "chunk = FAULT ? 0 : -1;"}),
     "epochs are compared without the wrap": Fault(
         PROTOCOL,
         {"reached(epoch_of(seen), target)": "(FAULT ? epoch_of(seen) >= target : reached(epoch_of(seen), target))"},
         "calls 3 1 60 0xfffffff0 2000",
     ),
     "every wait that fails writes the record": Fault(
-        PROTOCOL, {"if (!claim_device(&group.state->failed)) return;": "if (!claim_device(&group.state->failed) && !FAULT)"
-                   " return;"}, "failures 4 1"
+        PROTOCOL, {"if (!claim_device(&group.state->failed)) return;": "if (!claim_device(&group.state->failed) &&"
+                   " !FAULT) return;"}, "failures 4 1"
     ),
     "peers are not told of a failure": Fault(
         PROTOCOL, {"group.pads[peer] + kPoison,": "group.pads[peer] + (FAULT ? 1 : kPoison),"}, "failures 2 1", "WRONG"
@@ -215,7 +214,9 @@ int main() {
 """
     tmp_path.joinpath("schedule.cpp").write_text(program)
     binary = str(tmp_path / "schedule")
-    built = run([compiler(), "-std=c++17", "-Wall", "-Werror", f"-I{CSRC}", str(tmp_path / "schedule.cpp"), "-o", binary])
+    built = run(
+        [compiler(), "-std=c++17", "-Wall", "-Werror", f"-I{CSRC}", str(tmp_path / "schedule.cpp"), "-o", binary]
+    )
     assert built.returncode == 0, built.stderr
     expected: list[int] = []
     for rows in range(40):

@@ -1,0 +1,349 @@
+"""The library of the CUDA kernels: built as users build it, loaded on any machine, and clear about what is missing.
+
+nvcc compiles for sm_80, sm_90a and sm_100a and fails on a spilled register; that needs no GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_build_native import Tree
+from tpkernels import doctor, errors
+from tpkernels.comm import cuda_native
+from tpkernels.comm.cuda_native import Chunk, CudaError, Dtype, Failure, Kind
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).parents[2]
+HEADER = (ROOT / "csrc" / "cuda" / "launch.h").read_text()
+KERNELS = {"begin_call", "meet", "signal_chunk", "wait_chunk", "raise_flag", "wait_flag", "reduce", "all_reduce"}
+ARCHITECTURES = {"sm_80", "sm_90a", "sm_100a"}
+NO_GPU_ERRORS = (35, 100)  # no driver (or an old one), no device
+
+
+# --- building with nvcc -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The library, and what the build said; from the function that the installation calls."""
+    folder = tmp_path_factory.mktemp("cuda")
+    shutil.copy(ROOT / "setup.py", folder)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    code = "import runpy; print(runpy.run_path('setup.py')['build_cuda']()[0])"
+    environment = {**os.environ, "TPKERNELS_CUDA": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
+    if done.returncode != 0 and "CannotBuild: no nvcc" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Path(done.stdout.strip().splitlines()[-1]), done.stdout
+
+
+@pytest.fixture(scope="session")
+def library(built: tuple[Path, str]) -> cuda_native.Library:
+    return cuda_native.Library(built[0])
+
+
+def test_every_kernel_compiles_for_every_architecture_without_spilling(built: tuple[Path, str]) -> None:
+    compiled = re.findall(r"Compiling entry function '_ZN3tpk\d+([a-z_]+?)(?:I.*)?E[a-zN].*?' for '(sm_\w+)'", built[1])
+    assert {kernel for kernel, _ in compiled} == KERNELS
+    assert {architecture for _, architecture in compiled} == ARCHITECTURES
+    reports = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", built[1])
+    assert len(reports) == len(compiled) and set(reports) == {("0", "0", "0")}
+
+
+def test_a_kernel_that_spills_fails_the_build(built: tuple[Path, str], tmp_path: Path) -> None:
+    """The flags of setup.py on a kernel that indexes an array that no register can hold."""
+    facts = runpy.run_path(str(ROOT / "setup.py"))
+    source = tmp_path / "spills.cu"
+    source.write_text(
+        "__global__ void spills(int* p, int n) { int a[64]; for (int i = 0; i < 64; ++i) a[i] = p[i] * n;"
+        " for (int i = 0; i < n; ++i) a[p[i] & 63] += a[i & 63]; for (int i = 0; i < 64; ++i) p[i] = a[i]; }"
+    )
+    rules = built[0].with_name("build.ninja").read_text()
+    nvcc = re.search(r"command = (\S+)", rules)
+    assert nvcc is not None
+    one = [flag for flag in facts["CUDA_FLAGS"] if "gencode" not in flag]
+    command = [nvcc[1], "-gencode=arch=compute_80,code=sm_80", *one, "-c", str(source), "-o", str(tmp_path / "o")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "Local memory used" in done.stdout + done.stderr
+
+
+def test_the_library_needs_no_cuda_to_load_and_exports_its_interface_alone(built: tuple[Path, str]) -> None:
+    tool = shutil.which("nm")
+    if tool is None:
+        pytest.skip("needs nm (binutils)")
+    listed = subprocess.run([tool, "-D", "--defined-only", str(built[0])], capture_output=True, text=True, timeout=60)
+    exported = {line.split()[-1] for line in listed.stdout.splitlines()}
+    declared = set(re.findall(r"^[a-z_0-9* ]+?\b(tpk_\w+)\(", HEADER, re.MULTILINE))
+    assert exported == declared and len(declared) > 15
+    needed = subprocess.run(["ldd", str(built[0])], capture_output=True, text=True, timeout=60).stdout
+    assert "cuda" not in needed.replace("_cuda.so", "") and "torch" not in needed
+
+
+# --- the interface ----------------------------------------------------------------------------------------------------
+
+
+def test_python_and_c_agree_on_constants_and_structures(tmp_path: Path) -> None:
+    names = {"ABI": "TPK_CUDA_ABI"} | {
+        name: f"TPK_{name}"
+        for name in ("MAX_RANKS", "MAX_CHUNKS", "SLOTS", "PAD_BYTES", "STATE_BYTES", "STATE_EPOCH_OFFSET",
+                     "STATE_FAILED_OFFSET")
+    }  # fmt: skip
+    structures: Mapping[str, type[ctypes.Structure]] = {
+        "tpk_group": cuda_native._Group, "tpk_chunk": Chunk, "tpk_failure": cuda_native._FailureRecord
+    }  # fmt: skip
+    values = [(f"(long){macro}", getattr(cuda_native, name)) for name, macro in names.items()]
+    values += [(f"(long)TPK_{dtype.name}", int(dtype)) for dtype in Dtype]
+    values += [(f"(long)TPK_{kind.name}", int(kind)) for kind in Kind]
+    values += [(f"(long)TPK_RAISE_{how.name}", int(how)) for how in cuda_native.Raise]
+    for struct, mirror in structures.items():
+        values.append((f"(long)sizeof({struct})", ctypes.sizeof(mirror)))
+        for name, *_ in mirror._fields_:
+            values.append((f"(long)offsetof({struct}, {name})", getattr(mirror, name).offset))
+    prints = "".join(f'printf("%ld\\n", {expression});' for expression, _ in values)
+    tmp_path.joinpath("sizes.c").write_text(
+        f'#include <stddef.h>\n#include <stdio.h>\n#include "cuda/launch.h"\nint main(void) {{ {prints} }}'
+    )
+    compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    program = str(tmp_path / "sizes")
+    command = [compiler, f"-I{ROOT / 'csrc'}", str(tmp_path / "sizes.c"), "-o", program]
+    subprocess.run(command, check=True, timeout=60)
+    found = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert [int(value) for value in found] == [value for _, value in values]
+
+
+class NoDevice:
+    """A group whose addresses are never followed: either an argument is refused, or there is no GPU."""
+
+    def __init__(self, library: cuda_native.Library, world_size: int = 2, **fields: Any) -> None:
+        self.memory = ctypes.create_string_buffer(4096)
+        address = (ctypes.addressof(self.memory) + 255) & ~255
+        pads = (ctypes.c_void_p * 64)(*[address] * 64)
+        values = {"rank": 0, "world_size": world_size, "pads": pads, "state": address, "failure": address} | fields
+        self.group = cuda_native.Group.__new__(cuda_native.Group)
+        self.group._library, self.group._group = library, cuda_native._Group(**values)
+        self.group._failure_address, self.group.world_size = None, world_size
+        self.address = address
+
+
+CALLS: Mapping[str, Callable[[cuda_native.Group, int], None]] = {
+    "begin": lambda group, a: group.begin(op=1, slot=0, fingerprint=1, stream=0),
+    "barrier": lambda group, a: group.barrier(op=1, fingerprint=1, stream=0),
+    "signal": lambda group, a: group.signal(chunk=0, peers=2, stream=0),
+    "wait": lambda group, a: group.wait(op=1, chunk=0, peers=2, stream=0),
+    "raise_flag": lambda group, a: group.raise_flag(a, stream=0),
+    "wait_flag": lambda group, a: group.wait_flag(a, op=1, chunk=0, stream=0),
+    "reduce": lambda group, a: group.reduce(
+        op=1, part_dtype=Dtype.F32, parts=[a, a], strides=[8, 8], out=a, out_dtype=Dtype.BF16, out_stride=8, rows=1,
+        columns=8, stream=0),
+    "all_reduce": lambda group, a: group.all_reduce(
+        op=1, dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, slots=[a, a], slot=0, fingerprint=1, stream=0),
+}  # fmt: skip
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: the pointers are not real")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_a_launch_without_a_gpu_says_so(library: cuda_native.Library, name: str) -> None:
+    nobody = NoDevice(library)
+    with pytest.raises(CudaError, match=rf"tpk_{name}: CUDA error (35|100) \(.+\): .*`tpkernels doctor`") as caught:
+        CALLS[name](nobody.group, nobody.address)
+    assert caught.value.code in NO_GPU_ERRORS
+
+
+@needs_no_gpu
+def test_what_allocates_says_so_as_well(library: cuda_native.Library) -> None:
+    for make in (
+        lambda: cuda_native.Group(library, rank=0, pads=[256], state=256, timeout_s=1.0),
+        lambda: cuda_native.Pipeline(library, 2),
+        library.device_count,
+        library.has_write_value,
+    ):
+        with pytest.raises(CudaError, match=r"CUDA error (35|100) "):
+            make()
+
+
+REFUSALS: Mapping[str, tuple[dict[str, Any], Callable[[cuda_native.Group, int], None], str]] = {
+    "world size": ({"world_size": 65}, CALLS["begin"], r"tpk_begin: world_size \(65\) must be from 1 to 64"),
+    "rank": ({"rank": 2}, CALLS["signal"], r"rank \(2\) must be from 0 to 1"),
+    "state": ({"state": 8}, CALLS["barrier"], r"state \(0x8\) is NULL or not aligned to 16"),
+    "slot": ({}, lambda g, a: g.begin(op=1, slot=2, fingerprint=0, stream=0), r"slot \(2\) must be from 0 to 1"),
+    "chunk": ({}, lambda g, a: g.signal(chunk=64, peers=1, stream=0), r"chunk \(64\) must be from 0 to 63"),
+    "dtypes": (
+        {},
+        lambda g, a: g.reduce(
+            op=1, part_dtype=Dtype.BF16, parts=[a, a], strides=[8, 8], out=a, out_dtype=Dtype.F32, out_stride=8,
+            rows=1, columns=8, stream=0),
+        r"part_dtype \(1\) and out_dtype \(0\) must be equal, or the first be fp32",
+    ),
+    "parts": (
+        {},
+        lambda g, a: g.reduce(
+            op=1, part_dtype=Dtype.F32, parts=[a], strides=[8, 8], out=a, out_dtype=Dtype.F32, out_stride=8, rows=1,
+            columns=8, stream=0),
+        r"parts has 1 entries, one per rank \(2\)",
+    ),
+    "slots": (
+        {},
+        lambda g, a: g.all_reduce(
+            op=1, dtype=Dtype.F32, x=a, out=a, rows=1, columns=8, slots=[a, a + 4], slot=0, fingerprint=0, stream=0),
+        r"slots\[1\] \(0x\w+\) is NULL or not aligned to 16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_wrong_argument_is_refused_with_its_name_and_value(library: cuda_native.Library, case: str) -> None:
+    fields, call, message = REFUSALS[case]
+    nobody = NoDevice(library, **fields)
+    with pytest.raises(ValueError, match=message):
+        call(nobody.group, nobody.address)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (Kind.TIMEOUT, errors.CollectiveTimeout, "call 9 on this group, chunk 4: rank 1 waited 2.5 s for rank 3"),
+        (Kind.POISONED, errors.GroupPoisoned, "rank 1 gave up, because rank 3 failed"),
+        (Kind.MISMATCH, errors.GroupMismatch, "rank 1 and rank 3 made different calls (fingerprint 0x00000007 there)"),
+        (Kind.ALARM, errors.GroupPoisoned, "rank 1 gave up, because another of its kernels did"),
+    ],
+)
+def test_the_record_of_a_failure_becomes_an_error(kind: Kind, error: type[Exception], text: str) -> None:
+    record = cuda_native._FailureRecord(
+        state=0, kind=kind, rank=1, op=5, peer=3, chunk=4, epoch=9, expected=9, got=8, fingerprint=7,
+        waited_ns=2_500_000_000,
+    )  # fmt: skip
+    group = cuda_native.Group.__new__(cuda_native.Group)
+    group._failure_address = ctypes.addressof(record)
+    assert group.failure() is None
+    record.state = 1
+    failure = group.failure()
+    assert failure == Failure(kind, 1, 5, 3, 4, 9, 9, 8, 7, 2.5)
+    raised = failure.error("matmul_all_reduce")
+    assert type(raised) is error and text in str(raised) and "matmul_all_reduce" in str(raised)
+    assert raised.ranks == (() if kind is Kind.ALARM else (3,))
+
+
+# --- building without -------------------------------------------------------------------------------------------------
+
+STANDS_FOR_NVCC = """#!/bin/sh
+case "$*" in
+*-dryrun*) echo '#$ TOP={home}/bin/..' >&2;;
+*--version*) echo 'release 13.0, V13.0.1';;
+*) while [ $# -gt 0 ]; do
+       if [ "$1" = -o ]; then out=$2; elif [ "$1" = -c ]; then source=$2; fi
+       shift
+   done
+   g++ {option} -fPIC -x c++ -c "$source" -o "$out";;
+esac
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    """A small source tree whose CPU core is refused at once (CXX is no program unless a test says otherwise)."""
+    for name in ("TPKERNELS_CUDA", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    made = Tree(tmp_path)
+    made.write("csrc/cuda/answer.cu", 'extern "C" int answer() { return 42; }\n')
+    return made
+
+
+def record_of(tree: Tree) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = json.loads(tree.package.joinpath("_cuda_build.json").read_text())
+    return found
+
+
+NO_GPU_SIGNS = (
+    "import os; e = os.path.exists; os.path.exists = lambda p: not str(p).startswith(('/dev', '/proc')) and e(p)"
+)
+
+
+def test_by_default_nothing_is_compiled_where_there_is_no_gpu(tree: Tree) -> None:
+    output = tree.build(NO_GPU_SIGNS, CXX="/nonexistent/g++")
+    record = record_of(tree)
+    assert record["built"] is False and record["reason"] == "the machine that built this has no NVIDIA GPU"
+    assert "set TPKERNELS_CUDA=1 and install again" in record["advice"] and "no NVIDIA GPU" in output
+    tree.build(TPKERNELS_CUDA="0", CXX="/nonexistent/g++")
+    assert record_of(tree)["reason"] == "TPKERNELS_CUDA is 0"
+
+
+def test_a_missing_nvcc_is_recorded_and_the_installation_succeeds(tree: Tree) -> None:
+    hidden = (
+        "import shutil; w = shutil.which; shutil.which = lambda n, path=None: None if n == 'nvcc' else w(n, path=path)"
+    )
+    tree.build(hidden, TPKERNELS_CUDA="1", CUDA_HOME="/nonexistent/cuda", CXX="/nonexistent/g++")
+    record = record_of(tree)
+    assert record["built"] is False and record["reason"].startswith(
+        "no nvcc: neither on PATH nor in /nonexistent/cuda,"
+    )
+    assert "pip install nvidia-cuda-nvcc" in record["advice"]
+
+
+def test_a_toolkit_elsewhere_builds_a_library_and_a_failing_one_removes_it(tree: Tree, tmp_path: Path) -> None:
+    if shutil.which("g++") is None or shutil.which("ar") is None:
+        pytest.skip("needs g++ and ar")
+    home = tmp_path / "toolkit"
+    for folder in ("bin", "lib"):
+        home.joinpath(folder).mkdir(parents=True)
+    subprocess.run(["ar", "rc", str(home / "lib" / "libcudart_static.a")], check=True, timeout=60)
+    nvcc = home / "bin" / "nvcc"
+    source = tree.root / "csrc" / "cuda" / "answer.cu"
+    nvcc.write_text(STANDS_FOR_NVCC.format(home=home, option="-O0"))
+    nvcc.chmod(0o755)
+    environment = {"TPKERNELS_CUDA": "1", "CUDA_HOME": str(home)}
+    tree.build(**environment)
+    record, module = record_of(tree), tree.package / "_cuda.so"
+    assert record["built"] is True and "V13.0.1" in record["compiler"], record
+    assert ctypes.CDLL(str(module)).answer() == 42
+    assert tree.record["built"] is True, "the CPU core is built as ever"
+    nvcc.write_text(STANDS_FOR_NVCC.format(home=home, option="--no-such-option"))
+    os.utime(source)
+    tree.build(**environment)
+    assert record_of(tree)["reason"].startswith("compilation failed with nvcc") and not module.exists()
+
+
+def test_doctor_and_loader_say_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = tmp_path / "_cuda_build.json"
+    record.write_text('{"built": false, "module": "_cuda.so", "reason": "no nvcc: nowhere", "advice": "get one"}')
+    monkeypatch.setattr(cuda_native, "FILE", tmp_path / "_cuda.so")
+    monkeypatch.setattr(cuda_native, "RECORD", record)
+    monkeypatch.setattr(cuda_native, "_load", cuda_native._load.__wrapped__)
+    (finding,) = doctor._cuda_kernels()
+    assert finding.status == "optional" and "not built: no nvcc: nowhere" in finding.value
+    assert finding.advice.splitlines()[0] == "get one" and "TPKERNELS_CUDA=1" in finding.advice
+    with pytest.raises(CudaError, match=r"not built: no nvcc: nowhere; build it: TPKERNELS_CUDA=1 "):
+        cuda_native.load()
+    tmp_path.joinpath("_cuda.so").write_bytes(b"not a library")
+    assert cuda_native.library() is None and "do not load" in cuda_native.why_not()
+
+
+def test_doctor_shows_a_library_that_is_there(built: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_native, "FILE", built[0])
+    monkeypatch.setattr(cuda_native, "_load", cuda_native._load.__wrapped__)
+    (finding,) = doctor._cuda_kernels()
+    if torch.cuda.is_available():
+        assert finding.status == "ok" and "devices in reach" in finding.value
+    else:
+        assert finding.status == "optional" and "nothing to run on" in finding.value and "CUDA error" in finding.advice
