@@ -27,7 +27,7 @@ int launch_reduce(const ReduceArguments& a) {
     Reduction<In, Out> job = {};
     job.vectors = is_aligned(a.out) && is_row_aligned(a.out_stride, sizeof(Out));
     for (int rank = 0; rank < a.group->world_size; ++rank) {
-        if (a.parts[rank] == nullptr) return refuse("parts[%d] is NULL", rank);
+        if (a.parts[rank] == nullptr && a.rows * a.columns != 0) return refuse("parts[%d] is NULL", rank);
         job.parts[rank] = static_cast<const In*>(a.parts[rank]);
         job.strides[rank] = a.strides[rank];
         job.vectors = job.vectors && is_aligned(a.parts[rank]) && is_row_aligned(a.strides[rank], sizeof(In));

@@ -66,6 +66,54 @@ def test_every_kernel_compiles_for_every_architecture_without_spilling(built: tu
     assert len(reports) == len(compiled) and set(reports) == {("0", "0", "0")}
 
 
+def compile_ptx(built: tuple[Path, str], source: Path) -> str:
+    """The PTX that the flags of setup.py give."""
+    rules = built[0].with_name("build.ninja").read_text()
+    nvcc = re.search(r"command = (\S+)", rules)
+    assert nvcc is not None
+    out = source.with_suffix(".ptx")
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{source.parents[1]}", "-arch=compute_90", "-ptx"]
+    done = subprocess.run([nvcc[1], *flags, str(source), "-o", str(out)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out.read_text()
+
+
+def kernels_of(ptx: str) -> dict[str, str]:
+    """Name to body of each kernel."""
+    return dict(re.findall(r"\.entry (\w+)\((.*?\n})", ptx, re.DOTALL))
+
+
+READS_PAST_THE_CACHES = re.compile(r"ld\.global\S*\.nc|ldu\.|ld\.global\.ca")
+
+
+@pytest.mark.parametrize("unit", ["sync", "reduce", "all_reduce"])
+def test_no_kernel_reads_peers_data_through_a_cache_that_acquiring_does_not_refresh(
+    built: tuple[Path, str], unit: str
+) -> None:
+    ptx = compile_ptx(built, built[0].parents[2] / "csrc" / "cuda" / f"{unit}.cu")
+    kernels = kernels_of(ptx)
+    assert kernels
+    for name, body in kernels.items():
+        assert READS_PAST_THE_CACHES.search(body) is None, name
+        waits, signals = "ld.acquire.sys.global.u" in body, "st.release.sys.global.u" in body
+        assert signals, f"{name}: a failure, at least, is told"
+        assert waits or "signal_chunk" in name or "raise_flag" in name, name
+        if "signal_chunk" in name:
+            first_signal = body.index("st.release.sys.global.u64")
+            assert "bar" in body[:first_signal], f"{name}: signals before the block has written"
+    assert "__internal" not in ptx and "call.uni" not in ptx, "a function call: registers would be spilled across it"
+
+
+def test_that_cache_would_be_seen(built: tuple[Path, str], tmp_path: Path) -> None:
+    source = tmp_path / "cuda" / "restricted.cu"
+    source.parent.mkdir()
+    source.write_text(
+        "__global__ void copy(const float* __restrict__ from, float* __restrict__ to) { to[threadIdx.x] = from[0]; }"
+    )
+    (body,) = kernels_of(compile_ptx(built, source)).values()
+    assert READS_PAST_THE_CACHES.search(body)
+
+
 def test_a_kernel_that_spills_fails_the_build(built: tuple[Path, str], tmp_path: Path) -> None:
     """The flags of setup.py on a kernel that indexes an array that no register can hold."""
     facts = runpy.run_path(str(ROOT / "setup.py"))
