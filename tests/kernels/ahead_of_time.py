@@ -1,12 +1,13 @@
 """Compiles the kernels for GPUs that are not here, and reads what the assembler says of them.
 
-Runs as a program of its own (Triton must not be in interpreter mode, and mutants have another package name):
+A program of its own: Triton must not be in interpreter mode, and mutants are packages of another name.
 
-    python -m tests.kernels.ahead_of_time [--full] [--package P] [--only NAME ...] [--ptx DIR] > report.json
-    python -m tests.kernels.ahead_of_time --write      (regenerates resources.json, with all variants)
+    python -m tests.kernels.ahead_of_time [--full] [--ptx DIR] > report.json
+    python -m tests.kernels.ahead_of_time --only gather-sm_90-... --packages mutant_1 mutant_2
+    python -m tests.kernels.ahead_of_time --write       regenerates resources.json, with all variants
 
-The report maps each variant to its registers, shared memory, stack and local memory, number of spilled bytes, and the
-violations of the PTX lint.
+The report maps each package and variant to its registers, shared memory, stack and local memory in bytes, to its
+stores by width, and to the violations of the PTX lint.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Variant:
     addend: bool = False
     staging: str = "fp32"
     pads: bool = False  # signals go to peers
-    descriptors: bool | None = None  # None: as configured
+    pointers: bool = False  # operands that do not fit descriptors
     even_k: bool = True
     transposed: bool = False  # the weight is contiguous along N
     m: int = SHAPE["m"]
@@ -57,10 +58,11 @@ class Variant:
     def name(self) -> str:
         told = [self.kernel, f"sm_{self.capability}", self.dtype]
         told += [value for value in (self.activation, self.scale) if value != "none"]
-        told += [key for key in ("bias", "preactivation", "addend", "transposed", "pads") if getattr(self, key)]
+        told += [
+            key for key in ("bias", "preactivation", "addend", "transposed", "pointers", "pads") if getattr(self, key)
+        ]
         if self.kernel == "scatter":
             told.append(f"staging_{self.staging}")
-        told += [] if self.descriptors is None else ["descriptors" if self.descriptors else "pointers"]
         return "-".join([*told, *([] if self.even_k else ["odd_k"]), *([] if self.m == SHAPE["m"] else [f"m{self.m}"])])
 
 
@@ -72,13 +74,13 @@ def variants() -> list[Variant]:
             replace(gather, activation="gelu", bias=True),
             scatter,
             replace(gather, activation="swiglu", bias=True, sampled=capability == 90),
-            replace(gather, even_k=False, descriptors=False, bias=True, sampled=capability == 80),
+            replace(gather, even_k=False, pointers=True, bias=True, sampled=capability == 80),
             replace(gather, activation="gelu_tanh", bias=True, preactivation=True, sampled=False),
             replace(gather, dtype="float16", activation="silu", sampled=False),
             replace(gather, dtype="float32", activation="relu", bias=True, sampled=capability == 80),
             replace(gather, m=8, bias=True, sampled=False),
             replace(gather, m=256, bias=True, sampled=False),
-            replace(scatter, transposed=True, descriptors=False, addend=True, sampled=capability == 90),
+            replace(scatter, transposed=True, pointers=True, addend=True, sampled=capability == 90),
             replace(scatter, staging="bf16", pads=True, sampled=False),
             replace(scatter, dtype="float32", sampled=False),
             replace(scatter, m=8, sampled=False),
@@ -87,7 +89,7 @@ def variants() -> list[Variant]:
             found += [
                 replace(gather, dtype="float8_e4m3fn", scale="row", bias=True, sampled=capability == 90),
                 replace(gather, dtype="float8_e4m3fn", scale="tensor", activation="swiglu", sampled=False),
-                replace(gather, descriptors=False, bias=True, sampled=False),
+                replace(gather, pointers=True, bias=True, sampled=False),
                 replace(scatter, dtype="float8_e4m3fn", scale="row", sampled=False),
             ]
     return found
@@ -102,10 +104,10 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         num_sms={80: 108, 90: 132, 100: 148}[variant.capability],
         dtype=variant.dtype,
         dual=variant.activation == "swiglu",
+        pointers=variant.pointers,
         moved_row_bytes=2 * shape["k"],
         **shape,
     )
-    descriptors = config.descriptors if variant.descriptors is None else variant.descriptors
     element = POINTER[variant.dtype]
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m,
@@ -113,13 +115,13 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "EVEN_K": variant.even_k,
-        "DESCRIPTORS": descriptors,
+        "DESCRIPTORS": config.descriptors,
         "PRECISION": config.precision,
         "SCALE": variant.scale,
     }
 
     def matrix(rows: int) -> str:
-        return f"tensordesc<{element}[{rows}, {config.block_k}]>" if descriptors else f"*{element}"
+        return f"tensordesc<{element}[{rows}, {config.block_k}]>" if config.descriptors else f"*{element}"
 
     types = {name: "i32" for name in ("num_row_tiles", "n", "k", "op")} | {"group": "*i64", "order": "*i32"}
     scaled = variant.scale != "none"
@@ -179,8 +181,8 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         if kind != "constexpr" and not kind.startswith("tensordesc") and name not in plain
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options), descriptors
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": 255}
+    return triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options), config.descriptors
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -215,18 +217,20 @@ def report(variant: Variant, package: str, ptx_folder: Path | None) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every variant, not the sample")
-    parser.add_argument("--package", default="tpkernels.kernels")
+    parser.add_argument("--packages", nargs="*", default=["tpkernels.kernels"], help="the kernels, or mutants of them")
     parser.add_argument("--only", nargs="*", help="names of variants")
     parser.add_argument("--ptx", type=Path, help="folder for the PTX")
     parser.add_argument("--write", action="store_true", help="regenerate resources.json")
     options = parser.parse_args()
     chosen = [v for v in variants() if v.sampled or options.full or options.write or options.only]
     chosen = [v for v in chosen if not options.only or v.name in options.only]
-    found = {v.name: report(v, options.package, options.ptx) for v in chosen}
+    found = {package: {v.name: report(v, package, options.ptx) for v in chosen} for package in options.packages}
     if options.write:
-        kept = {name: {key: row[key] for key in ("registers", "shared")} for name, row in found.items()}
-        TABLE.write_text(json.dumps({"triton": triton.__version__, "kernels": kept}, indent=1) + "\n")
-    json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout, indent=1)
+        kept = {name: [row["registers"], row["shared"]] for name, row in found["tpkernels.kernels"].items()}
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
+        about = '"columns": ["registers per thread", "bytes of shared memory"]'
+        TABLE.write_text(f'{{\n "triton": "{triton.__version__}",\n {about},\n "kernels": {{\n{rows}\n }}\n}}\n')
+    json.dump({"triton": triton.__version__, "packages": found}, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ RELEASE = re.compile(r"\b(?:atom|red|st)\.\S*(?:release|acq_rel)")
 SYSTEM_RELEASE = re.compile(r"\bst\.release\.sys\.")
 ACQUIRE = re.compile(r"\b(?:atom|ld)\.\S*(?:acquire|acq_rel)")
 POLL = re.compile(r"\b(?:atom\.\S*\.sys\.\S*add|ld\.\S*\.sys\b)")  # Triton makes a load of adding zero
+COUNT = re.compile(r"\batom\.(?=\S*\.add)\S*acq_rel")
 BARRIER = re.compile(r"\b(?:bar|barrier)\.sync")
 STORE = re.compile(r"\bst\.(?:global|volatile|relaxed)|cp\.async\.bulk\.\S*global\.shared")
 LOAD = re.compile(r"\bld\.global\.(?!sys)|\bcp\.async\.c[ag]|\bcp\.async\.bulk\.tensor\.\S*shared\S*\.global")
@@ -88,6 +89,8 @@ def lint(ptx: str, *, waits: bool, announces: bool, descriptors: bool) -> list[s
     found += [f"a wait does not acquire: {line}" for line in polls if not ACQUIRE.search(line)]
     if announces and not any(SYSTEM_RELEASE.search(line) for line in code):
         found.append("nothing is announced with release semantics at system scope")
+    if announces and not any(COUNT.search(line) for line in code):
+        found.append("a CTA's tile is not counted with acquire and release semantics")
     if descriptors and not any(DESCRIPTOR_LOAD.search(line) for line in code):
         found.append("no descriptor load in a kernel made for them")
     return found + sorted(_violations(graph))

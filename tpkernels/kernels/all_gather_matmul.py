@@ -25,10 +25,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels.config import GemmConfig
+from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
 from tpkernels.kernels.operands import ScaleKind, check_operands, operand, scale_kind
 from tpkernels.kernels.signals import current_call, has_failed, order_descriptor_loads, own_rank, wait_at_least
-from tpkernels.kernels.tiles import activate, halves, product, scaled, store_tile, tile_entry, tile_position, with_bias
+from tpkernels.kernels.tiles import (
+    FINISH_COLUMNS,
+    activate,
+    halves,
+    product,
+    scaled,
+    store_tile,
+    tile_entry,
+    tile_position,
+    with_bias,
+)
 
 __all__ = ["Arrivals", "all_gather_matmul", "all_gather_matmul_kernel"]
 
@@ -91,24 +101,11 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
                 stride_whole, stride_wn, stride_wk,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, DUAL, DESCRIPTORS, PRECISION,
             )  # fmt: skip
-            if BLOCK_N >= 128:
-                left, right = halves(acc, BLOCK_M, BLOCK_N)
-                left_up, right_up = left, right
-                if DUAL:
-                    left_up, right_up = halves(acc_up, BLOCK_M, BLOCK_N)
-                for half in tl.static_range(2):
-                    _finish(
-                        left if half == 0 else right, left_up if half == 0 else right_up,
-                        first_column + half * (BLOCK_N // 2), row, rows, n,
-                        out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out,
-                        BLOCK_M, BLOCK_N // 2, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
-                    )  # fmt: skip
-            else:
-                _finish(
-                    acc, acc_up, first_column, row, rows, n,
-                    out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out,
-                    BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
-                )  # fmt: skip
+            _finish(
+                acc, acc_up, first_column, row, rows, n,
+                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out,
+                BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -134,18 +131,32 @@ def _finish(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     KEEP_PREACTIVATION: tl.constexpr,
 ):
+    """Scale, bias, activation and store, for at most FINISH_COLUMNS columns at a time."""
     DUAL: tl.constexpr = ACTIVATION == "swiglu"
-    acc = scaled(acc, scale_whole, scale_weight, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
-    if DUAL:
-        acc_up = scaled(acc_up, scale_whole, scale_weight_up, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
-    if HAS_BIAS:
-        acc = with_bias(acc, bias, first_column, n, BLOCK_N)
+    if BLOCK_N > FINISH_COLUMNS:
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
+        left_up, right_up = left, right
         if DUAL:
-            acc_up = with_bias(acc_up, bias_up, first_column, n, BLOCK_N)
-    if KEEP_PREACTIVATION:
-        store_tile(preactivation, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
-    acc = activate(acc, acc_up, ACTIVATION)
-    store_tile(out, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
+            left_up, right_up = halves(acc_up, BLOCK_M, BLOCK_N)
+        for half in tl.static_range(2):
+            _finish(
+                left if half == 0 else right, left_up if half == 0 else right_up,
+                first_column + half * (BLOCK_N // 2), row, rows, n,
+                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out,
+                BLOCK_M, BLOCK_N // 2, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
+            )  # fmt: skip
+    else:
+        acc = scaled(acc, scale_whole, scale_weight, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
+        if DUAL:
+            acc_up = scaled(acc_up, scale_whole, scale_weight_up, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
+        if HAS_BIAS:
+            acc = with_bias(acc, bias, first_column, n, BLOCK_N)
+            if DUAL:
+                acc_up = with_bias(acc_up, bias_up, first_column, n, BLOCK_N)
+        if KEEP_PREACTIVATION:
+            store_tile(preactivation, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
+        acc = activate(acc, acc_up, ACTIVATION)
+        store_tile(out, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
 
 
 @dataclass(frozen=True)
@@ -215,5 +226,5 @@ def all_gather_matmul(
             EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors, PRECISION=config.precision,
             ACTIVATION=activation, HAS_BIAS=bias is not None, SCALE=scale,
             KEEP_PREACTIVATION=preactivation is not None,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip

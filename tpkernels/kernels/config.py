@@ -8,13 +8,15 @@ from what compiles without spills (tests/kernels/resources.json); they have not 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-__all__ = ["DTYPES", "GemmConfig", "configure"]
+__all__ = ["DTYPES", "MAX_REGISTERS", "GemmConfig", "configure"]
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
+# A CTA is alone on its SM. Unasked, the assembler aims at two and spills for it (sm_100: 48 bytes at 128 registers).
+MAX_REGISTERS = 255
 MAX_CHUNKS = 8  # more hide no more: what stays exposed is one chunk
 # A copy of less is dominated by its fixed cost: at 400 GB/s, 256 KiB take 0.7 us, starting the copy 1 to 2 us.
 MIN_CHUNK_BYTES = 256 * 1024
@@ -40,10 +42,6 @@ class GemmConfig:
     descriptors: bool
     precision: str = "ieee"
 
-    def without_descriptors(self) -> GemmConfig:
-        """The same tiles, for operands that descriptors cannot describe; results keep their bits."""
-        return replace(self, descriptors=False)
-
 
 def configure(
     *,
@@ -56,13 +54,15 @@ def configure(
     world_size: int,
     moved_row_bytes: int,
     dual: bool = False,
+    pointers: bool = False,
     allow_tf32: bool = False,
     reserved_sms: int = 0,
 ) -> GemmConfig:
     """The configuration of one fused GEMM.
 
     capability: 80, 90, 100, ...; m, n, k: of this rank's GEMM, m over all ranks; moved_row_bytes: bytes of one row that
-    travel (K of the gathered input, N of the partial sums); dual: two weights at once (SwiGLU); reserved_sms: left to
+    travel (K of the gathered input, N of the partial sums); dual: two weights at once (SwiGLU); pointers: the operands
+    do not fit descriptors (`operands.descriptors_fit`), as a weight that is contiguous along N; reserved_sms: left to
     reducers or collectives that run at the same time.
 
     Raises:
@@ -80,7 +80,8 @@ def configure(
             f"({reserved_sms}) below num_sms ({num_sms})"
         )
     shard = -(-m // world_size)
-    block_m, block_n, block_k, num_warps, num_stages = _tile(capability, shard, n, dtype, dual)
+    descriptors = not pointers and capability >= 90 and dtype != "float32" and k > 0 and k * DTYPES[dtype] % 16 == 0
+    block_m, block_n, block_k, num_warps, num_stages = _tile(capability, shard, n, dtype, dual, descriptors)
     num_programs = num_sms - reserved_sms
     num_chunks = _num_chunks(shard, n, block_m, block_n, num_programs, moved_row_bytes)
     return GemmConfig(
@@ -94,24 +95,26 @@ def configure(
         num_stages=num_stages,
         num_programs=num_programs,
         num_chunks=num_chunks,
-        descriptors=capability >= 90 and dtype != "float32" and k > 0 and k * DTYPES[dtype] % 16 == 0,
+        descriptors=descriptors,
         precision="tf32" if allow_tf32 and dtype == "float32" else "ieee",
     )
 
 
-def _tile(capability: int, shard: int, n: int, dtype: str, dual: bool) -> tuple[int, int, int, int, int]:
+def _tile(
+    capability: int, shard: int, n: int, dtype: str, dual: bool, descriptors: bool
+) -> tuple[int, int, int, int, int]:
     """block_m, block_n, block_k, num_warps, num_stages."""
     if dtype == "float32":  # without tensor cores: registers hold the operands, larger tiles spill
-        return (64 if shard > 32 else 32), 64, 16, 4, 3
+        return (64 if shard > 32 else 32), 64, 32, 8, 3
     block_k = 128 if dtype == "float8_e4m3fn" else 64
     if shard <= 16:
-        return 16, 64 if dual else 128, block_k, 4, 4
+        return 16, 64, 2 * block_k, 4, 4  # the weight is read once, by as many CTAs as there can be
     if shard <= 64 or n <= 64:
         return 64, 64 if dual else 128, block_k, 4, 4
     if capability >= 90:
         # One accumulator of 128 x 256 in fp32 is 128 registers a thread with 8 warps; two weights share that budget.
-        # So do fp8 products on sm_90, which add up a second time outside of the tensor core.
-        halved = dual or n <= 128 or (dtype == "float8_e4m3fn" and capability < 100)
+        # So do fp8 products on sm_90, which add up a second time outside of the tensor core, and pointers to operands.
+        halved = dual or n <= 128 or not descriptors or (dtype == "float8_e4m3fn" and capability < 100)
         return 128, 128 if halved else 256, block_k, 8, 3
     return 128, 64 if dual else 128, block_k, 8, 3
 

@@ -21,10 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels.config import GemmConfig
+from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
 from tpkernels.kernels.operands import check_operands, operand, scale_kind
 from tpkernels.kernels.signals import announce, count_tile, current_call, has_failed
-from tpkernels.kernels.tiles import halves, load_tile, product, scaled, store_tile, tile_entry, tile_position
+from tpkernels.kernels.tiles import (
+    FINISH_COLUMNS,
+    halves,
+    load_tile,
+    product,
+    scaled,
+    store_tile,
+    tile_entry,
+    tile_position,
+)
 
 __all__ = ["Departures", "matmul_reduce_scatter", "matmul_reduce_scatter_kernel"]
 
@@ -75,20 +84,10 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         # The compiler knows nothing of an address from a table; that it is aligned makes 16-byte stores.
         base = tl.multiple_of(tl.load(staging + owner).to(tl.pointer_type(STAGING)), 16)
-        if BLOCK_N >= 128:
-            left, right = halves(acc, BLOCK_M, BLOCK_N)
-            for half in tl.static_range(2):
-                _finish(
-                    left if half == 0 else right, first_column + half * (BLOCK_N // 2), row, rows, offset, n,
-                    base, addend, scale_x, scale_weight, stride_addend, stride_staging,
-                    BLOCK_M, BLOCK_N // 2, HAS_ADDEND, SCALE,
-                )  # fmt: skip
-        else:
-            _finish(
-                acc, first_column, row, rows, offset, n,
-                base, addend, scale_x, scale_weight, stride_addend, stride_staging,
-                BLOCK_M, BLOCK_N, HAS_ADDEND, SCALE,
-            )  # fmt: skip
+        _finish(
+            acc, first_column, row, rows, offset, n, base, addend, scale_x, scale_weight, stride_addend, stride_staging,
+            BLOCK_M, BLOCK_N, HAS_ADDEND, SCALE,
+        )  # fmt: skip
         if count_tile(counters + slot, chunk_tiles * num_column_tiles) != 0:
             announce(tl.load(signals + owner).to(tl.pointer_type(SIGNAL)) + chunk, current)
 
@@ -112,10 +111,20 @@ def _finish(  # type: ignore[no-untyped-def]
     HAS_ADDEND: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    acc = scaled(acc, scale_x, scale_weight, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
-    if HAS_ADDEND:
-        acc += load_tile(addend, row, rows, first_column, n, stride_addend, BLOCK_M, BLOCK_N)
-    store_tile(base, acc, offset, rows, first_column, n, stride_staging, BLOCK_M, BLOCK_N)
+    """Scale, addend and store, for at most FINISH_COLUMNS columns at a time."""
+    if BLOCK_N > FINISH_COLUMNS:
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
+        for half in tl.static_range(2):
+            _finish(
+                left if half == 0 else right, first_column + half * (BLOCK_N // 2), row, rows, offset, n,
+                base, addend, scale_x, scale_weight, stride_addend, stride_staging,
+                BLOCK_M, BLOCK_N // 2, HAS_ADDEND, SCALE,
+            )  # fmt: skip
+    else:
+        acc = scaled(acc, scale_x, scale_weight, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
+        if HAS_ADDEND:
+            acc += load_tile(addend, row, rows, first_column, n, stride_addend, BLOCK_M, BLOCK_N)
+        store_tile(base, acc, offset, rows, first_column, n, stride_staging, BLOCK_M, BLOCK_N)
 
 
 @dataclass(frozen=True)
@@ -181,5 +190,5 @@ def matmul_reduce_scatter(
             EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors, PRECISION=config.precision,
             STAGING=_STAGING[departures.staging_dtype],
             SIGNAL=tl.int64 if departures.signal_pads else tl.int32, HAS_ADDEND=addend is not None, SCALE=scale,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip

@@ -32,7 +32,7 @@ def check_operands(a: Tensor, b: Tensor, out: Tensor | None, config: GemmConfig,
     if config.descriptors and not (descriptors_fit(a) and descriptors_fit(b)):
         raise ValueError(
             f"descriptors need K contiguous, rows of a multiple of 16 bytes and aligned bases; operands have strides "
-            f"{a.stride()} and {b.stride()} in {a.dtype}: configure without descriptors"
+            f"{a.stride()} and {b.stride()} in {a.dtype}: configure(pointers=True)"
         )
     return a.shape[0], a.shape[1]
 

@@ -1,0 +1,300 @@
+"""What workers of the interpreter do: one rank's kernel, with somebody who fills its buffers and raises its flags."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreter import PACKAGE, load
+from tpkernels.partition import chunk_ranges, offsets
+from tpkernels.testing.numeric import Bounded, assert_bitwise_equal
+from tpkernels.testing.payload import payload
+
+PATIENCE = 400_000  # polls of the interpreter, about half a minute
+FAILURE_WORDS = 12
+MARGIN = 16  # rows and columns around every operand and result, which nobody may read or write; a tile at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank's GEMM over the rows of all ranks; `shards` are their numbers, N and K those of the product."""
+
+    shards: tuple[int, ...] = (33, 0, 17)
+    n: int = 50
+    k: int = 40
+    rank: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    num_chunks: int = 2
+    block: tuple[int, int, int] = (16, 32, 16)
+    group_m: int = 2
+    programs: int = 3
+    activation: str = "none"
+    bias: bool = False
+    scale: str = "none"
+    preactivation: bool = False
+    addend: bool = False
+    transposed: bool = False
+    descriptors: bool = False
+    calls: int = 1
+    first_epoch: int = 1
+    delay: float = 0.01  # between chunks; the first one takes ten times as long, and finds the kernel waiting
+    seed: int = 0
+    package: str = PACKAGE
+    folder: str | None = None
+    patience: int = PATIENCE
+
+    @property
+    def rows(self) -> int:
+        return sum(self.shards)
+
+    def module(self, name: str) -> Any:
+        return load(self.package, name, self.folder)
+
+    def config(self) -> Any:
+        m, n, k = self.block
+        return self.module("config").GemmConfig(
+            m, n, k, self.group_m, 4, 2, self.programs, self.num_chunks, self.descriptors
+        )
+
+    def order(self, direction: str) -> Tensor:
+        schedule = self.module("schedule")
+        tiles = getattr(schedule, f"{direction}_order")(self.shards, self.num_chunks, self.block[0], self.rank)
+        return torch.tensor(schedule.as_table(tiles), dtype=torch.int32).reshape(-1, schedule.FIELDS)
+
+
+class Surroundings:
+    """A group's state, failure record and pads, for one rank, or over shared memory that is passed in."""
+
+    def __init__(self, case: Case, pads: list[Tensor] | None = None) -> None:
+        self.state = torch.zeros(8, dtype=torch.int32)
+        self.failure = torch.zeros(FAILURE_WORDS, dtype=torch.int32)
+        self.pads = pads or [torch.zeros(16, dtype=torch.int64) for _ in case.shards]
+        table = case.module("signals").group_table(
+            state=self.state.data_ptr(),
+            failure=self.failure.data_ptr(),
+            timeout_ns=case.patience,
+            rank=case.rank,
+            pads=[pad.data_ptr() for pad in self.pads],
+        )
+        self.group = torch.tensor(table)
+
+    def begin(self, epoch: int, fingerprint: int = 0x1234) -> int:
+        """The call as one 64-bit word, which is also what a pad's signal says."""
+        word = fingerprint << 32 | (epoch & 0xFFFFFFFF)
+        self.state[:2] = torch.tensor([word]).view(torch.int32)
+        return word
+
+    def told(self, case: Case) -> dict[str, int]:
+        return dict(zip(case.module("signals").FAILURE_FIELDS, self.failure.tolist(), strict=False))
+
+
+def as_int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def padded(rows: int, columns: int, dtype: torch.dtype, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(view [rows, columns], what is around it): NaN everywhere, unless `value` is given for the view."""
+    align = 16 // dtype.itemsize  # descriptors want rows of multiples of 16 bytes
+    width = -(-(columns + MARGIN) // align) * align
+    around = torch.full((rows + 2 * MARGIN, width), float("nan")).to(dtype)
+    view = around[MARGIN : MARGIN + rows, :columns]
+    if value is not None:
+        view.copy_(value)
+    return view, around
+
+
+def assert_margin_untouched(around: Tensor, view: Tensor) -> None:
+    finite = around.float().isfinite()
+    finite[MARGIN : MARGIN + view.shape[0], : view.shape[1]] = False
+    assert not finite.any(), f"written outside of the result at {finite.nonzero()[:4].tolist()} (margin {MARGIN})"
+
+
+def weights(case: Case, call: int, name: str) -> Tensor:
+    w = payload((case.n, case.k), case.dtype, call=call, rank=case.seed, name=name, scale=0.5)
+    if case.transposed:
+        return padded(case.k, case.n, case.dtype, w.T)[0].T
+    return padded(case.n, case.k, case.dtype, w)[0]
+
+
+def scales(case: Case, name: str, count: int) -> Tensor | None:
+    if case.scale == "none":
+        return None
+    return payload((count if case.scale == "row" else 1,), torch.float32, name=name).abs() + 0.5
+
+
+def product(case: Case, x: Tensor, w: Tensor, bias: Tensor | None, sx: Tensor | None, sw: Tensor | None) -> Bounded:
+    """fp32 accumulation; two roundings more for scales, which the operands' exact products are given in fp64."""
+    if sx is None or sw is None:
+        return Bounded.sum_of_products([x], [w], bias=bias, dtype=torch.float32)
+    scaled = Bounded.sum_of_products([x.double() * sx.double()[:, None]], [w.double() * sw.double()[:, None]],
+                                     dtype=torch.float32)  # fmt: skip
+    scaled = scaled.rounded(torch.float32).rounded(torch.float32)
+    return scaled if bias is None else scaled.plus(bias).rounded(torch.float32)
+
+
+def expected_gather(case: Case, x: Tensor, parts: list[tuple[Tensor, Tensor | None, Tensor | None]],
+                    sx: Tensor | None) -> tuple[Bounded, Bounded]:  # fmt: skip
+    """(before, after) the activation, not yet rounded; `parts` are weight, bias and scale of gate and up."""
+    sums = [product(case, x, w, bias, sx, sw) for w, bias, sw in parts]
+    z = sums[0]
+    if case.activation == "none":
+        return z, z
+    if case.activation != "swiglu":
+        return z, z.activation(case.activation, dtype=torch.float32, input_rounded=False)
+    gate, up = z.activation("silu", dtype=torch.float32, input_rounded=False), sums[1]
+    value = gate.value * up.value
+    error = gate.error * up.largest + gate.largest * up.error
+    return z, Bounded(value, error).rounded(torch.float32)
+
+
+def gather(case: Case) -> list[Tensor]:
+    """`calls` calls of all_gather_matmul, each with fresh data that arrives late and in a shuffled order."""
+    kernel = case.module("all_gather_matmul")
+    around = Surroundings(case)
+    signals = torch.full((len(case.shards) * case.num_chunks,), as_int32(case.first_epoch - 1), dtype=torch.int32)
+    results = []
+    for call in range(case.calls):
+        epoch = as_int32(case.first_epoch + call)
+        around.begin(epoch)
+        x = payload((case.rows, case.k), case.dtype, call=call, rank=case.seed, name="x")
+        whole, _ = padded(case.rows, case.k, case.dtype)
+        start = offsets(case.shards)[case.rank]
+        whole[start : start + case.shards[case.rank]] = x[start : start + case.shards[case.rank]]
+        names = ("gate", "up") if case.activation == "swiglu" else ("gate",)
+        sx = scales(case, "x", case.rows)
+        parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        for name in names:
+            bias = payload((case.n,), case.dtype if case.scale == "none" else torch.float32, call=call, name=name)
+            parts.append((weights(case, call, name), bias if case.bias else None, scales(case, name, case.n)))
+        out, margin = padded(case.rows, case.n, case.out_dtype or case.dtype)
+        before, _ = padded(case.rows, case.n, case.out_dtype or case.dtype)
+        up = parts[1] if len(parts) == 2 else (None, None, None)
+        arrivals = threading.Thread(target=_arrive, args=(case, call, x, whole, signals, epoch))
+        arrivals.start()
+        kernel.all_gather_matmul(
+            whole, parts[0][0], out, kernel.Arrivals(case.order("all_gather"), signals, around.group, 7), case.config(),
+            activation=case.activation, bias=parts[0][1], weight_up=up[0], bias_up=up[1], scale_whole=sx,
+            scale_weight=parts[0][2], scale_weight_up=up[2], preactivation=before if case.preactivation else None,
+        )  # fmt: skip
+        arrivals.join()
+        assert not around.failure.any(), around.told(case)
+        rows_of_scale = [None if s is None else s.expand(n) for s, n in ((sx, case.rows), (parts[0][2], case.n))]
+        full = [(w, b, None if s is None else s.expand(case.n)) for w, b, s in parts]
+        z, y = expected_gather(case, x, full, rows_of_scale[0])
+        y.rounded(out.dtype).check(out, f"call {call}")
+        if case.preactivation:
+            z.rounded(out.dtype).check(before, f"preactivation of call {call}")
+        assert_margin_untouched(margin, out)
+        results.append(out.clone())
+    return results
+
+
+def _arrive(case: Case, call: int, x: Tensor, whole: Tensor, signals: Tensor, epoch: int) -> None:
+    """The copy engines: each chunk of each peer, in an order of nobody's choosing."""
+    chunks = [
+        (rank, chunk, offsets(case.shards)[rank] + start, offsets(case.shards)[rank] + stop)
+        for rank, rows in enumerate(case.shards)
+        for chunk, (start, stop) in enumerate(chunk_ranges(rows, case.num_chunks))
+        if rank != case.rank
+    ]
+    random.Random(f"{case.seed} {call}").shuffle(chunks)
+    time.sleep(9 * case.delay)
+    for rank, chunk, start, stop in chunks:
+        time.sleep(case.delay)
+        whole[start:stop] = x[start:stop]
+        signals[rank * case.num_chunks + chunk] = epoch
+
+
+def scatter(case: Case) -> list[list[Tensor]]:
+    """`calls` calls of matmul_reduce_scatter; whoever sees a chunk's flag must find its rows complete."""
+    kernel = case.module("matmul_reduce_scatter")
+    around, world_size = Surroundings(case), len(case.shards)
+    flags = torch.full((world_size, case.num_chunks), as_int32(case.first_epoch - 1), dtype=torch.int32)
+    counters = torch.zeros(world_size * case.num_chunks, dtype=torch.int32)
+    results = []
+    for call in range(case.calls):
+        epoch = as_int32(case.first_epoch + call)
+        around.begin(epoch)
+        x, _ = padded(case.rows, case.k, case.dtype, payload((case.rows, case.k), case.dtype, call=call, name="x"))
+        w = weights(case, call, "w")
+        addend = payload((case.rows, case.n), torch.float32, call=call, name="addend") if case.addend else None
+        sx, sw = scales(case, "x", case.rows), scales(case, "w", case.n)
+        staging_dtype = case.out_dtype or torch.float32
+        width = -(-case.n // 8) * 8
+        staging = [torch.full((rows + MARGIN, width), float("nan")).to(staging_dtype) for rows in case.shards]
+        departures = kernel.Departures(
+            order=case.order("reduce_scatter"),
+            staging=torch.tensor([part.data_ptr() for part in staging]),
+            signals=torch.tensor([flags[owner].data_ptr() for owner in range(world_size)]),
+            counters=counters,
+            group=around.group,
+            staging_dtype=staging_dtype,
+            staging_stride=width,
+        )
+        seen: dict[tuple[int, int], Tensor] = {}
+        stop = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(case, flags, epoch, staging, seen, stop))
+        watcher.start()
+        kernel.matmul_reduce_scatter(x, w, departures, case.config(), addend=addend, scale_x=sx, scale_weight=sw)
+        stop.set()
+        watcher.join()
+        partial = product(case, x, w, None, None if sx is None else sx.expand(case.rows),
+                          None if sw is None else sw.expand(case.n))  # fmt: skip
+        partial = (partial if addend is None else partial.plus(addend).rounded(torch.float32)).rounded(staging_dtype)
+        for owner, rows in enumerate(case.shards):
+            partial.narrow(0, offsets(case.shards)[owner], rows).check(staging[owner][:rows, : case.n], f"{owner}")
+            assert staging[owner][rows:].isnan().all() and staging[owner][:, case.n :].isnan().all(), "margin"
+            for chunk, (start, end) in enumerate(chunk_ranges(rows, case.num_chunks)):
+                assert (flags[owner, chunk] == epoch) == (end > start and case.n > 0), f"flag of {owner}, {chunk}"
+                if (owner, chunk) in seen:
+                    assert_bitwise_equal(seen[owner, chunk], staging[owner][start:end], f"chunk {chunk} when flagged")
+        assert not counters.any()
+        results.append([part.clone() for part in staging])
+    return results
+
+
+def _watch(case: Case, flags: Tensor, epoch: int, staging: list[Tensor], seen: dict[tuple[int, int], Tensor],
+           stop: threading.Event) -> None:  # fmt: skip
+    """Copies each chunk as soon as its flag says that it is there."""
+    while not stop.is_set():
+        for owner, rows in enumerate(case.shards):
+            for chunk, (start, end) in enumerate(chunk_ranges(rows, case.num_chunks)):
+                if end > start and (owner, chunk) not in seen and flags[owner, chunk] == epoch:
+                    seen[owner, chunk] = staging[owner][start:end].clone()
+        time.sleep(0)
+
+
+def missing_chunk(case: Case, poison: int | None) -> tuple[dict[str, int], list[int], float, list[bool], list[bool]]:
+    """A call whose last peer never comes. What the record says, the poison in all pads, the seconds it took, which row
+    tiles have a result, and whether a reduce-scatter that follows announces anything."""
+    kernel = case.module("all_gather_matmul")
+    around = Surroundings(case)
+    around.begin(case.first_epoch)
+    signals = torch.full((len(case.shards) * case.num_chunks,), case.first_epoch, dtype=torch.int32)
+    signals[-case.num_chunks :] = case.first_epoch - 1
+    x, w = payload((case.rows, case.k), case.dtype, name="x"), weights(case, 0, "w")
+    out, _ = padded(case.rows, case.n, case.dtype)
+    if poison is not None:
+        around.pads[case.rank][0] = poison + 1
+    start = time.perf_counter()
+    order = case.order("all_gather")
+    kernel.all_gather_matmul(x, w, out, kernel.Arrivals(order, signals, around.group, 7), case.config())
+    seconds = time.perf_counter() - start
+    done = [bool(out[row : row + rows].isfinite().all()) for row, rows in order[:, :2].tolist()]
+    second = case.module("matmul_reduce_scatter")
+    flags = torch.zeros(len(case.shards), case.num_chunks, dtype=torch.int32)
+    staging = torch.zeros(case.rows, 64)
+    second.matmul_reduce_scatter(x, w, second.Departures(
+        case.order("reduce_scatter"), torch.full((len(case.shards),), staging.data_ptr()),
+        torch.tensor([flag.data_ptr() for flag in flags]), torch.zeros(16, dtype=torch.int32), around.group,
+        torch.float32, 64,
+    ), case.config())  # fmt: skip
+    poisoned = [int(pad[0]) for pad in around.pads]
+    return around.told(case), poisoned, seconds, done, flags.flatten().bool().tolist()

@@ -1,0 +1,114 @@
+"""The kernels compile for sm_80, sm_90 and sm_100 without a GPU: no spills, known resources, the right barriers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.interpreter import mutant
+from tests.kernels.ptx_lint import lint
+
+pytestmark = pytest.mark.cpu
+
+REPOSITORY = Path(__file__).parents[2]
+TABLE: dict[str, Any] = json.loads((Path(__file__).parent / "resources.json").read_text())
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+
+def compiled(folder: Path, *arguments: str) -> dict[str, Any]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(folder), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "tests.kernels.ahead_of_time", *arguments]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str, Any]:
+    return compiled(tmp_path_factory.mktemp("kernels"), *(["--full"] if full else []))
+
+
+def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(report: dict[str, Any]) -> None:
+    rows = report["packages"]["tpkernels.kernels"]
+    assert {name.split("-")[1] for name in rows} == set(SHARED_LIMIT)
+    for name, row in rows.items():
+        assert (row["stack"], row["local"]) == (0, 0), name
+        assert row["shared"] <= SHARED_LIMIT[name.split("-")[1]], name
+
+
+def test_resources_are_those_of_the_table(report: dict[str, Any]) -> None:
+    """After a change that is meant: python -m tests.kernels.ahead_of_time --write"""
+    if report["triton"] != TABLE["triton"]:  # another compiler, other registers; the limits above hold for all
+        assert set(report["packages"]["tpkernels.kernels"]) <= set(TABLE["kernels"])
+        return
+    rows = report["packages"]["tpkernels.kernels"]
+    found = {name: [row["registers"], row["shared"]] for name, row in rows.items()}
+    assert found == {name: TABLE["kernels"][name] for name in found}
+
+
+def test_the_table_is_complete(report: dict[str, Any], full: bool) -> None:
+    rows = set(report["packages"]["tpkernels.kernels"])
+    assert rows == set(TABLE["kernels"]) if full else rows < set(TABLE["kernels"])
+
+
+def test_waits_acquire_and_releases_follow_a_barrier(report: dict[str, Any]) -> None:
+    assert {name: row["lint"] for name, row in report["packages"]["tpkernels.kernels"].items() if row["lint"]} == {}
+
+
+def test_results_are_stored_sixteen_bytes_at_a_time(report: dict[str, Any]) -> None:
+    for name, row in report["packages"]["tpkernels.kernels"].items():
+        assert row["wide_stores"] > 0, name
+        if name.startswith("scatter"):  # a gather stores its failure record word by word
+            assert row["narrow_stores"] == 0, name
+
+
+# ---------------------------------------------------------------- the lint can fail
+
+GATHER, SCATTER = "gather-sm_90-bfloat16-gelu-bias", "scatter-sm_90-bfloat16-staging_fp32"
+
+FAULTS = {
+    "relaxed_wait": (GATHER, ('signal, 0, sem="acquire"', 'signal, 0, sem="relaxed"'), "a wait does not acquire"),
+    "wait_within_the_gpu": (
+        GATHER, ('signal, 0, sem="acquire", scope="sys"', 'signal, 0, sem="acquire", scope="gpu"'), "nothing is waited",
+    ),
+    "no_proxy_fence": (GATHER, ("fence.proxy.async.global; ", ""), "without a proxy fence"),
+    "no_barrier": (SCATTER, ("    tl.debug_barrier()\n    last", "    last"), "a store reaches a release"),
+    "relaxed_signal": (SCATTER, ("@p st.release.sys", "@p st.relaxed.sys"), "nothing is announced with release"),
+    "relaxed_count": (SCATTER, ('"acq_rel", scope="gpu") + 1', '"relaxed", scope="gpu") + 1'), "is not counted"),
+}  # fmt: skip
+
+
+@cache
+def faulty(folder: Path) -> dict[str, Any]:
+    packages = [mutant(folder, f"mutant_{name}", {"signals.py": change}) for name, (_, change, _) in FAULTS.items()]
+    found: dict[str, Any] = compiled(folder, "--packages", *packages, "--only", GATHER, SCATTER)["packages"]
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_lint_finds_a_seeded_fault(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    variant, _, said = FAULTS[name]
+    rows = faulty(tmp_path_factory.getbasetemp())[f"mutant_{name}"]
+    assert any(said in sentence for sentence in rows[variant]["lint"]), rows[variant]["lint"]
+    other = SCATTER if variant == GATHER else GATHER
+    assert said not in str(rows[other]["lint"]), "the fault is in the other kernel"
+
+
+def test_the_lint_finds_a_load_by_threads_that_have_not_acquired() -> None:
+    head = "ld.global.sys.acquire.b32 %r1, [ %rd1 + 0 ];\n@%p1 bra $L__BB0_2;\n"
+    tail = "$L__BB0_2:\nld.global.b32 %r2, [ %rd2 + 0 ];\nret;\n"
+    options = {"waits": True, "announces": False, "descriptors": False}
+    assert lint(head + "bar.sync 0;\n" + tail, **options) != []  # the branch goes around the barrier
+    assert lint("bar.sync 0;\n" + head.replace("@%p1 bra", "bar.sync 0;\nbra") + tail, **options) == []

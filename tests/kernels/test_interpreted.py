@@ -1,0 +1,138 @@
+"""Values of the kernels, interpreted: late, shuffled chunks, buffers of NaN, every option, against the fp64 bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.interpreter import Failed, Interpreter, mutant
+from tests.kernels.scenarios import Case
+
+pytestmark = pytest.mark.cpu
+
+FP8 = {"dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16, "k": 48}
+
+GATHER = {
+    "bias and gelu": {"activation": "gelu", "bias": True},
+    "bias, tanh gelu and preactivation": {"activation": "gelu_tanh", "bias": True, "preactivation": True},
+    "fp16, silu": {"activation": "silu", "dtype": torch.float16, "rank": 2},
+    "fp32, relu, transposed weight": {"activation": "relu", "dtype": torch.float32, "transposed": True, "rank": 1},
+    "swiglu with halves": {"activation": "swiglu", "bias": True, "block": (16, 128, 16), "n": 150},
+    "descriptors": {"descriptors": True, "bias": True, "shards": (20, 37)},
+    "fp8, a scale per row": {**FP8, "scale": "row", "bias": True},
+    "fp8, a scale per tensor, swiglu": {**FP8, "scale": "tensor", "activation": "swiglu", "descriptors": True},
+    "one CTA, one row": {"programs": 1, "shards": (0, 1, 0, 0), "rank": 3},
+    "nothing to contract": {"k": 0, "bias": True},
+    "epochs that wrap": {"calls": 3, "first_epoch": 2**31 - 2, "shards": (9, 20), "num_chunks": 3},
+}
+
+SCATTER = {
+    "fp32 staging": {},
+    "fp16, halves, addend": {"dtype": torch.float16, "block": (16, 128, 16), "n": 150, "addend": True, "rank": 1},
+    "transposed weight, bf16 staging": {"transposed": True, "out_dtype": torch.bfloat16, "rank": 2},
+    "fp8 with descriptors": {**FP8, "out_dtype": None, "scale": "row", "descriptors": True},
+    "epochs that wrap": {"calls": 3, "first_epoch": 2**31 - 2, "shards": (0, 20), "num_chunks": 3},
+    "nothing to contract": {"k": 0, "dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("name", GATHER)
+def test_gathered_products_are_right_when_chunks_come_late_and_shuffled(interpreter: Interpreter, name: str) -> None:
+    options: dict[str, Any] = GATHER[name]
+    interpreter.run("scenarios.gather", Case(**options))
+
+
+@pytest.mark.parametrize("name", SCATTER)
+def test_a_flagged_chunk_is_complete_and_partials_are_right(interpreter: Interpreter, name: str) -> None:
+    options: dict[str, Any] = SCATTER[name]
+    interpreter.run("scenarios.scatter", Case(**options))
+
+
+@pytest.mark.parametrize("shards", [(0, 0, 0), (1, 0, 0), (16, 32, 16)])
+def test_shards_without_rows_are_no_special_case(interpreter: Interpreter, shards: tuple[int, ...]) -> None:
+    case = Case(shards=shards, rank=2)
+    interpreter.run("scenarios.gather", case)
+    interpreter.run("scenarios.scatter", case)
+
+
+def test_an_output_without_columns_is_no_special_case(interpreter: Interpreter) -> None:
+    interpreter.run("scenarios.gather", Case(n=0))
+    interpreter.run("scenarios.scatter", Case(n=0))
+
+
+def test_bits_do_not_depend_on_arrival_chunks_or_ctas(interpreter: Interpreter) -> None:
+    case = Case(dtype=torch.float32, delay=0.0)
+    (first,) = interpreter.run("scenarios.gather", case)
+    for other in (replace(case, num_chunks=3, programs=5), replace(case, rank=2, group_m=1), replace(case, delay=0.01)):
+        assert torch.equal(interpreter.run("scenarios.gather", other)[0], first)
+
+
+def test_many_shapes_are_right(interpreter: Interpreter, full: bool) -> None:
+    for seed in range(60 if full else 3):
+        pick = torch.Generator().manual_seed(seed)
+
+        def up_to(limit: int, pick: torch.Generator = pick) -> int:
+            return int(torch.randint(0, limit, (), generator=pick))
+
+        world_size = 1 + up_to(4)
+        case = Case(
+            shards=tuple(up_to(40) for _ in range(world_size)), rank=up_to(world_size), n=up_to(80), k=up_to(70),
+            num_chunks=1 + up_to(4), group_m=1 + up_to(4), programs=1 + up_to(6), delay=0.002, seed=seed,
+            bias=bool(up_to(2)), dtype=(torch.float32, torch.bfloat16, torch.float16)[up_to(3)],
+        )  # fmt: skip
+        interpreter.run("scenarios.gather", case)
+        interpreter.run("scenarios.scatter", case)
+
+
+# ---------------------------------------------------------------- waits that end
+
+
+def test_a_chunk_that_never_comes_is_reported_and_the_kernel_ends(interpreter: Interpreter) -> None:
+    case = Case(shards=(20, 30, 20), rank=1, num_chunks=2, patience=200, first_epoch=5, programs=1)
+    told, poisoned, seconds, done, announced = interpreter.run("scenarios.missing_chunk", case, None)
+    assert told == {
+        "state": 1, "kind": 1, "rank": 1, "op": 7, "peer": 2, "chunk": 0, "epoch": 5, "expected": 5, "got": 4,
+        "fingerprint": 0,
+    }  # fmt: skip
+    assert poisoned == [2, 2, 2]  # 1 + rank, at every rank
+    assert seconds < 20
+    assert any(done) and not all(done)
+    assert not any(announced), "a rank that has failed announces nothing"
+
+
+def test_a_wait_ends_when_a_peer_has_poisoned_the_group(interpreter: Interpreter) -> None:
+    case = Case(shards=(20, 30, 20), rank=0, num_chunks=1, first_epoch=5)
+    told, _, seconds, done, _ = interpreter.run("scenarios.missing_chunk", case, 1)
+    assert (told["state"], told["kind"], told["peer"], told["chunk"]) == (1, 2, 1, 0)
+    assert seconds < 20 and not all(done)
+
+
+# ---------------------------------------------------------------- the tests can fail
+
+FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
+    "no_wait": ("gather", "all_gather_matmul.py", ("(slot != ready)", "(slot == -5)"), {"shards": (3, 20)}),
+    "epochs_do_not_wrap": (
+        "gather", "signals.py", ("seen - epoch < 0", "seen < epoch"),
+        {"first_epoch": 2**31 - 1, "calls": 2, "shards": (3, 20)},
+    ),
+    "flag_of_the_first_tile": ("scatter", "signals.py", (" + 1 == num_tiles", " == 0"), {}),
+    "rows_of_the_next_tile": ("gather", "tiles.py", ("inside = (m_offsets[:, None] < rows) &", "inside ="), {}),
+    "columns_past_k": ("gather", "tiles.py", ("< k - step * BLOCK_K", "< k - step * BLOCK_K + 8"), {}),
+    "bf16_truncated": ("gather", "tiles.py", ("bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0"), {}),
+    "scale_of_another_row": ("gather", "tiles.py", ("scale_a + row +", "scale_a +"), {**FP8, "scale": "row"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_seeded_fault_is_caught(interpreter: Interpreter, tmp_path: Path, name: str) -> None:
+    scenario, file, change, options = FAULTS[name]
+    package = mutant(tmp_path, f"mutant_{name}", {file: change})
+    case = Case(**{"patience": 3000, "delay": 0.03, **options, "package": package, "folder": str(tmp_path)})
+    with pytest.raises(Failed, match=r"BoundExceeded|AssertionError"):
+        interpreter.run(f"scenarios.{scenario}", case)
