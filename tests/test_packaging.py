@@ -177,5 +177,7 @@ def test_every_import_is_declared_and_optional_ones_are_deferred() -> None:
     for path in sorted(ROOT.joinpath("tpkernels").rglob("*.py")):
         tree = ast.parse(path.read_text())
         wrong += [f"{path.name}: {name}" for name in imports(tree, at_import=False) if name not in ours | known]
-        wrong += [f"{path.name}: {n} at import" for n in imports(tree, at_import=True) if n not in ours | base]
+        # Whoever needs a Triton kernel imports that package late.
+        needed = ours | base | ({"triton"} if path.parent.name == "kernels" else set())
+        wrong += [f"{path.name}: {n} at import" for n in imports(tree, at_import=True) if n not in needed]
     assert not wrong, wrong

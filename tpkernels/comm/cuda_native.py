@@ -117,6 +117,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_device_count": (_PTR,),
     "tpk_can_access_peer": (_I32, _I32, _PTR),
     "tpk_has_write_value": (_PTR,),
+    "tpk_load_kernels": (),
     "tpk_failure_create": (_PTR, _PTR),
     "tpk_failure_destroy": (_PTR,),
     "tpk_begin": (_PTR, _I32, _I32, _U32, _PTR),
@@ -270,7 +271,8 @@ class Group:
         state: device address of STATE_BYTES of this rank's own memory, zeroed.
         alarm: device address of a uint64 that other kernels of this rank set when they give up, or 0.
 
-    Pads and state must be zero before any rank makes its first call, and outlive the group.
+    Made on the rank's current device, not in capture. Pads and state must be zero before any rank makes its first call,
+    and outlive the group.
     """
 
     def __init__(
@@ -278,6 +280,7 @@ class Group:
     ) -> None:
         self._library = cuda
         self._pads = (ctypes.c_void_p * len(pads))(*pads)
+        cuda.call("tpk_load_kernels")
         host, device = ctypes.c_void_p(), ctypes.c_void_p()
         cuda.call("tpk_failure_create", ctypes.byref(host), ctypes.byref(device))
         assert host.value is not None

@@ -63,7 +63,7 @@ class Group:
     calls: int = 1  # call 0 is the one in which the ranks meet
     agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     checked: dict[Hashable, Any] = field(default_factory=dict)
-    """Signatures of calls whose arguments this rank has checked, by the arguments' facts."""
+    """Calls whose arguments this rank has checked, with their plans, by the arguments' facts."""
     agreements: int = 0
     in_flight: InFlight | None = None
     started: dict[int, Hashable] = field(default_factory=dict)
@@ -112,10 +112,11 @@ class Group:
 
     def remember(self, signature: Hashable, plan: Any) -> None:
         self.agreed[signature] = plan
-        if len(self.checked) > MAX_AGREED:
-            self.checked.clear()
         if len(self.agreed) > MAX_AGREED:
             self.agreed.popitem(last=False)
+            self.checked.clear()  # it must not remember what the ranks have forgotten
+        if len(self.checked) > MAX_AGREED:
+            self.checked.clear()
 
 
 _groups: dict[str, Group] = {}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import ParallelLinear
-from tpkernels.nn.parameters import local, tp_mesh
+from tpkernels.nn.parameters import local, mesh_of, tp_mesh
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -104,7 +104,8 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence; default ``tpk.array_split``'s (10 over 3: 4, 3, 3)."""
-        mesh, weight, bias = self.mesh, local(self.weight), local(self.bias)
+        parameter = self.weight
+        mesh, weight, bias = mesh_of(parameter), local(parameter), local(self.bias)
         assert weight is not None
         why = "it must come from a column layer of as many outputs, not gathered"
         self._check_input(x, weight.shape[1], why, shard_sizes)

@@ -22,7 +22,7 @@ from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, Unsupp
 from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout
 
-__all__ = ["Signature", "explain", "facts_of", "run", "start"]
+__all__ = ["Known", "Signature", "explain", "facts_of", "run", "run_known", "start"]
 
 _T = TypeVar("_T")
 _SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE"}
@@ -78,6 +78,16 @@ class _Plan:
         )
 
 
+class Known:
+    """A call whose arguments this rank has checked, and its plan once the ranks have agreed on one."""
+
+    __slots__ = ("plan", "signature")
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.plan: _Plan | None = None
+
+
 def run(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Any:
     """Run one call of ``signature.op``; returns what the implementation's ``run`` returns.
 
@@ -89,13 +99,20 @@ def run(group: Group, signature: Signature, local: int, arguments: Any, device: 
         GroupPoisoned: an earlier call on this group failed.
         UnsupportedProblem: the forced implementation cannot run this.
     """
+    return run_known(group, Known(signature), local, arguments, device)
 
-    known = group.agreed.get(signature)
-    if known is None:
-        _check_settings(group, str(signature))
+
+def run_known(group: Group, known: Known, local: int, arguments: Any, device: torch.device) -> Any:
+    """:func:`run` for a caller that keeps ``known`` in ``group.checked`` for its next call of equal facts."""
+    signature = known.signature
+    if known.plan is None:
+        known.plan = group.agreed.get(signature)
+        if known.plan is None:
+            _check_settings(group, str(signature))
 
     def work(call: int) -> Any:
-        plan = known or group.agreed.get(signature) or _agree(group, call, signature, local, device)
+        plan = known.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
+        known.plan = plan
         group.enter(call, signature)
         return plan.implementation.run(plan.context(group, call), arguments)
 
@@ -123,7 +140,8 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
     Any failure poisons the group and leaves a note for the peers.
     """
     with group.lock:
-        group.raise_if_poisoned()
+        if group.poison is not None:
+            group.raise_if_poisoned()
         outer = group.in_flight
         call = group.calls if started is None else started
         group.calls += started is None

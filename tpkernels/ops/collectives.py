@@ -23,12 +23,12 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
 from tpkernels.ops.contract import AllReduce, ReduceScatter
-from tpkernels.ops.library import call, define, wants_grad
+from tpkernels.ops.library import call, define, is_plain, wants_grad
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.matmul_reduce_scatter import scatter_layout
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
@@ -85,11 +85,13 @@ def reduce_scatter(
 
 def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:
     """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too."""
+    pg = process_group(group)
+    if pg.size() > 1 and is_plain(x):
+        return _run_all_reduce(resolve(pg), x, implementation)
     check_local("x", x, group=group)
-    if process_group(group).size() == 1:
+    if pg.size() == 1:
         return x
-    arguments = (x, group_name(group), implementation)
-    return cast(Tensor, call("all_reduce", *arguments, needs_grad=wants_grad(x)))
+    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(pg), implementation))
 
 
 def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
@@ -218,20 +220,23 @@ def _gather_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _all_reduce(x: Tensor, name: str, implementation: str = "auto") -> Tensor:
-    group = resolve(name)
+    return _run_all_reduce(resolve(name), x, implementation)
+
+
+def _run_all_reduce(group: Group, x: Tensor, implementation: str) -> Tensor:
     facts = calling.facts_of("all_reduce", implementation, x)
-    signature = group.checked.get(facts)
+    known = group.checked.get(facts)
     rows = flat(_as_rows(x)) if x.dim() else x  # refused below
-    if signature is None:
+    if known is None:
         try:
             _check("all_reduce", x, 0, implementation)
         except ValueError as error:
             agreement.refuse(group, "all_reduce", str(error))
             raise
         layout = rows_layout(rows.shape[0], group.size)
-        signature = Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation)
-        group.checked[facts] = signature
-    return cast(Tensor, calling.run(group, signature, 0, AllReduce(rows), x.device).view(x.shape))
+        known = calling.Known(Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation))
+        group.checked[facts] = known
+    return cast(Tensor, calling.run_known(group, known, 0, AllReduce(rows), x.device)).view(x.shape)
 
 
 def _contiguous_like(x: Tensor, *_: Any) -> Tensor:

@@ -115,8 +115,7 @@ class MatmulReduceScatter:
         return self.matrices[0].shape[1]
 
 
-@dataclass(frozen=True)
-class MatmulAllReduce:
+class MatmulAllReduce(NamedTuple):
     """out = sum over ranks of (sum_i xs[i] @ matrices[i]) + bias, equal bit for bit on all ranks."""
 
     xs: Sequence[Tensor]
@@ -133,8 +132,7 @@ class ReduceScatter:
     layout: Layout
 
 
-@dataclass(frozen=True)
-class AllReduce:
+class AllReduce(NamedTuple):
     """out = sum over ranks of ``x``, equal bit for bit on all ranks; ``x`` is contiguous ``[rows, columns]``."""
 
     x: Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["call", "define", "wants_grad"]
+__all__ = ["call", "define", "is_plain", "wants_grad"]
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _KERNELS: dict[str, Callable[..., Any]] = {}
@@ -52,25 +52,29 @@ def define(
 
 
 def call(name: str, *args: Any, needs_grad: bool) -> Any:
-    """``torch.ops.tpkernels.<name>(*args)``; the kernel itself where nobody could tell the difference.
+    """``torch.ops.tpkernels.<name>(*args)``, or its kernel where that is the same (see :func:`is_plain`)."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    for arg in args:
+        if isinstance(arg, list):
+            tensors += [item for item in arg if isinstance(item, Tensor)]
+    if needs_grad or not is_plain(*tensors):
+        return getattr(torch.ops.tpkernels, name)(*args)
+    return _KERNELS[name](*args)
+
+
+def is_plain(*tensors: object) -> bool:
+    """Whether a kernel may run without the dispatcher, because nobody could tell the difference.
 
     Nobody can when no gradient is recorded, nothing traces, profiles or intercepts ops, and the tensors are plain ones.
     Two trips from the interpreter through the dispatcher and back cost 25 us a call, more than an all-reduce between
     ranks of one host takes (2 us; AMD EPYC, 2026-11-20), and several times as much when a GEMM has swept the caches.
     """
-    if needs_grad or _is_observed(args):
-        return getattr(torch.ops.tpkernels, name)(*args)
-    return _KERNELS[name](*args)
-
-
-def _is_observed(args: tuple[Any, ...]) -> bool:
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    for arg in args:
-        if isinstance(arg, list):
-            tensors += [item for item in arg if isinstance(item, Tensor)]
-    return (
-        any(type(tensor) not in _PLAIN for tensor in tensors)
-        or torch.compiler.is_compiling()
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        if not isinstance(tensor, _PLAIN) or type(tensor) not in _PLAIN or (records and tensor.requires_grad):
+            return False
+    return not (
+        torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0

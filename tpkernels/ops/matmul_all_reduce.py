@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
-from tpkernels.ops.library import call, define, wants_grad
+from tpkernels.ops.library import define, is_plain
 from tpkernels.ops.shapes import flat
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -54,15 +54,16 @@ def matmul_all_reduce(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
+    pg = process_group(group)
+    if pg.size() > 1 and is_plain(x, weight, weight if bias is None else bias):
+        return _run(resolve(pg), x, weight, bias, implementation)
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
-    pg = process_group(group)
     if pg.size() == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
-    arguments = (x, weight, bias, group_name(pg), implementation)
-    return cast(Tensor, call("matmul_all_reduce", *arguments, needs_grad=wants_grad(x, weight, bias)))
+    return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(pg), implementation))
 
 
 @lru_cache(maxsize=256)
@@ -72,10 +73,13 @@ def rows_layout(rows: int, group_size: int) -> Layout:
 
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:
-    group = resolve(name)
+    return _run(resolve(name), x, weight, bias, implementation)
+
+
+def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor:
     facts = calling.facts_of("matmul_all_reduce", implementation, x, weight, bias)
-    signature = group.checked.get(facts)
-    if signature is None:
+    known = group.checked.get(facts)
+    if known is None:
         try:
             check_common("matmul_all_reduce", x, implementation)
             check_weights(x, x.shape[-1], [weight], [bias])
@@ -83,10 +87,12 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implement
             agreement.refuse(group, "matmul_all_reduce", str(error))
             raise
         layout = rows_layout(x.shape[:-1].numel(), group.size)
-        signature = Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
-        group.checked[facts] = signature
+        known = calling.Known(
+            Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
+        )
+        group.checked[facts] = known
     arguments = MatmulAllReduce([flat(x)], [weight.t()], bias)
-    y = cast(Tensor, calling.run(group, signature, x.shape[-1], arguments, x.device))
+    y = cast(Tensor, calling.run_known(group, known, x.shape[-1], arguments, x.device))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
