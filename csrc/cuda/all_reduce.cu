@@ -37,6 +37,8 @@ int launch_all_reduce(const tpk_group& group, AllReduce<T> job, const void* x, c
 
 }  // namespace
 
+int load_all_reduce_kernels() { return load(all_reduce<float>, all_reduce<Bf16>, all_reduce<Half>); }
+
 }  // namespace tpk
 
 using namespace tpk;

@@ -17,6 +17,20 @@ int check_group(const tpk_group* group);
 int check_range(const char* name, long long value, long long least, long long most);
 Group to_device(const tpk_group& group);
 
+// Loads each kernel onto the current device.
+template <typename... Kernels>
+int load(Kernels... kernels) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaSuccess;
+    const auto one = [&](auto kernel) {
+        if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+    };
+    (one(kernels), ...);
+    return static_cast<int>(error);
+}
+int load_reduce_kernels();
+int load_all_reduce_kernels();
+
 inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 // The launch's own error, and only that: an older one, of somebody else, has been reported to them.
 inline int launched() { return static_cast<int>(cudaGetLastError()); }

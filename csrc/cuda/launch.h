@@ -82,6 +82,11 @@ int tpk_can_access_peer(int device, int peer_device, int* can);
 /* Whether WRITE_VALUE can be used: the driver has cuStreamWriteValue32 and 64. */
 int tpk_has_write_value(int* has);
 
+/* Loads all kernels onto the current device.  Not in capture; before the first call.  Otherwise the first launch of
+ * each would load it, which may have to wait for running kernels, and those for the signal of the one that is not
+ * loaded. */
+int tpk_load_kernels(void);
+
 /* Not in capture.  The record lives until destroyed; `device` is what goes into tpk_group. */
 int tpk_failure_create(tpk_failure** host, tpk_failure** device);
 int tpk_failure_destroy(tpk_failure* host);

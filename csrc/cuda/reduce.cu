@@ -49,6 +49,10 @@ int launch_reduce(const ReduceArguments& a) {
 
 }  // namespace
 
+int load_reduce_kernels() {
+    return load(reduce<float, float>, reduce<Bf16, Bf16>, reduce<Half, Half>, reduce<float, Bf16>, reduce<float, Half>);
+}
+
 }  // namespace tpk
 
 using namespace tpk;
