@@ -3,7 +3,8 @@
 A program of its own: Triton must not be in interpreter mode, and mutants are packages of another name.
 
     python -m tests.kernels.ahead_of_time [--full] [--ptx DIR] > report.json
-    python -m tests.kernels.ahead_of_time --only gather-sm_90-... --packages mutant_1 mutant_2
+    python -m tests.kernels.ahead_of_time --only gather-sm_90-... --packages mutant_1
+    python -m tests.kernels.ahead_of_time --packages mutant_1=gather-sm_90-... mutant_2=probe
     python -m tests.kernels.ahead_of_time --write       regenerates resources.json, with all variants
 
 The report maps each package and variant to its registers, shared memory, stack and local memory in bytes, to its
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -32,6 +34,26 @@ from tests.kernels.ptx_lint import lint
 TABLE = Path(__file__).with_name("resources.json")
 SHAPE = {"m": 8192, "n": 3584, "k": 4096, "world_size": 8}
 POINTER = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv"}
+
+
+@triton.jit
+def probe_kernel(x, out, signal, value, ANNOUNCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores of all threads, then a signal; nothing in between whose barriers could stand in for a missing one."""
+    places = tl.arange(0, 1024)
+    tl.store(out + places, tl.load(x + places) * 2)
+    ANNOUNCE(signal, value)
+
+
+def compile_probe(package: str) -> Any:
+    announce = importlib.import_module(f"{package}.signals").announce
+    signature = {"x": "*fp32", "out": "*fp32", "signal": "*i32", "value": "i32", "ANNOUNCE": "constexpr"}
+    source = ASTSource(fn=probe_kernel, signature=signature, constexprs={"ANNOUNCE": announce})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def probe(package: str) -> list[str]:
+    found = lint(compile_probe(package).asm["ptx"], waits=False, announces=True, descriptors=False)
+    return [sentence for sentence in found if "counted" not in sentence]
 
 
 @dataclass(frozen=True)
@@ -217,20 +239,28 @@ def report(variant: Variant, package: str, ptx_folder: Path | None) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every variant, not the sample")
-    parser.add_argument("--packages", nargs="*", default=["tpkernels.kernels"], help="the kernels, or mutants of them")
+    parser.add_argument(
+        "--packages", nargs="*", default=["tpkernels.kernels"], help="the kernels, or mutants; =VARIANT: only that"
+    )
     parser.add_argument("--only", nargs="*", help="names of variants")
     parser.add_argument("--ptx", type=Path, help="folder for the PTX")
     parser.add_argument("--write", action="store_true", help="regenerate resources.json")
     options = parser.parse_args()
     chosen = [v for v in variants() if v.sampled or options.full or options.write or options.only]
     chosen = [v for v in chosen if not options.only or v.name in options.only]
-    found = {package: {v.name: report(v, package, options.ptx) for v in chosen} for package in options.packages}
+    found: dict[str, dict[str, Any]] = {}
+    probes: dict[str, list[str]] = {}
+    for given in options.packages:
+        package, _, only = given.partition("=")
+        probes[package] = probe(package)
+        found[package] = {v.name: report(v, package, options.ptx) for v in chosen if not only}
+        found[package] |= {v.name: report(v, package, options.ptx) for v in variants() if v.name == only}
     if options.write:
         kept = {name: [row["registers"], row["shared"]] for name, row in found["tpkernels.kernels"].items()}
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
         about = '"columns": ["registers per thread", "bytes of shared memory"]'
         TABLE.write_text(f'{{\n "triton": "{triton.__version__}",\n {about},\n "kernels": {{\n{rows}\n }}\n}}\n')
-    json.dump({"triton": triton.__version__, "packages": found}, sys.stdout, indent=1)
+    json.dump({"triton": triton.__version__, "packages": found, "probes": probes}, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

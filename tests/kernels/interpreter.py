@@ -13,7 +13,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ PACKAGE = "tpkernels.kernels"
 
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    sys.setswitchinterval(0.0005)  # a kernel that polls must not starve the thread that it waits for
     import torch
 
     torch.set_num_threads(1)
@@ -59,18 +60,18 @@ class Interpreter:
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start)
         module, _, name = function.rpartition(".")
         futures = [self._pool.submit(_call, f"tests.kernels.{module}", name, each) for each in arguments]
-        outcomes = [self._result(future, timeout) for future in futures]
-        failures = [value for ok, value in outcomes if not ok]
-        if failures:
-            raise Failed("\n".join(failures))
-        return [value for _, value in outcomes]
-
-    def _result(self, future: Future[tuple[bool, Any]], timeout: float) -> tuple[bool, Any]:
         try:
-            return future.result(timeout)
-        except (TimeoutError, BrokenProcessPool) as error:
-            self.close()
+            for future in as_completed(futures, timeout):
+                ok, value = future.result()
+                if not ok:
+                    raise Failed(value)
+        except (TimeoutError, BrokenProcessPool, Failed) as error:
+            if len(futures) > 1 or not isinstance(error, Failed):
+                self.close()  # others may wait for the one that failed
+            if isinstance(error, Failed):
+                raise
             raise Failed(f"a worker died, or its kernel has not ended within {timeout} s: {error!r}") from None
+        return [future.result()[1] for future in futures]
 
     def close(self) -> None:
         if self._pool is not None:

@@ -95,7 +95,7 @@ def test_every_problem_has_a_configuration_that_fits(
 
 
 def test_chunks_feed_whole_waves() -> None:
-    """M 8192 over 4 ranks, N 8448 on 132 SMs: a row tile is 33 column tiles, four of them a wave; 2048 rows are four."""
+    """M 8192 over 4 ranks, N 8448 on 132 SMs: a row tile is 33 column tiles, four of them a wave, 16 a shard."""
     found = config(n=8448, world_size=4)
     assert (found.block_m, found.block_n, found.num_chunks) == (128, 256, 4)
 
