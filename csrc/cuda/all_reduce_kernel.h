@@ -84,6 +84,8 @@ TPK_DEVICE void all_reduce_share(const Group& group, const AllReduce<T>& job) {
         }
     }
 
+    check_peers_of_block(group, current, job.op);
+
     // The last block to leave makes this call the current one: until then others may yet read the number of the last.
     // All threads of this block have read it before the barriers above.
     if (thread_index() != 0 || fetch_add_device(&group.state->leaving, 1) != num_blocks() - 1) return;

@@ -26,9 +26,10 @@ enum tpk_dtype { TPK_F32 = 0, TPK_BF16 = 1, TPK_F16 = 2 };
 /* TIMEOUT: a wait lasted too long; POISONED: a peer has failed; MISMATCH: a peer is in another call; ALARM: another
  * kernel of this rank has given up, and its own record says why. */
 enum tpk_failure_kind { TPK_TIMEOUT = 1, TPK_POISONED = 2, TPK_MISMATCH = 3, TPK_ALARM = 4 };
-/* How a flag is raised on a stream.  KERNEL needs room for one warp on an SM, so whoever spins must leave it;
- * COPY copies the word with the copy engine (whether small copies stay off the SMs is the driver's choice);
- * WRITE_VALUE needs neither, but its value is `epoch_on_host`, which a captured graph would repeat: refused there. */
+/* How a local flag is raised on a stream (a signal to a peer is always a kernel: that of a failed rank stays silent).
+ * KERNEL needs room for one warp on an SM, so whoever spins must leave it; COPY copies the word with the copy engine
+ * (whether small copies stay off the SMs is the driver's choice); WRITE_VALUE needs neither, but its value is
+ * `epoch_on_host`, which a captured graph would repeat: refused there. */
 enum tpk_raise { TPK_RAISE_KERNEL = 0, TPK_RAISE_COPY = 1, TPK_RAISE_WRITE_VALUE = 2 };
 
 #ifdef __cplusplus
@@ -79,7 +80,7 @@ int tpk_cuda_abi(void);
 const char* tpk_error_string(int error);
 int tpk_device_count(int* count);
 int tpk_can_access_peer(int device, int peer_device, int* can);
-/* Whether WRITE_VALUE can be used: the driver has cuStreamWriteValue32 and 64. */
+/* Whether WRITE_VALUE can be used: the driver has cuStreamWriteValue32. */
 int tpk_has_write_value(int* has);
 
 /* Loads all kernels onto the current device.  Not in capture; before the first call.  Otherwise the first launch of
@@ -94,6 +95,9 @@ int tpk_failure_destroy(tpk_failure* host);
 /* Begins call number epoch + 1: tells every rank, and waits until all of them are done with `slot` of earlier calls.
  * `fingerprint` says what the call is; ranks that disagree fail. */
 int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, void* stream);
+/* Ends a call whose slots were read by copies (join the pipeline before): fails if a peer has failed, because what it
+ * enqueued behind its failure may have overwritten what was read.  tpk_reduce and tpk_all_reduce do so themselves. */
+int tpk_end(const tpk_group* group, int32_t op, void* stream);
 /* A call by itself: returns (on the stream) when every rank is in it. */
 int tpk_barrier(const tpk_group* group, int32_t op, uint32_t fingerprint, void* stream);
 /* Signal `chunk` to the ranks in `peers` (bit per rank): what the stream has done so far is done. */
@@ -111,9 +115,9 @@ int tpk_pipeline_destroy(tpk_pipeline* pipeline);
 int tpk_pipeline_fork(tpk_pipeline* pipeline, void* stream);
 int tpk_pipeline_join(tpk_pipeline* pipeline, void* stream);
 /* Enqueues the copies of `chunks`, in order, on side stream `lane`.  `epoch_on_host` is only read for WRITE_VALUE; then
- * it is what tpk_begin has made the epoch, and `fingerprint` what it was given. */
+ * it is what tpk_begin has made the epoch. */
 int tpk_pipeline_run(tpk_pipeline* pipeline, int32_t lane, const tpk_group* group, int32_t op, const tpk_chunk* chunks,
-                     int64_t count, int32_t raise, uint32_t epoch_on_host, uint32_t fingerprint);
+                     int64_t count, int32_t raise, uint32_t epoch_on_host);
 
 /* out = round(part[0] + part[1] + ... (+ bias)), fp32, in rank order, rounded once.  Part r is [rows, columns] of
  * `part_dtype` with row stride `strides[r]`; `out` of out_dtype (equal, or part_dtype is F32).  `parts` and `strides`

@@ -41,7 +41,6 @@ Function driver_function(const char* name) {
 }
 
 using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
-using WriteValue64 = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
 
 // The results of the driver and of the runtime have the same numbers.
 int write_value(cudaStream_t stream, std::uint32_t* word, std::uint32_t value) {
@@ -49,45 +48,27 @@ int write_value(cudaStream_t stream, std::uint32_t* word, std::uint32_t value) {
     if (write == nullptr) return static_cast<int>(cudaErrorNotSupported);
     return static_cast<int>(write(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT));
 }
-int write_value(cudaStream_t stream, Signal* word, Signal value) {
-    static const auto write = driver_function<WriteValue64>("cuStreamWriteValue64");
-    if (write == nullptr) return static_cast<int>(cudaErrorNotSupported);
-    return static_cast<int>(write(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT));
-}
 
 struct Raise {
     int how;
     std::uint32_t epoch;
-    std::uint32_t fingerprint;
 };
 
 int tell(const tpk_group& group, const tpk_chunk& chunk, Raise raise, cudaStream_t lane) {
-    const auto* const current =
-        static_cast<const Signal*>(group.state);  // its low half, which comes first, is the epoch
-    Signal* remote = nullptr;
-    if (chunk.signal_peer >= 0) {
-        remote = static_cast<Signal*>(group.pads[chunk.signal_peer]) + kChunk + group.rank * kMaxChunks + chunk.chunk;
+    if (chunk.raise_flag != nullptr) {
+        switch (raise.how) {
+            case TPK_RAISE_COPY:  // the epoch is the low half of State.current, which comes first
+                TPK_TRY(cudaMemcpyAsync(chunk.raise_flag, group.state, sizeof(Epoch), cudaMemcpyDefault, lane));
+                break;
+            case TPK_RAISE_WRITE_VALUE:
+                TPK_TRY(write_value(lane, chunk.raise_flag, raise.epoch));
+                break;
+            default:
+                TPK_TRY(tpk_raise_flag(&group, chunk.raise_flag, lane));
+        }
     }
-    switch (raise.how) {
-        case TPK_RAISE_COPY:
-            if (chunk.raise_flag != nullptr) {
-                TPK_TRY(cudaMemcpyAsync(chunk.raise_flag, current, sizeof(Epoch), cudaMemcpyDefault, lane));
-            }
-            if (remote != nullptr) TPK_TRY(cudaMemcpyAsync(remote, current, sizeof(Signal), cudaMemcpyDefault, lane));
-            return 0;
-        case TPK_RAISE_WRITE_VALUE:
-            if (chunk.raise_flag != nullptr) TPK_TRY(write_value(lane, chunk.raise_flag, raise.epoch));
-            if (remote != nullptr) {
-                TPK_TRY(write_value(lane, remote, static_cast<Signal>(raise.fingerprint) << 32 | raise.epoch));
-            }
-            return 0;
-        default:
-            if (chunk.raise_flag != nullptr) TPK_TRY(tpk_raise_flag(&group, chunk.raise_flag, lane));
-            if (remote != nullptr) {
-                TPK_TRY(tpk_signal(&group, chunk.chunk, std::uint64_t{1} << chunk.signal_peer, lane));
-            }
-            return 0;
-    }
+    if (chunk.signal_peer < 0) return 0;
+    return tpk_signal(&group, chunk.chunk, std::uint64_t{1} << chunk.signal_peer, lane);
 }
 
 int check_chunk(const tpk_group& group, const tpk_chunk& chunk) {
@@ -124,8 +105,7 @@ int copy(const tpk_chunk& chunk, cudaStream_t lane) {
 TPK_API int tpk_has_write_value(int* has) {
     int devices = 0;
     TPK_TRY(cudaGetDeviceCount(&devices));
-    *has = driver_function<WriteValue32>("cuStreamWriteValue32") != nullptr &&
-           driver_function<WriteValue64>("cuStreamWriteValue64") != nullptr;
+    *has = driver_function<WriteValue32>("cuStreamWriteValue32") != nullptr;
     return 0;
 }
 
@@ -172,8 +152,7 @@ TPK_API int tpk_pipeline_join(tpk_pipeline* pipeline, void* stream) {
 }
 
 TPK_API int tpk_pipeline_run(tpk_pipeline* pipeline, int32_t lane, const tpk_group* group, int32_t op,
-                             const tpk_chunk* chunks, int64_t count, int32_t raise, uint32_t epoch_on_host,
-                             uint32_t fingerprint) {
+                             const tpk_chunk* chunks, int64_t count, int32_t raise, uint32_t epoch_on_host) {
     TPK_TRY(check_group(group));
     if (pipeline == nullptr) return refuse("pipeline is NULL");
     TPK_TRY(check_range("lane", lane, 0, static_cast<long long>(pipeline->lanes.size()) - 1));
@@ -194,7 +173,7 @@ TPK_API int tpk_pipeline_run(tpk_pipeline* pipeline, int32_t lane, const tpk_gro
             TPK_TRY(tpk_wait(group, op, chunk.chunk, std::uint64_t{1} << chunk.wait_peer, stream));
         }
         TPK_TRY(copy(chunk, stream));
-        TPK_TRY(tell(*group, chunk, {raise, epoch_on_host, fingerprint}, stream));
+        TPK_TRY(tell(*group, chunk, {raise, epoch_on_host}, stream));
     }
     return 0;
 }

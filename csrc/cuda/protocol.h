@@ -166,4 +166,14 @@ TPK_DEVICE void arrive_of_block(const Group& group, Signal current) {
     }
 }
 
+// All threads of the block, after their last read of slots: fails if a peer has.  A rank that has failed can not call
+// back the copies that it has enqueued, and those may have overwritten what was read here; its poison came before them.
+TPK_DEVICE void check_peers_of_block(const Group& group, Signal current, int op) {
+    sync_block();
+    if (thread_index() != 0) return;
+    const Signal poison = load_acquire_system(group.pads[group.rank] + kPoison);
+    if (poison == 0) return;
+    fail(group, TPK_POISONED, {op, static_cast<int>(poison) - 1, -1}, current, epoch_of(current), poison, 0);
+}
+
 }  // namespace tpk

@@ -80,6 +80,7 @@ TPK_DEVICE void reduce_rows(const Group& group, const Reduction<In, Out>& job) {
     // Chunks without rows, and those of other blocks: a rank has heard of every peer before its call ends.
     if (job.num_chunks > 0 && block_index() == 0)
         wait_chunk_of_block(group, current, others, job.num_chunks - 1, job.op);
+    check_peers_of_block(group, current, job.op);
 }
 
 template <typename In, typename Out>

@@ -91,7 +91,7 @@ TPK_API int tpk_failure_create(tpk_failure** host, tpk_failure** device) {
 TPK_API int tpk_failure_destroy(tpk_failure* host) { return static_cast<int>(cudaFreeHost(host)); }
 
 TPK_API int tpk_load_kernels(void) {
-    TPK_TRY(load(begin_call, meet, signal_chunk, wait_chunk, raise_flag, wait_flag));
+    TPK_TRY(load(begin_call, end_call, meet, signal_chunk, wait_chunk, raise_flag, wait_flag));
     TPK_TRY(load_reduce_kernels());
     return load_all_reduce_kernels();
 }
@@ -100,6 +100,12 @@ TPK_API int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("slot", slot, 0, kSlots - 1));
     begin_call<<<1, lanes(*group), 0, as_stream(stream)>>>(to_device(*group), op, slot, fingerprint);
+    return launched();
+}
+
+TPK_API int tpk_end(const tpk_group* group, int32_t op, void* stream) {
+    TPK_TRY(check_group(group));
+    end_call<<<1, 32, 0, as_stream(stream)>>>(to_device(*group), op);
     return launched();
 }
 

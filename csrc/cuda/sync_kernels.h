@@ -40,6 +40,9 @@ TPK_KERNEL wait_chunk(TPK_ARGUMENT Group group, std::uint64_t sources, int chunk
     wait_chunk_of_block(group, group.state->current, sources, chunk, op);
 }
 
+// The end of a call whose slots were read by copies: those that were joined to this stream.
+TPK_KERNEL end_call(TPK_ARGUMENT Group group, int op) { check_peers_of_block(group, group.state->current, op); }
+
 // Flags lie in this rank's own memory: copies tell a GEMM that a chunk has come, a GEMM tells copies that one may go.
 TPK_KERNEL raise_flag(TPK_ARGUMENT Group group, std::uint32_t* flag) {
     if (thread_index() == 0 && !has_failed(group)) store_release_system(flag, epoch_of(group.state->current));

@@ -376,6 +376,35 @@ void one_kernel_gives_up(int size, unsigned seed) {
     });
 }
 
+// Rank 0 fails while rank 1 has not yet read the last call, and what it had enqueued goes on: it overwrites rank 1's
+// slot.
+void copies_go_on_after_a_failure() {
+    const char* const scenario = "copies go on after a failure";
+    World world(2, 1, 0, 30'000);
+    std::atomic<bool> overwritten{false};
+    world.run([&](Rank& me) {
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 2, 0, 1); });
+        sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~bit(me.group.rank), 0); });
+        if (me.group.rank == 0) {
+            me.group.timeout_ns = kShortTimeout;
+            sim::launch(1, kThreads, [&] { begin_call(me.group, 3, 0, 2); });
+            expect(failure_of(me, scenario).kind == TPK_TIMEOUT, scenario, me.failure);
+            world.at(1).slots[0][0] = 5;
+            overwritten = true;
+            return;
+        }
+        while (!overwritten) std::this_thread::yield();
+        Reduction<float, float> job = {};
+        for (int source = 0; source < 2; ++source) job.parts[source] = me.slots[0].data();
+        job.out = me.out.data();
+        job.rows = job.columns = job.num_chunks = 1;
+        plan_tiles(job, kThreads);
+        sim::launch(1, kThreads, [&] { reduce<float, float>(me.group, job); });
+        const Failure& f = failure_of(me, scenario);
+        expect(f.kind == TPK_POISONED && f.peer == 0 && f.epoch == 1, scenario, f);
+    });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -390,6 +419,7 @@ int main(int argc, char** argv) {
         one_is_missing(size, static_cast<unsigned>(number(3)), false);
         one_is_missing(size, static_cast<unsigned>(number(3)), true);
         one_disagrees(size, static_cast<unsigned>(number(3)));
+        copies_go_on_after_a_failure();
         one_kernel_gives_up(size, static_cast<unsigned>(number(3)));
     } else if (scenario == "numbers") {
         check_numbers<Bf16>();

@@ -127,7 +127,7 @@ def check_reduce_scatter(ranks: VirtualRanks, pipelines: list[Pipeline], call: i
             for chunk, (start, stop) in enumerate(partition.chunk_ranges(rows[owner], num_chunks))
         ]  # fmt: skip
         array = (Chunk * num_chunks)(*chunks)
-        pipelines[rank].run(0, group, array, op=2, how=how, epoch_on_host=call, fingerprint=call)
+        pipelines[rank].run(0, group, array, op=2, how=how, epoch_on_host=call)
 
     def work(rank: int, group: Group, stream: int) -> None:
         group.begin(op=2, slot=slot, fingerprint=call, stream=stream)

@@ -98,6 +98,9 @@ FAULTS = {
     "peers are not told of a failure": Fault(
         PROTOCOL, {"group.pads[peer] + kPoison,": "group.pads[peer] + (FAULT ? 1 : kPoison),"}, "failures 2 1", "WRONG"
     ),
+    "a peer's failure is not looked for after the last read": Fault(
+        PROTOCOL, {"if (poison == 0) return;": "if (poison == 0 || FAULT) return;"}, "failures 2 1", "WRONG"
+    ),
     "fingerprints are not compared": Fault(
         PROTOCOL, {"|| seen == current)": "|| seen == current || FAULT)"}, "failures 2 1", "WRONG"
     ),

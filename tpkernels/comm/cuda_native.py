@@ -60,7 +60,7 @@ class Dtype(IntEnum):
 
 
 class Raise(IntEnum):
-    """How a flag is raised on a side stream: enum tpk_raise."""
+    """How a local flag is raised on a side stream: enum tpk_raise."""
 
     KERNEL, COPY, WRITE_VALUE = 0, 1, 2
 
@@ -121,6 +121,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_failure_create": (_PTR, _PTR),
     "tpk_failure_destroy": (_PTR,),
     "tpk_begin": (_PTR, _I32, _I32, _U32, _PTR),
+    "tpk_end": (_PTR, _I32, _PTR),
     "tpk_barrier": (_PTR, _I32, _U32, _PTR),
     "tpk_signal": (_PTR, _I32, _U64, _PTR),
     "tpk_wait": (_PTR, _I32, _I32, _U64, _PTR),
@@ -130,7 +131,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_pipeline_destroy": (_PTR,),
     "tpk_pipeline_fork": (_PTR, _PTR),
     "tpk_pipeline_join": (_PTR, _PTR),
-    "tpk_pipeline_run": (_PTR, _I32, _PTR, _I32, _PTR, _I64, _I32, _U32, _U32),
+    "tpk_pipeline_run": (_PTR, _I32, _PTR, _I32, _PTR, _I64, _I32, _U32),
     "tpk_reduce": (_PTR, _I32, _I32, _I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _I32, _PTR),
     "tpk_all_reduce": (_PTR, _I32, _I32, _PTR, _PTR, _PTR, _I64, _I64, _PTR, _I32, _U32, _PTR),
 }
@@ -318,6 +319,9 @@ class Group:
     def begin(self, *, op: int, slot: int, fingerprint: int, stream: int) -> None:
         self._library.call("tpk_begin", self.address, op, slot, fingerprint, stream)
 
+    def end(self, *, op: int, stream: int) -> None:
+        self._library.call("tpk_end", self.address, op, stream)
+
     def barrier(self, *, op: int, fingerprint: int, stream: int) -> None:
         self._library.call("tpk_barrier", self.address, op, fingerprint, stream)
 
@@ -382,13 +386,12 @@ class Pipeline:
 
     def run(
         self, lane: int, group: Group, chunks: ctypes.Array[Chunk], *, op: int, how: Raise = Raise.KERNEL,
-        epoch_on_host: int = 0, fingerprint: int = 0,
+        epoch_on_host: int = 0,
     ) -> None:  # fmt: skip
         """Enqueue the copies, in order, on side stream `lane`. `(Chunk * n)(...)` makes the array; it may be reused."""
         self._library.call(
-            "tpk_pipeline_run", self._pipeline, lane, group.address, op, chunks, len(chunks), how, epoch_on_host,
-            fingerprint,
-        )  # fmt: skip
+            "tpk_pipeline_run", self._pipeline, lane, group.address, op, chunks, len(chunks), how, epoch_on_host
+        )
 
     def close(self) -> None:
         if self._pipeline.value is not None:
