@@ -123,7 +123,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
     shape = {**SHAPE, "m": variant.m}
     config = configure(
         capability=variant.capability,
-        num_sms={80: 108, 90: 132, 100: 148}[variant.capability],
+        num_sms={80: 108, 100: 148}.get(variant.capability, 132),
         dtype=variant.dtype,
         dual=variant.activation == "swiglu",
         pointers=variant.pointers,

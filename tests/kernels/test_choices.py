@@ -72,16 +72,17 @@ def test_a_configuration_prints_all_that_it_decides() -> None:
 
 @given(
     st.integers(0, 300_000), st.integers(0, 60_000), st.integers(0, 60_000), st.integers(1, 64),
-    st.sampled_from(sorted(DTYPES)), st.sampled_from([(90, 132), (100, 148), (120, 170)]),
+    st.sampled_from(sorted(DTYPES)), st.sampled_from([(89, 142, 99), (90, 132, 227), (100, 148, 227), (120, 170, 99)]),
+    st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_every_problem_has_a_configuration_that_fits(
-    m: int, n: int, k: int, world_size: int, dtype: str, gpu: tuple[int, int]
+    m: int, n: int, k: int, world_size: int, dtype: str, gpu: tuple[int, int, int], dual: bool, pointers: bool
 ) -> None:
-    capability, num_sms = gpu
+    capability, num_sms, shared_kib = gpu
     moved = DTYPES[dtype] * k
     found = configure(
         capability=capability, num_sms=num_sms, m=m, n=n, k=k, dtype=dtype, world_size=world_size,
-        moved_row_bytes=moved, reserved_sms=8,
+        moved_row_bytes=moved, reserved_sms=8, dual=dual, pointers=pointers,
     )  # fmt: skip
     assert found.num_programs == num_sms - 8
     shard = -(-m // world_size)
@@ -90,8 +91,8 @@ def test_every_problem_has_a_configuration_that_fits(
         assert -(-shard // found.num_chunks) * moved >= MIN_CHUNK_BYTES
     if found.descriptors:
         assert dtype != "float32" and k * DTYPES[dtype] % 16 == 0
-    stage = (found.block_m + found.block_n) * found.block_k * DTYPES[dtype]
-    assert stage * found.num_stages <= 227 * 1024
+    stage = (found.block_m + found.block_n * (2 if dual else 1)) * found.block_k * DTYPES[dtype]
+    assert stage * found.num_stages <= shared_kib * 1024
 
 
 def test_chunks_feed_whole_waves() -> None:

@@ -108,10 +108,10 @@ def _tile(
         return (64 if shard > 32 else 32), 64, 32, 8, 3
     block_k = 128 if dtype == "float8_e4m3fn" else 64
     if shard <= 16:
-        return 16, 64, 2 * block_k, 4, 4  # the weight is read once, by as many CTAs as there can be
+        return 16, 32 if dual else 64, 2 * block_k, 4, 4  # the weight is read once, by as many CTAs as there can be
     if shard <= 64 or n <= 64:
         return 64, 64 if dual else 128, block_k, 4, 4
-    if capability >= 90:
+    if 90 <= capability < 120:  # 120 and 121, like 86 and 89, have 99 KiB of shared memory, not 163 or more
         # One accumulator of 128 x 256 in fp32 is 128 registers a thread with 8 warps; two weights share that budget.
         # So do fp8 products on sm_90, which add up a second time outside of the tensor core, and pointers to operands.
         halved = dual or n <= 128 or not descriptors or (dtype == "float8_e4m3fn" and capability < 100)
