@@ -122,7 +122,7 @@ def test_a_peer_that_died_between_known_calls_is_named(pool_of: Any, call: str) 
     check_lost(pool_of(2).run(die_between_calls, 1, [call], call, return_exceptions=True), 1)
 
 
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 0), (3, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1), (4, 2)])
 def test_a_peer_that_died_before_a_new_signature_is_named(pool_of: Any, world: int, victim: int) -> None:
     results = pool_of(world).run(
         die_between_calls, victim, ["all_reduce"], "matmul_reduce_scatter", return_exceptions=True
@@ -130,7 +130,7 @@ def test_a_peer_that_died_before_a_new_signature_is_named(pool_of: Any, world: i
     check_lost(results, victim)
 
 
-@pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0)])
 def test_a_peer_that_died_before_its_first_call_is_named(pool_of: Any, world: int, victim: int) -> None:
     check_lost(pool_of(world).run(die_between_calls, victim, [], "all_gather_matmul", return_exceptions=True), victim)
 
