@@ -56,28 +56,25 @@ def make_call(call: str, group: Any) -> None:
     }[call]()
 
 
-def pages_of_own_segment(group: Any) -> int:
-    """Bytes of the segment that this rank alone maps writable and that are really there."""
-    status = os.fstat(own_file())
-    return status.st_blocks * 512
-
-
-def own_file() -> int:
-    """The newest data segment that this process holds open."""
-    links = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)}
-    return max(fd for fd, target in links.items() if "tpkernels-data" in target)
-
-
-def is_open(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
+def data_segments() -> dict[int, int]:
+    """Bytes that are really there of each data segment that this process holds open, by inode: its own ones."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{fd}"
+        if os.path.islink(link) and "tpkernels-data" in os.readlink(link):
+            status = os.stat(link)
+            found[status.st_ino] = status.st_blocks * 512
+    return found
 
 
 def memory_of(call: str) -> tuple[int, int]:
+    before = data_segments()
     with new_group() as group:
         make_call(call, group)
         segments = resolve(group).shared
         assert segments is not None
-        return int(segments.channel.capacity), pages_of_own_segment(group)
+        (pages,) = [size for inode, size in data_segments().items() if inode not in before]
+        return int(segments.channel.capacity), pages
 
 
 @pytest.mark.parametrize("call", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
