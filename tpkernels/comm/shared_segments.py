@@ -25,7 +25,7 @@ from tpkernels.comm.native import ABI, native, why_not
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
 
-__all__ = ["SharedSegments", "ensure", "native_dtype"]
+__all__ = ["SharedSegments", "ensure", "header_text", "native_dtype"]
 
 # Ranks that share cores must not spin; ranks with a core each lose less by spinning than by sleeping (a futex sleep
 # and wake-up cost 10-60 us).
@@ -46,11 +46,6 @@ class SharedSegments:
             self._bytes = [torch.frombuffer(channel.segment(rank), dtype=torch.uint8) for rank in range(group.size)]
         self._typed: dict[torch.dtype, list[Tensor]] = {}
         self._slot_bytes = int(self._module.SLOT_BYTES)
-
-    @property
-    def max_bytes(self) -> int:
-        """What a call may stage at most."""
-        return self._slot_bytes
 
     def reserve(self, num_bytes: int) -> None:
         """Make room for ``num_bytes`` per call on every rank.  Collective: all ranks must ask for the same.

@@ -120,7 +120,6 @@ def all_gather_matmul(
         return_gathered or (save_gathered and needs_grad),
         activation is not None and needs_grad,
         implementation,
-        needs_grad=needs_grad,
     )
     y = outputs[0] if single else outputs[: len(weights)]
     return (y, outputs[-1]) if return_gathered else y

@@ -195,6 +195,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     identity = 1 + group.agreements % (transport.MAX_SIGNATURES - 1)
     text = str(signature)
     fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    text = shared_segments.header_text(text, fingerprint)
     plan = _Plan(identity, implementation, min(chunks, max(1, layout.max_shard_rows)), explanation, text, fingerprint)
     group.remember(signature, plan)
     return plan

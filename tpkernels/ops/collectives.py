@@ -28,7 +28,7 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
 from tpkernels.ops.contract import AllReduce, ReduceScatter
-from tpkernels.ops.library import call, define, is_plain, wants_grad
+from tpkernels.ops.library import call, define, is_plain
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.matmul_reduce_scatter import scatter_layout
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
@@ -61,9 +61,8 @@ def all_gather(
     if process_group(group).size() == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
-    return cast(
-        Tensor, torch.ops.tpkernels.all_gather(x, group_name(group), dim, sizes, replicated_grad, implementation)
-    )
+    arguments = (x, group_name(group), dim, sizes, replicated_grad, implementation)
+    return cast(Tensor, call("all_gather", *arguments))
 
 
 def reduce_scatter(
@@ -80,7 +79,7 @@ def reduce_scatter(
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
     arguments = (x, group_name(group), dim, sizes, implementation)
-    return cast(Tensor, call("reduce_scatter", *arguments, needs_grad=wants_grad(x)))
+    return cast(Tensor, call("reduce_scatter", *arguments))
 
 
 def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:

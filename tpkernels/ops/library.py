@@ -51,13 +51,13 @@ def define(
         _LIBRARY.impl(name, _autocast_kernel(name, device, key, casts=autocast), key)
 
 
-def call(name: str, *args: Any, needs_grad: bool) -> Any:
+def call(name: str, *args: Any) -> Any:
     """``torch.ops.tpkernels.<name>(*args)``, or its kernel where that is the same (see :func:`is_plain`)."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     for arg in args:
         if isinstance(arg, list):
             tensors += [item for item in arg if isinstance(item, Tensor)]
-    if needs_grad or not is_plain(*tensors):
+    if not is_plain(*tensors):
         return getattr(torch.ops.tpkernels, name)(*args)
     return _KERNELS[name](*args)
 

@@ -26,7 +26,7 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights, plain_linear
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
-from tpkernels.ops.library import call, define, wants_grad
+from tpkernels.ops.library import call, define
 from tpkernels.ops.shapes import flat, start_gather
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -90,7 +90,6 @@ def matmul_reduce_scatter(
             scatter_dim,
             None if shard_sizes is None else list(shard_sizes),
             implementation,
-            needs_grad=wants_grad(x, weight, bias),
         ),
     )
 
