@@ -80,7 +80,7 @@ class Problem:
 class Costs:
     """What a group's machines and link were measured to do; rates of the slowest rank.
 
-    ``copy_gbytes`` and ``signal_us`` are those of memory that ranks of one host share (built-in values where they do not).
+    ``copy_gbytes`` and ``signal_us`` are those of memory that ranks of one host share (built-in values elsewhere).
 
     ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
     sockets on one host, near 0 for a network card or a copy engine.
