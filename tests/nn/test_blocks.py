@@ -236,5 +236,3 @@ def test_an_mlp_of_parts_that_do_not_fit_is_refused(ranks: Pools, what: str, mes
     for error in ranks(2).run(mlp_errors, what, return_exceptions=True, timeout=LIMIT_S):
         with pytest.raises(ValueError, match=message):
             raise error
-
-

@@ -42,9 +42,7 @@ def chain_equals_linears(
         sequence_dim=dim,
         save_gathered=save,
     )
-    down = RowParallelLinear.from_linear(
-        reference.down, mesh, sequence_parallel=sequence_parallel, sequence_dim=dim
-    )
+    down = RowParallelLinear.from_linear(reference.down, mesh, sequence_parallel=sequence_parallel, sequence_dim=dim)
     parallel = nn.ModuleDict({"up": up, "down": down})
     x = torch.randn((2, sequence, 7) if dim == -2 else (sequence, 2, 7), dtype=dtype, requires_grad=True)
     g = torch.randn_like(x)
@@ -179,9 +177,7 @@ def new_layers_equal_linear_under_one_seed(build: str) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("build", ["column", "row"])
-def test_a_new_layer_has_the_weights_of_a_linear_made_under_the_same_seed(
-    ranks: Pools, world: int, build: str
-) -> None:
+def test_a_new_layer_has_the_weights_of_a_linear_made_under_the_same_seed(ranks: Pools, world: int, build: str) -> None:
     ranks(world).run(new_layers_equal_linear_under_one_seed, build, timeout=LIMIT_S)
 
 

@@ -204,6 +204,12 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
         ("all_reduce", (t(7, 8), name)),
         ("copy_to_group", (t(7, 8, r=0), name)),
         ("shard", (t(7, 8, r=0), name, 0, None)),
+        ("own_ids", (torch.arange(whole).view(1, -1), whole, sum(uneven[:rank]), own, name)),
+        ("cross_entropy", (t(2, 1, own), torch.tensor([[0], [-7]]), name, uneven, -7, 0.1, 0.5, 1)),
+        ("cross_entropy_backward", (
+            t(2, r=0, **plain), t(2, own, **plain), torch.tensor([0, -7]), t(2, r=0, **plain), t(2, r=0, **plain), name,
+            uneven, -7, 0.1, 0.5, 1,
+        )),
     ]  # fmt: skip
 
 

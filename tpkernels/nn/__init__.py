@@ -1,4 +1,5 @@
-"""Tensor-parallel modules: column and row linears, the feed-forward block, norms, replicated parameters.
+"""Tensor-parallel modules: column and row linears, the embedding and the loss of a cut vocabulary, the
+feed-forward block, norms, replicated parameters.
 
 All parameters are DTensors on the group's one-dimensional mesh, so that optimizers, ``clip_grad_norm_``, FSDP2 and
 distributed checkpoints see one model.  With ``sequence_parallel`` the modules sum the gradients of replicated
@@ -6,6 +7,8 @@ parameters over the group themselves.
 """
 
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
+from tpkernels.nn.cross_entropy import vocab_parallel_cross_entropy
+from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.replicated import replicate_parameters
@@ -18,5 +21,7 @@ __all__ = [
     "ParallelMLP",
     "RMSNorm",
     "RowParallelLinear",
+    "VocabParallelEmbedding",
     "replicate_parameters",
+    "vocab_parallel_cross_entropy",
 ]

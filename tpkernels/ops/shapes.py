@@ -51,9 +51,14 @@ def shard_shape(x: Tensor, dim: int, size: int) -> list[int]:
     return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
 
 
-def start_gather(group: Group, x2d: Tensor, layout: Layout, implementation: str) -> Callable[[], Tensor]:
-    """Post an all-gather; returns the function that waits for it.  See :class:`~tpkernels.ops.contract.AllGather`."""
-    signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation)
+def start_gather(
+    group: Group, x2d: Tensor, layout: Layout, implementation: str, detail: str = ""
+) -> Callable[[], Tensor]:
+    """Post an all-gather; returns the function that waits for it.  See :class:`~tpkernels.ops.contract.AllGather`.
+
+    ``detail``: what else the ranks must have in common.
+    """
+    signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation, detail)
     if layout.feature:
         signature = signature._replace(columns=sum(layout.sizes))
     return cast(Callable[[], Tensor], calling.start(group, signature, 0, AllGather(x2d, layout), x2d.device))
