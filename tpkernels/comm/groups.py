@@ -26,6 +26,7 @@ from tpkernels.errors import CommunicationError, GroupPoisoned
 if TYPE_CHECKING:
     from tpkernels.comm.liveness import Identity
     from tpkernels.comm.shared_segments import SharedSegments
+    from tpkernels.comm.symmetric_channels import SymmetricChannels
 
 __all__ = ["Group", "GroupLike", "InFlight", "group_name", "init", "process_group", "resolve"]
 
@@ -84,6 +85,10 @@ class Group:
     """The memory that the ranks share, see :mod:`tpkernels.comm.shared_segments`."""
     no_shared_memory: str | None = UNTRIED
     """Why there is none, the same on all ranks."""
+    symmetric: SymmetricChannels | None = None
+    """The memory that the ranks' GPUs share, see :mod:`tpkernels.comm.symmetric_memory`."""
+    no_symmetric_memory: str | None = UNTRIED
+    """Why there is none, the same on all ranks."""
     costs: dict[torch.dtype, Any] = field(default_factory=dict)
     """Costs that the ranks agreed on, by dtype."""
 
@@ -106,6 +111,12 @@ class Group:
     def co_located(self) -> bool:
         """Whether all ranks were proved to run on this host (known once the ranks have met)."""
         return bool(self.peers) and all(peer.is_local for peer in self.peers)
+
+    def why_not_symmetric(self, device: str) -> str | None:
+        """Why tensors on ``device`` have no symmetric memory here; None if they have."""
+        if self.symmetric is not None and self.symmetric.device.kind != device:
+            return f"symmetric memory of this group serves tensors on {self.symmetric.device.kind}, these are on {device}"
+        return self.no_symmetric_memory
 
     def enter(self, call: int, signature: Hashable) -> None:
         self.in_flight = InFlight(call, signature, time.monotonic())
