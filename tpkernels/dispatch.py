@@ -52,6 +52,8 @@ class Problem:
     co_located: bool = False
     no_shared_memory: str | None = "the ranks share no memory"
     """Why the ranks have no shared memory; None if they have."""
+    no_symmetric_memory: str | None = "symmetric memory is for GPUs with access to each other's memory"
+    """Why the ranks have no symmetric memory; None if they have."""
 
     @property
     def wire_bytes(self) -> int:

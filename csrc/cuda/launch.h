@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define TPK_CUDA_ABI 1
+#define TPK_CUDA_ABI 2
 #define TPK_MAX_RANKS 64
 #define TPK_MAX_CHUNKS 64
 #define TPK_SLOTS 2
@@ -111,6 +111,8 @@ int tpk_wait_flag(const tpk_group* group, int32_t op, int32_t chunk, const uint3
 /* Side streams of the current device, for copies.  Create and destroy: not in capture. */
 int tpk_pipeline_create(int32_t streams, tpk_pipeline** pipeline);
 int tpk_pipeline_destroy(tpk_pipeline* pipeline);
+/* Side stream `lane`, for what else is to run there; it lives as long as the pipeline. */
+int tpk_pipeline_stream(const tpk_pipeline* pipeline, int32_t lane, void** stream);
 /* Everything enqueued by tpk_pipeline_run waits for what `stream` holds now / `stream` waits for all of it. */
 int tpk_pipeline_fork(tpk_pipeline* pipeline, void* stream);
 int tpk_pipeline_join(tpk_pipeline* pipeline, void* stream);

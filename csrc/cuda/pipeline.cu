@@ -135,6 +135,13 @@ TPK_API int tpk_pipeline_destroy(tpk_pipeline* pipeline) {
     return 0;
 }
 
+TPK_API int tpk_pipeline_stream(const tpk_pipeline* pipeline, int32_t lane, void** stream) {
+    if (pipeline == nullptr || stream == nullptr) return refuse("pipeline or stream is NULL");
+    TPK_TRY(check_range("lane", lane, 0, static_cast<long long>(pipeline->lanes.size()) - 1));
+    *stream = pipeline->lanes[static_cast<std::size_t>(lane)];
+    return 0;
+}
+
 TPK_API int tpk_pipeline_fork(tpk_pipeline* pipeline, void* stream) {
     if (pipeline == nullptr) return refuse("pipeline is NULL");
     TPK_TRY(cudaEventRecord(pipeline->begin, as_stream(stream)));

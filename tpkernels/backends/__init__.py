@@ -3,5 +3,6 @@
 from tpkernels.backends import unfused  # noqa: I001  (the order is that of the listing)
 from tpkernels.backends import chunked
 from tpkernels.backends import shared_memory
+from tpkernels.backends import symmetric
 
-__all__ = ["chunked", "shared_memory", "unfused"]
+__all__ = ["chunked", "shared_memory", "symmetric", "unfused"]

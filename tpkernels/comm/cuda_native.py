@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 # Equal to the constants of csrc/cuda/launch.h; a test compares them.
-ABI = 1
+ABI = 2
 MAX_RANKS, MAX_CHUNKS, SLOTS = 64, 64, 2
 PAD_BYTES, STATE_BYTES = 33408, 32
 STATE_EPOCH_OFFSET, STATE_FAILED_OFFSET = 0, 8
@@ -129,6 +129,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_wait_flag": (_PTR, _I32, _I32, _PTR, _PTR),
     "tpk_pipeline_create": (_I32, _PTR),
     "tpk_pipeline_destroy": (_PTR,),
+    "tpk_pipeline_stream": (_PTR, _I32, _PTR),
     "tpk_pipeline_fork": (_PTR, _PTR),
     "tpk_pipeline_join": (_PTR, _PTR),
     "tpk_pipeline_run": (_PTR, _I32, _PTR, _I32, _PTR, _I64, _I32, _U32),
@@ -295,6 +296,12 @@ class Group:
         return ctypes.addressof(self._group)
 
     @property
+    def failure_on_device(self) -> int:
+        """Of the failure record, as kernels address it."""
+        address: int = self._group.failure
+        return address
+
+    @property
     def others(self) -> int:
         """All ranks but this one, a bit each."""
         return ((1 << self.world_size) - 1) & ~(1 << self.rank)
@@ -375,6 +382,12 @@ class Pipeline:
         self._library = cuda
         self._pipeline = ctypes.c_void_p()
         cuda.call("tpk_pipeline_create", streams, ctypes.byref(self._pipeline))
+
+    def stream(self, lane: int) -> int:
+        """Side stream `lane`, for what else is to run there."""
+        found = ctypes.c_void_p()
+        self._library.call("tpk_pipeline_stream", self._pipeline, lane, ctypes.byref(found))
+        return found.value or 0
 
     def fork(self, stream: int) -> None:
         """What :meth:`run` enqueues from now on waits for what `stream` holds now."""

@@ -189,11 +189,14 @@ def all_gather_matmul(
     scale_weight: Tensor | None = None,
     scale_weight_up: Tensor | None = None,
     preactivation: Tensor | None = None,
+    rehearsal: bool = False,
 ) -> None:
     """Launch on the current stream, into `out` [M, N] (and `preactivation`, laid out alike).
 
     whole [M, K] and weight [N, K] have any strides along M and N; whole's K is contiguous, weight's where it can be.
     Scales (fp8 operands) are fp32: one element each, or one per row of whole and of weight.
+
+    A rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them.
 
     Raises:
         ValueError: operands that do not fit together, or that the kernel cannot take.
@@ -209,10 +212,10 @@ def all_gather_matmul(
         if other is not None and (other.shape != like.shape or other.stride() != like.stride()):
             raise ValueError(f"{name} {tuple(other.shape)} strides {other.stride()} must be laid out like its pair")
     scale: ScaleKind = scale_kind(scale_whole, scale_weight, m, n)
-    if m == 0 or n == 0:
+    if (m == 0 or n == 0) and not rehearsal:
         return
-    num_row_tiles = arrivals.order.shape[0]
-    tiles = num_row_tiles * triton.cdiv(n, config.block_n)
+    num_row_tiles = 0 if rehearsal else arrivals.order.shape[0]
+    tiles = max(1, num_row_tiles * triton.cdiv(n, config.block_n))
     kernel: Any = all_gather_matmul_kernel
     with torch.cuda.device_of(whole):
         kernel[(min(tiles, config.num_programs),)](

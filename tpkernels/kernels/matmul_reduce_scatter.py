@@ -161,10 +161,12 @@ def matmul_reduce_scatter(
     addend: Tensor | None = None,
     scale_x: Tensor | None = None,
     scale_weight: Tensor | None = None,
+    rehearsal: bool = False,
 ) -> None:
     """Launch on the current stream. x [M, K], its K contiguous; weight [N, K] with any strides; addend [M, N].
 
-    Nothing is announced for chunks without elements (no rows, or N = 0): their owner must not wait for them.
+    Nothing is announced for chunks without elements (no rows, or N = 0): their owner must not wait for them. A
+    rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them.
 
     Raises:
         ValueError: operands that do not fit together, or that the kernel cannot take.
@@ -173,10 +175,10 @@ def matmul_reduce_scatter(
     if departures.staging_dtype not in _STAGING:
         raise ValueError(f"staging_dtype ({departures.staging_dtype}) must be one of {', '.join(map(str, _STAGING))}")
     scale = scale_kind(scale_x, scale_weight, m, n)
-    if m == 0 or n == 0:
+    if (m == 0 or n == 0) and not rehearsal:
         return
-    num_row_tiles = departures.order.shape[0]
-    tiles = num_row_tiles * triton.cdiv(n, config.block_n)
+    num_row_tiles = 0 if rehearsal else departures.order.shape[0]
+    tiles = max(1, num_row_tiles * triton.cdiv(n, config.block_n))
     kernel: Any = matmul_reduce_scatter_kernel
     with torch.cuda.device_of(x):
         kernel[(min(tiles, config.num_programs),)](

@@ -5,7 +5,8 @@ covers, which chunk it belongs to, and whose it is. Rotation by rank, uneven sha
 not reach over the end of a chunk are nobody's business in device code, where a row tile costs the read of one entry.
 
 Chunks are cut as everywhere (`partition.chunk_ranges`, `chunk_begin` in csrc/common/schedule.h). A chunk without rows
-has no tiles: no kernel waits for it or announces it.
+has no tiles: no kernel waits for it or announces it. A shard of a dimension that is not the first (`Layout.outer` above
+1) lies in several segments of the whole; a tile ends where its segment does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from tpkernels.partition import chunk_ranges, offsets
+from tpkernels.partition import Layout, chunk_ranges
 
 __all__ = ["FIELDS", "RowTile", "all_gather_order", "as_table", "reduce_scatter_order"]
 
@@ -37,28 +38,32 @@ class RowTile:
 FIELDS = 8  # integers per entry of the table; the last is padding
 
 
-def all_gather_order(shard_rows: Sequence[int], num_chunks: int, tile_rows: int, rank: int) -> tuple[RowTile, ...]:
+def all_gather_order(shards: Sequence[int] | Layout, num_chunks: int, tile_rows: int, rank: int) -> tuple[RowTile, ...]:
     """Own shard first, then the peers' as they arrive: chunk c of every peer before chunk c + 1 of any.
 
     All peers send at once, so their first chunks arrive at about the same time.
     """
-    world_size = len(shard_rows)
+    layout = _layout(shards)
+    world_size = len(layout.sizes)
     peers = [(rank + step) % world_size for step in range(1, world_size)]
     turns = [(rank, chunk) for chunk in range(num_chunks)]
     turns += [(peer, chunk) for chunk in range(num_chunks) for peer in peers]
-    return _tiles(shard_rows, num_chunks, tile_rows, turns)
+    return _tiles(layout, num_chunks, tile_rows, turns)
 
 
-def reduce_scatter_order(shard_rows: Sequence[int], num_chunks: int, tile_rows: int, rank: int) -> tuple[RowTile, ...]:
+def reduce_scatter_order(
+    shards: Sequence[int] | Layout, num_chunks: int, tile_rows: int, rank: int
+) -> tuple[RowTile, ...]:
     """Remote owners' rows first, so that they can leave while the rest is computed; own rows last.
 
     Chunk c of every peer comes before chunk c + 1 of any, which keeps all links busy from the first chunk on.
     """
-    world_size = len(shard_rows)
+    layout = _layout(shards)
+    world_size = len(layout.sizes)
     peers = [(rank + step) % world_size for step in range(1, world_size)]
     turns = [(peer, chunk) for chunk in range(num_chunks) for peer in peers]
     turns += [(rank, chunk) for chunk in range(num_chunks)]
-    return _tiles(shard_rows, num_chunks, tile_rows, turns)
+    return _tiles(layout, num_chunks, tile_rows, turns)
 
 
 def as_table(tiles: Sequence[RowTile]) -> list[list[int]]:
@@ -66,17 +71,23 @@ def as_table(tiles: Sequence[RowTile]) -> list[list[int]]:
     return [[*astuple(tile), 0] for tile in tiles]
 
 
-def _tiles(
-    shard_rows: Sequence[int], num_chunks: int, tile_rows: int, turns: Sequence[tuple[int, int]]
-) -> tuple[RowTile, ...]:
-    shard_starts = offsets(shard_rows)
-    chunks = [chunk_ranges(rows, num_chunks) for rows in shard_rows]
+def _layout(shards: Sequence[int] | Layout) -> Layout:
+    """That of shards which are so many consecutive rows each, or the one that is given."""
+    if not isinstance(shards, Layout):
+        return Layout(1, tuple(shards), 1)
+    if shards.feature:
+        raise ValueError(f"a kernel's shards are rows, these are features: {shards}")
+    return shards
+
+
+def _tiles(layout: Layout, num_chunks: int, tile_rows: int, turns: Sequence[tuple[int, int]]) -> tuple[RowTile, ...]:
+    chunks = [chunk_ranges(layout.shard_rows(rank), num_chunks) for rank in range(len(layout.sizes))]
     found = []
     for rank, chunk in turns:
-        start, stop = chunks[rank][chunk]
-        chunk_tiles = -(-(stop - start) // tile_rows)
-        for offset in range(start, stop, tile_rows):
-            rows = min(tile_rows, stop - offset)
-            row, slot = shard_starts[rank] + offset, rank * num_chunks + chunk
-            found.append(RowTile(row, rows, rank, chunk, slot, offset, chunk_tiles))
+        segments = layout.segments(rank, *chunks[rank][chunk])
+        chunk_tiles = sum(-(-(segment.stop - segment.start) // tile_rows) for segment in segments)
+        for segment in segments:
+            for offset in range(segment.start, segment.stop, tile_rows):
+                rows, row = min(tile_rows, segment.stop - offset), segment.dst + offset - segment.start
+                found.append(RowTile(row, rows, rank, chunk, rank * num_chunks + chunk, offset, chunk_tiles))
     return tuple(found)

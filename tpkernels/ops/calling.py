@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch, partition
-from tpkernels.comm import agreement, calibration, monitor, shared_segments, transport
+from tpkernels.comm import agreement, calibration, monitor, shared_segments, symmetric_memory, transport
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
@@ -62,6 +62,7 @@ class _Plan:
     id: int
     implementation: Implementation
     num_chunks: int
+    forced_chunks: bool
     explanation: Explanation
     text: str
     fingerprint: int
@@ -75,6 +76,7 @@ class _Plan:
             self.fingerprint,
             self.explanation.problem,
             self.explanation.costs,
+            self.forced_chunks,
         )
 
 
@@ -183,6 +185,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
                 f"rank {group.rank}, call {call}: TPKERNELS_{_SETTINGS[name]} differs between ranks: {values}"
             )
     shared_segments.ensure(group, call)
+    symmetric_memory.ensure(group, call, device)
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
     measure = signature.implementation == "auto" and settings.calibrate and group.size > 1
     costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
@@ -196,7 +199,9 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     text = str(signature)
     fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     text = shared_segments.header_text(text, fingerprint)
-    plan = _Plan(identity, implementation, min(chunks, max(1, layout.max_shard_rows)), explanation, text, fingerprint)
+    chunks = min(chunks, max(1, layout.max_shard_rows))
+    forced = settings.num_chunks is not None
+    plan = _Plan(identity, implementation, chunks, forced, explanation, text, fingerprint)
     group.remember(signature, plan)
     return plan
 
@@ -217,6 +222,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         backend=group.backend,
         co_located=group.co_located,
         no_shared_memory=group.no_shared_memory,
+        no_symmetric_memory=group.why_not_symmetric(device.type),
     )
 
 
@@ -261,6 +267,7 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
         monitor.ensure_running()
         agreement.exchange_records(group, call, agreement.Record(name, {}))
         shared_segments.ensure(group, call)
+        symmetric_memory.ensure(group, call, target)
         return _agreed_costs(group, call, dtype, target) if config.load().calibrate else Costs()
 
     costs = _guarded(group, name, work)
@@ -270,5 +277,6 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
         backend=group.backend,
         co_located=group.co_located,
         no_shared_memory=group.no_shared_memory,
+        no_symmetric_memory=group.why_not_symmetric(device),
     )
     return dispatch.select(problem, "auto", costs)[1]

@@ -52,6 +52,8 @@ class Context(NamedTuple):
     fingerprint: int
     problem: Problem
     costs: Costs
+    forced_chunks: bool = False
+    """Whether the user asked for ``num_chunks``; else a backend may cut otherwise, if it does so on all ranks."""
 
 
 @dataclass(frozen=True)

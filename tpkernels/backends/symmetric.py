@@ -1,0 +1,334 @@
+"""``symmetric``: GPUs that address each other's memory; copy engines move chunks while one GEMM kernel computes others.
+
+All-gather: each rank puts its shard into its slot and signals; copy engines pull the peers' chunks into the gathered
+tensor on side streams and raise a local flag behind each; one persistent Triton kernel per weight starts on the rank's
+own rows and takes the chunks as they come.  Reduce-scatter: the kernel computes the rows of remote owners first and
+announces finished chunks; copy engines push them into the owners' slots and signal; behind the GEMM a CUDA kernel sums
+the partials of all ranks in rank order, in fp32, adds the bias and rounds once.  All-reduce: one kernel that pushes to
+everybody and sums, for little data; else reduce-scatter, then all-gather.
+
+The gathered tensor is ordinary memory, so it can be given out; slots hold shards and partials, never results.  Shards
+of few rows, and of features, are gathered (or reduced) around a library GEMM: a kernel that reads the weight once per
+shard would cost more than it hides.
+
+Streams: everything is enqueued on the current stream, or forked from it and joined to it; the host waits for nothing
+once a call's kind is known, so calls can be captured in CUDA graphs after one that was not.  A wait that fails ends its
+kernels and leaves a record; the next call on the group, or whoever asks ``Group.symmetric.check()`` after having
+synchronised, raises, and outputs since then are void.
+
+One GPU, for tests and measurements: W processes with ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` in a gloo group run
+this very file (NCCL refuses several ranks on one GPU), each with a share of the SMs: set
+``Group.symmetric.device.num_sms`` on every rank before the first op.  Or W threads of one process, each with a stream,
+a ``Group`` made by hand, and a ``Device`` whose ``allocate`` hands out ordinary tensors of all of them: then
+``CUDA_DEVICE_MAX_CONNECTIONS=32``, and all spinning CTAs must fit at once.
+
+Ideas: copy-engine producers with signals after Flux and PyTorch's async TP; one GEMM over arriving chunks after Flux
+and Triton-distributed; remote rows first with a separate reducer after FlashOverlap and Flux.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels import dispatch
+from tpkernels.backends.blocks import Epilogue, gemm
+from tpkernels.backends.exchange import whole_like
+from tpkernels.backends.launches import Launch, gather_launches, scatter_launch
+from tpkernels.backends.moves import (
+    DTYPES,
+    Matrix,
+    aligned,
+    largest_shard,
+    matrix_of,
+    part_bytes,
+    pull,
+    push,
+    reduce,
+)
+from tpkernels.comm.cuda_native import MAX_CHUNKS
+from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
+from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.ops.contract import (
+    AllGather,
+    AllGatherMatmul,
+    AllReduce,
+    Context,
+    Gathered,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    ReduceScatter,
+)
+from tpkernels.partition import Layout, array_split_sizes
+
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+]
+
+# Shards of fewer rows than a tile leave tensor cores idle, and the weight would be read once per shard.
+FUSE_FROM_ROWS = 64
+# Up to here every rank sends everything to every other. Beyond, two steps move less: (W - 1) n bytes against 2 n.
+ONE_SHOT_BYTES = 512 * 1024
+# What a call costs whose data is small: a dozen enqueued kernels and copies. Not measured yet.
+CALL_US = 30.0
+
+
+def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
+    channel, layout = _channels(context).main, call.layout
+    whole = whole_like(call.x, layout)
+    epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
+    launches: list[Launch] = []
+    num_chunks = 1
+    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS:
+        launches, num_chunks = gather_launches(context, channel, call, whole, epilogue)
+    _gather(channel, context, "all_gather_matmul", call.x, layout, whole, num_chunks, launches)
+    if not launches:
+        epilogue.fill(whole, 0)
+    return Gathered(epilogue.outs, epilogue.preactivations, whole if call.keep_whole else None)
+
+
+def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    layout = call.layout
+    channel, bias = _channels(context).main, _contiguous(call.bias)
+    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS:
+        return _scatter(channel, context, "matmul_reduce_scatter", _product(call), layout, bias, call.meanwhile)
+    return _fused_scatter(channel, context, "matmul_reduce_scatter", call, bias)
+
+
+def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
+    channel, like = _channels(context).main, call.xs[0]
+    rows, columns, bias = like.shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
+    layout = Layout(1, array_split_sizes(rows, channel.size), 1)
+    as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile)
+    if _is_one_shot(channel.size, rows * columns * like.element_size()):
+        partial = _product(as_scatter)
+        out = _one_shot(channel, context, "matmul_all_reduce", partial, bias)
+        call.meanwhile()
+        return out
+    if layout.max_shard_rows < FUSE_FROM_ROWS:
+        own = _scatter(channel, context, "matmul_all_reduce", _product(as_scatter), layout, bias, call.meanwhile)
+    else:
+        own = _fused_scatter(channel, context, "matmul_all_reduce", as_scatter, bias)
+    return _gather_sums(channel, context, "matmul_all_reduce", own, layout)
+
+
+def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
+    """On a channel of its own: an op may run until the caller asks for the whole."""
+    channel = _channels(context).side
+    whole = whole_like(call.x, call.layout)
+    channel.prepare(largest_shard(call.layout, call.x), context.fingerprint, context.text)
+    channel.begin("all_gather", context.fingerprint)
+    try:
+        pull(channel, "all_gather", call.x, call.layout, whole, 1, flags=False)
+    except BaseException:
+        channel.settle()
+        raise
+
+    def finish(kept: Tensor = call.x) -> Tensor:  # the shard is read until then
+        channel.end("all_gather")
+        return whole
+
+    return finish
+
+
+def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
+    return _scatter(_channels(context).main, context, "reduce_scatter", call.x, call.layout, None, _nothing)
+
+
+def all_reduce(context: Context, call: AllReduce) -> Tensor:
+    channel, x = _channels(context).main, call.x
+    if _is_one_shot(channel.size, x.numel() * x.element_size()):
+        return _one_shot(channel, context, "all_reduce", x, None)
+    layout = Layout(1, array_split_sizes(x.shape[0], channel.size), 1)
+    own = _scatter(channel, context, "all_reduce", x, layout, None, _nothing)
+    return _gather_sums(channel, context, "all_reduce", own, layout)
+
+
+# --- calls of the protocol --------------------------------------------------------------------------------------------
+
+
+def _gather(
+    channel: Channel,
+    context: Context,
+    op: str,
+    x: Tensor,
+    layout: Layout,
+    whole: Tensor,
+    num_chunks: int,
+    launches: Sequence[Callable[[], None]] = (),
+    phase: int = 0,
+) -> None:
+    """A whole call: gather, with ``launches`` of kernels that wait for its chunks."""
+    channel.prepare(largest_shard(layout, x), context.fingerprint + phase, context.text)
+    channel.begin(op, context.fingerprint + phase)
+    try:
+        pull(channel, op, x, layout, whole, num_chunks, flags=bool(launches))
+        for launch in launches:
+            launch()
+        channel.end(op)
+    finally:
+        channel.settle()
+
+
+def _gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layout: Layout) -> Tensor:
+    """The second half of an all-reduce: everybody's sums, from everybody."""
+    out = whole_like(own, layout)
+    _gather(channel, context, op, own, layout, out, 1, phase=1)
+    return out
+
+
+def _scatter(
+    channel: Channel,
+    context: Context,
+    op: str,
+    x: Tensor,
+    layout: Layout,
+    bias: Tensor | None,
+    meanwhile: Callable[[], None],
+) -> Tensor:
+    """A whole call: the sum over ranks of this rank's rows (or columns) of a contiguous ``x`` that exists."""
+    rank, itemsize = channel.rank, x.element_size()
+    parts = [matrix_of(layout, owner, x) for owner in range(channel.size)]
+    columns = layout.sizes[rank] if layout.feature else x.shape[1]
+    out = x.new_empty(layout.shard_rows(rank), columns)
+    num_chunks = min(MAX_CHUNKS, context.num_chunks if layout.outer == 1 and not layout.feature else 1)
+    repeats = parts[rank].columns // max(1, columns)
+    bias = bias.repeat(repeats) if bias is not None and repeats > 1 else bias
+    channel.prepare(channel.size * max(part_bytes(part, itemsize) for part in parts), context.fingerprint, context.text)
+    channel.begin(op, context.fingerprint)
+    try:
+        push(channel, op, parts, itemsize, num_chunks, flags=False)
+        meanwhile()
+        reduce(channel, op, parts[rank], x.dtype, bias, out, num_chunks)
+    finally:
+        channel.settle()
+    return out
+
+
+def _fused_scatter(
+    channel: Channel, context: Context, op: str, call: MatmulReduceScatter, bias: Tensor | None
+) -> Tensor:
+    """A whole call: the GEMM announces chunks of partial rows, which leave while it goes on."""
+    rank, layout, like, columns = channel.rank, call.layout, call.xs[0], call.columns
+    starts = [0]
+    for owner in range(channel.size):
+        starts.append(starts[-1] + aligned(layout.shard_rows(owner) * columns * like.element_size()))
+    staging = channel.device.empty((max(16, starts[-1]),), torch.uint8)
+    parts = [
+        Matrix(staging.data_ptr() + starts[owner], layout.shard_rows(owner), columns, columns)
+        for owner in range(channel.size)
+    ]
+    out = like.new_empty(layout.shard_rows(rank), columns)
+    addend = _sum_of_earlier_products(call)
+    launch, num_chunks = scatter_launch(context, channel, call, addend, parts)
+    channel.prepare(
+        channel.size * max(part_bytes(part, like.element_size()) for part in parts), context.fingerprint, context.text
+    )
+    channel.begin(op, context.fingerprint)
+    try:
+        launch()
+        push(channel, op, parts, like.element_size(), num_chunks, flags=True)
+        call.meanwhile()
+        reduce(channel, op, parts[rank], like.dtype, bias, out, num_chunks)
+    finally:
+        channel.settle()
+    return out
+
+
+def _one_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A whole call in one kernel."""
+    out = torch.empty_like(x)
+    library, num_bytes = channel.device.library, x.numel() * x.element_size()
+    channel.prepare(channel.size * library.all_reduce_slot_bytes(num_bytes), context.fingerprint, context.text)
+    channel.group.all_reduce(
+        op=channel.op(op), dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(), rows=x.shape[0],
+        columns=x.shape[1], slots=channel.addresses(), slot=channel.slot,
+        fingerprint=context.fingerprint & 0xFFFFFFFF, bias=0 if bias is None else bias.data_ptr(),
+        stream=channel.device.stream(),
+    )  # fmt: skip
+    return out
+
+
+def _sum_of_earlier_products(call: MatmulReduceScatter) -> Tensor | None:
+    """The addend of the last product, which alone is announced chunk by chunk."""
+    addend = call.addend
+    for x, matrix in zip(call.xs[:-1], call.matrices[:-1], strict=True):
+        out = x.new_empty(x.shape[0], matrix.shape[1])
+        gemm(x, matrix, out, addend)
+        addend = out
+    return None if addend is None else addend.contiguous()
+
+
+def _product(call: MatmulReduceScatter) -> Tensor:
+    """This rank's whole partial product; several accumulate in its dtype."""
+    earlier = _sum_of_earlier_products(call)
+    x, matrix = call.xs[-1], call.matrices[-1]
+    out = x.new_empty(x.shape[0], matrix.shape[1])
+    gemm(x, matrix, out, earlier)
+    return out
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _nothing() -> None:
+    return None
+
+
+# --- selection --------------------------------------------------------------------------------------------------------
+
+
+def _channels(context: Context) -> SymmetricChannels:
+    channels = context.group.symmetric
+    assert channels is not None, "selected without symmetric memory"
+    channels.check()
+    return channels
+
+
+def _is_one_shot(size: int, num_bytes: int) -> bool:
+    return num_bytes <= (4 if size == 2 else 1) * ONE_SHOT_BYTES
+
+
+def _refuses(problem: Problem) -> str | None:
+    if problem.world_size == 1:
+        return "one rank has nothing to share"
+    if problem.no_symmetric_memory is not None:
+        return problem.no_symmetric_memory
+    if problem.dtype not in DTYPES:
+        return f"its kernels compute in {', '.join(str(dtype) for dtype in DTYPES)}, not in {problem.dtype}"
+    return None
+
+
+def _estimate(problem: Problem, costs: Costs) -> float:
+    gemm_us = costs.gemm_us(problem) if problem.flops else 0.0
+    reduces = problem.op in ("matmul_all_reduce", "all_reduce")
+    if reduces and _is_one_shot(problem.world_size, problem.m * problem.n * problem.dtype.itemsize):
+        everything = problem.m * problem.n * problem.dtype.itemsize * (problem.world_size - 1)
+        return gemm_us + CALL_US / 3 + costs.link_us(everything, 0)
+    link_us, calls = costs.link_us(problem.wire_bytes, 0), 2 if reduces else 1
+    fused = problem.flops and problem.m >= FUSE_FROM_ROWS * problem.world_size
+    if not fused:
+        return gemm_us + link_us + calls * CALL_US
+    # The gather behind an all-reduce's sums hides behind nothing; of the rest, one chunk.
+    hidden = link_us / calls
+    exposed = hidden / (problem.num_chunks * (problem.world_size - 1))
+    return max(gemm_us, hidden) + exposed + (link_us - hidden) + calls * CALL_US
+
+
+for _op, _run in (
+    ("all_gather", all_gather),
+    ("reduce_scatter", reduce_scatter),
+    ("all_reduce", all_reduce),
+    ("all_gather_matmul", all_gather_matmul),
+    ("matmul_reduce_scatter", matmul_reduce_scatter),
+    ("matmul_all_reduce", matmul_all_reduce),
+):
+    dispatch.register(Implementation("symmetric", _op, _refuses, _estimate, _run))

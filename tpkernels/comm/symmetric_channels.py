@@ -1,0 +1,237 @@
+"""A rank's end of a group of GPUs: signal pads, slots, flags and side streams, and what goes wrong with them.
+
+A :class:`Channel` is one sequence of calls of the protocol in ``csrc/cuda/README.md``.  A group has two
+(:class:`SymmetricChannels`): ``main`` for ops, ``side`` for all-gathers that run beside an op, because a call must have
+been joined before the next one of its channel begins.
+
+Memory, per channel and rank: a signal pad, flags, and two slots of the largest call so far (:meth:`Channel.reserve`,
+collective, waits for the device).  Slots that a captured graph has baked in are kept for good.
+
+Assumes that the calls of a group come from one thread at a time, and that its streams are ordered after each other.
+Kernels that gave up are found by :meth:`Channel.check`, which reads host memory and waits for nothing: at the next
+call, or after whatever made the host wait for the device.  What such a call has returned is void.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from tpkernels.comm import cuda_native
+from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES, Chunk, Failure, Kind
+from tpkernels.comm.groups import Group
+from tpkernels.comm.symmetric_memory import Allocation, Device
+from tpkernels.comm.transport import TransportFailure
+from tpkernels.errors import CollectiveTimeout, GroupMismatch, PeerLost
+
+__all__ = ["Channel", "SymmetricChannels"]
+
+MAX_LANES = 4  # side streams of a channel: streams beyond the hardware's queues (8 by default) wait for each other
+_GROW_STEP = 2 * 1024 * 1024
+_MASK = 0xFFFFFFFF
+_MAX_REMEMBERED = 4096
+
+
+class SymmetricChannels:
+    """What a group has once its GPUs share memory: obtained from ``Group.symmetric``."""
+
+    def __init__(self, group: Group, device: Device) -> None:
+        """Collective: every rank makes its end."""
+        self.device, self.rank, self.size = device, group.rank, group.size
+        pads = device.allocate(2 * PAD_BYTES)
+        self._alarm = _HostWord(device.library)
+        self.main = Channel(group, device, pads, 0, self._alarm)
+        self.side = Channel(group, device, pads, PAD_BYTES, self._alarm)
+
+    def check(self) -> None:
+        """Raise what went wrong on either channel, if anything has."""
+        self.main.check()
+        self.side.check()
+
+    def abort(self) -> None:
+        """Make every wait of this rank's kernels end, now and for ever. Callable from any thread; calls no CUDA."""
+        self._alarm.raise_it()
+
+    def close(self) -> None:
+        """Free what the garbage collector would not. The group makes no more calls."""
+        self.device.synchronize()
+        for channel in (self.main, self.side):
+            channel.close()
+        self._alarm.close()
+
+
+class Channel:
+    """One sequence of calls. See ``csrc/cuda/README.md`` for what may be enqueued between :meth:`begin` and its end."""
+
+    def __init__(self, group: Group, device: Device, pads: Allocation, offset: int, alarm: _HostWord) -> None:
+        self.device, self.rank, self.size = device, group.rank, group.size
+        self._owner, self._pads, self.timeout_s = group, pads, group.timeout
+        self.pads = [address + offset for address in pads.addresses]
+        self._state = device.empty((STATE_BYTES,), torch.uint8).zero_()
+        self.flags = device.empty((group.size * MAX_CHUNKS,), torch.int32).zero_()
+        """Local flags, by rank and chunk: copies tell the GEMM that a chunk has come, the GEMM that one may go."""
+        self.counters = device.empty((group.size * MAX_CHUNKS,), torch.int32).zero_()
+        device.synchronize()
+        self.group = cuda_native.Group(
+            device.library, rank=group.rank, pads=self.pads, state=self._state.data_ptr(), timeout_s=group.timeout,
+            alarm=alarm.address,
+        )  # fmt: skip
+        self.pipeline = cuda_native.Pipeline(device.library, min(MAX_LANES, max(1, group.size - 1)))
+        self.num_lanes = min(MAX_LANES, max(1, group.size - 1))
+        self.slot = 0
+        self._slots: Allocation | None = None
+        self._slot_bytes = 0
+        self._open = False
+        self._texts: dict[int, str] = {}
+        self._ops: list[str] = []
+        self._remembered: dict[Hashable, Any] = {}
+        self._baked: dict[int, Any] = {}
+
+    # --- memory
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for ``num_bytes`` per slot on every rank.  Collective: all ranks must ask for the same.
+
+        Raises:
+            UnsupportedProblem: a rank has no memory left; the group goes on.
+            RuntimeError: within graph capture, where memory cannot grow.
+        """
+        if num_bytes <= self._slot_bytes:
+            return
+        if self.device.capturing():
+            raise RuntimeError(
+                f"symmetric memory cannot grow to {num_bytes} bytes while a CUDA graph is captured: make this call "
+                "once before the capture"
+            )
+        grown = -(-num_bytes // _GROW_STEP) * _GROW_STEP
+        # Everybody has come to the allocation, so has waited here: nobody reads or writes the old slots any more.
+        self.device.synchronize()
+        self.check()
+        self._slots, self._slot_bytes = self.device.allocate(SLOTS * grown), grown
+
+    def addresses(self, offset: int = 0) -> list[int]:
+        """Of every rank's current slot, ``offset`` bytes into it."""
+        assert self._slots is not None, "no slot was reserved"
+        start = self.slot * self._slot_bytes + offset
+        return [address + start for address in self._slots.addresses]
+
+    def flag(self, index: int) -> int:
+        """Address of a local flag."""
+        return self.flags.data_ptr() + 4 * index
+
+    def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What calls like this one need on the device, made at the first of them.
+
+        Raises:
+            RuntimeError: within graph capture, where it cannot be made.
+        """
+        found = self._remembered.get(key)
+        if found is None:
+            if self.device.capturing():
+                raise RuntimeError("the first call of its kind cannot be captured: make it once before the capture")
+            found = self._remembered[key] = make()
+            if len(self._remembered) > _MAX_REMEMBERED:
+                self._remembered.pop(next(iter(self._remembered)))
+        if self.device.capturing():
+            self._baked[id(found)] = found
+        return found
+
+    # --- a call
+
+    def op(self, name: str) -> int:
+        """The number by which failures of this rank name an op."""
+        if name not in self._ops:
+            self._ops.append(name)
+        return self._ops.index(name)
+
+    def prepare(self, num_bytes: int, fingerprint: int, text: str) -> None:
+        """Before anything of a call is enqueued: earlier failures, memory, and the other slot."""
+        self.check()
+        self.settle()
+        self.reserve(max(16, num_bytes))
+        self._texts[fingerprint & _MASK] = text
+        while len(self._texts) > 256:
+            self._texts.pop(next(iter(self._texts)))
+        self.slot = 1 - self.slot
+        if self.device.capturing():
+            self._baked[id(self._slots)] = self._slots
+
+    def begin(self, op: str, fingerprint: int) -> None:
+        """Begin the call on the current stream, and let the side streams follow it."""
+        stream = self.device.stream()
+        self.group.begin(op=self.op(op), slot=self.slot, fingerprint=fingerprint & _MASK, stream=stream)
+        self.pipeline.fork(stream)
+        self._open = True
+
+    def copy(self, lane: int, op: str, chunks: Sequence[Chunk]) -> None:
+        """Enqueue copies on a side stream, in order."""
+        if chunks:
+            self.pipeline.run(lane, self.group, (Chunk * len(chunks))(*chunks), op=self.op(op))
+
+    def settle(self) -> None:
+        """The current stream waits for the side streams, so that what they use may be freed or used again."""
+        if self._open:
+            self._open = False
+            self.pipeline.join(self.device.stream())
+
+    def end(self, op: str) -> None:
+        """End a call whose slots were read by copies."""
+        self.settle()
+        self.group.end(op=self.op(op), stream=self.device.stream())
+
+    # --- failures
+
+    def check(self) -> None:
+        """Raise what made this rank's kernels give up, if anything has.
+
+        Raises:
+            TransportFailure: with the verdict and whom to blame, where the record says so.
+        """
+        failure = self.group.failure()
+        if failure is not None:
+            raise self._failed(failure)
+
+    def _failed(self, failure: Failure) -> TransportFailure:
+        op = self._ops[failure.op] if 0 <= failure.op < len(self._ops) else f"number {failure.op}"
+        peer, where = failure.peer, f"[symmetric call, op {op}, epoch {failure.epoch}, chunk {failure.chunk}]"
+        if failure.kind is Kind.MISMATCH:
+            theirs = self._texts.get(failure.fingerprint, f"a call of fingerprint {failure.fingerprint:#010x}")
+            text = f"rank {peer} made another call than rank {self.rank}: it made {theirs} {where}"
+            return TransportFailure(text, peer, GroupMismatch, (peer,))
+        if failure.kind is Kind.TIMEOUT:
+            awaited = "to begin the call" if failure.chunk < 0 else f"for its chunk {failure.chunk}"
+            text = f"rank {self.rank} waited {failure.waited_s:.1f} s for rank {peer} {awaited} {where}"
+            peers = self._owner.peers
+            dead = len(peers) > peer and peers[peer].is_dead()
+            return TransportFailure(text, peer, PeerLost if dead else CollectiveTimeout, (peer,))
+        if failure.kind is Kind.POISONED:
+            return TransportFailure(f"rank {self.rank} gave up, because rank {peer} failed {where}", peer)
+        return TransportFailure(f"rank {self.rank} gave up: a peer is gone, or its other channel failed {where}")
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self.group.close()
+
+
+class _HostWord:
+    """A 64-bit word of host memory that kernels look at while they wait: the library's own kind of mapped memory."""
+
+    def __init__(self, library: cuda_native.Library) -> None:
+        self._library = library
+        host, device = ctypes.c_void_p(), ctypes.c_void_p()
+        library.call("tpk_failure_create", ctypes.byref(host), ctypes.byref(device))
+        assert host.value is not None and device.value is not None
+        self._host: int | None = host.value
+        self.address = device.value
+
+    def raise_it(self) -> None:
+        if self._host is not None:
+            ctypes.c_uint64.from_address(self._host).value = 1
+
+    def close(self) -> None:
+        if self._host is not None:
+            host, self._host = self._host, None
+            self._library.call("tpk_failure_destroy", host)

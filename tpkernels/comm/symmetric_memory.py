@@ -1,0 +1,275 @@
+"""Memory that every GPU of a group can address: where it comes from, and whether a group can have it.
+
+Owns what is private to torch (``torch.distributed._symmetric_memory``, 2.11 to 2.15) and hides it: everybody else asks
+a :class:`Device` for an :class:`Allocation`, a table of plain addresses.  :func:`ensure` is collective and happens once
+per group; it gives the group a :class:`~tpkernels.comm.symmetric_channels.SymmetricChannels`, or every rank the same
+reason why there is none.
+
+Assumes that all ranks run on one host: what a rank's :class:`Device` says of itself is exchanged through the group's
+store.  Refuses what was not proved: two ranks on one GPU without torch's consent
+(``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``), GPUs without access to each other, an allocation whose addresses are
+not what torch says they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tpkernels import config
+from tpkernels.comm import agreement, cuda_native
+from tpkernels.comm.groups import UNTRIED, Group
+from tpkernels.comm.transport import TransportFailure
+from tpkernels.errors import UnsupportedProblem
+
+__all__ = ["Allocation", "CudaDevice", "Device", "ensure", "is_consistent"]
+
+_ONLY_CUDA = "symmetric memory serves CUDA tensors, and this group had none yet"
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """As many zeroed bytes on every rank. It lives as long as somebody keeps it, on every rank."""
+
+    local: Tensor
+    """This rank's, uint8."""
+    addresses: tuple[int, ...]
+    """Of every rank's bytes, as this rank addresses them."""
+    multicast: int = 0
+    """Where a store reaches all ranks (NVLS), or 0. Nothing uses it yet."""
+    handle: Any = None
+    """What else must live as long: it holds the mappings of the peers' memory."""
+
+
+class Device(Protocol):
+    """What a rank's GPU is to the ``symmetric`` implementation; tests put an emulated one in its place."""
+
+    library: cuda_native.Library
+    kind: str
+    """``torch.device.type`` of the tensors that it computes with."""
+    capability: int
+    num_sms: int
+
+    def allocate(self, num_bytes: int) -> Allocation:
+        """Collective, blocks the host until all ranks have zeroed theirs; only outside of graph capture.
+
+        Raises:
+            UnsupportedProblem: a rank has no memory left; all ranks raise, and the group goes on.
+            TransportFailure: a rank did not come, or the memory cannot be shared.
+        """
+
+    def stream(self) -> int:
+        """The current stream, as the C library takes it."""
+
+    def synchronize(self) -> None:
+        """Wait until everything enqueued on this device is done."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream records a graph."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+    def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """A tensor of these numbers; outside of graph capture."""
+
+    def patience(self, timeout_s: float) -> int:
+        """A time-out in what Triton kernels count: nanoseconds, or polls where they are interpreted."""
+
+
+class CudaDevice:
+    """This process's GPU, and torch's symmetric memory on it."""
+
+    kind = "cuda"
+
+    def __init__(self, group: Group, device: torch.device, library: cuda_native.Library) -> None:
+        self.library = library
+        self._group, self._device, self._allocations = group, device, 0
+        properties = torch.cuda.get_device_properties(device)
+        self.capability = 10 * properties.major + properties.minor
+        self.num_sms = properties.multi_processor_count
+
+    def allocate(self, num_bytes: int) -> Allocation:
+        group, number = self._group, self._allocations
+        self._allocations += 1
+        local, refusal = None, None
+        try:
+            local = _new_tensor(num_bytes, self._device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            refusal = str(error).splitlines()[0]
+        self._agree(f"{number}/allocated", refusal, UnsupportedProblem)
+        assert local is not None
+        try:
+            made, problem = _rendezvous(local, group), None
+        except RuntimeError as error:
+            made, problem = None, str(error).splitlines()[0]
+        local.zero_()
+        torch.cuda.synchronize(self._device)
+        self._agree(f"{number}/mapped", problem, TransportFailure)
+        assert made is not None
+        return made
+
+    def _agree(self, step: str, refusal: str | None, error: type[Exception]) -> None:
+        """All ranks have come here; raises on all of them if one had a reason."""
+        record = agreement.Record("symmetric memory", {"refusal": refusal})
+        records = agreement.exchange_records(self._group, 0, record, part=f"symmetric/{step}")
+        refusals = {rank: found.facts["refusal"] for rank, found in enumerate(records) if found.facts["refusal"]}
+        if refusals:
+            listing = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
+            raise error(f"symmetric memory cannot be had: {listing}")
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device)
+
+    def patience(self, timeout_s: float) -> int:
+        return int(timeout_s * 1e9)
+
+
+def _new_tensor(num_bytes: int, device: torch.device) -> Tensor:
+    """Not ``symm_mem.empty``: from 2.13 on that may cut tensors out of a pool, at offsets that differ between ranks."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    made: Tensor = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    return made
+
+
+def _rendezvous(local: Tensor, group: Group) -> Allocation:
+    from torch.distributed import _symmetric_memory
+
+    # By name: 2.11 and later take it, and a group object only some of them.
+    handle: Any = _symmetric_memory.rendezvous(local, group.pg.group_name)
+    addresses = tuple(int(address) for address in handle.buffer_ptrs)
+    if not is_consistent(addresses, local.data_ptr(), group.rank, group.size):
+        raise RuntimeError(f"torch {torch.__version__} maps a buffer at {local.data_ptr():#x} as {addresses}")
+    return Allocation(local, addresses, int(getattr(handle, "multicast_ptr", 0) or 0), handle)
+
+
+def is_consistent(addresses: Sequence[int], local: int, rank: int, size: int) -> bool:
+    """Whether a table of addresses can be that of ``size`` ranks of which this one, ``rank``, has its bytes there."""
+    return len(addresses) == size and all(addresses) and addresses[rank] == local and len(set(addresses)) == size
+
+
+# --- whether a group can have it --------------------------------------------------------------------------------------
+
+
+def ensure(group: Group, call: int, device: torch.device) -> None:
+    """Set up the group's symmetric memory unless that was tried before.  Collective, once per group.
+
+    Raises:
+        TransportFailure, PeerLost, CollectiveTimeout: a rank went away meanwhile.
+    """
+    if group.no_symmetric_memory not in (UNTRIED, _ONLY_CUDA):
+        return
+    if device.type != "cuda":
+        group.no_symmetric_memory = _ONLY_CUDA
+        return
+    reason = _why_not_here(group)
+    facts = {"refusal": reason, **(_facts_of(device) if reason is None else {})}
+    records = agreement.exchange_records(group, call, agreement.Record("symmetric memory", facts), part="symmetric")
+    all_facts = [record.facts for record in records]
+    reason = common_refusal(all_facts, overlapping=config.load().overlapping_devices)
+    if reason is None:
+        accessible = _inaccessible(group.rank, device, [fact["uuid"] for fact in all_facts])
+        record = agreement.Record("symmetric memory", {"refusal": accessible})
+        records = agreement.exchange_records(group, call, record, part="symmetric access")
+        reason = common_refusal([{**fact, **r.facts} for fact, r in zip(all_facts, records, strict=True)], True)
+    if reason is None:
+        reason = _set_up(group, device)
+    group.no_symmetric_memory = reason
+
+
+def _set_up(group: Group, device: torch.device) -> str | None:
+    """None, or why torch could not share memory between these ranks, the same on all of them."""
+    from tpkernels.comm.symmetric_channels import SymmetricChannels
+
+    try:
+        group.symmetric = SymmetricChannels(group, CudaDevice(group, device, cuda_native.load()))
+    except (UnsupportedProblem, TransportFailure) as error:
+        return str(error)
+    # Streams and records go with the process group, even if the monitor still looks at its state.
+    weakref.finalize(group.pg, _release, group).atexit = False
+    return None
+
+
+def _release(group: Group) -> None:
+    if group.symmetric is not None:
+        group.symmetric.close()
+    group.symmetric = None
+
+
+def _why_not_here(group: Group) -> str | None:
+    """This rank's own reasons."""
+    if cuda_native.library() is None:
+        return f"{cuda_native.why_not()}; `tpkernels doctor` says more"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return f"torch {torch.__version__} has no symmetric memory"
+    if not group.co_located:
+        return "the ranks run on different hosts (or in different process-id namespaces)"
+    if group.size > cuda_native.MAX_RANKS:
+        return f"at most {cuda_native.MAX_RANKS} ranks have symmetric memory, the group has {group.size}"
+    return None
+
+
+def _facts_of(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "uuid": str(properties.uuid),
+        "gpu": f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs",
+        "capability": 10 * properties.major + properties.minor,
+        "torch": torch.__version__,
+        "abi": cuda_native.ABI,
+    }
+
+
+def common_refusal(facts: Sequence[Mapping[str, Any]], overlapping: bool) -> str | None:
+    """Why these ranks cannot share memory, from what all of them said: the same on every rank."""
+    for rank, fact in enumerate(facts):
+        if fact["refusal"] is not None:
+            return f"rank {rank}: {fact['refusal']}"
+    differing = (("gpu", "GPUs"), ("torch", "versions of torch"), ("abi", "revisions of the CUDA kernels"))
+    for name, what in differing:
+        values = [fact[name] for fact in facts]
+        if len(set(values)) > 1:
+            return f"the ranks have different {what}: {values}"
+    if facts[0]["capability"] < 80:
+        return f"the kernels need capability 8.0 or more, this is {facts[0]['gpu']}"
+    uuids = [fact["uuid"] for fact in facts]
+    if len(set(uuids)) < len(uuids) and not overlapping:
+        same = next([r for r, other in enumerate(uuids) if other == uuid] for uuid in uuids if uuids.count(uuid) > 1)
+        return (
+            f"ranks {same} are on one GPU; give each its own (torch.cuda.set_device), or allow it for experiments: "
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        )
+    return None
+
+
+def _inaccessible(rank: int, device: torch.device, uuids: Sequence[str]) -> str | None:
+    """A peer's GPU that this one cannot address. Those that this process cannot see are judged by the rendezvous."""
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    own, library = device.index, cuda_native.load()
+    for peer, uuid in enumerate(uuids):
+        index = visible.get(uuid)
+        if index is None or index == own:
+            continue
+        if not library.can_access_peer(own, index):
+            return f"its GPU has no access to the memory of rank {peer}'s (no NVLink or PCIe path between them)"
+    return None
