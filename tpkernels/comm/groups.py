@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tpkernels.comm.shared_segments import SharedSegments
     from tpkernels.comm.symmetric_channels import SymmetricChannels
 
-__all__ = ["Group", "GroupLike", "InFlight", "group_name", "init", "process_group", "resolve"]
+__all__ = ["Group", "GroupLike", "InFlight", "group_name", "init", "new_group", "process_group", "resolve"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
@@ -228,7 +228,23 @@ def init(
     dp, tp = _mesh_shape(world_size, dp, tp)
     if not dist.is_initialized():
         _init_process_group(device, environment, timeout)
-    return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    # Groups of a mesh do not inherit the options of the default group. One axis of all ranks *is* the default group.
+    # Each has options of its own, into which c10d writes the group's name.
+    own = device == "cuda" and dp > 1 and tp > 1
+    override: Any = {axis: ("nccl", _nccl_options(timeout)) for axis in ("dp", "tp")} if own else None
+    return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"), backend_override=override)
+
+
+def new_group(ranks: Sequence[int], device: str, timeout: float) -> dist.ProcessGroup:
+    """A group of some ranks with the options that :func:`init` gives its own; every rank of the job calls it."""
+    options = _nccl_options(timeout) if device == "cuda" else None
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks),
+        timeout=datetime.timedelta(seconds=timeout),
+        backend="nccl" if device == "cuda" else "gloo",
+        pg_options=options,
+    )
+    return group
 
 
 def _mesh_shape(world_size: int, dp: int | None, tp: int | None) -> tuple[int, int]:
@@ -256,11 +272,23 @@ def _init_process_group(
     options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
     if device == "cuda":
         torch.cuda.set_device(environment.local_rank if environment else 0)
-        max_ctas = config.load().nccl_max_ctas
-        if max_ctas is not None:
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl.config.max_ctas = max_ctas
-            options["pg_options"] = nccl
+        options["pg_options"] = _nccl_options(timeout)
     if environment is None:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+
+
+def _nccl_options(timeout: float | datetime.timedelta | None) -> Any:
+    """Options of an NCCL group whose transfers run beside GEMMs.
+
+    High priority: a GEMM that is already running leaves its next free SM to a transfer that is posted now. With equal
+    priority the transfer's CTAs wait behind all of the GEMM's, and nothing overlaps from the second chunk on.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        options._timeout = datetime.timedelta(seconds=seconds)  # a mesh takes the time-out of its groups from here
+    max_ctas = config.load().nccl_max_ctas
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options
