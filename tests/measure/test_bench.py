@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -16,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
+from tpkernels.comm.launch import LaunchError
 from tpkernels.comm.native import native
 from tpkernels.comm.timeline import Event
-from tpkernels.measure import bench, netlab
+from tpkernels.measure import bench, netlab, report, suites
 from tpkernels.measure.cases import FUSED_OPS, Case, Shape
+from tpkernels.measure.rivals import Problem, Rival
 from tpkernels.measure.trace import RankTrace, trace_overlap
 
 
@@ -44,10 +48,12 @@ def test_every_suite_names_shapes_for_every_op() -> None:
 
 def test_arguments_become_a_plan_and_contradictions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = bench.make_plan(
-        _arguments("--op", "matmul_all_reduce", "--shape", "1x2x3", "--dtype", "fp32", "--device", "cpu")
+        _arguments("--op", "matmul_all_reduce", "--shape", "1x2x3", "--dtype", "fp32", "--device", "cpu"), 2
     )
     assert plan.problems == (("matmul_all_reduce", Shape(1, 2, 3)),)
-    assert (plan.dtype, plan.device, plan.trace) == ("fp32", "cpu", False)
+    assert (plan.dtype, plan.device, plan.trace, plan.tp) == ("fp32", "cpu", False, (2,))
+    with pytest.raises(ValueError, match=r"--tp 5 must be between 1 and .* \(4\)"):
+        bench.make_plan(_arguments("--tp", "5", "--tp", "2"), 4)
     with pytest.raises(ValueError, match="--delay"):
         bench.main(_arguments("--delay", "1ms"))
     monkeypatch.setenv("RANK", "0")
@@ -102,23 +108,126 @@ def test_bench_runs_local_ranks_and_files_every_sample(tmp_path: Path, capsys: p
 
 
 @pytest.mark.gloo
-def test_bench_measures_uneven_shapes_and_says_that_torch_cannot(capsys: pytest.CaptureFixture[str]) -> None:
-    args = _arguments("--nproc", "3", "--shape", "10x17x19", "--repeats", "2", "--device", "cpu", "--timeout", "200")
+def test_bench_measures_groups_and_uneven_shapes_and_says_who_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "bench.json"
+    args = _arguments("--nproc", "3", "--tp", "2", "--tp", "3", "--shape", "10x17x19", "--repeats", "2",
+                      "--device", "cpu", "--timeout", "200", "--json", str(path))  # fmt: skip
     assert bench.main(args) == 0
-    assert "torch left out: M (10) is not a multiple of the world size (3)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torch left out: M (10) is not a multiple of the world size (3)" in printed
+    assert "torch_symm_mem left out: torch.ops.symm_mem has no fused ops for CPU tensors (everywhere)" in printed
+    assert "transformer_engine left out: " in printed
+    content = json.loads(path.read_text())
+    assert content["complete"]
+    assert [row["world_size"] for row in content["results"]] == [2] * 3 + [3] * 3
+    assert ["torch" in row["times"] for row in content["results"]] == [True] * 3 + [False, False, True]
 
 
 @pytest.mark.gloo
-def test_bench_runs_as_a_rank_of_torchrun(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
+def test_the_standard_suite_runs_end_to_end_under_torchrun(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-               "-m", "tpkernels", "bench", "--shape", "16x32x32", "--op", "all_gather_matmul", "--repeats", "2",
-               "--device", "cpu", "--json", str(path)]  # fmt: skip
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+               "-m", "tpkernels", "bench", "--suite", "standard", "--quick", "--repeats", "1", "--warmup", "0",
+               "--device", "cpu"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("samples: ") == 1, "rank 0 alone prints"
-    assert json.loads(path.read_text())["results"][0]["world_size"] == 2
+    assert "groups of 4, 8 left out: there are 2 rank(s)" in done.stderr
+    content = json.loads((tmp_path / "bench-standard" / "bench.json").read_text())
+    shapes = {op: [row["shape_MxKxN"] for row in content["results"] if row["op"] == op] for op in FUSED_OPS}
+    assert {op: len(found) for op, found in shapes.items()} == {FUSED_OPS[0]: 6, FUSED_OPS[1]: 6, FUSED_OPS[2]: 3}
+    assert content["complete"] and content["setup"]["sizes_divided_by"] > 1
+    for row in content["results"]:
+        assert {"gemm", "comm", "torch", "unfused", "chunked", "auto"} <= set(row["times"])
+        assert {"symmetric", "torch_symm_mem", "transformer_engine"} >= set(row["left_out"]) >= {"torch_symm_mem"}
+        assert not row["failures"]
+    picture = (tmp_path / "bench-standard" / "bench.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    assert "GEMM-only" in (tmp_path / "bench-standard" / "bench.txt").read_text()
+
+
+def _broken() -> Rival:
+    def make(case: Problem) -> object:
+        raise RuntimeError("no such thing\nas this")
+
+    return Rival("broken", lambda case: None, make)  # type: ignore[arg-type]
+
+
+def _wrong_on(rank: int) -> Rival:
+    def make(case: Problem) -> object:
+        assert isinstance(case, Case)
+        return lambda: case.torch_baseline() + (4.0 if case.rank == rank else 0.0)
+
+    return Rival("wrong", lambda case: None, make)  # type: ignore[arg-type]
+
+
+def _with_bad_company(path: str) -> bench.RankOutput:
+    bench.RIVALS = (_broken(), _wrong_on(1))  # type: ignore[misc]
+    ours = Case.ours
+    Case.ours = lambda case, name: (  # type: ignore[method-assign]
+        (lambda: _corrupt(ours(case, name)(), 0)) if name == "chunked" else ours(case, name)
+    )
+    plan = bench.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), repeats=1, json=path, environment={"setup": {}})
+    return bench.run_rank(plan)
+
+
+@pytest.mark.gloo
+def test_what_is_wrong_on_one_rank_is_timed_on_none_and_each_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    for output in tpk.launch(_with_bad_company, 2, str(path), timeout=120):
+        (result,) = output.results
+        assert set(result.failures) == {"chunked"} and "BoundExceeded" in result.failures["chunked"]
+        assert result.notes["broken"] == "RuntimeError: no such thing"
+        assert result.notes["wrong"].startswith("rank 1: BoundExceeded")
+        assert {"torch", "unfused"} <= set(result.times) and not {"chunked", "broken", "wrong"} & set(result.times)
+        assert report.remarks([result])[0].startswith("chunked WRONG: BoundExceeded")
+    content = json.loads(path.read_text())
+    assert content["complete"] is False and len(content["results"]) == 1, "written after the case"
+
+
+def _stuck(case: Case, plan: bench.Plan, control: object) -> None:
+    threading.Event().wait()
+
+
+def _never_ends() -> None:
+    bench.time_case = _stuck  # type: ignore[assignment]
+    bench.run_rank(bench.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), case_timeout_s=0.5))
+
+
+@pytest.mark.gloo
+def test_a_case_that_never_ends_ends_the_process_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError):
+        tpk.launch(_never_ends, 1, timeout=60)
+    said = capfd.readouterr().err
+    assert "rank 0: [1/1] matmul_all_reduce 8x16x24, 1 ranks has not ended within 0.5 s" in said
+    assert "in _stuck" in said, "the stack says where"
+
+
+@pytest.mark.cpu
+def test_calls_of_torch_symm_mem_fit_its_signatures() -> None:
+    """The ops are declared in builds without CUDA, too."""
+    import torch.distributed._symmetric_memory
+
+    expected = {
+        "fused_all_gather_matmul": ["A", "Bs", "gather_dim", "group_name", "return_A"],
+        "fused_matmul_reduce_scatter": ["A", "B", "reduce_op", "scatter_dim", "group_name"],
+        "one_shot_all_reduce": ["input", "reduce_op", "group_name"],
+        "two_shot_all_reduce_": ["input", "reduce_op", "group_name"],
+    }
+    schemas = {name: getattr(torch.ops.symm_mem, name).default._schema for name in expected}
+    assert {name: [argument.name for argument in schema.arguments] for name, schema in schemas.items()} == expected
+
+
+@pytest.mark.cpu
+def test_quick_sizes_are_small_and_decoding_stays_decoding() -> None:
+    assert suites.scaled(Shape(8192, 4096, 11008), 32) == Shape(256, 128, 344)
+    assert suites.scaled(Shape(1, 14336, 4096), 32) == Shape(1, 448, 128)
+    assert suites.scaled(Shape(3, 5, 7), 1) == Shape(3, 5, 7)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        suites.scaled(Shape(3, 5, 7), 0)
 
 
 def test_bench_in_the_lab_says_why_it_skips(

@@ -2,16 +2,20 @@
 
 Owns: the command's arguments, starting ranks (local ones, or in the network lab; under torchrun it is a rank itself),
 and the order of work on a rank: verify, time, then record timelines.
-Refuses: to time what is wrong. Each way of doing the op must first pass the elementwise fp64 bound.
+Refuses: to time what is wrong (each way of doing the op must first pass the elementwise fp64 bound), to leave out
+anything without its reason, and to wait for ever: each step of a case has `--case-timeout` seconds, after which the
+process ends and names it; what was measured before is in the result file by then.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +23,14 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tpkernels import config
-from tpkernels.comm import timeline
-from tpkernels.measure import report
+from tpkernels.comm import groups, timeline
+from tpkernels.measure import report, suites
 from tpkernels.measure.cases import DTYPES, FUSED_OPS, Case, Shape
+from tpkernels.measure.deadline import deadline
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
 from tpkernels.measure.report import CaseResult
+from tpkernels.measure.rivals import RIVALS, Rival
+from tpkernels.measure.suites import SUITES
 from tpkernels.measure.timing import measure
 from tpkernels.measure.trace import RankTrace, trace_overlap, write_chrome_trace
 
@@ -31,35 +38,20 @@ _SAMPLE_S = 0.002
 # A sample shorter than this is mostly timer and barrier noise; several calls then make one sample.
 _MIN_SAMPLE_S = 0.005
 _MAX_CALLS_PER_SAMPLE = 50
+_QUICK_DIVISOR = 32
 
-# MxKxN per op. "scorecard": the shapes of the project's targets. GPUs get the sizes of known models in "standard".
-SUITES: dict[str, dict[str, list[str]]] = {
-    "small": {
-        "all_gather_matmul": ["64x256x512", "512x512x1024"],
-        "matmul_reduce_scatter": ["64x512x256", "512x1024x512"],
-        "matmul_all_reduce": ["64x512x256", "512x1024x512"],
-    },
-    "standard": {
-        "all_gather_matmul": ["1x1024x4096", "16x2048x8192", "256x2048x8192", "1024x1024x4096", "2048x2048x8192"],
-        "matmul_reduce_scatter": ["1x4096x1024", "16x8192x2048", "256x8192x2048", "1024x4096x1024", "2048x8192x2048"],
-        "matmul_all_reduce": ["1x4096x1024", "16x8192x2048", "256x8192x2048", "1024x4096x1024", "2048x8192x2048"],
-    },
-    "standard-cuda": {
-        "all_gather_matmul": ["8192x4096x11008", "8192x4096x14336", "8192x8192x28672"],
-        "matmul_reduce_scatter": ["8192x11008x4096", "8192x14336x4096", "8192x28672x8192"],
-        "matmul_all_reduce": ["16x14336x4096", "256x14336x4096", "8192x14336x4096"],
-    },
-    "scorecard": {
-        "all_gather_matmul": ["4096x2048x8192", "2048x4096x4096"],
-        "matmul_reduce_scatter": ["4096x8192x2048", "2048x4096x2048"],
-        "matmul_all_reduce": ["2x4096x4096", "2048x4096x4096"],
-    },
-}
+# What setting up and calling another library may raise: it is then left out, with that as the reason.
+_RIVAL_ERRORS = (AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError, RuntimeError,
+                 TypeError, ValueError)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank measures; crosses process boundaries."""
+    """What every rank measures; crosses process boundaries.
+
+    tp: sizes of the groups, each made of the first ranks; none: all ranks. json: file to which the results so far are
+    written after every case, with what `environment` says.
+    """
 
     problems: tuple[tuple[str, Shape], ...]
     dtype: str = "bf16"
@@ -68,6 +60,10 @@ class Plan:
     warmup: int = 2
     trace: bool = False
     timeout_s: float = 600.0
+    case_timeout_s: float = 600.0
+    tp: tuple[int, ...] = ()
+    json: str | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,7 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", action="append", metavar="MxKxN", help="global sizes; repeatable; instead of --suite"
     )
-    parser.add_argument("--suite", choices=("small", "standard", "scorecard"), default="small")
+    parser.add_argument(
+        "--suite", choices=tuple(SUITES), default="small",
+        help="standard: linears of known models in groups of 2, 4 and 8 ranks; writes --out (default: small)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true",
+        help=f"sizes of the suite / {_QUICK_DIVISOR} and 3 repeats: tries the command, measures nothing worth keeping",
+    )  # fmt: skip
+    parser.add_argument("--tp", action="append", type=int, metavar="RANKS", help="group size; repeatable")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--nproc", type=int, help="ranks to start (default: 2 on CPU, all GPUs on CUDA)")
@@ -89,25 +93,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--netlab", metavar="RATE", help="ranks on hosts of their own, joined at RATE, e.g. 1gbit; root"
     )
     parser.add_argument("--delay", metavar="TIME", help="with --netlab: one-way delay of a link, e.g. 0.1ms")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, help="default 9")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write bench.json (all samples, after every case), bench.txt, bench.png (standard: to bench-standard)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all samples with hardware, versions, command and date")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto timeline of one call of each")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for the whole measurement")
+    parser.add_argument("--case-timeout", type=float, default=300.0, metavar="SECONDS", help="for one case")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the benchmark that `args` (see `add_arguments`) describe; returns the exit status.
+    """Run the benchmark that `args` (see `add_arguments`) describe; returns the exit status, 1 if a result was wrong.
 
-    Raises: ValueError for arguments that contradict each other; what the ranks raise, a wrong result included.
+    Raises: ValueError for arguments that contradict each other; what the ranks raise.
     """
     place = config.torchrun_environment()
     if place is not None and (args.netlab or args.nproc):
         raise ValueError("--netlab and --nproc start ranks themselves; leave them out under torchrun")
     if args.delay and not args.netlab:
         raise ValueError("--delay is a property of the network lab; give --netlab RATE too")
-    plan = make_plan(args)
-    nproc = place.world_size if place is not None else args.nproc or _default_nproc(plan.device)
+    if args.suite == "standard" and not (args.shape or args.out or args.json):
+        args.out = "bench-standard"
+    device = _device(args)
+    nproc = place.world_size if place is not None else args.nproc or _default_nproc(device)
+    plan = make_plan(args, nproc)
+    for folder in [args.out, plan.json and str(Path(plan.json).parent)]:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
     if place is not None:
         outputs = _all_outputs(run_rank(plan))
         if place.rank != 0:
@@ -121,67 +137,94 @@ def main(args: argparse.Namespace) -> int:
     else:
         outputs = tpk.launch(run_rank, nproc, plan, timeout=args.timeout)
     _report(args, plan, nproc, outputs)
-    return 0
+    return 1 if any(result.failures for result in outputs[0].results) else 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    ops = tuple(args.op or FUSED_OPS)
-    suite = "standard-cuda" if args.suite == "standard" and device == "cuda" else args.suite
-    problems = [(op, Shape.parse(text)) for op in ops for text in args.shape or SUITES[suite][op]]
+def _device(args: argparse.Namespace) -> str:
+    return args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_plan(args: argparse.Namespace, nproc: int) -> Plan:
+    ops, device = tuple(args.op or FUSED_OPS), _device(args)
+    divisor = _QUICK_DIVISOR if args.quick else 1
+    given = [(op, Shape.parse(text)) for op in ops for text in args.shape or ()]
+    setup = {"nproc": nproc, "device": device, "netlab": args.netlab, "delay": args.delay, "suite": args.suite,
+             "sizes_divided_by": divisor, "repeats": args.repeats, "warmup": args.warmup}  # fmt: skip
+    repeats = args.repeats or (3 if args.quick else 9)
     return Plan(
-        tuple(problems),
+        tuple(given or suites.problems(args.suite, ops, divisor)),
         dtype=args.dtype,
         device=device,
-        repeats=args.repeats,
+        repeats=repeats,
         warmup=args.warmup,
         trace=args.trace is not None,
         timeout_s=args.timeout,
+        case_timeout_s=min(args.timeout, args.case_timeout),
+        tp=_group_sizes(args, nproc),
+        json=args.json or (str(Path(args.out, "bench.json")) if args.out else None),
+        environment=report.describe_environment({**setup, "repeats": repeats}),
     )
+
+
+def _group_sizes(args: argparse.Namespace, nproc: int) -> tuple[int, ...]:
+    wanted = tuple(args.tp or (suites.STANDARD_TP if args.suite == "standard" and not args.shape else ()))
+    possible = tuple(size for size in wanted if 1 <= size <= nproc)
+    absent = ", ".join(str(size) for size in wanted if size not in possible)
+    if args.tp and absent:
+        raise ValueError(f"--tp {absent} must be between 1 and the number of ranks ({nproc})")
+    if absent:
+        print(f"groups of {absent} left out: there are {nproc} rank(s)", file=sys.stderr)
+    return possible or (nproc,)
 
 
 def run_rank(plan: Plan) -> RankOutput:
     """What one rank does; the entry point of every way of starting ranks."""
-    mesh = tpk.init(device=plan.device, timeout=plan.timeout_s)
-    group = mesh["tp"].get_group()
+    tpk.init(device=plan.device, timeout=plan.case_timeout_s)
     device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
-    output = RankOutput()
-    with torch.no_grad():
+    everybody = _store_group(range(dist.get_world_size()), plan.timeout_s)
+    output, count = RankOutput(), len(plan.problems)
+    for group, control in _groups(plan):
         for index, (op, shape) in enumerate(plan.problems):
+            what = f"[{index + 1}/{count}] {op} {shape}, {group.size()} ranks"
             if group.rank() == 0:
-                print(f"[{index + 1}/{len(plan.problems)}] {op} {shape}", file=sys.stderr, flush=True)
-            case = Case(op, shape, DTYPES[plan.dtype], group, device, seed=2 * index)
-            output.results.append(time_case(case, plan))
-            if plan.trace:
-                output.traces += [record_call(case, name) for name in case.implementations()]
+                print(what, file=sys.stderr, flush=True)
+            with torch.no_grad(), deadline(plan.case_timeout_s, f"rank {group.rank()}: {what}"):
+                case = Case(op, shape, DTYPES[plan.dtype], group, device, seed=index)
+                output.results.append(time_case(case, plan, control))
+                if plan.trace:
+                    output.traces += [record_call(case, name) for name in case.implementations()]
+            if group.rank() == 0 and plan.json:
+                report.write_json(plan.json, {**plan.environment, "complete": False}, output.results)
+    dist.barrier(everybody)  # ranks of no group wait here for the others, as long as the whole may take
     return output
 
 
-def time_case(case: Case, plan: Plan) -> CaseResult:
-    """Verify, then time, all ways of doing one op on one shape."""
-    shape = case.shape
-    candidates: dict[str, Callable[[], object]] = {"gemm": case.gemm_only}
-    notes = {}
-    if case.world_size > 1:
-        candidates["comm"] = case.comm_only
-    if case.torch_refusal is None:
-        candidates["torch"] = case.torch_baseline
-    else:
-        notes["torch"] = case.torch_refusal
-    names = case.implementations()
-    candidates |= {name: case.ours(name) for name in [*names, "auto"]}
+def _groups(plan: Plan) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """This rank's groups, each with one of the same ranks on which Python objects are exchanged."""
+    world = dist.get_world_size()
+    made = [(groups.new_group(range(size), plan.device, plan.case_timeout_s), _store_group(range(size), plan.timeout_s))
+            for size in plan.tp or (world,)]  # fmt: skip
+    yield from (pair for pair in made if dist.get_rank() < len(dist.get_process_group_ranks(pair[0])))
+
+
+def _store_group(ranks: range, timeout_s: float) -> Any:
+    return dist.new_group(list(ranks), backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def time_case(case: Case, plan: Plan, control: dist.ProcessGroup | None = None) -> CaseResult:
+    """Verify, then time, all ways of doing one op on one shape; on `control` the ranks agree on who takes part."""
+    candidates, notes, failures = _verified(case, control or case.group)
     times = measure(
         candidates,
         repeats=plan.repeats,
         warmup=plan.warmup,
         calls_per_sample=_calls_per_sample(case),
-        verify=case.verify,
         group=case.group,
         device=case.device,
     )
     return CaseResult(
         case.op,
-        str(shape),
+        str(case.shape),
         plan.dtype,
         case.world_size,
         times,
@@ -189,17 +232,72 @@ def time_case(case: Case, plan: Plan) -> CaseResult:
         chosen=case.explanation.chosen,
         chunks=case.problem.num_chunks,
         notes=notes,
+        failures=failures,
     )
 
 
+def _verified(
+    case: Case, control: dist.ProcessGroup
+) -> tuple[dict[str, Callable[[], object]], dict[str, str], dict[str, str]]:
+    """What can be timed; who was left out and why; whose results were wrong."""
+    roofs: dict[str, Callable[[], object]] = {"gemm": case.gemm_only}
+    if case.world_size > 1:
+        roofs["comm"] = case.comm_only
+    notes, failures, right = case.refusals(), {}, dict(roofs)
+    for name in [*case.implementations(), "auto"]:
+        call = case.ours(name)
+        wrong = _agreed(_check(case, name, call, (AssertionError,)), control)
+        if wrong is None:
+            right[name] = call
+        else:
+            failures[name] = wrong
+    torch_itself = Rival("torch", lambda _: case.torch_refusal, lambda _: case.torch_baseline)
+    for rival in (torch_itself, *RIVALS):
+        made: dict[str, Callable[[], object]] = {}
+        reason = _agreed(rival.refuses(case) or _try(case, rival, made), control)
+        if reason is None:
+            right |= made
+        else:
+            notes[rival.name] = reason
+    return right, notes, failures
+
+
+def _try(case: Case, rival: Rival, made: dict[str, Callable[[], object]]) -> str | None:
+    def run() -> object:
+        made[rival.name] = rival.make(case)
+        return made[rival.name]()
+
+    return _check(case, rival.name, run, _RIVAL_ERRORS)
+
+
+def _check(case: Case, name: str, call: Callable[[], object], errors: tuple[type[Exception], ...]) -> str | None:
+    """What is wrong with a first call, or None."""
+    try:
+        case.verify(name, call())
+    except errors as error:
+        return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+    return None
+
+
+def _agreed(reason: str | None, control: dist.ProcessGroup) -> str | None:
+    """The first rank's reason, if any has one: whoever is left out is left out everywhere."""
+    reasons: list[str | None] = [None] * control.size()
+    dist.all_gather_object(reasons, reason, group=control)
+    return next((f"rank {rank}: {one}" if control.size() > 1 and len({*reasons}) > 1 else one
+                 for rank, one in enumerate(reasons) if one is not None), None)  # fmt: skip
+
+
 def _calls_per_sample(case: Case) -> int:
-    """So many that a sample lasts `_MIN_SAMPLE_S`; the slowest rank decides, for all."""
+    """So many that a sample lasts `_MIN_SAMPLE_S`; the slowest rank decides, for all.
+
+    One on CUDA, where events resolve half a microsecond and a second call would find the weight in the cache.
+    """
+    if case.device.type == "cuda":
+        return 1
     case.gemm_only()
     start = time.perf_counter()
     case.gemm_only()
-    if case.device.type == "cuda":
-        torch.cuda.synchronize(case.device)
-    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=case.device)
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=case.group)
     return max(1, min(_MAX_CALLS_PER_SAMPLE, round(_MIN_SAMPLE_S / max(seconds.item(), 1e-6))))
 
@@ -245,12 +343,14 @@ def _report(args: argparse.Namespace, plan: Plan, nproc: int, outputs: Sequence[
         f"network lab at {args.netlab}" + (f", delay {args.delay}" if args.delay else "") if args.netlab else "no lab"
     )
     results = outputs[0].results
-    report.print_results(results, f"{nproc} ranks, {plan.device}, {link}, n={plan.repeats}")
-    if args.json:
-        setup = {"nproc": nproc, "device": plan.device, "netlab": args.netlab, "delay": args.delay,
-                 "repeats": plan.repeats, "warmup": plan.warmup}  # fmt: skip
-        report.write_json(args.json, report.describe_environment(setup), results)
-        print(f"samples: {args.json}")
+    title = f"{nproc} ranks, {plan.device}, {link}, n={plan.repeats}" + (", quick" if args.quick else "")
+    report.print_results(results, title)
+    if plan.json:
+        report.write_json(plan.json, {**plan.environment, "complete": True}, results)
+        print(f"samples: {plan.json}")
+    if args.out:
+        for written in report.write_table_and_figure(args.out, results, title):
+            print(written)
     if args.trace:
         traces = [trace for output in outputs for trace in output.traces]
         write_chrome_trace(args.trace, traces)

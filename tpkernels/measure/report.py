@@ -20,11 +20,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.timing import Measurement
 
 # What is neither ours nor a way of doing the op.
 ROOFS = ("gemm", "comm")
 BASELINES = ("torch", "unfused")
+RIVAL_NAMES = tuple(rival.name for rival in RIVALS)
 
 
 @dataclass
@@ -40,14 +42,17 @@ class CaseResult:
     chosen: str
     chunks: int
     notes: dict[str, str] = field(default_factory=dict)
+    """Who was left out, and why."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Our implementations whose result was wrong, which were not timed."""
 
     def median(self, name: str) -> float | None:
         return self.times[name].median if name in self.times else None
 
     @property
     def fused_name(self) -> str | None:
-        """The fastest implementation that overlaps."""
-        names = [name for name in self.times if name not in (*ROOFS, *BASELINES, "auto")]
+        """The fastest of our implementations that overlap."""
+        names = [name for name in self.times if name not in (*ROOFS, *BASELINES, *RIVAL_NAMES, "auto")]
         return min(names, key=lambda name: self.times[name].median, default=None)
 
     @property
@@ -96,7 +101,8 @@ class CaseResult:
             "fused_over_roof": self.fused_over_roof,
             "overlap_efficiency": self.overlap_efficiency,
             "exposed_ms": None if self.exposed_seconds is None else self.exposed_seconds * 1e3,
-            "notes": self.notes,
+            "left_out": self.notes,
+            "failures": self.failures,
             "times": {name: measurement_to_json(measurement) for name, measurement in self.times.items()},
         }
 
@@ -165,14 +171,42 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if not numerator or not denominator else numerator / denominator
 
 
-def print_results(results: Sequence[CaseResult], title: str) -> None:
-    console = Console()
+def print_results(results: Sequence[CaseResult], title: str, console: Console | None = None) -> None:
+    if console is None:
+        console = Console()
     if not console.is_terminal:
-        console = Console(width=170)  # a log or a file: wrapping would cut the columns
+        console = Console(width=_WIDTH, file=console.file)  # a log or a file: wrapping would cut the columns
     console.print(table(results, title))
-    notes = [f"{r.op} {r.shape}: {name} left out: {why}" for r in results for name, why in r.notes.items()]
-    for note in notes:
-        console.print(note)
+    for line in remarks(results):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+_WIDTH = 190
+
+
+def remarks(results: Sequence[CaseResult]) -> list[str]:
+    """Wrong results, and who was left out: a line per name and reason, with the problems it concerns."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for result in results:
+        label = f"{result.op} {result.shape} W{result.world_size}"
+        for what, of in (("WRONG", result.failures), ("left out", result.notes)):
+            for name, why in of.items():
+                found.setdefault((name, what, why), []).append(label)
+    return [
+        f"{name} {what}: {why} ({'everywhere' if len(where) == len(results) else ', '.join(where)})"
+        for (name, what, why), where in sorted(found.items(), key=lambda item: item[0][1] != "WRONG")
+    ]
+
+
+def write_table_and_figure(folder: str | Path, results: Sequence[CaseResult], title: str) -> list[str]:
+    """bench.txt, and bench.png where matplotlib is installed; returns what to tell the user."""
+    from tpkernels.measure import figure
+
+    text, picture = Path(folder, "bench.txt"), Path(folder, "bench.png")
+    with text.open("w", encoding="utf-8") as file:
+        print_results(results, title, Console(file=file, width=_WIDTH))
+    refusal = figure.draw(results, title, picture)
+    return [f"table: {text}", f"figure: {picture}" if refusal is None else f"no figure: {refusal}"]
 
 
 def describe_environment(setup: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +219,7 @@ def describe_environment(setup: Mapping[str, Any]) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "kernel": platform.release(),
+            **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
             **_our_version(),
         },
         "setup": dict(setup),
@@ -193,7 +228,9 @@ def describe_environment(setup: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_json(path: str | Path, environment: Mapping[str, Any], results: Sequence[CaseResult]) -> None:
     content = {**environment, "results": [result.to_json() for result in results]}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished = Path(f"{path}.part")  # whoever is ended while writing leaves the last complete file
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _hardware() -> dict[str, Any]:

@@ -4,6 +4,11 @@ Owns: interleaving, warm-up, the barrier before each call, and the statistics.
 Assumes: every rank of `group` calls `measure` with the same names in the same order.
 Refuses: comparing times from two runs. Candidates take turns within one run and the order rotates, so that a machine
 that slows down, or a neighbour that wakes up, hits all of them; each repeat counts as its slowest rank.
+
+On CUDA a sample is the time between two events. Before the first of them the stream is given work that keeps it busy
+while the host enqueues the candidate (so launch gaps that a model would not see are not counted), that evicts the
+second-level cache (weights of a model do not stay there between layers), and on NCCL groups an all-reduce of one
+number, from which all ranks start together.
 """
 
 from __future__ import annotations
@@ -64,8 +69,8 @@ def measure(
 
     calls_per_sample: above 1, a sample is the mean over so many calls in a row (for calls of microseconds).
     verify: called with each candidate's name and result before anything is timed; it raises on a wrong result.
-    On a CUDA `device` the time is between two events on the current stream, host work included only where the device
-    waits for it.
+    On a CUDA `device` the time is that of the current stream (see the module docstring), host work included only where
+    the device waits for it.
     Raises: ValueError for no candidates or fewer than one repeat.
     """
     if not candidates:
@@ -75,7 +80,7 @@ def measure(
             f"repeats ({repeats}) and calls_per_sample ({calls_per_sample}) must be at least 1, "
             f"warmup ({warmup}) at least 0"
         )
-    clock = _cuda_seconds if torch.device(device).type == "cuda" else _host_seconds
+    clock = DeviceClock(device, group) if torch.device(device).type == "cuda" else _host_seconds
     if verify is not None:
         for name, candidate in candidates.items():
             verify(name, candidate())
@@ -100,15 +105,35 @@ def _host_seconds(candidate: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _cuda_seconds(candidate: Callable[[], object], calls: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(calls):
-        candidate()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / calls
+_HEAD_START_CYCLES = 1_000_000  # about 0.6 ms at 1.8 GHz: time for the host to enqueue tens of kernels
+
+
+class DeviceClock:
+    """Seconds of `candidate` on the current stream of a CUDA device; see the module docstring."""
+
+    def __init__(self, device: torch.device | str, group: dist.ProcessGroup | None = None) -> None:
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._evicted = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=device)
+        self._group = group
+        self._together = torch.zeros(1, device=device) if _backend(group) == "nccl" else None
+
+    def __call__(self, candidate: Callable[[], object], calls: int = 1) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        self._evicted.zero_()
+        if self._together is not None:
+            dist.all_reduce(self._together, group=self._group)
+        start.record()
+        for _ in range(calls):
+            candidate()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / calls
+
+
+def _backend(group: dist.ProcessGroup | None) -> str | None:
+    return str(dist.get_backend(group)) if dist.is_initialized() else None
 
 
 def _barrier(group: dist.ProcessGroup | None) -> None:
@@ -121,6 +146,6 @@ def _maximum_over_ranks(
 ) -> list[list[float]]:
     if not dist.is_initialized():
         return rows
-    table = torch.tensor(rows, dtype=torch.float64, device=device)
+    table = torch.tensor(rows, dtype=torch.float64, device=device if _backend(group) == "nccl" else "cpu")
     dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
     return [[float(value) for value in row] for row in table.tolist()]
