@@ -27,7 +27,8 @@ __all__ = [
 
 # Above this many segments per chunk, one GEMM plus an indexed copy beats a GEMM per segment.
 MAX_SEGMENTS_IN_PLACE = 4
-# The sum over ranks runs in blocks that stay in the second-level cache in fp32.
+# On the CPU, the sum over ranks runs in blocks that stay in the second-level cache in fp32; a GPU would spend more time
+# on launching them.
 REDUCE_BLOCK_ELEMENTS = 128 * 1024
 
 
@@ -149,7 +150,7 @@ def reduce_rows(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None
         if len(parts) == 2 and bias is None:
             torch.add(parts[0], parts[1], out=out)  # computes in fp32 and rounds once, for every dtype
             return
-        step = max(1, REDUCE_BLOCK_ELEMENTS // max(1, columns))
+        step = rows if out.is_cuda else max(1, REDUCE_BLOCK_ELEMENTS // max(1, columns))
         for start in range(0, rows, step):
             total = parts[0][start : start + step].to(wide, copy=True)
             for part in parts[1:]:

@@ -69,6 +69,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     if group.key is not None:
         return
     others = [rank for rank in range(group.size) if rank != group.rank]
+    device = transport.wire_device(group.backend, device)
     tag, sends = transport.call_tag(0), []
     if group.card is None:
         group.card = _card(device)
@@ -205,6 +206,8 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
         group.verdict = None
         if group.shared is not None:
             group.shared.poison(group.poison)
+        if group.symmetric is not None:
+            group.symmetric.abort()  # waits of ours that end tell the peers
         if group.key is not None:
             note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
             try:

@@ -45,7 +45,7 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
     Raises:
         TransportFailure: a neighbour did not answer.
     """
-    tag = transport.call_tag(call)
+    tag, device = transport.call_tag(call), transport.wire_device(group.backend, device)
     small_s, _ = _ring(group, tag, device, _SMALL_BYTES, repeats=7)
     large_s, large_cpu_s = _ring(group, tag + 1, device, _LARGE_BYTES, repeats=4)
     transfer_s = max(large_s - small_s, 0.5 * large_s)  # a preempted small message must not make the link infinite
