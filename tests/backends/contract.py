@@ -15,7 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tpkernels as tpk
-from tests.ops.support import DTYPES, GATHER, REDUCE, SCATTER, Case, Operands, call, check_values, new_group, operands
+from tests.ops.support import (
+    DTYPES,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    Case,
+    Operands,
+    call,
+    check_values,
+    new_group,
+    operands,
+    own_part,
+)
 from tpkernels import dispatch
 from tpkernels.comm.native import why_not
 from tpkernels.dispatch import OPS, Problem
@@ -57,13 +69,28 @@ def parts_of(case: Case, world: int) -> Operands:
     return Operands(xs, [[] for _ in xs], [[] for _ in xs])
 
 
+def placed(parts: Operands, rank: int) -> Operands:
+    """The same operands, this rank's own ones where it computes."""
+    x, ws, bs = own_part(parts, rank)
+
+    def but(values: list[Any], own: Any) -> list[Any]:
+        return [own if r == rank else value for r, value in enumerate(values)]
+
+    return Operands(but(parts.xs, x), but(parts.ws, ws), but(parts.bs, bs))
+
+
+def own_tensors(parts: Operands, rank: int) -> list[Tensor]:
+    return [t for t in (parts.xs[rank], *parts.ws[rank], *parts.bs[rank]) if t is not None]
+
+
 def run(case: Case, parts: Operands, group: Any) -> list[Tensor]:
     """One call on this rank: its outputs, the gathered x last if it was asked for."""
     rank = dist.get_rank(group)
+    own = own_part(parts, rank)
     if case.op not in COLLECTIVES:
-        outs, gathered = call(case, (parts.xs[rank], parts.ws[rank], parts.bs[rank]), group)
+        outs, gathered = call(case, own, group)
         return outs if gathered is None else [*outs, gathered]
-    x, cut = parts.xs[rank], case.cut(dist.get_world_size(group))
+    x, cut = own[0], case.cut(dist.get_world_size(group))
     if case.op == "all_reduce":
         return [tpk.all_reduce(x, group, implementation=case.implementation)]
     move = tpk.all_gather if case.op == "all_gather" else tpk.reduce_scatter
@@ -96,12 +123,13 @@ def run_and_judge(case: Case, group: Any) -> list[Tensor]:
     """Values, and inputs left alone."""
     rank = dist.get_rank(group)
     parts = parts_of(case, dist.get_world_size(group))
-    inputs = [t for t in (parts.xs[rank], *parts.ws[rank], *parts.bs[rank]) if t is not None]
+    mine = placed(parts, rank)
+    inputs = own_tensors(mine, rank)
     kept = [t.clone() for t in inputs]
-    outs = run(case, parts, group)
+    outs = run(case, mine, group)
     for now, before in zip(inputs, kept, strict=True):  # first: values are judged by these inputs
         assert_bitwise_equal(now, before, f"rank {rank}, {case}: an input after the call")
-    judge(case, parts, outs, rank)
+    judge(case, parts, [out.cpu() for out in outs], rank)
     return outs
 
 
@@ -129,10 +157,11 @@ def judge_after_poison(case: Case, group: Any) -> None:
 
 def judge_ownership(case: Case, group: Any) -> None:
     """Outputs are the caller's: writing into one changes nothing inside, and later calls leave them alone."""
-    parts = parts_of(case, dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    parts = placed(parts_of(case, dist.get_world_size(group)), rank)
     outs = run(case, parts, group)
     first = [out.clone() for out in outs]
-    inputs = {t.untyped_storage().data_ptr() for t in (*parts.xs, *(w for ws in parts.ws for w in ws)) if t.numel()}
+    inputs = {t.untyped_storage().data_ptr() for t in own_tensors(parts, rank) if t.numel()}
     for out in outs:
         assert out.numel() == 0 or out.untyped_storage().data_ptr() not in inputs, f"{case}: an output is an input"
         out.fill_(float("nan"))

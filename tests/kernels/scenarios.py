@@ -1,11 +1,18 @@
-"""What workers of the interpreter do: one rank's kernel, with somebody who fills its buffers and raises its flags."""
+"""What workers of the interpreter do: one rank's kernel, with somebody who fills its buffers and raises its flags.
+
+The same runs on a GPU (`Case.device`, tests/gpu/test_kernels.py): then the kernel spins on the default stream, while a
+thread copies and raises flags on a stream of its own.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +55,9 @@ class Case:
     seed: int = 0
     package: str = PACKAGE
     folder: str | None = None
-    patience: int = PATIENCE
+    patience: int = PATIENCE  # nanoseconds on a GPU
+    device: str = "cpu"
+    tiles: Any = None  # a GemmConfig, instead of `block` and the like
 
     @property
     def rows(self) -> int:
@@ -58,6 +67,8 @@ class Case:
         return load(self.package, name, self.folder)
 
     def config(self) -> Any:
+        if self.tiles is not None:
+            return replace(self.tiles, num_chunks=self.num_chunks)
         m, n, k = self.block
         return self.module("config").GemmConfig(
             m, n, k, self.group_m, 4, 2, self.programs, self.num_chunks, self.descriptors
@@ -65,17 +76,29 @@ class Case:
 
     def order(self, direction: str) -> Tensor:
         schedule = self.module("schedule")
-        tiles = getattr(schedule, f"{direction}_order")(self.shards, self.num_chunks, self.block[0], self.rank)
-        return torch.tensor(schedule.as_table(tiles), dtype=torch.int32).reshape(-1, schedule.FIELDS)
+        tiles = getattr(schedule, f"{direction}_order")(self.shards, self.num_chunks, self.config().block_m, self.rank)
+        return self.place(torch.tensor(schedule.as_table(tiles), dtype=torch.int32).reshape(-1, schedule.FIELDS))
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def settle(self) -> None:
+        """Wait until the kernel has ended; interpreted ones have."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """What a thread does inside does not wait for the kernel."""
+        return nullcontext() if self.device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
 
 
 class Surroundings:
     """A group's state, failure record and pads, for one rank, or over shared memory that is passed in."""
 
     def __init__(self, case: Case, pads: list[Tensor] | None = None) -> None:
-        self.state = torch.zeros(8, dtype=torch.int32)
-        self.failure = torch.zeros(FAILURE_WORDS, dtype=torch.int32)
-        self.pads = pads or [torch.zeros(16, dtype=torch.int64) for _ in case.shards]
+        self.state = case.place(torch.zeros(8, dtype=torch.int32))
+        self.failure = torch.zeros(FAILURE_WORDS, dtype=torch.int32, pin_memory=case.device != "cpu")
+        self.pads = pads or [case.place(torch.zeros(16, dtype=torch.int64)) for _ in case.shards]
         table = case.module("signals").group_table(
             state=self.state.data_ptr(),
             failure=self.failure.data_ptr(),
@@ -83,12 +106,12 @@ class Surroundings:
             rank=case.rank,
             pads=[pad.data_ptr() for pad in self.pads],
         )
-        self.group = torch.tensor(table)
+        self.group = case.place(torch.tensor(table))
 
     def begin(self, epoch: int, fingerprint: int = 0x1234) -> int:
         """The call as one 64-bit word, which is also what a pad's signal says."""
         word = fingerprint << 32 | (epoch & 0xFFFFFFFF)
-        self.state[:2] = torch.tensor([word]).view(torch.int32)
+        self.state[:2] = torch.tensor([word]).view(torch.int32).to(self.state.device)
         return word
 
     def told(self, case: Case) -> dict[str, int]:
@@ -99,11 +122,13 @@ def as_int32(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-def padded(rows: int, columns: int, dtype: torch.dtype, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def padded(
+    rows: int, columns: int, dtype: torch.dtype, value: Tensor | None = None, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """(view [rows, columns], what is around it): NaN everywhere, unless `value` is given for the view."""
     align = 16 // dtype.itemsize  # descriptors want rows of multiples of 16 bytes
     width = -(-(columns + MARGIN) // align) * align
-    around = torch.full((rows + 2 * MARGIN, width), float("nan")).to(dtype)
+    around = torch.full((rows + 2 * MARGIN, width), float("nan"), device=device).to(dtype)
     view = around[MARGIN : MARGIN + rows, :columns]
     if value is not None:
         view.copy_(value)
@@ -119,18 +144,20 @@ def assert_margin_untouched(around: Tensor, view: Tensor) -> None:
 def weights(case: Case, call: int, name: str) -> Tensor:
     w = payload((case.n, case.k), case.dtype, call=call, rank=case.seed, name=name, scale=0.5)
     if case.transposed:
-        return padded(case.k, case.n, case.dtype, w.T)[0].T
-    return padded(case.n, case.k, case.dtype, w)[0]
+        return padded(case.k, case.n, case.dtype, w.T, case.device)[0].T
+    return padded(case.n, case.k, case.dtype, w, case.device)[0]
 
 
 def scales(case: Case, name: str, count: int) -> Tensor | None:
     if case.scale == "none":
         return None
-    return payload((count if case.scale == "row" else 1,), torch.float32, name=name).abs() + 0.5
+    return case.place(payload((count if case.scale == "row" else 1,), torch.float32, name=name).abs() + 0.5)
 
 
 def product(case: Case, x: Tensor, w: Tensor, bias: Tensor | None, sx: Tensor | None, sw: Tensor | None) -> Bounded:
     """fp32 accumulation; two roundings more for scales, which the operands' exact products are given in fp64."""
+    x, w, bias, sx, sw = (t if t is None else t.cpu() for t in (x, w, bias, sx, sw))
+    assert x is not None and w is not None
     if sx is None or sw is None:
         return Bounded.sum_of_products([x], [w], bias=bias, dtype=torch.float32)
     scaled = Bounded.sum_of_products([x.double() * sx.double()[:, None]], [w.double() * sw.double()[:, None]],
@@ -158,32 +185,33 @@ def gather(case: Case) -> list[Tensor]:
     """`calls` calls of all_gather_matmul, each with fresh data that arrives late and in a shuffled order."""
     kernel = case.module("all_gather_matmul")
     around = Surroundings(case)
-    signals = torch.full((len(case.shards) * case.num_chunks,), as_int32(case.first_epoch - 1), dtype=torch.int32)
+    before_first = as_int32(case.first_epoch - 1)
+    signals = case.place(torch.full((len(case.shards) * case.num_chunks,), before_first, dtype=torch.int32))
     results = []
     for call in range(case.calls):
         epoch = as_int32(case.first_epoch + call)
         around.begin(epoch)
         x = payload((case.rows, case.k), case.dtype, call=call, rank=case.seed, name="x")
-        whole, _ = padded(case.rows, case.k, case.dtype)
+        whole, _ = padded(case.rows, case.k, case.dtype, device=case.device)
         start = offsets(case.shards)[case.rank]
-        whole[start : start + case.shards[case.rank]] = x[start : start + case.shards[case.rank]]
+        whole[start : start + case.shards[case.rank]] = case.place(x[start : start + case.shards[case.rank]])
         names = ("gate", "up") if case.activation == "swiglu" else ("gate",)
         sx = scales(case, "x", case.rows)
         parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         for name in names:
             bias = payload((case.n,), case.dtype if case.scale == "none" else torch.float32, call=call, name=name)
+            bias = case.place(bias)
             parts.append((weights(case, call, name), bias if case.bias else None, scales(case, name, case.n)))
-        out, margin = padded(case.rows, case.n, case.out_dtype or case.dtype)
-        before, _ = padded(case.rows, case.n, case.out_dtype or case.dtype)
+        out, margin = padded(case.rows, case.n, case.out_dtype or case.dtype, device=case.device)
+        before, _ = padded(case.rows, case.n, case.out_dtype or case.dtype, device=case.device)
         up = parts[1] if len(parts) == 2 else (None, None, None)
-        arrivals = threading.Thread(target=_arrive, args=(case, call, x, whole, signals, epoch))
-        arrivals.start()
-        kernel.all_gather_matmul(
-            whole, parts[0][0], out, kernel.Arrivals(case.order("all_gather"), signals, around.group, 7), case.config(),
+        launch = partial(
+            kernel.all_gather_matmul, whole, parts[0][0], out,
+            kernel.Arrivals(case.order("all_gather"), signals, around.group, 7), case.config(),
             activation=case.activation, bias=parts[0][1], weight_up=up[0], bias_up=up[1], scale_whole=sx,
             scale_weight=parts[0][2], scale_weight_up=up[2], preactivation=before if case.preactivation else None,
         )  # fmt: skip
-        arrivals.join()
+        _run_beside(case, launch, threading.Thread(target=_arrive, args=(case, call, x, whole, signals, epoch)))
         assert not around.failure.any(), around.told(case)
         rows_of_scale = [None if s is None else s.expand(n) for s, n in ((sx, case.rows), (parts[0][2], case.n))]
         full = [(w, b, None if s is None else s.expand(case.n)) for w, b, s in parts]
@@ -196,6 +224,22 @@ def gather(case: Case) -> list[Tensor]:
     return results
 
 
+def _run_beside(
+    case: Case, launch: Callable[..., None], other: threading.Thread, stop: threading.Event | None = None
+) -> None:
+    """Launch the kernel beside a thread that ends by itself, or after `stop`. On a GPU nothing is loaded meanwhile."""
+    if case.device != "cpu":
+        launch(rehearsal=True)
+        case.settle()
+    other.start()
+    launch()
+    if stop is not None:
+        case.settle()
+        stop.set()
+    other.join()
+    case.settle()
+
+
 def _arrive(case: Case, call: int, x: Tensor, whole: Tensor, signals: Tensor, epoch: int) -> None:
     """The copy engines: each chunk of each peer, in an order of nobody's choosing."""
     chunks = [
@@ -206,33 +250,39 @@ def _arrive(case: Case, call: int, x: Tensor, whole: Tensor, signals: Tensor, ep
     ]
     random.Random(f"{case.seed} {call}").shuffle(chunks)
     time.sleep(9 * case.delay)
-    for rank, chunk, start, stop in chunks:
-        time.sleep(case.delay)
-        whole[start:stop] = x[start:stop]
-        signals[rank * case.num_chunks + chunk] = epoch
+    with case.own_stream():
+        for rank, chunk, start, stop in chunks:
+            time.sleep(case.delay)
+            whole[start:stop] = case.place(x[start:stop])
+            signals[rank * case.num_chunks + chunk] = epoch
 
 
 def scatter(case: Case) -> list[list[Tensor]]:
     """`calls` calls of matmul_reduce_scatter; whoever sees a chunk's flag must find its rows complete."""
     kernel = case.module("matmul_reduce_scatter")
     around, world_size = Surroundings(case), len(case.shards)
-    flags = torch.full((world_size, case.num_chunks), as_int32(case.first_epoch - 1), dtype=torch.int32)
-    counters = torch.zeros(world_size * case.num_chunks, dtype=torch.int32)
+    flags = case.place(torch.full((world_size, case.num_chunks), as_int32(case.first_epoch - 1), dtype=torch.int32))
+    counters = case.place(torch.zeros(world_size * case.num_chunks, dtype=torch.int32))
     results = []
     for call in range(case.calls):
         epoch = as_int32(case.first_epoch + call)
         around.begin(epoch)
-        x, _ = padded(case.rows, case.k, case.dtype, payload((case.rows, case.k), case.dtype, call=call, name="x"))
+        x, _ = padded(
+            case.rows, case.k, case.dtype, payload((case.rows, case.k), case.dtype, call=call, name="x"), case.device
+        )
         w = weights(case, call, "w")
         addend = payload((case.rows, case.n), torch.float32, call=call, name="addend") if case.addend else None
+        addend = None if addend is None else case.place(addend)
         sx, sw = scales(case, "x", case.rows), scales(case, "w", case.n)
         staging_dtype = case.out_dtype or torch.float32
         width = -(-case.n // 8) * 8
-        staging = [torch.full((rows + MARGIN, width), float("nan")).to(staging_dtype) for rows in case.shards]
+        staging = [
+            case.place(torch.full((rows + MARGIN, width), float("nan")).to(staging_dtype)) for rows in case.shards
+        ]
         departures = kernel.Departures(
             order=case.order("reduce_scatter"),
-            staging=torch.tensor([part.data_ptr() for part in staging]),
-            signals=torch.tensor([flags[owner].data_ptr() for owner in range(world_size)]),
+            staging=case.place(torch.tensor([part.data_ptr() for part in staging])),
+            signals=case.place(torch.tensor([flags[owner].data_ptr() for owner in range(world_size)])),
             counters=counters,
             group=around.group,
             staging_dtype=staging_dtype,
@@ -241,15 +291,15 @@ def scatter(case: Case) -> list[list[Tensor]]:
         seen: dict[tuple[int, int], Tensor] = {}
         stop = threading.Event()
         watcher = threading.Thread(target=_watch, args=(case, flags, epoch, staging, seen, stop))
-        watcher.start()
-        kernel.matmul_reduce_scatter(x, w, departures, case.config(), addend=addend, scale_x=sx, scale_weight=sw)
-        stop.set()
-        watcher.join()
-        partial = product(case, x, w, None, None if sx is None else sx.expand(case.rows),
+        launch = partial(
+            kernel.matmul_reduce_scatter, x, w, departures, case.config(), addend=addend, scale_x=sx, scale_weight=sw
+        )
+        _run_beside(case, launch, watcher, stop)
+        sums = product(case, x, w, None, None if sx is None else sx.expand(case.rows),
                           None if sw is None else sw.expand(case.n))  # fmt: skip
-        partial = (partial if addend is None else partial.plus(addend).rounded(torch.float32)).rounded(staging_dtype)
+        sums = (sums if addend is None else sums.plus(addend.cpu()).rounded(torch.float32)).rounded(staging_dtype)
         for owner, rows in enumerate(case.shards):
-            partial.narrow(0, offsets(case.shards)[owner], rows).check(staging[owner][:rows, : case.n], f"{owner}")
+            sums.narrow(0, offsets(case.shards)[owner], rows).check(staging[owner][:rows, : case.n], f"{owner}")
             assert staging[owner][rows:].isnan().all() and staging[owner][:, case.n :].isnan().all(), "margin"
             for chunk, (start, end) in enumerate(chunk_ranges(rows, case.num_chunks)):
                 assert (flags[owner, chunk] == epoch) == (end > start and case.n > 0), f"flag of {owner}, {chunk}"
@@ -263,12 +313,14 @@ def scatter(case: Case) -> list[list[Tensor]]:
 def _watch(case: Case, flags: Tensor, epoch: int, staging: list[Tensor], seen: dict[tuple[int, int], Tensor],
            stop: threading.Event) -> None:  # fmt: skip
     """Copies each chunk as soon as its flag says that it is there."""
-    while not stop.is_set():
-        for owner, rows in enumerate(case.shards):
-            for chunk, (start, end) in enumerate(chunk_ranges(rows, case.num_chunks)):
-                if end > start and (owner, chunk) not in seen and flags[owner, chunk] == epoch:
-                    seen[owner, chunk] = staging[owner][start:end].clone()
-        time.sleep(0)
+    with case.own_stream():
+        while not stop.is_set():
+            raised = (flags == epoch).tolist()
+            for owner, rows in enumerate(case.shards):
+                for chunk, (start, end) in enumerate(chunk_ranges(rows, case.num_chunks)):
+                    if end > start and (owner, chunk) not in seen and raised[owner][chunk]:
+                        seen[owner, chunk] = staging[owner][start:end].cpu().clone()
+            time.sleep(0)
 
 
 def missing_chunk(case: Case, poison: int | None) -> tuple[dict[str, int], list[int], float, list[bool], list[bool]]:
@@ -277,24 +329,32 @@ def missing_chunk(case: Case, poison: int | None) -> tuple[dict[str, int], list[
     kernel = case.module("all_gather_matmul")
     around = Surroundings(case)
     around.begin(case.first_epoch)
-    signals = torch.full((len(case.shards) * case.num_chunks,), case.first_epoch, dtype=torch.int32)
+    signals = case.place(torch.full((len(case.shards) * case.num_chunks,), case.first_epoch, dtype=torch.int32))
     signals[-case.num_chunks :] = case.first_epoch - 1
-    x, w = payload((case.rows, case.k), case.dtype, name="x"), weights(case, 0, "w")
-    out, _ = padded(case.rows, case.n, case.dtype)
+    x, w = case.place(payload((case.rows, case.k), case.dtype, name="x")), weights(case, 0, "w")
+    out, _ = padded(case.rows, case.n, case.dtype, device=case.device)
     if poison is not None:
         around.pads[case.rank][0] = poison + 1
-    start = time.perf_counter()
     order = case.order("all_gather")
-    kernel.all_gather_matmul(x, w, out, kernel.Arrivals(order, signals, around.group, 7), case.config())
+    launch = partial(
+        kernel.all_gather_matmul, x, w, out, kernel.Arrivals(order, signals, around.group, 7), case.config()
+    )
+    launch(rehearsal=True)
+    case.settle()
+    start = time.perf_counter()
+    launch()
+    case.settle()
     seconds = time.perf_counter() - start
     done = [bool(out[row : row + rows].isfinite().all()) for row, rows in order[:, :2].tolist()]
     second = case.module("matmul_reduce_scatter")
-    flags = torch.zeros(len(case.shards), case.num_chunks, dtype=torch.int32)
-    staging = torch.zeros(case.rows, 64)
+    flags = case.place(torch.zeros(len(case.shards), case.num_chunks, dtype=torch.int32))
+    width = -(-case.n // 64) * 64
+    staging = case.place(torch.zeros(case.rows, width))
     second.matmul_reduce_scatter(x, w, second.Departures(
-        case.order("reduce_scatter"), torch.full((len(case.shards),), staging.data_ptr()),
-        torch.tensor([flag.data_ptr() for flag in flags]), torch.zeros(16, dtype=torch.int32), around.group,
-        torch.float32, 64,
+        case.order("reduce_scatter"), case.place(torch.full((len(case.shards),), staging.data_ptr())),
+        case.place(torch.tensor([flag.data_ptr() for flag in flags])), case.place(torch.zeros(16, dtype=torch.int32)),
+        around.group, torch.float32, width,
     ), case.config())  # fmt: skip
+    case.settle()
     poisoned = [int(pad[0]) for pad in around.pads]
     return around.told(case), poisoned, seconds, done, flags.flatten().bool().tolist()

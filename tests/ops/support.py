@@ -2,12 +2,14 @@
 
 Owns: `Case` (one call in terms of the whole tensors), its operands, the call itself, and the unfused reference in plain
 torch. Values are judged with the elementwise bound of `tpkernels.testing`, integer payloads bit for bit.
+
+Operands are made on the CPU and judged there; a rank computes where `PLACE` says (tests/gpu moves it to a GPU).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +35,18 @@ FUSED = (GATHER, SCATTER, REDUCE, COPY)
 # Without the compiled core tests/backends says, as skips, what is not tested.
 IMPLEMENTATIONS = ("unfused", "chunked", *(("shared_memory",) if native() is not None else ()))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass
+class Place:
+    """Where this process's ranks compute, over which backend (None: the default group's), on what kind of group."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str | None = None
+    prepare: Callable[[Any], None] = lambda group: None
+
+
+PLACE = Place()
 
 
 @dataclass(frozen=True)
@@ -159,17 +173,20 @@ def call(case: Case, own: tuple[Tensor, list[Tensor], list[Tensor | None]], grou
 
 
 def own_part(all_of: Operands, rank: int) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    return all_of.xs[rank], all_of.ws[rank], all_of.bs[rank]
+    """This rank's operands, where it computes."""
+    biases = [None if b is None else b.to(PLACE.device) for b in all_of.bs[rank]]
+    return all_of.xs[rank].to(PLACE.device), [w.to(PLACE.device) for w in all_of.ws[rank]], biases
 
 
 def run_and_check(case: Case, group: Any) -> list[Tensor]:
     """Run the case on this rank and judge every output; the error of a wrong one names the case."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts = operands(case, world)
-    kept = [part.clone() for part in (parts.xs[rank], *parts.ws[rank])]
-    outs, gathered = call(case, own_part(parts, rank), group)
+    own = own_part(parts, rank)
+    kept = [part.clone() for part in (own[0], *own[1])]
+    outs, gathered = call(case, own, group)
     check_values(case, parts, outs, gathered, rank)
-    for before, now in zip(kept, (parts.xs[rank], *parts.ws[rank]), strict=True):
+    for before, now in zip(kept, (own[0], *own[1]), strict=True):
         assert_bitwise_equal(now, before, f"{case}: an input after the call")
     return outs
 
@@ -217,8 +234,9 @@ def new_group(num_chunks: int | None = None, *, calibrate: bool = False, timeout
     }
     before = {name: os.environ.get(name) for name in wanted}
     _write_environment(wanted)
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    group = dist.new_group(timeout=timedelta(seconds=timeout), backend=PLACE.backend)
     try:
+        PLACE.prepare(group)
         yield group
     finally:
         _write_environment(before)

@@ -67,7 +67,7 @@ def close(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
         expected = None if actual is None else torch.zeros_like(actual)
     assert (actual is None) == (expected is None), f"{what}: {actual} against {expected}"
     if actual is not None:
-        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-11, atol=1e-11, msg=lambda m: f"{what}: {m}")
 
 
 def check_case(case: Case, group: Any, needs: tuple[bool, bool, bool] = (True, True, True)) -> None:
@@ -86,7 +86,9 @@ def check_case(case: Case, group: Any, needs: tuple[bool, bool, bool] = (True, T
     what = f"rank {rank}, needs {needs}, {case}"
     for out, want in zip(outs, expected[rank], strict=True):
         close(out.detach(), want.detach(), what)
-    differentiable = [(o, dy) for o, dy in zip(outs, upstream(case, outs, rank), strict=True) if o.requires_grad]
+    differentiable = [
+        (o, dy.to(o.device)) for o, dy in zip(outs, upstream(case, outs, rank), strict=True) if o.requires_grad
+    ]
     if differentiable:
         torch.autograd.backward([o for o, _ in differentiable], [dy for _, dy in differentiable])
     close(x.grad, leaves.xs[rank].grad if needs[0] else None, f"dx: {what}")
@@ -216,37 +218,45 @@ def test_outputs_that_the_loss_does_not_use_cost_nothing(ranks: Pools, world: in
     ranks(world).run(unused_outputs)
 
 
-def within_bounds(dtype: torch.dtype, num_chunks: int) -> None:
+def within_bounds(
+    dtype: torch.dtype,
+    num_chunks: int,
+    names: tuple[str, ...] = IMPLEMENTATIONS,
+    rows: int = 48,
+    ops: tuple[str, ...] = FUSED,
+) -> None:
     """dgrad, wgrad and bias gradient of the linear ops, each judged against exact operands of its own."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with new_group(num_chunks) as group:
-        for op, name in product(FUSED, IMPLEMENTATIONS):
-            case = Case(op, (48, 64), ns=(40,), dtype=dtype, bias=True, implementation=name)
+        for op, name in product(ops, names):
+            case = Case(op, (rows, 64), ns=(40,), dtype=dtype, bias=True, implementation=name)
             parts = operands(case, world)
             x, (w,), (b,) = own_part(parts, rank)
             assert b is not None
             for leaf in (x, w, b):
                 leaf.requires_grad_()
             (y,), _ = call(case, (x, [w], [b]), group)
-            y.backward(upstream(case, [y], rank)[0])
+            y.backward(upstream(case, [y], rank)[0].to(y.device))
             assert x.grad is not None and w.grad is not None and b.grad is not None
             shapes = [p[0].shape[0] for p in parts.ws]
             dys = [
-                upstream(case, [torch.empty(case.cut(world)[r] if op == SCATTER else 48, shapes[r], dtype=dtype)], r)[0]
+                upstream(case, [torch.empty(case.cut(world)[r] if op == SCATTER else rows, shapes[r], dtype=dtype)], r)[
+                    0
+                ]
                 for r in range(world)
             ]
             weights = [p[0].detach() for p in parts.ws]
             what = f"rank {rank}, {case}"
             if op in (GATHER, COPY):
-                whole = torch.cat([p.detach() for p in parts.xs]) if op == GATHER else x.detach()
-                start = rank * (48 // world) if op == GATHER else 0
+                whole = torch.cat([p.detach() for p in parts.xs]) if op == GATHER else parts.xs[0].detach()
+                start = rank * (rows // world) if op == GATHER else 0
                 check_input_gradient(x.grad, dys, weights, start=start, what=what)
                 check_weight_gradient(w.grad, dys[rank], whole, what=what)
                 check_bias_gradient(b.grad, dys[rank], what=what)
             else:
                 dy = torch.cat(dys) if op == SCATTER else dys[0]
                 check_input_gradient(x.grad, [dy], [weights[rank]], what=what)
-                check_weight_gradient(w.grad, dy, x.detach(), what=what)
+                check_weight_gradient(w.grad, dy, parts.xs[rank].detach(), what=what)
                 check_bias_gradient(b.grad, dy, what=what)
 
 

@@ -1,0 +1,159 @@
+"""What the ranks of these tests do: W processes that share one GPU.
+
+`share_gpu` makes a worker such a rank: the settings that several ranks of one GPU need, and where the operands of
+`tests/ops/support.py` go. Everything else here is a scenario; the values come from the contract of the backends.
+
+Processes of one GPU take turns (without MPS), so a rank that spins holds its peers up for a time slice; time-outs are
+long, sizes small, and each rank's kernels get a share of the SMs, as they would have to if all ran at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tests.backends.contract import JUDGES
+from tests.ops.support import PLACE, Case, new_group
+from tpkernels import errors
+from tpkernels.comm.groups import resolve
+from tpkernels.testing.numeric import assert_bitwise_equal
+from tpkernels.testing.payload import exact_matmul, integer_payload
+
+SETTINGS = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "4",
+    "CUDA_MODULE_LOADING": "EAGER",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # tests that poison memory switch to deterministic algorithms
+}
+PATIENCE_S = 30.0
+
+
+def share_gpu(world: int, backend: str | None = None) -> str:
+    """Make this worker a rank on GPU 0, and say which GPU that is. backend: of the groups; None is gloo."""
+    os.environ.update(SETTINGS)  # before this process touches CUDA
+    torch.cuda.set_device(0)
+    PLACE.device, PLACE.backend = torch.device("cuda", 0), backend
+    PLACE.prepare = lambda group: None if backend == "nccl" else _take_share(group, world)
+    return torch.cuda.get_device_name(0)
+
+
+def _take_share(group: Any, world: int) -> None:
+    """Give this rank's kernels their part of the SMs; a group without symmetric memory says why."""
+    tpk.explain("all_reduce", m=1, n=1, k=1, dtype=torch.float32, group=group)
+    state = resolve(group)
+    if state.symmetric is None:
+        raise RuntimeError(f"no symmetric memory: {state.no_symmetric_memory}")
+    state.symmetric.device.num_sms = max(2, torch.cuda.get_device_properties(0).multi_processor_count // world)
+
+
+def judge_all(cases: Sequence[Case], judge: str, num_chunks: int | None) -> int:
+    """Every case on one new group of these ranks; how many there were."""
+    with new_group(num_chunks, timeout=PATIENCE_S) as group:
+        for case in cases:
+            JUDGES[judge](case, group)
+            settle()
+        _nothing_failed(group)
+    return len(cases)
+
+
+def settle() -> None:
+    if PLACE.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def captured(work: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """The outputs of `work` and what computes them again, from a CUDA graph; on CPU ranks by doing it again."""
+    work()
+    settle()
+    if PLACE.device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = work()
+        return outs, graph.replay
+    outs = work()
+
+    def again() -> None:
+        for out, new in zip(outs, work(), strict=True):
+            out.copy_(new)
+
+    return outs, again
+
+
+def _nothing_failed(group: Any) -> None:
+    channels = resolve(group).symmetric
+    if channels is not None:
+        channels.check()
+
+
+def replay(implementation: str, op: str, replays: int, rows: int = 192) -> int:
+    """Capture two calls of an op in a graph, replay it with new data every time; how many results were judged."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    gathers, n, k = op == "all_gather_matmul", 96, 128
+    with new_group(2, timeout=PATIENCE_S) as group, torch.no_grad():
+        shape = (rows // world, k) if gathers else (rows, k)
+        x = torch.zeros(shape, dtype=torch.bfloat16, device=PLACE.device)
+        ws = [integer_payload((n, k), torch.bfloat16, rank=r, name="w", nonzeros=k) for r in range(world)]
+        weight = ws[rank].to(PLACE.device)
+        fused = getattr(tpk, op)
+
+        def two_calls() -> list[torch.Tensor]:
+            return [fused(x, weight, group, implementation=implementation) for _ in range(2)]
+
+        outs, once_more = captured(two_calls)
+        for turn in range(replays):
+            xs = [integer_payload(shape, torch.bfloat16, rank=r, call=turn, name="x") for r in range(world)]
+            x.copy_(xs[rank])
+            for out in outs:
+                out.fill_(float("nan"))
+            once_more()
+            settle()
+            if gathers:
+                exact = exact_matmul([torch.cat(xs)], [ws[rank]], dtype=torch.bfloat16)
+            else:
+                exact = exact_matmul(xs, ws, dtype=torch.bfloat16)
+                if op == "matmul_reduce_scatter":
+                    exact = exact.split(rows // world)[rank]
+            for number, out in enumerate(outs):
+                what = f"{op}, replay {turn}, call {number}, rank {rank}"
+                assert_bitwise_equal(out, exact, what, either_zero=True)
+        _nothing_failed(group)
+    return replays * len(outs)
+
+
+def late_peer(timeout_s: float) -> dict[str, Any]:
+    """The last rank stays away from a call. What the others are told, how long after the time-out, and what works then.
+
+    Rank-invariant facts are agreed on before, so that nobody waits on the host.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(128 * world, 128, device=PLACE.device, dtype=torch.bfloat16)
+    told: dict[str, Any] = {}
+    with new_group(1, timeout=timeout_s) as group, torch.no_grad():
+
+        def call() -> torch.Tensor:
+            return tpk.matmul_reduce_scatter(x, x[:64], group, implementation="symmetric")
+
+        call()
+        torch.cuda.synchronize()
+        if rank == world - 1:
+            time.sleep(timeout_s + 1.0)
+        else:
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()  # returns: the kernels gave up
+            told["seconds"] = time.perf_counter() - start
+            try:
+                call()
+            except errors.TpKernelsError as error:
+                told |= {"error": type(error).__name__, "ranks": list(error.ranks), "text": str(error)}  # type: ignore[attr-defined]
+    told["context"] = float(torch.ones(4, device=PLACE.device).sum())
+    with new_group(1, timeout=PATIENCE_S) as group:
+        told["new group"] = float(tpk.all_reduce(x[:1, :8], group, implementation="symmetric").sum())
+    return told

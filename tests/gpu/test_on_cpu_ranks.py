@@ -1,0 +1,43 @@
+"""What the ranks of this folder do runs on CPU ranks as well: a typo must not wait for a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import ranks as scenarios
+from tests.gpu.test_symmetric import cases_of
+from tests.ops.support import GATHER, REDUCE, SCATTER
+from tests.ops.test_gradients import within_bounds
+from tpkernels.dispatch import OPS
+from tpkernels.testing.spawn import Pools, RanksFailed
+
+pytestmark = pytest.mark.gloo
+
+STAND_IN = "unfused"
+
+
+def test_the_cases_for_symmetric_are_right_for_another_implementation(ranks: Pools) -> None:
+    for op in OPS:
+        cases = [case.but(implementation=STAND_IN) for case in cases_of(op, 2, full=False)]
+        assert ranks(2).run(scenarios.judge_all, cases[-12:], "values", 3) == [len(cases[-12:])] * 2
+
+
+def test_replays_are_judged_with_fresh_data_and_a_stale_one_is_caught(ranks: Pools) -> None:
+    for op in (GATHER, SCATTER, REDUCE):
+        assert ranks(2).run(scenarios.replay, STAND_IN, op, 3, 192) == [6, 6]
+    with pytest.raises(RanksFailed, match=r"matmul_all_reduce, replay 0, call 0, rank \d"):
+        ranks(2).run(_replay_that_computes_once)
+
+
+def _replay_that_computes_once() -> None:
+    captured = scenarios.captured
+    scenarios.captured = lambda work: (captured(work)[0], lambda: None)
+    try:
+        scenarios.replay(STAND_IN, REDUCE, 2)
+    finally:
+        scenarios.captured = captured
+
+
+def test_gradients_of_as_many_rows_as_on_a_gpu_are_within_the_bound(ranks: Pools) -> None:
+    ranks(2).run(within_bounds, torch.bfloat16, 3, (STAND_IN,), 264)
