@@ -10,6 +10,7 @@ Everything only enqueues.  What must be signalled is enqueued before what waits 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,30 +62,50 @@ def pull(channel: Channel, op: str, x: Tensor, layout: Layout, whole: Tensor, nu
 
     Right after ``channel.begin``. With ``flags``, flag ``peer * num_chunks + chunk`` is raised behind each chunk.
     """
-    rank, slots = channel.rank, channel.addresses()
-    num_bytes = x.numel() * x.element_size()
-    channel.copy(0, op, [_chunk(0, slots[rank], x.data_ptr(), _Piece(0, 0, 1, num_bytes, num_bytes, num_bytes))])
+    slots, row_bytes = channel.addresses(), whole.shape[1] * whole.element_size()
+    stage = _Piece(0, 0, 1, x.numel() * x.element_size(), 0, 0)
+    channel.copy(0, op, (Chunk * 1)(_chunk(0, slots[channel.rank], x.data_ptr(), stage)))
     channel.group.signal(chunk=0, peers=channel.group.others, stream=channel.pipeline.stream(0))
-    lanes: list[list[Chunk]] = [[] for _ in range(channel.num_lanes)]
+    key = ("pull", layout, row_bytes, whole.element_size(), num_chunks, flags, slots[channel.rank])
+    routes = channel.remember(
+        key, lambda: _pull_routes(channel, layout, row_bytes, whole.element_size(), num_chunks, flags), on_device=False
+    )
+    for lane, (chunks, places) in enumerate(routes):
+        for chunk, place in zip(chunks, places, strict=True):
+            chunk.target = whole.data_ptr() + place
+        channel.copy(lane, op, chunks)
+    copy_own(layout, channel.rank, x, whole)
+
+
+# A side stream's copies, and where in the tensor of the call each one's moving end is; that differs from call to call.
+_Route = tuple[ctypes.Array[Chunk], list[int]]
+
+
+def _pull_routes(
+    channel: Channel, layout: Layout, row_bytes: int, itemsize: int, num_chunks: int, flags: bool
+) -> list[_Route]:
+    slots = channel.addresses()
+    lanes: list[list[tuple[Chunk, int]]] = [[] for _ in range(channel.num_lanes)]
     for number in range(num_chunks):
-        for turn, peer in enumerate(peers_after(rank, channel.size)):
+        for turn, peer in enumerate(peers_after(channel.rank, channel.size)):
             start, stop = chunk_ranges(layout.shard_rows(peer), num_chunks)[number]
-            pieces = _pieces(layout, peer, start, stop, whole)
-            flag = channel.flag(peer * num_chunks + number) if flags else None
+            pieces = _pieces(layout, peer, start, stop, row_bytes, itemsize)
             if number == 0 and not pieces:  # an empty shard: its rank is heard of all the same
                 pieces = [_Piece(0, 0, 0, 0, 0, 0)]
             for i, piece in enumerate(pieces):
-                lanes[turn % channel.num_lanes].append(
-                    _chunk(
-                        number, whole.data_ptr() + piece.whole, slots[peer] + piece.shard, piece,
-                        source_stride=piece.shard_stride, target_stride=piece.whole_stride,
-                        wait_peer=peer if number == 0 and i == 0 else -1,
-                        raise_flag=flag if i == len(pieces) - 1 else None,
-                    )
+                first, last = number == 0 and i == 0, i == len(pieces) - 1
+                chunk = _chunk(
+                    number, 0, slots[peer] + piece.shard, piece,
+                    source_stride=piece.shard_stride, target_stride=piece.whole_stride,
+                    wait_peer=peer if first else -1,
+                    raise_flag=channel.flag(peer * num_chunks + number) if flags and last else None,
                 )  # fmt: skip
-    for lane, chunks in enumerate(lanes):
-        channel.copy(lane, op, chunks)
-    copy_own(layout, rank, x, whole)
+                lanes[turn % channel.num_lanes].append((chunk, piece.whole))
+    return [_route(lane) for lane in lanes]
+
+
+def _route(lane: Sequence[tuple[Chunk, int]]) -> _Route:
+    return (Chunk * len(lane))(*(chunk for chunk, _ in lane)), [place for _, place in lane]
 
 
 def copy_own(layout: Layout, rank: int, x: Tensor, whole: Tensor) -> None:
@@ -114,27 +135,40 @@ def matrix_of(layout: Layout, rank: int, whole: Tensor) -> Matrix:
 def push(channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool) -> None:
     """Send each peer its part, chunk by chunk, and signal every chunk, also one without elements.
 
-    With ``flags``, chunk c of owner o waits for flag ``o * num_chunks + c``, which nobody raises for an empty chunk.
+    All parts lie in one tensor. With ``flags``, chunk c of owner o waits for flag ``o * num_chunks + c``, which nobody
+    raises for an empty chunk.
     """
+    base = parts[0].address
+    relative = tuple(part._replace(address=part.address - base) for part in parts)
+    key = ("push", relative, itemsize, num_chunks, flags, channel.addresses()[channel.rank])
+    routes = channel.remember(
+        key, lambda: _push_routes(channel, relative, itemsize, num_chunks, flags), on_device=False
+    )
+    for lane, (chunks, places) in enumerate(routes):
+        for chunk, place in zip(chunks, places, strict=True):
+            chunk.source = base + place
+        channel.copy(lane, op, chunks)
+
+
+def _push_routes(
+    channel: Channel, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool
+) -> list[_Route]:
     rank = channel.rank
-    lanes: list[list[Chunk]] = [[] for _ in range(channel.num_lanes)]
+    lanes: list[list[tuple[Chunk, int]]] = [[] for _ in range(channel.num_lanes)]
     for number in range(num_chunks):
         for turn, owner in enumerate(peers_after(rank, channel.size)):
             part = parts[owner]
             start, stop = chunk_ranges(part.rows, num_chunks)[number]
             row_bytes, stride = part.columns * itemsize, part.stride * itemsize
             target = channel.addresses(rank * part_bytes(part, itemsize))[owner] + start * row_bytes
-            piece = _Piece(0, 0, stop - start, row_bytes, row_bytes, stride)
-            empty = piece.rows * piece.row_bytes == 0
-            lanes[turn % channel.num_lanes].append(
-                _chunk(
-                    number, target, part.address + start * stride, piece,
-                    source_stride=stride, target_stride=row_bytes, signal_peer=owner,
-                    wait_flag=channel.flag(owner * num_chunks + number) if flags and not empty else None,
-                )
+            empty = (stop - start) * row_bytes == 0
+            chunk = _chunk(
+                number, target, 0, _Piece(0, 0, stop - start, row_bytes, 0, 0),
+                source_stride=stride, target_stride=row_bytes, signal_peer=owner,
+                wait_flag=channel.flag(owner * num_chunks + number) if flags and not empty else None,
             )  # fmt: skip
-    for lane, chunks in enumerate(lanes):
-        channel.copy(lane, op, chunks)
+            lanes[turn % channel.num_lanes].append((chunk, part.address + start * stride))
+    return [_route(lane) for lane in lanes]
 
 
 def reduce(
@@ -171,15 +205,12 @@ def largest_shard(layout: Layout, x: Tensor) -> int:
     return layout.max_shard_rows * columns * x.element_size()
 
 
-def _pieces(layout: Layout, rank: int, start: int, stop: int, whole: Tensor) -> list[_Piece]:
+def _pieces(layout: Layout, rank: int, start: int, stop: int, row_bytes: int, itemsize: int) -> list[_Piece]:
     """Where rows ``[start, stop)`` of a shard lie: at most three pieces, however many segments they are."""
-    row_bytes = whole.shape[1] * whole.element_size()
     if layout.feature:
         low, high = layout.columns(rank)
-        width = (high - low) * whole.element_size()
-        piece = _Piece(
-            start * width, start * row_bytes + low * whole.element_size(), stop - start, width, width, row_bytes
-        )
+        width = (high - low) * itemsize
+        piece = _Piece(start * width, start * row_bytes + low * itemsize, stop - start, width, width, row_bytes)
         return [piece] if piece.rows * piece.row_bytes else []
     block = layout.sizes[rank] * layout.inner
     if start >= stop or row_bytes == 0:

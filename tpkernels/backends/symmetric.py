@@ -171,7 +171,7 @@ def _gather(
     try:
         pull(channel, op, x, layout, whole, num_chunks, flags=bool(launches))
         for launch in launches:
-            launch()
+            channel.device.launch(launch)
         channel.end(op)
     finally:
         channel.settle()
@@ -233,7 +233,7 @@ def _fused_scatter(
     )
     channel.begin(op, context.fingerprint)
     try:
-        launch()
+        channel.device.launch(launch)
         push(channel, op, parts, like.element_size(), num_chunks, flags=True)
         call.meanwhile()
         reduce(channel, op, parts[rank], like.dtype, bias, out, num_chunks)

@@ -382,9 +382,13 @@ class Pipeline:
         self._library = cuda
         self._pipeline = ctypes.c_void_p()
         cuda.call("tpk_pipeline_create", streams, ctypes.byref(self._pipeline))
+        self._streams = [self._stream(lane) for lane in range(streams)]
 
     def stream(self, lane: int) -> int:
         """Side stream `lane`, for what else is to run there."""
+        return self._streams[lane]
+
+    def _stream(self, lane: int) -> int:
         found = ctypes.c_void_p()
         self._library.call("tpk_pipeline_stream", self._pipeline, lane, ctypes.byref(found))
         return found.value or 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from tpkernels.comm import agreement, transport
 from tpkernels.comm.groups import Group, InFlight, live_groups
+from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.errors import GroupMismatch
 
 __all__ = ["ensure_running"]
@@ -58,6 +59,7 @@ class _Watch:
         self.store: Any = group.store.clone()
         self.beats = 0
         self.next_beat = 0.0
+        self.had_lost = False
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -65,6 +67,8 @@ class _Watch:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
             self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
+        if self.group.symmetric is not None:
+            self._end_waits_of_the_device(self.group.symmetric)
         in_flight = self.group.in_flight
         if in_flight is None or now - in_flight.since <= SUSPICIOUS_AFTER:
             return
@@ -75,6 +79,18 @@ class _Watch:
                 self.group.shared.channel.interrupt()
             peers = [rank for rank in range(self.group.size) if rank != self.group.rank]
             transport.abort(self.group.pg, self.group.backend, peers)
+
+    def _end_waits_of_the_device(self, symmetric: SymmetricChannels) -> None:
+        """Kernels wait for calls that have long returned: end them some time after a peer has failed or died.
+
+        Not at once: a peer that came to its end in good order may leave while ours still wait for another one.
+        """
+        lost = any(peer.is_dead() for peer in self.group.peers) or bool(
+            agreement.read(self.group, "failed", self.store)
+        )
+        if lost and self.had_lost:
+            symmetric.abort()
+        self.had_lost = lost
 
     def _inspect(self, in_flight: InFlight, age: float) -> tuple[GroupMismatch | None, bool]:
         """What the peers say of this call and of those it overlaps, and whether it cannot end well."""

@@ -15,7 +15,7 @@ call, or after whatever made the host wait for the device.  What such a call has
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES
 from tpkernels.comm.groups import Group
 from tpkernels.comm.symmetric_memory import Allocation, Device
 from tpkernels.comm.transport import TransportFailure
-from tpkernels.errors import CollectiveTimeout, GroupMismatch, PeerLost
+from tpkernels.errors import CollectiveTimeout, GroupMismatch, PeerLost, UnsupportedProblem
 
 __all__ = ["Channel", "SymmetricChannels"]
 
@@ -96,13 +96,13 @@ class Channel:
         """Make room for ``num_bytes`` per slot on every rank.  Collective: all ranks must ask for the same.
 
         Raises:
-            UnsupportedProblem: a rank has no memory left; the group goes on.
-            RuntimeError: within graph capture, where memory cannot grow.
+            UnsupportedProblem: a rank has no memory left, or a graph is captured, in which memory cannot grow; nothing
+                was sent, and the group goes on.
         """
         if num_bytes <= self._slot_bytes:
             return
         if self.device.capturing():
-            raise RuntimeError(
+            raise UnsupportedProblem(
                 f"symmetric memory cannot grow to {num_bytes} bytes while a CUDA graph is captured: make this call "
                 "once before the capture"
             )
@@ -122,16 +122,18 @@ class Channel:
         """Address of a local flag."""
         return self.flags.data_ptr() + 4 * index
 
-    def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What calls like this one need on the device, made at the first of them.
+    def remember(self, key: Hashable, make: Callable[[], Any], on_device: bool = True) -> Any:
+        """What calls like this one need (on the device), made at the first of them.
 
         Raises:
-            RuntimeError: within graph capture, where it cannot be made.
+            UnsupportedProblem: within graph capture, where nothing can be made on the device.
         """
         found = self._remembered.get(key)
         if found is None:
-            if self.device.capturing():
-                raise RuntimeError("the first call of its kind cannot be captured: make it once before the capture")
+            if on_device and self.device.capturing():
+                raise UnsupportedProblem(
+                    "symmetric: the first call of its kind cannot be captured: make it once before the capture"
+                )
             found = self._remembered[key] = make()
             if len(self._remembered) > _MAX_REMEMBERED:
                 self._remembered.pop(next(iter(self._remembered)))
@@ -166,10 +168,10 @@ class Channel:
         self.pipeline.fork(stream)
         self._open = True
 
-    def copy(self, lane: int, op: str, chunks: Sequence[Chunk]) -> None:
+    def copy(self, lane: int, op: str, chunks: ctypes.Array[Chunk]) -> None:
         """Enqueue copies on a side stream, in order."""
-        if chunks:
-            self.pipeline.run(lane, self.group, (Chunk * len(chunks))(*chunks), op=self.op(op))
+        if len(chunks):
+            self.pipeline.run(lane, self.group, chunks, op=self.op(op))
 
     def settle(self) -> None:
         """The current stream waits for the side streams, so that what they use may be freed or used again."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,9 @@ class Device(Protocol):
 
     def stream(self) -> int:
         """The current stream, as the C library takes it."""
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Run a function that enqueues a kernel on the current stream."""
 
     def synchronize(self) -> None:
         """Wait until everything enqueued on this device is done."""
@@ -125,6 +128,9 @@ class CudaDevice:
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        kernel()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -1,0 +1,131 @@
+"""An emulated GPU per rank: `symmetric` itself, its Triton kernels and its CUDA source, as W processes on CPU tensors.
+
+Owns `EmulatedDevice`, which stands where `CudaDevice` does: the library is `csrc/cuda` under g++
+(tests/cuda/emulator.py), symmetric memory is files that all ranks map, the current stream is the calling thread, side
+streams are threads. Triton kernels run in the interpreter, which is chosen when triton is imported: by
+`TRITON_INTERPRET` in the rank's environment.
+
+What it can not show: anything of the GPU's own (PTX, TMA, the memory model, copy engines, CUDA graphs), and hosts that
+run ahead of the current stream, except ahead of a GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tpkernels as tpk
+from tests.ops.support import _write_environment
+from tpkernels.backends import symmetric
+from tpkernels.comm import agreement
+from tpkernels.comm.cuda_native import Library
+from tpkernels.comm.groups import Group, resolve
+from tpkernels.comm.symmetric_channels import SymmetricChannels
+from tpkernels.comm.symmetric_memory import Allocation
+
+POLLS_PER_SECOND = 5000  # of an interpreted kernel, about
+
+
+class EmulatedDevice:
+    kind = "cpu"
+    capability, num_sms = 80, 4
+
+    def __init__(self, group: Group, settings: Emulation) -> None:
+        self.library = Library(Path(settings.library))
+        self._group, self._folder, self._allocations = group, Path(settings.folder), 0
+        self.library._library.emulated_late(group.rank, settings.late_us)
+        self._kernels = ThreadPoolExecutor(1)
+        self._launched: list[Future[None]] = []
+
+    def allocate(self, num_bytes: int) -> Allocation:
+        group, self._allocations = self._group, self._allocations + 1
+        assert group.key is not None
+        name = f"{group.key.replace('/', '-')}-{self._allocations}"
+
+        def mapped(rank: int) -> Tensor:
+            return torch.from_file(str(self._folder / f"{name}-{rank}"), shared=True, size=num_bytes, dtype=torch.uint8)
+
+        local = mapped(group.rank)  # made, and of zeros
+        self._meet("made")
+        addresses = [local if rank == group.rank else mapped(rank) for rank in range(group.size)]
+        self._meet("mapped")
+        (self._folder / f"{name}-{group.rank}").unlink()
+        return Allocation(local, tuple(memory.data_ptr() for memory in addresses), handle=addresses)
+
+    def _meet(self, step: str) -> None:
+        record = agreement.Record("emulated memory", {})
+        agreement.exchange_records(self._group, 0, record, part=f"emulated/{self._allocations}/{step}")
+
+    def stream(self) -> int:
+        """The caller's thread, behind the GEMMs: whoever asks enqueues something that comes after them."""
+        launched, self._launched = self._launched, []
+        for kernel in launched:
+            kernel.result()
+        return 0
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        self._launched.append(self._kernels.submit(kernel))
+
+    def synchronize(self) -> None:
+        self.stream()
+
+    def capturing(self) -> bool:
+        return False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    def patience(self, timeout_s: float) -> int:
+        return int(timeout_s * POLLS_PER_SECOND)
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What the ranks of a test are told.
+
+    library, folder: of tests/cuda/emulator.py; where memory is mapped from. fuse_from_rows, one_shot_bytes: thresholds
+    of the backend, by default such that tiny calls take the ways of large ones. late_us: how late tasks of side streams
+    may be.
+    """
+
+    library: str
+    folder: str
+    num_chunks: int | None = None
+    fuse_from_rows: int = 1
+    one_shot_bytes: int = 0
+    timeout: float = 20.0
+    late_us: int = 0
+
+    @contextmanager
+    def group(self) -> Iterator[Any]:
+        """A new group of all ranks that has symmetric memory; raises what its kernels have left unsaid."""
+        thresholds = symmetric.FUSE_FROM_ROWS, symmetric.ONE_SHOT_BYTES
+        symmetric.FUSE_FROM_ROWS, symmetric.ONE_SHOT_BYTES = self.fuse_from_rows, self.one_shot_bytes
+        chunks = None if self.num_chunks is None else str(self.num_chunks)
+        _write_environment({"TPKERNELS_NUM_CHUNKS": chunks, "TPKERNELS_CALIBRATE": "0"})
+        made = dist.new_group(timeout=timedelta(seconds=self.timeout))
+        try:
+            tpk.all_reduce(torch.zeros(1), made, implementation="unfused")  # the ranks meet
+            group = resolve(made)
+            channels = SymmetricChannels(group, EmulatedDevice(group, self))
+            group.symmetric, group.no_symmetric_memory = channels, None
+            yield made
+            if group.poison is None:
+                channels.check()
+            channels.close()
+        finally:
+            symmetric.FUSE_FROM_ROWS, symmetric.ONE_SHOT_BYTES = thresholds
+            _write_environment({"TPKERNELS_NUM_CHUNKS": None, "TPKERNELS_CALIBRATE": None})
+            dist.destroy_process_group(made)

@@ -1,0 +1,409 @@
+"""`symmetric` as W processes with an emulated GPU each (emulated.py), and what needs no ranks: refusals and choices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton")
+
+import tpkernels as tpk
+from tests.backends.contract import BASE, COLLECTIVES, JUDGES, exact_cases, parts_of, run
+from tests.backends.emulated import Emulation
+from tests.cuda.emulator import build
+from tests.ops.support import GATHER, REDUCE, SCATTER, Case
+from tpkernels.backends import moves, symmetric
+from tpkernels.comm import cuda_native
+from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_memory import common_refusal, is_consistent
+from tpkernels.dispatch import OPS, Costs, Problem
+from tpkernels.ops import calling
+from tpkernels.ops.calling import Signature
+from tpkernels.ops.contract import AllGather
+from tpkernels.partition import Layout
+from tpkernels.testing.numeric import BoundExceeded, assert_bitwise_equal
+from tpkernels.testing.payload import payload
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORCED: dict[str, Any] = {"implementation": "symmetric"}
+EVEN = BASE.but(shape=(12, 24), **FORCED)  # equal shards for 2, 3 and 4 ranks
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """Ranks in which Triton interprets."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        made = Pools()
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
+    folder = tmp_path_factory.mktemp("emulated")
+    return Emulation(str(build(folder)), str(folder))
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def judge_all(emulation: Emulation, cases: Sequence[Case], judge: str) -> int:
+    with emulation.group() as group:
+        for case in cases:
+            JUDGES[judge](case, group)
+    return len(cases)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_integers_are_exact_and_have_the_bits_of_unfused(
+    pools: Pools, emulation: Emulation, world: int, full: bool
+) -> None:
+    """Every op, dtype, dim and cut; empty shards and missing rows; through the fused kernels and in two steps."""
+    for op in OPS:
+        cases = [case for case in exact_cases(op, "symmetric", world) if case.dtype in DTYPES]
+        if op not in COLLECTIVES and not full:  # interpreted: a sample, of other cases for each world
+            cases = cases[world % 3 :: 3 if world < 4 else 6]
+        pools(world).run(judge_all, replace(emulation, num_chunks=2), cases, "unfused")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_real_numbers_are_within_the_bound_of_fp64(pools: Pools, emulation: Emulation, world: int) -> None:
+    base = BASE.but(integers=False, **FORCED)
+    cases = [
+        base.but(op=op, dtype=dtype, shape=shape, dim=len(shape) - 2)
+        for op in (GATHER, SCATTER, REDUCE)
+        for dtype in DTYPES
+        for shape in ((44, 96), (2, 24, 96))
+    ]
+    cases = [case.but(sizes=None) if case.op != GATHER else case for case in cases]
+    gathers = [case for case in cases if case.op == GATHER and case.dtype == torch.bfloat16]
+    cases += [gathers[0].but(activation=name, call=1) for name in ("relu", "gelu", "gelu_tanh", "silu")]
+    cases += [gathers[1].but(ns=(70, 3), bias=(True, False), activation="silu", return_gathered=True, own_ns=True)]
+    cases = [case.but(sizes=None if case.shape[case.axis] % world == 0 else uneven(case, world)) for case in cases]
+    settings = replace(emulation, late_us=500)
+    pools(world).run(judge_all, settings, cases, "values")
+    # Few rows: a gather and a library GEMM, a library GEMM and a reduction; small tensors in one step.
+    pools(world).run(judge_all, replace(settings, fuse_from_rows=10**6, one_shot_bytes=10**6), cases, "values")
+
+
+def uneven(case: Case, world: int) -> tuple[int, ...]:
+    return (case.shape[case.axis] - 5 * (world - 1), *[5] * (world - 1))
+
+
+@pytest.mark.parametrize("judge", ["poison", "ownership"])
+def test_nothing_of_an_earlier_call_is_left_and_outputs_are_the_callers(
+    pools: Pools, emulation: Emulation, judge: str
+) -> None:
+    cases = []
+    for number, op in enumerate(OPS):
+        for shape, ns in (((12, 24), (10,)), ((60, 16), (18,))):
+            case = BASE.but(op=op, shape=shape, ns=ns, call=10 * number, return_gathered=op == GATHER, **FORCED)
+            cases.append(case.but(bias=False, ns=()) if op in COLLECTIVES else case)
+    one_shot_bytes = 10**6 if judge == "poison" else 0
+    pools(3).run(judge_all, replace(emulation, num_chunks=2, one_shot_bytes=one_shot_bytes), cases, judge)
+
+
+def results(emulation: Emulation, calls: int, naps: bool) -> list[torch.Tensor]:
+    """Calls of growing size, whose slots alternate; now and then a rank is late."""
+    outs = []
+    with emulation.group() as group:
+        rank = dist.get_rank(group)
+        for number in range(calls):
+            if naps and (number + rank) % 3 == 0:
+                time.sleep(0.02)
+            rows = 20 + 14 * number
+            x = payload((rows, 24), torch.bfloat16, rank=rank, call=number)
+            w = payload((20, 24), torch.bfloat16, rank=rank, call=number, name="w")
+            outs.append(tpk.all_gather_matmul(x, w, group, activation="gelu", **FORCED))
+            outs.append(tpk.matmul_reduce_scatter(x, w, group, **FORCED))
+            outs.append(tpk.matmul_all_reduce(x, w, group, **FORCED))
+    return outs
+
+
+def test_results_depend_neither_on_chunks_nor_on_who_is_late(pools: Pools, emulation: Emulation) -> None:
+    settings = replace(emulation, num_chunks=1)
+    expected = pools(3).run(results, settings, 3, False)
+    for chunks, late_us, naps in ((3, 0, False), (2, 4000, True)):
+        found = pools(3).run(results, replace(settings, num_chunks=chunks, late_us=late_us), 3, naps)
+        for now, before in zip(chain(*found), chain(*expected), strict=True):
+            assert_bitwise_equal(now, before)
+
+
+# --- gradients, and two calls at once ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def preferred(op: str) -> Iterator[None]:
+    """ "auto" takes `symmetric` for this op."""
+    key = (op, "symmetric")
+    registry = symmetric.dispatch._registry
+    with mock.patch.dict(registry, {key: replace(registry[key], estimate=lambda problem, costs: -1.0)}):
+        yield
+
+
+def gradients(emulation: Emulation) -> int:
+    checked = 0
+    with emulation.group() as group, preferred("all_gather"):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        for save in (False, True):
+            found = {}
+            for name in ("symmetric", "unfused"):
+                x = integers((9 + rank, 8), rank, "x")
+                ws = [integers((n, 8), rank, f"w{n}") for n in (12, 5)]
+                sizes = [9 + r for r in range(size)]
+                ys = tpk.all_gather_matmul(
+                    x, ws, group, shard_sizes=sizes, activation="relu", save_gathered=save, implementation=name
+                )
+                v = integers((7, 12), rank, "v")
+                z = tpk.matmul_reduce_scatter(ys[0], v, group, shard_sizes=sizes, implementation=name)
+                u = integers((3, 5), rank, "u")
+                t = tpk.matmul_all_reduce(ys[1], u, group, implementation=name)
+                ((z * (rank + 1)).sum() + t.sum()).backward()
+                found[name] = [z.detach(), t.detach(), *(leaf.grad for leaf in (x, *ws, u, v))]
+            for now, expected in zip(found["symmetric"], found["unfused"], strict=True):
+                assert_bitwise_equal(now, expected, f"rank {rank}", either_zero=True)
+                checked += 1
+    return checked
+
+
+def integers(shape: tuple[int, int], rank: int, name: str) -> torch.Tensor:
+    return payload(shape, torch.float32, rank=rank, name=name, scale=3.0).round().requires_grad_()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_those_of_unfused_bit_for_bit(pools: Pools, emulation: Emulation, world: int) -> None:
+    assert pools(world).run(gradients, replace(emulation, late_us=500)) == [14] * world
+
+
+def gather_beside_ops(emulation: Emulation) -> None:
+    """Two gathers are started, others call in between; each has its own, whenever it is asked."""
+    with emulation.group() as made:
+        group, size = resolve(made), dist.get_world_size(made)
+        layout = Layout.of((4 * size, 6), 0, [4] * size)
+        signature = Signature("all_gather", torch.float32, "cpu", layout, 6, "symmetric")
+        shards = [[payload((4, 6), rank=rank, call=call) for rank in range(size)] for call in range(3)]
+        pending = []
+        for call in range(3):
+            x = shards[call][group.rank].clone()
+            pending.append(calling.start(group, signature, 0, AllGather(x, layout), x.device))
+            JUDGES["values"](EVEN.but(op=SCATTER, call=call), made)
+        for call in (1, 0, 2):
+            assert_bitwise_equal(pending[call](), torch.cat(shards[call]), f"gather {call}")
+
+
+def test_a_gather_runs_beside_other_calls_of_its_group(pools: Pools, emulation: Emulation) -> None:
+    pools(3).run(gather_beside_ops, replace(emulation, late_us=2000))
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def fails(emulation: Emulation, fault: str) -> tuple[str, str, float, str]:
+    """(error, its text, seconds, error of a second call) of a call with a fault on rank 1."""
+    with emulation.group() as group:
+        rank = dist.get_rank(group)
+        JUDGES["values"](EVEN, group)
+        JUDGES["values"](EVEN.but(op=SCATTER), group)
+        with FAULTS[fault]() if rank == 1 else mock.patch.dict({}):
+            start = time.monotonic()
+            first = error_of(fault, group)
+        took, second = time.monotonic() - start, error_of(fault, group)
+        return type(first).__name__, str(first), took, type(second).__name__
+
+
+def error_of(fault: str, group: Any) -> BaseException | None:
+    """What three calls raise: each says what happened to the kernels of those before it."""
+    case = EVEN.but(op=SCATTER if "chunk" in fault else GATHER)
+    try:
+        for call in range(3):
+            run(case, parts_of(case.but(call=call), dist.get_world_size(group)), group)
+    except tpk.errors.CommunicationError as error:
+        return error
+    return None
+
+
+@contextmanager
+def forgotten(attribute: str, value: Any) -> Iterator[None]:
+    """Copies of which one field is what it should not be."""
+    original = moves._chunk
+
+    def changed(number: int, *arguments: Any, **settings: Any) -> cuda_native.Chunk:
+        made = original(number, *arguments, **settings)
+        if number == 0 or attribute != "signal_peer":
+            setattr(made, attribute, value)
+        return made
+
+    with mock.patch.object(moves, "_chunk", changed), mock.patch.object(symmetric.Channel, "remember", anew):
+        yield
+
+
+def anew(self: Any, key: Any, make: Any, on_device: bool = True) -> Any:
+    return make()
+
+
+FAULTS: dict[str, Any] = {
+    "the signal of the shard is forgotten": lambda: mock.patch.object(cuda_native.Group, "signal"),
+    "the signal of a chunk is forgotten": lambda: forgotten("signal_peer", -1),
+    "a copy raises no flag": lambda: forgotten("raise_flag", None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_never_comes_ends_in_an_error_that_names_rank_and_chunk(
+    pools: Pools, emulation: Emulation, fault: str
+) -> None:
+    told = pools(3).run(fails, replace(emulation, num_chunks=2, timeout=2.0), fault)
+    blamed = 1 if fault != "a copy raises no flag" else None
+    waited = [text for name, text, _, _ in told if name == "CollectiveTimeout"]
+    assert waited, told
+    for text in waited:
+        assert "epoch" in text and "chunk" in text, text
+    if blamed is not None:
+        assert any(f"for rank {blamed}" in text for text in waited), told
+    for name, text, took, second in told:
+        assert name in ("CollectiveTimeout", "PeerLost", "GroupPoisoned") and took < 15, (name, text, took)
+        assert second == "GroupPoisoned", second
+
+
+def wrong_values(emulation: Emulation, attribute: str) -> str:
+    """Nobody waits for what it copies, and peers are late: values must show it, or these tests would show nothing."""
+    found = "nothing"
+    with emulation.group() as group, forgotten(attribute, -1 if attribute == "wait_peer" else None):
+        for call in range(6):
+            if (call + dist.get_rank(group)) % 2:
+                time.sleep(0.05)
+            try:
+                JUDGES["values"](EVEN.but(op=GATHER if attribute == "wait_peer" else SCATTER, call=call), group)
+            except AssertionError as error:
+                found = type(error).__name__
+    return found
+
+
+@pytest.mark.parametrize("attribute", ["wait_peer", "wait_flag"])
+def test_a_wait_that_is_left_out_shows_in_the_values(pools: Pools, emulation: Emulation, attribute: str) -> None:
+    found = pools(2).run(wrong_values, replace(emulation, num_chunks=2), attribute)
+    assert any(name in ("AssertionError", BoundExceeded.__name__) for name in found), found
+
+
+def dies(emulation: Emulation) -> tuple[str, list[int], float]:
+    """Rank 1 is killed; what its peers say, when their kernels have waited for it."""
+    with emulation.group() as group:
+        case = EVEN.but(op=SCATTER)
+        JUDGES["values"](case, group)
+        if dist.get_rank(group) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            for _ in range(3):
+                run(case, parts_of(case, 3), group)
+        except tpk.errors.CommunicationError as error:
+            return type(error).__name__, sorted(error.ranks), time.monotonic() - start
+    return "nothing", [], 0.0
+
+
+def test_a_rank_that_dies_ends_the_waits_of_kernels_long_before_the_timeout(pools: Pools, emulation: Emulation) -> None:
+    found = pools(3).run(dies, replace(emulation, timeout=60.0), return_exceptions=True)
+    for rank in (0, 2):
+        name, blamed, took = found[rank]
+        assert (name, blamed) == ("PeerLost", [1]) and took < 10, found[rank]
+
+
+def disagree(emulation: Emulation) -> tuple[str, str]:
+    """Two calls that all ranks know, and rank 1 makes the other one."""
+    with emulation.group() as group:
+        cases = EVEN, EVEN.but(op=SCATTER)
+        for case in (*cases, *cases):  # both slots are there
+            JUDGES["values"](case, group)
+        first = cases[dist.get_rank(group) == 1]
+        try:
+            for _ in range(3):
+                run(first, parts_of(first, dist.get_world_size(group)), group)
+        except tpk.errors.CommunicationError as error:
+            return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_ranks_in_different_calls_are_told_by_their_fingerprints(pools: Pools, emulation: Emulation) -> None:
+    for name, text in pools(2).run(disagree, emulation):
+        assert name == "GroupMismatch", (name, text)
+        assert "all_gather_matmul(" in text and "matmul_reduce_scatter(" in text, text
+
+
+# --- what needs no ranks ----------------------------------------------------------------------------------------------
+
+PROBLEM = Problem(
+    GATHER, 4096, 4096, 4096, torch.bfloat16, 8, device="cuda", backend="nccl", co_located=True,
+    no_symmetric_memory=None,
+)  # fmt: skip
+FACT = {"refusal": None, "gpu": "H, sm_90", "capability": 90, "torch": "2.13", "abi": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"world_size": 1}, "one rank"),
+        ({"dtype": torch.float64}, "not in torch.float64"),
+        ({"no_symmetric_memory": "rank 3: Triton is not installed"}, "Triton is not installed"),
+    ],
+)
+def test_it_says_why_it_can_not_run(changes: dict[str, Any], reason: str | None) -> None:
+    for offer in (offer for op in OPS for offer in symmetric.dispatch.implementations(op) if offer.name == "symmetric"):
+        found = offer.refuses(replace(PROBLEM, op=offer.op, **changes))
+        assert found is None if reason is None else reason in str(found), found
+
+
+@pytest.mark.parametrize(
+    ("second", "overlapping", "reason"),
+    [
+        ({"uuid": "b"}, False, None),
+        ({"uuid": "a"}, False, "ranks [0, 1] are on one GPU"),
+        ({"uuid": "a"}, True, None),
+        ({"uuid": "b", "gpu": "A, sm_80"}, False, "different GPUs"),
+        ({"uuid": "b", "torch": "2.11"}, False, "different versions of torch"),
+        ({"uuid": "b", "refusal": "no library"}, False, "rank 1: no library"),
+    ],
+)
+def test_all_ranks_have_one_reason_why_their_gpus_share_no_memory(
+    second: dict[str, Any], overlapping: bool, reason: str | None
+) -> None:
+    found = common_refusal([{**FACT, "uuid": "a"}, {**FACT, **second}], overlapping)
+    assert found is None if reason is None else reason in str(found), found
+
+
+def test_old_gpus_are_refused() -> None:
+    assert "capability 8.0" in str(common_refusal([{**FACT, "uuid": "a", "capability": 75}], False))
+
+
+def test_addresses_that_can_not_be_those_of_the_ranks_are_seen() -> None:
+    assert is_consistent((16, 32), 32, rank=1, size=2)
+    for addresses, local in (((16, 32), 48), ((16,), 16), ((32, 32), 32), ((0, 32), 32)):
+        assert not is_consistent(addresses, local, rank=1 if len(addresses) > 1 else 0, size=2)
+
+
+def test_large_calls_are_fused_where_the_link_is_worth_it() -> None:
+    """On costs of an NVLink node: fused wins where transfers can hide, one shot where data is small."""
+    costs = Costs(
+        gemm_gflops=600e3, gemm_overhead_us=8, weight_gbytes=2000, link_gbytes=300, link_latency_us=20, link_cpu=0,
+        measured=True,
+    )  # fmt: skip
+    chosen = {
+        (op, m): symmetric.dispatch.select(replace(PROBLEM, op=op, m=m, k=8192), "auto", costs)[0].name
+        for op in (GATHER, SCATTER, REDUCE)
+        for m in (8, 8192)
+    }
+    assert chosen[GATHER, 8192] == chosen[SCATTER, 8192] == chosen[REDUCE, 8] == "symmetric", chosen
