@@ -21,12 +21,13 @@ from tpkernels.ops import (
     shard,
 )
 from tpkernels.partition import array_split
-from tpkernels.sharding import parallelize
+from tpkernels.sharding import ShardingPlan, make_plan, parallelize
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "ShardingPlan",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
@@ -37,6 +38,7 @@ __all__ = [
     "explain",
     "init",
     "launch",
+    "make_plan",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nn",

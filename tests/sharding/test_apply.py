@@ -190,7 +190,7 @@ def refused(what: str) -> tuple[str, bool]:
     elif what == "tied":
         plan["head"] = "column"
     elif what == "style":
-        plan["head"] = "colwise"
+        plan["head"] = "columns"
     elif what == "unit":
         plan = {"blocks.*.up": Column(unit=4)}
     elif what == "implementation":
@@ -226,11 +226,11 @@ def refused(what: str) -> tuple[str, bool]:
         ("shared", ["'blocks.1.up' and 'blocks.2.up' are one module: the plan must name both"]),
         ("shared differently", ["are one module, but the plan gives", "gather_output=True"]),
         ("tied", ["head.weight is tied to that of embedding", "leave 'head' out of the plan"]),
-        ("style", ["plan['head'] must be one of ['column', 'row', 'replicate']", "got 'colwise'"]),
+        ("style", ["plan['head'] must be one of ['column', 'row', 'replicate'", "got 'columns'"]),
         ("unit", ["blocks.0.up: out_features (13) must be a multiple of unit (4)"]),
         ("implementation", ["fast"]),
         ("hook", ["module 'blocks.0.up' has hooks"]),
-        ("subclass", ["'blocks.0.up' is a NonDynamicallyQuantizableLinear, a subclass of nn.Linear"]),
+        ("subclass", ["'blocks.0.up' is a NonDynamicallyQuantizableLinear, a subclass or variant of nn.Linear"]),
         ("mesh", ["axes ('a', 'b')", '"tp"']),
         ("twice", ["is a DTensor already", "the model was parallelized before"]),
     ],

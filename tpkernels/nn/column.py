@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
-from tpkernels.nn.parallel_linear import ParallelLinear
+from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import local, tp_mesh
 from tpkernels.ops import all_gather, all_gather_matmul, copy_matmul
 from tpkernels.ops.contract import ACTIVATIONS
@@ -93,7 +93,7 @@ class ColumnParallelLinear(ParallelLinear):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: nn.Module,
         group: GroupLike,
         *,
         activation: str | None = None,
@@ -106,14 +106,14 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> Self:
         """The same layer, cut: copies this rank's rows with dtype, device and ``requires_grad``; ``linear`` stays.
 
-        Every rank must hold equal weights; this rank's are taken for everyone's.
+        ``linear`` is an ``nn.Linear``, or a layer with a weight ``[in, out]`` and a bias, such as GPT-2's Conv1D, whose
+        weight keeps that shape.  Every rank must hold equal weights; this rank's are taken for everyone's.
         """
         mesh = tp_mesh(group)
         module = cls(
-            linear.in_features,
-            linear.out_features,
+            *features_of(linear),
             mesh,
-            bias=linear.bias is not None,
+            bias=getattr(linear, "bias", None) is not None,
             activation=activation,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
@@ -231,7 +231,9 @@ def _forward(layers: Sequence[ColumnParallelLinear], x: Tensor, shard_sizes: Seq
     first = layers[0]
     first._check_input(x, first.in_features, "a column layer takes all of them", shard_sizes)
     mesh = first.mesh
-    weights = [cast(Tensor, local(layer.weight)) for layer in layers]
+    if x.dim() == 1:  # the ops take rows
+        return [y[0] for y in _forward(layers, x.unsqueeze(0), shard_sizes)]
+    weights = [layer._matrix() for layer in layers]
     biases = [local(layer.bias) for layer in layers]
     common: dict[str, Any] = {"activation": first.activation, "implementation": first.implementation}
     if first.sequence_parallel:

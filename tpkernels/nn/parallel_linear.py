@@ -7,7 +7,7 @@ seeded it alike; ``from_linear`` takes this rank's copy of the weights for every
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Self
+from typing import NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
-from tpkernels.nn.parameters import check_unit, mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.nn.parameters import check_unit, local, mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["ParallelLinear"]
+__all__ = ["ParallelLinear", "features_of"]
 
 
 class ParallelLinear(nn.Module):
@@ -29,7 +29,9 @@ class ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     cut_dim: int
-    """The dimension of the weight that is cut over the ranks: 0 for columns of the product, 1 for its contraction."""
+    """The dimension of ``[out, in]`` that is cut: 0 for columns of the product, 1 for its contraction."""
+    transposed = False
+    """The weight is kept as ``[in, out]``, as the Conv1D of Hugging Face's GPT-2 keeps it."""
 
     def __init__(
         self,
@@ -58,14 +60,14 @@ class ParallelLinear(nn.Module):
         check_unit(cut, total, unit, mesh.size())
         self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), mesh)
 
-    def _take(self, linear: nn.Linear, mesh: DeviceMesh) -> Self:
+    def _take(self, linear: nn.Module, mesh: DeviceMesh) -> Self:
         """Make this rank's part of ``linear`` the parameters."""
-        weight = linear.weight
-        bias: nn.Parameter | None = linear.bias
+        weight, bias = cast(nn.Parameter, linear.weight), cast("nn.Parameter | None", linear.bias)
+        self.transposed = not isinstance(linear, nn.Linear)
         for name, parameter in linear.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(f"the linear's {name} is a DTensor already (placements {parameter.placements})")
-        self.weight = shard_parameter(weight, mesh, self.cut_dim, requires_grad=weight.requires_grad)
+        self.weight = shard_parameter(weight, mesh, self._stored(self.cut_dim), requires_grad=weight.requires_grad)
         if bias is None:
             self.register_parameter("bias", None)
         elif self.cut_dim == 0:
@@ -73,6 +75,15 @@ class ParallelLinear(nn.Module):
         else:
             self.bias = replicate_parameter(bias, mesh, requires_grad=bias.requires_grad)
         return self.train(linear.training)
+
+    def _stored(self, dim: int) -> int:
+        """Where dimension ``dim`` of ``[out, in]`` is in the weight."""
+        return 1 - dim if self.transposed else dim
+
+    def _matrix(self) -> Tensor:
+        """This rank's part of the weight, ``[out, in]``."""
+        weight = cast(Tensor, local(self.weight))
+        return weight.t() if self.transposed else weight
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -92,7 +103,8 @@ class ParallelLinear(nn.Module):
             self.in_features, self.out_features, bias is not None, device=weight.device, dtype=weight.dtype
         )
         with torch.no_grad():
-            weight.copy_(shard_parameter(fresh.weight, self.mesh, self.cut_dim))
+            full = fresh.weight.t() if self.transposed else fresh.weight
+            weight.copy_(shard_parameter(full, self.mesh, self._stored(self.cut_dim)))
             if bias is not None:
                 cut = self.cut_dim == 0
                 part = shard_parameter(fresh.bias, self.mesh, 0) if cut else replicate_parameter(fresh.bias, self.mesh)
@@ -126,3 +138,14 @@ class ParallelLinear(nn.Module):
         if mesh.size() > 1 and (self.sequence_parallel or self.cut_dim == 1):
             agreement.refuse(resolve(mesh), self._op(), message)
         raise ValueError(message)
+
+
+def features_of(linear: nn.Module) -> tuple[int, int]:
+    """Input and output features of an ``nn.Linear``, or of a layer whose weight is ``[in, out]`` (GPT-2's Conv1D)."""
+    if isinstance(linear, nn.Linear):
+        return linear.in_features, linear.out_features
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(linear, "bias"):
+        raise ValueError(f"a linear layer has a weight of two dimensions and a bias or None, got {linear}")
+    rows, columns = weight.shape
+    return rows, columns

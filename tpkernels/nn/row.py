@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
-from tpkernels.nn.parallel_linear import ParallelLinear
-from tpkernels.nn.parameters import local, mesh_of, tp_mesh
+from tpkernels.nn.parallel_linear import ParallelLinear, features_of
+from tpkernels.nn.parameters import local, tp_mesh
+from tpkernels.ops.collectives import shard
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -41,7 +42,9 @@ class RowParallelLinear(ParallelLinear):
     x is what a column layer of as many features gives without ``gather_output``, or anything elementwise of it.  In the
     default mode the gradient that arrives must be equal on all ranks, as it is when all compute the same loss.
 
-    Arguments are those of :class:`ColumnParallelLinear`; ``unit`` is about the input features.
+    Arguments are those of :class:`ColumnParallelLinear`; ``unit`` is about the input features.  With ``split_input`` x
+    is the whole ``[..., in]``, equal on all ranks, and each rank takes its features of it (their gradient is gathered):
+    a layer of its own, that needs no column layer before it.
     """
 
     cut_dim = 1
@@ -55,6 +58,7 @@ class RowParallelLinear(ParallelLinear):
         bias: bool = True,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
+        split_input: bool = False,
         unit: int = 1,
         implementation: str = "auto",
         device: torch.device | str | None = None,
@@ -72,30 +76,33 @@ class RowParallelLinear(ParallelLinear):
             device=device,
             dtype=dtype,
         )
+        self.split_input = split_input
 
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: nn.Module,
         group: GroupLike,
         *,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
+        split_input: bool = False,
         unit: int = 1,
         implementation: str = "auto",
     ) -> Self:
         """The same layer, cut: copies this rank's columns with dtype, device and ``requires_grad``; ``linear`` stays.
 
-        Every rank must hold equal weights; this rank's are taken for everyone's.
+        ``linear`` as for :class:`ColumnParallelLinear`.  Every rank must hold equal weights; this rank's are taken for
+        everyone's.
         """
         mesh = tp_mesh(group)
         module = cls(
-            linear.in_features,
-            linear.out_features,
+            *features_of(linear),
             mesh,
-            bias=linear.bias is not None,
+            bias=getattr(linear, "bias", None) is not None,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
+            split_input=split_input,
             unit=unit,
             implementation=implementation,
             device="meta",
@@ -104,9 +111,13 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence; default ``tpk.array_split``'s (10 over 3: 4, 3, 3)."""
-        parameter = self.weight
-        mesh, weight, bias = mesh_of(parameter), local(parameter), local(self.bias)
-        assert weight is not None
+        mesh, weight, bias = self.mesh, self._matrix(), local(self.bias)
+        if x.dim() == 1 and not self.sequence_parallel:  # the ops take rows
+            return self.forward(x.unsqueeze(0))[0]
+        if self.split_input:
+            if x.shape[-1] != self.in_features:
+                self._refuse(f"split_input takes all {self.in_features} features, got x of shape {tuple(x.shape)}")
+            x = shard(x, mesh, dim=-1, shard_sizes=self.shard_sizes)
         why = "it must come from a column layer of as many outputs, not gathered"
         self._check_input(x, weight.shape[1], why, shard_sizes)
         if not self.sequence_parallel:
@@ -120,6 +131,9 @@ class RowParallelLinear(ParallelLinear):
             shard_sizes=shard_sizes,
             implementation=self.implementation,
         )
+
+    def _options(self) -> str:
+        return ", split_input=True" if self.split_input else ""
 
     def _op(self) -> str:
         return "matmul_reduce_scatter" if self.sequence_parallel else "matmul_all_reduce"

@@ -1,19 +1,19 @@
-"""``parallelize``: swap the linears of a model that exists for tensor-parallel ones, as a plan says.
+"""``parallelize``: swap the layers of a model that exists for tensor-parallel ones, as a plan says.
 
-Owns: matching a plan to modules, all checks before anything is touched, the swap in place.
+Owns: all checks before anything is touched, and the swap in place.  A layer stays the same object and changes its
+class, so that every reference to it, in lists and dicts of the model's own too, is one to the parallel layer.
 
 Assumes replicas: every rank holds the same model with the same weights.
 
 Refuses: patterns that match nothing, styles that do not fit, weights that are tied to something outside the plan, a
-second pass over the same model.  After an error the model is as it was.
+plan for another model or another number of ranks, a second pass over the same model.  After an error the model is as it
+was.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
@@ -23,27 +23,38 @@ from torch.distributed.tensor import DTensor
 from tpkernels import dispatch
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear
+from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.embedding import VocabParallelEmbedding
+from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
+from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.replicated import Converted, replicate_parameters
 from tpkernels.nn.row import RowParallelLinear
-from tpkernels.sharding.styles import STYLES, Column, Replicate, Row, Style
+from tpkernels.sharding.infer import check_plain, make_plan
+from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.plan import ShardingPlan
+from tpkernels.sharding.randomness import differ_between
+from tpkernels.sharding.sources import match
+from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary, as_style
 
 __all__ = ["parallelize"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def parallelize(model: M, mesh: GroupLike, plan: Mapping[str, str | Style]) -> M:
+def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[str, object] = "auto") -> M:
     """Make ``model`` tensor-parallel in place, and return it.
 
     Args:
         mesh: a mesh with a "tp" axis (``tpk.init()``), a one-dimensional mesh, or a ProcessGroup.
-        plan: module names to styles.  Names are fully qualified (``encoder.layer.0.output.dense``) and may be patterns:
-            ``*`` matches within one part of the name, ``**`` any number of parts, ``[0-2]`` one of the characters.
-            Styles are "column", "row", "replicate", or :class:`Column`, :class:`Row`, :class:`Replicate` objects with
-            options.
+        plan: "auto" for :func:`make_plan`'s, a :class:`ShardingPlan`, or module names to styles.  Names are fully
+            qualified (``encoder.layer.0.output.dense``) and may be patterns: ``*`` matches within one part of the name,
+            ``**`` any number of parts, ``[0-2]`` one of the characters.  Styles are "column", "row", "replicate",
+            "column_gather", "row_split", "vocabulary", "features"; names of transformers' ``tp_plan`` ("colwise", ...);
+            styles of ``torch.distributed.tensor.parallel``; or :class:`Column`, :class:`Row`, :class:`Replicate`, ...
+            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole.
 
-    Columns and rows replace ``nn.Linear`` modules; one that several modules share is replaced once, everywhere.  All
+    Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and
     ``torch.nn.utils.clip_grad_norm_`` see one kind of parameter; see :mod:`tpkernels.nn.replicated` for what that means
     for code that reads them.  Their gradients must be equal on all ranks, as they are where every rank computes the
@@ -52,114 +63,113 @@ def parallelize(model: M, mesh: GroupLike, plan: Mapping[str, str | Style]) -> M
     Every rank must hold equal weights.  Make the optimizer after this call: parameters are new objects.
 
     Raises:
-        ValueError: a pattern matches no module, a column or row is no ``nn.Linear``, two patterns give one module
-            different styles, a cut that DTensor cannot express, tied weights, or a model that is parallel already.
-            Nothing was changed.
+        ValueError: a pattern matches no module, a style does not fit a module, two patterns give one module
+            different styles, a cut that DTensor cannot express, tied weights, a plan for another model or number of
+            ranks, or a model that is parallel already.  Nothing was changed.
     """
     tp = tp_mesh(mesh)
-    _check_plain(model)
-    styles = _match(model, {pattern: _style(pattern, style) for pattern, style in plan.items()})
-    swaps = {name: style for name, style in styles.items() if not isinstance(style, Replicate)}
+    check_plain(model)
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ValueError(f'plan must be "auto", a ShardingPlan or a mapping of names to styles, got {plan!r}')
+        plan = make_plan(model, tp)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, style in swaps.items():
-        _check_swap(name, modules[name], style, tp)
-    _check_sharing(model, modules, swaps)
+    if isinstance(plan, ShardingPlan):
+        if plan.world_size != tp.size():
+            raise ValueError(f"this plan is for {plan.world_size} ranks, the mesh has {tp.size()}")
+        plan.validate(model)
+        styles, idle = plan.styles, set(plan.idle_ties)
+    else:
+        styles, idle = _explicit(plan, model, modules), set()
+    swaps = {name: style for name, style in styles.items() if not isinstance(style, Replicate)}
+    layers = {name: _check_swap(name, modules[name], style, tp) for name, style in swaps.items()}
+    _check_sharing(model, modules, swaps, layers, idle)
+    replacements, converted = _replacements(modules, swaps, tp)
 
-    replacements = {id(modules[name]): _replace(modules[name], style, tp) for name, style in swaps.items()}
-    for name in swaps:
-        parent, _, attribute = name.rpartition(".")
-        setattr(modules[parent], attribute, replacements[id(modules[name])])
-    converted: Converted = {}
+    for old, new in replacements:
+        old.__class__ = new.__class__
+        old.__dict__ = new.__dict__
     # Outer modules last: what an inner one was told holds.
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
         kept = styles[name]
-        if isinstance(kept, Replicate):
+        if isinstance(kept, Replicate) and (kept.sequence_parallel or not isinstance(plan, ShardingPlan)):
             replicate_parameters(modules[name], tp, sequence_parallel=kept.sequence_parallel, converted=converted)
     replicate_parameters(model, tp, converted=converted)
+    if isinstance(plan, ShardingPlan):
+        for key, (_, value) in plan.attributes.items():
+            name, _, attribute = key.rpartition(".")
+            setattr(modules[name], attribute, value)
+        for opener, closer in plan.random:
+            differ_between(modules[opener], modules[closer], tp)
     return model
 
 
-def _style(pattern: str, style: str | Style) -> Style:
-    if isinstance(style, str) and style in STYLES:
-        return STYLES[style]
-    if isinstance(style, Column | Row | Replicate):
-        return style
-    raise ValueError(
-        f"plan[{pattern!r}] must be one of {list(STYLES)} or a Column, Row or Replicate object, got {style!r}"
-    )
+def _explicit(plan: Mapping[str, object], model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    styles = match({pattern: as_style(pattern, style) for pattern, style in plan.items()}, model)
+    return {
+        name: as_style(name, style, embedding=isinstance(modules[name], nn.Embedding)) for name, style in styles.items()
+    }
 
 
-def _check_plain(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"parameter {name!r} is a DTensor already (placements {parameter.placements}): the model was "
-                "parallelized before, and a second time would cut its shards again"
-            )
-
-
-def _match(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """Styles by module name; shared modules appear under each of their names."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    found: dict[str, tuple[str, Style]] = {}
-    for pattern, style in plan.items():
-        matched = [name for name in names if _matches(name, pattern)]
-        if not matched:
-            near = _near(pattern, names)
-            raise ValueError(f"plan pattern {pattern!r} matches no module of {type(model).__name__}{near}")
-        for name in matched:
-            other, before = found.setdefault(name, (pattern, style))
-            if before != style:
-                raise ValueError(f"module {name!r} matches {other!r} with {before} and {pattern!r} with {style}")
-    return {name: style for name, (_, style) in found.items()}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return _parts_match(name.split("."), pattern.split("."))
-
-
-def _parts_match(name: list[str], pattern: list[str]) -> bool:
-    if not pattern:
-        return not name
-    if pattern[0] == "**":
-        return any(_parts_match(name[skip:], pattern[1:]) for skip in range(len(name) + 1))
-    return bool(name) and fnmatchcase(name[0], pattern[0]) and _parts_match(name[1:], pattern[1:])
-
-
-def _near(pattern: str, names: list[str]) -> str:
-    """The closest module names, one per block of the model."""
-    near = difflib.get_close_matches(pattern.replace("*", "0"), names, n=3, cutoff=0.5)
-    if not near:
-        near = [name for name in names if name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
-    if near:
-        return f"; near: {', '.join(near)}"
-    return f"; it has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "; it has no submodules"
-
-
-def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> None:
+def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> Layer:
     """Everything that building the replacement could refuse."""
     kind = type(style).__name__.lower()
-    if not isinstance(module, nn.Linear):
-        raise ValueError(f"module {name!r} is a {type(module).__name__}; {kind} styles are for nn.Linear")
-    if type(module) is not nn.Linear:
-        raise ValueError(
-            f"module {name!r} is a {type(module).__name__}, a subclass of nn.Linear whose own behaviour would be lost"
-        )
-    hooks = [hook for hook in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks") if getattr(module, hook)]
-    if hooks or getattr(module, "parametrizations", None):
-        raise ValueError(f"module {name!r} has hooks or parametrizations ({hooks}), which a swap would lose")
-    assert isinstance(style, Column | Row)
-    op = "matmul_reduce_scatter" if style.sequence_parallel else "matmul_all_reduce"
+    layer = layer_of(module)
+    wanted = "nn.Embedding" if isinstance(style, Vocabulary | Features) else "nn.Linear"
+    if layer is None or (layer.kind == "embedding") != (wanted == "nn.Embedding"):
+        if isinstance(module, nn.Linear | nn.Embedding) and isinstance(module, nn.Linear) == (wanted == "nn.Linear"):
+            raise ValueError(
+                f"module {name!r} is a {type(module).__name__}, a subclass or variant of {wanted} whose own behaviour "
+                "would be lost"
+            )
+        raise ValueError(f"module {name!r} is a {type(module).__name__}; {kind} styles are for {wanted}")
+    why = unswappable(module)
+    if why is not None:
+        raise ValueError(f"module {name!r} {why}")
+    op = "all_reduce"
     if isinstance(style, Column):
-        check_unit(f"{name}: out_features", module.out_features, style.unit, tp.size())
-        op = "all_gather_matmul" if style.sequence_parallel else op
-    else:
-        check_unit(f"{name}: in_features", module.in_features, style.unit, tp.size())
-    dispatch.check_name(op, style.implementation)
+        _check_column(name, layer, style, tp)
+        op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
+    elif isinstance(style, Row):
+        check_unit(f"{name}: in_features", layer.in_features, style.unit, tp.size())
+        op = "matmul_reduce_scatter" if style.sequence_parallel else "matmul_all_reduce"
+    elif isinstance(style, CopiedHeads):
+        if (
+            style.heads < 1
+            or layer.out_features % style.heads
+            or style.copies % style.heads
+            or style.copies % tp.size()
+        ):
+            raise ValueError(
+                f"{name}: heads ({style.heads}) must divide out_features ({layer.out_features}), and copies "
+                f"({style.copies}) be a multiple of heads and of the {tp.size()} ranks"
+            )
+        op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
+    if not isinstance(style, Features | Replicate):
+        dispatch.check_name(op, style.implementation)
+    return layer
 
 
-def _check_sharing(model: nn.Module, modules: Mapping[str, nn.Module], swaps: Mapping[str, Style]) -> None:
-    """A shared module is swapped under all its names or none; its parameters belong to nothing else."""
+def _check_column(name: str, layer: Layer, style: Column, tp: DeviceMesh) -> None:
+    check_unit(f"{name}: out_features", layer.out_features, style.unit, tp.size())
+    if style.segments:
+        if sum(style.segments) != layer.out_features or min(style.segments) < 1:
+            raise ValueError(
+                f"{name}: segments {list(style.segments)} must be positive and sum to out_features "
+                f"({layer.out_features})"
+            )
+        if style.gather_output or style.unit != 1:
+            raise ValueError(f"{name}: segments go with neither gather_output nor unit")
+
+
+def _check_sharing(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    swaps: Mapping[str, Style],
+    layers: Mapping[str, Layer],
+    idle: set[str],
+) -> None:
+    """A shared module is swapped under all its names or none; tied parameters are cut alike."""
     styles: dict[int, tuple[str, Style]] = {}
     for name, style in swaps.items():
         other, before = styles.setdefault(id(modules[name]), (name, style))
@@ -168,23 +178,73 @@ def _check_sharing(model: nn.Module, modules: Mapping[str, nn.Module], swaps: Ma
     for name, module in modules.items():
         if id(module) in styles and name not in swaps:
             raise ValueError(f"{styles[id(module)][0]!r} and {name!r} are one module: the plan must name both")
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
+    owners: dict[int, dict[int, str]] = {}
+    for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
+            owners.setdefault(id(parameter), {}).setdefault(id(module), name)
     for name in swaps:
         for attribute, parameter in modules[name].named_parameters(recurse=False):
-            if len(owners[id(parameter)]) > 1:
-                others = [n for n, m in modules.items() if id(parameter) in map(id, m._parameters.values())]
-                raise ValueError(
-                    f"{name}.{attribute} is tied to that of {', '.join(n for n in others if n != name)}: a swap would "
-                    f"untie it; leave {name!r} out of the plan, or give it a weight of its own first"
-                )
+            others = [other for other in owners[id(parameter)].values() if modules[other] is not modules[name]]
+            mine = _tie_kind(swaps[name], layers[name])
+            if all(other in idle or (other in swaps and mine and mine == _tie_kind(swaps[other], layers[other]))
+                   for other in others):  # fmt: skip
+                continue
+            raise ValueError(
+                f"{name}.{attribute} is tied to that of {', '.join(others)}: a swap would untie it; cut all of them "
+                f'alike (a table by "vocabulary", a head by "column_gather"), leave {name!r} out of the plan, or give '
+                "it a weight of its own first"
+            )
 
 
-def _replace(linear: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
-    assert isinstance(linear, nn.Linear)
+def _tie_kind(style: Style, layer: Layer) -> str | None:
+    """Layers of one kind can have one weight."""
+    rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments)
+    return "rows" if rows and layer.kind != "conv1d" else None
+
+
+def _replacements(
+    modules: Mapping[str, nn.Module], swaps: Mapping[str, Style], tp: DeviceMesh
+) -> tuple[list[tuple[nn.Module, nn.Module]], Converted]:
+    """A new layer for each old one, and what their parameters became, so that tied ones stay one."""
+    made: list[tuple[nn.Module, nn.Module]] = []
+    converted: Converted = {}
+    done: set[int] = set()
+    for name, style in swaps.items():
+        old = modules[name]
+        if id(old) in done:
+            continue
+        done.add(id(old))
+        new = _replace(old, style, tp)
+        made.append((old, new))
+        for key, parameter in new.named_parameters(recurse=False):
+            plain = old._parameters[key]
+            assert plain is not None
+            if id(plain) in converted:
+                new._parameters[key] = converted[id(plain)][1]
+            else:
+                converted[id(plain)] = plain, parameter
+    return made, converted
+
+
+def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
+    options = asdict(style)
     if isinstance(style, Column):
-        return ColumnParallelLinear.from_linear(linear, tp, **asdict(style))
-    assert isinstance(style, Row)
-    return RowParallelLinear.from_linear(linear, tp, **asdict(style))
+        segments = options.pop("segments")
+        if not segments:
+            return ColumnParallelLinear.from_linear(old, tp, **options)
+        kept = {key: value for key, value in options.items() if key not in ("gather_output", "unit")}
+        return PackedColumnParallelLinear.from_linear(old, tp, segments=segments, **kept)
+    if isinstance(style, Row):
+        return RowParallelLinear.from_linear(old, tp, **options)
+    if isinstance(style, CopiedHeads):
+        return CopiedHeadsLinear.from_linear(old, tp, **options)
+    assert isinstance(old, nn.Embedding)
+    if isinstance(style, Vocabulary):
+        return VocabParallelEmbedding.from_embedding(old, tp, **options)
+    assert isinstance(style, Features)
+    return FeatureParallelEmbedding.from_embedding(old, tp, **options)
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether ``model`` has been through :func:`parallelize`."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -1,46 +1,210 @@
-"""What a plan says about one module: cut by output features, cut by input features, or kept whole on every rank."""
+"""What a plan says about one module, and the names that plans of ours, of torch and of Hugging Face have for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-__all__ = ["STYLES", "Column", "Replicate", "Row", "Style"]
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+__all__ = [
+    "STYLES",
+    "Column",
+    "CopiedHeads",
+    "Features",
+    "Replicate",
+    "Row",
+    "Style",
+    "Vocabulary",
+    "as_style",
+    "style_from_dict",
+    "style_to_dict",
+]
 
 
 @dataclass(frozen=True)
 class Column:
-    """Replace an ``nn.Linear`` by a :class:`tpkernels.nn.ColumnParallelLinear`; the fields are its arguments."""
+    """Replace a linear by a :class:`tpkernels.nn.ColumnParallelLinear`; the fields are its arguments.
+
+    With ``segments`` (the sizes of query, key and value, say) by a
+    :class:`tpkernels.nn.PackedColumnParallelLinear`.
+    """
 
     sequence_parallel: bool = False
     sequence_dim: int = -2
     gather_output: bool = False
     save_gathered: bool = False
     unit: int = 1
+    segments: tuple[int, ...] = ()
     implementation: str = "auto"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Replace an ``nn.Linear`` by a :class:`tpkernels.nn.RowParallelLinear`; the fields are its arguments."""
+    """Replace a linear by a :class:`tpkernels.nn.RowParallelLinear`; the fields are its arguments."""
 
     sequence_parallel: bool = False
     sequence_dim: int = -2
+    split_input: bool = False
     unit: int = 1
     implementation: str = "auto"
+
+
+@dataclass(frozen=True)
+class CopiedHeads:
+    """Replace a key or value projection whose heads do not divide by a :class:`tpkernels.nn.CopiedHeadsLinear`."""
+
+    heads: int
+    copies: int
+    sequence_parallel: bool = False
+    sequence_dim: int = -2
+    implementation: str = "auto"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Replace an ``nn.Embedding`` by a :class:`tpkernels.nn.VocabParallelEmbedding`."""
+
+    implementation: str = "auto"
+
+
+@dataclass(frozen=True)
+class Features:
+    """Replace an ``nn.Embedding`` by a :class:`tpkernels.nn.FeatureParallelEmbedding`."""
+
+    gather_output: bool = False
 
 
 @dataclass(frozen=True)
 class Replicate:
     """Keep a module of any kind whole on every rank, with everything in it; what a plan does not name is treated so.
 
-    With ``sequence_parallel`` it works on this rank's part of the sequence (a norm between two sequence-parallel
-    layers), and the gradients of its parameters are summed over the group.
+    With ``sequence_parallel`` it works on this rank's part of the sequence, or of the heads, and the gradients of its
+    parameters are summed over the group.
     """
 
     sequence_parallel: bool = False
 
 
-Style = Column | Row | Replicate
+Style = Column | Row | CopiedHeads | Vocabulary | Features | Replicate
 
-STYLES: dict[str, Style] = {"column": Column(), "row": Row(), "replicate": Replicate()}
+STYLES: dict[str, Style] = {
+    "column": Column(),
+    "row": Row(),
+    "replicate": Replicate(),
+    "column_gather": Column(gather_output=True),
+    "row_split": Row(split_input=True),
+    "vocabulary": Vocabulary(),
+    "features": Features(gather_output=True),
+}
 """Styles by the names that a plan may use instead."""
+
+HUGGING_FACE: dict[str, Style] = {
+    "colwise": Column(),
+    "rowwise": Row(),
+    "colwise_rep": Column(gather_output=True),
+    "colwise_gather_output": Column(gather_output=True),
+    "rowwise_rep": Row(split_input=True),
+    "rowwise_split_input": Row(split_input=True),
+    "embedding_rowwise": Vocabulary(),
+    "embedding_colwise": Features(gather_output=True),
+    "sequence_parallel": Replicate(sequence_parallel=True),
+    "replicated_with_grad_allreduce": Replicate(sequence_parallel=True),
+}
+"""Names of transformers' ``tp_plan``; those of experts and packed parameters have no module to replace."""
+
+_KINDS = {
+    "column": Column,
+    "row": Row,
+    "copied_heads": CopiedHeads,
+    "vocabulary": Vocabulary,
+    "features": Features,
+    "replicate": Replicate,
+}
+
+
+def as_style(key: str, value: object, *, embedding: bool = False) -> Style:
+    """A style from what a plan may say: one of ours, a name of ours or of transformers, a style of torch's.
+
+    ``embedding``: the module is one; columns of a table are its features, rows its vocabulary.
+
+    Raises:
+        ValueError: something else, or layouts that have no counterpart.
+    """
+    style: Style | None = None
+    if isinstance(value, Column | Row | CopiedHeads | Vocabulary | Features | Replicate):
+        style = value
+    elif isinstance(value, str):
+        style = STYLES.get(value) or HUGGING_FACE.get(value)
+    elif isinstance(value, ColwiseParallel | RowwiseParallel | SequenceParallel):
+        style = _from_torch(key, value)
+    if style is None:
+        raise ValueError(
+            f"plan[{key!r}] must be one of {list(STYLES)}, a name of transformers' tp_plan "
+            f"({', '.join(HUGGING_FACE)}), "
+            f"a Column, Row, Replicate, ... object, or a style of torch.distributed.tensor.parallel, got {value!r}"
+        )
+    if embedding and isinstance(style, Column):
+        return Features(gather_output=style.gather_output)
+    if embedding and isinstance(style, Row):
+        return Vocabulary(style.implementation)
+    return style
+
+
+def _from_torch(key: str, style: ColwiseParallel | RowwiseParallel | SequenceParallel) -> Style:
+    if isinstance(style, SequenceParallel):
+        return Replicate(sequence_parallel=True)
+    (source,), (target,) = style.input_layouts, style.output_layouts
+    if isinstance(style, ColwiseParallel):
+        sequence = _sequence_dim(source)
+        if (source.is_replicate() or sequence is not None) and (target.is_replicate() or target == Shard(-1)):
+            dim = -2 if sequence is None else sequence
+            return Column(sequence is not None, dim, gather_output=target.is_replicate())
+    else:
+        sequence = _sequence_dim(target)
+        if (source.is_replicate() or source == Shard(-1)) and (target.is_replicate() or sequence is not None):
+            dim = -2 if sequence is None else sequence
+            return Row(sequence is not None, dim, split_input=source.is_replicate())
+    raise ValueError(f"plan[{key!r}]: {type(style).__name__} from {source} to {target} has no counterpart here")
+
+
+def _sequence_dim(placement: Any) -> int | None:
+    return placement.dim if isinstance(placement, Shard) and placement.dim != -1 else None
+
+
+def style_to_dict(style: Style) -> dict[str, Any]:
+    """The style's name and the fields that are not at their defaults."""
+    name = next(name for name, kind in _KINDS.items() if type(style) is kind)
+    values = asdict(style)
+    given = {f.name: values[f.name] for f in fields(style) if values[f.name] != f.default}
+    return {"style": name} | given
+
+
+def style_from_dict(value: object) -> Style:
+    """The inverse of :func:`style_to_dict`.
+
+    Raises:
+        ValueError: an unknown name or field, or a value of another type.
+    """
+    if not isinstance(value, Mapping) or value.get("style") not in _KINDS:
+        raise ValueError(f"a style must name one of {list(_KINDS)}, got {value!r}")
+    kind = _KINDS[value["style"]]
+    given = {key: item for key, item in value.items() if key != "style"}
+    known = {f.name: f for f in fields(kind)}
+    for key, item in given.items():
+        if key not in known:
+            raise ValueError(f"style {value['style']!r} has no option {key!r}; it has {list(known)}")
+        wanted = {"bool": bool, "int": int, "str": str}.get(str(known[key].type))
+        if wanted is None:
+            if not isinstance(item, list) or not all(type(part) is int and part > 0 for part in item):
+                raise ValueError(f"option {key!r} must be a list of positive numbers, got {item!r}")
+            given[key] = tuple(item)
+        elif type(item) is not wanted:
+            raise ValueError(f"option {key!r} must be a {wanted.__name__}, got {item!r}")
+    missing = [name for name in ("heads", "copies") if name in known and name not in given]
+    if missing:
+        raise ValueError(f"style {value['style']!r} lacks {missing}")
+    style: Style = kind(**given)
+    return style

@@ -1,0 +1,128 @@
+"""Key and value projections with fewer heads than ranks, or a number that does not divide: every rank has all weights.
+
+::
+
+    rows = weight rows of the heads that this rank's queries need
+    y_r  = x @ weight[rows]^T + bias[rows],   dw = sum over ranks of what each rank's rows got
+
+There are ``copies`` heads in all, as many on every rank; head i of them is head ``i * heads // copies`` of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.parallel_linear import features_of
+from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
+from tpkernels.ops import all_gather_matmul, copy_matmul, copy_to_group
+
+__all__ = ["CopiedHeadsLinear"]
+
+
+class CopiedHeadsLinear(nn.Module):
+    """A replicated projection of ``heads`` heads that gives this rank ``copies / world_size`` of ``copies`` heads.
+
+    x and y are as for :class:`ColumnParallelLinear` with ``copies`` heads of output features.  Parameters are
+    replicated DTensors; their gradients are summed over the group, complete and equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("CopiedHeadsLinear is made by from_linear")
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        group: GroupLike,
+        *,
+        heads: int,
+        copies: int,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        implementation: str = "auto",
+    ) -> Self:
+        """The same layer; every rank must hold equal weights.
+
+        Raises:
+            ValueError: ``heads`` do not divide the features, or ranks and heads do not divide ``copies``.
+        """
+        mesh = tp_mesh(group)
+        in_features, out_features = features_of(linear)
+        if heads < 1 or out_features % heads or copies % heads or copies % mesh.size():
+            raise ValueError(
+                f"heads ({heads}) must divide out_features ({out_features}), and copies ({copies}) be a multiple of "
+                f"heads and of the {mesh.size()} ranks"
+            )
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.in_features, module.out_features = in_features, out_features
+        module.heads, module.copies = heads, copies
+        module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
+        module.implementation = implementation
+        module.transposed = not isinstance(linear, nn.Linear)
+        for name in ("weight", "bias"):
+            parameter = getattr(linear, name)
+            if parameter is not None:
+                parameter = replicate_parameter(parameter, mesh, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, parameter)
+        return module.train(linear.training)
+
+    in_features: int
+    out_features: int
+    heads: int
+    copies: int
+    sequence_parallel: bool
+    sequence_dim: int
+    implementation: str
+    transposed: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that the parameters live on."""
+        return mesh_of(self.weight)
+
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
+        """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
+        mesh = self.mesh
+        weight, bias = self._rows(self.weight, mesh), self._rows(self.bias, mesh)
+        assert weight is not None
+        if self.sequence_parallel:
+            return cast(
+                Tensor,
+                all_gather_matmul(
+                    x,
+                    weight,
+                    mesh,
+                    bias=bias,
+                    gather_dim=self.sequence_dim,
+                    shard_sizes=shard_sizes,
+                    implementation=self.implementation,
+                ),
+            )
+        return cast(Tensor, copy_matmul(x, weight, mesh, bias=bias, implementation=self.implementation))
+
+    def _rows(self, parameter: nn.Parameter | None, mesh: DeviceMesh) -> Tensor | None:
+        """This rank's heads of a parameter, output features first."""
+        if parameter is None:
+            return None
+        whole = cast(Tensor, local(parameter))
+        if whole.requires_grad and torch.is_grad_enabled():
+            whole = copy_to_group(whole, mesh)
+        if self.transposed and whole.dim() == 2:
+            whole = whole.t()
+        mine, features = self.copies // mesh.size(), self.out_features // self.heads
+        first = mesh.get_local_rank() * mine
+        heads = [index * self.heads // self.copies for index in range(first, first + mine)]
+        return torch.cat([whole.narrow(0, head * features, features) for head in heads])
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return text + f", heads={self.heads}, copies={self.copies}, sequence_parallel={self.sequence_parallel}"

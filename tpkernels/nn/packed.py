@@ -1,0 +1,100 @@
+"""A column layer whose output consists of several parts, each cut over the ranks: packed query-key-value, gate and up.
+
+::
+
+    y_r = [ part 0 of x @ W^T, this rank's features | part 1, this rank's features | ... ]
+
+One parameter per part, each an ordinary ``Shard`` DTensor: a single one cut within its parts is nothing that
+checkpoints and ``full_tensor()`` can express (the shards of query, key and value would be taken for consecutive
+features). One gather, or one all-reduce of dx, serves all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
+from tpkernels.nn.parallel_linear import features_of
+from tpkernels.nn.parameters import tp_mesh
+
+__all__ = ["PackedColumnParallelLinear"]
+
+
+class PackedColumnParallelLinear(ColumnParallelLinears):
+    """``y = x @ weight^T + bias`` whose output features are ``segments`` one after another, each cut over the ranks.
+
+    x and y are as for :class:`ColumnParallelLinear`; y on rank r is the concatenation of its part of each segment.  The
+    parts are submodules ``part0``, ``part1``, ...; their parameters in order make up the packed ones.
+    """
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        group: GroupLike,
+        *,
+        segments: Sequence[int],
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        save_gathered: bool = False,
+        implementation: str = "auto",
+    ) -> Self:
+        """The same layer, cut; ``linear`` as for :meth:`ColumnParallelLinear.from_linear`.
+
+        Raises:
+            ValueError: ``segments`` do not add up to the output features.
+        """
+        _, out_features = features_of(linear)
+        if sum(segments) != out_features or any(size < 1 for size in segments):
+            raise ValueError(f"segments {list(segments)} must be positive and sum to out_features ({out_features})")
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        mesh = tp_mesh(group)
+        start = 0
+        for index, size in enumerate(segments):
+            layer = ColumnParallelLinear.from_linear(
+                _part(linear, start, size),
+                mesh,
+                sequence_parallel=sequence_parallel,
+                sequence_dim=sequence_dim,
+                save_gathered=save_gathered,
+                implementation=implementation,
+            )
+            module.add_module(f"part{index}", layer)
+            start += size
+        return module.train(linear.training)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        return tuple(layer.out_features for layer in self.layers)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Of the first part: for code that asks a layer for its dtype or device."""
+        return self.layers[0].weight
+
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:  # type: ignore[override]
+        """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
+        return torch.cat(super().forward(x, shard_sizes=shard_sizes), dim=-1)
+
+
+def _part(linear: nn.Module, start: int, size: int) -> nn.Module:
+    """Output features ``[start, start + size)`` of a layer, as views of its weight and bias."""
+    transposed = not isinstance(linear, nn.Linear)
+    in_features, _ = features_of(linear)
+    # An nn.Linear says "weight [out, in]" to those who take it apart, any other module says "[in, out]".
+    part: nn.Module = nn.Module() if transposed else nn.Linear(in_features, size, device="meta")
+    for name in ("weight", "bias"):
+        parameter = getattr(linear, name)
+        if parameter is None:
+            part.register_parameter(name, None)
+            continue
+        dim = parameter.dim() - 1 if transposed else 0
+        view = nn.Parameter(parameter.detach().narrow(dim, start, size), requires_grad=parameter.requires_grad)
+        part.register_parameter(name, view)
+    return part.train(linear.training)

@@ -1,0 +1,337 @@
+"""``make_plan``: what to do with every module of a model, from overrides, plan files, ``tp_plan``, data flow and a
+rule.
+
+Owns: the order of the sources, and the rule for what they leave.
+
+Rules that need no surroundings: a linear that is much wider at its output is cut by columns and gathered, one much
+wider at its input takes its part of the input and is summed, every other one is cut by columns and gathered.  Their
+values are right whatever stands around them, because what goes in and what comes out is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.parameters import tp_mesh
+from tpkernels.ops.checks import DTYPES
+from tpkernels.sharding.entries import Chosen, make_entries
+from tpkernels.sharding.examples import Observation, observe
+from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.plan import ShardingPlan
+from tpkernels.sharding.proofs import Decision, decide
+from tpkernels.sharding.replay import Role
+from tpkernels.sharding.sources import Hints, hints_for, override_styles
+from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary
+
+__all__ = ["check_plain", "make_plan"]
+
+STRATEGIES = ("auto", "rules")
+EXPANSION = 1.5
+SMALL_GROUP = 8
+"""Layers; larger groups are residual streams, which nobody expects to be cut by features."""
+
+
+def make_plan(
+    model: nn.Module,
+    mesh: GroupLike | int,
+    *,
+    strategy: str = "auto",
+    sequence_parallel: bool = False,
+    overrides: Mapping[str, object] | None = None,
+    example_inputs: object = None,
+) -> ShardingPlan:
+    """Find out how ``model`` can be cut over the ranks of ``mesh``; nothing is touched.
+
+    Args:
+        mesh: a mesh with a "tp" axis, a one-dimensional mesh, a ProcessGroup, or a number of ranks.  With one of the
+            first three the plan also says which implementation runs, which makes the call collective.
+        strategy: "auto", or "rules" to do without tracing: every linear by itself, whole in and out.
+        sequence_parallel: let the residual stream of a decoder's or encoder's blocks travel cut along the sequence.
+        overrides: patterns of module names to styles; ``*`` also stands for leading parts (``*.lm_head``).  They win
+            over everything else.  Values as in the plan of :func:`parallelize`.
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with.  Only
+            shapes and dtypes are used.  Models of transformers, and models that take the ids or features that their
+            first layer takes, need none.
+
+    Raises:
+        ValueError: nothing to cut; more ranks than attention heads; overrides that match nothing, contradict each
+            other, or would leave a part where a whole tensor is needed; a model that is parallel already.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    group: DeviceMesh | None = None
+    if isinstance(mesh, int):
+        if isinstance(mesh, bool) or mesh < 1:
+            raise ValueError(f"mesh must be a mesh, a group or a number of ranks from 1, got {mesh!r}")
+        world_size = mesh
+    else:
+        group = tp_mesh(mesh)
+        world_size = group.size()
+    check_plain(model)
+    forced = override_styles(overrides or {}, model)
+    observation = observe(model, example_inputs) if strategy == "auto" else None
+    planner = _Planner(model, world_size, forced, observation)
+    plan = planner.plan(group)
+    if sequence_parallel:
+        from tpkernels.sharding.sequence import with_sequence_parallel
+
+        plan = with_sequence_parallel(plan, model, observation)
+    return plan
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuse a model that is parallel already."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor already (placements {parameter.placements}): the model was "
+                "parallelized before, and a second time would cut its shards again"
+            )
+
+
+class _Planner:
+    def __init__(
+        self, model: nn.Module, world_size: int, forced: Mapping[str, Style], observation: Observation | None
+    ) -> None:
+        self.model, self.world_size, self.observation = model, world_size, observation
+        self.modules = dict(model.named_modules())
+        names = {id(module): name for name, module in reversed(self.modules.items())}
+        every = dict(model.named_modules(remove_duplicate=False))
+        self.forced = {names[id(every[name])]: style for name, style in forced.items()}
+        self.layers = {name: layer for name, m in self.modules.items() if (layer := layer_of(m)) is not None}
+        self.hints: Hints | None = hints_for(model)
+        self.traced = observation is not None and observation.recording is not None
+        self.chosen: dict[str, Chosen] = {}
+        self.decision = Decision()
+        self.attributes: dict[tuple[str, str], int] = {}
+
+    def plan(self, group: DeviceMesh | None) -> ShardingPlan:
+        kept = self._kept()
+        for name, style in self.forced.items():
+            self.chosen[name] = Chosen(style, "override", "asked for")
+        if self.traced:
+            self._from_data_flow(kept)
+        elif self.hints is not None:
+            self._from_hints(self.hints, kept)
+        for name, reason in kept.items():
+            self.chosen.setdefault(name, Chosen(Replicate(), "default", reason))
+        for name, layer in self.layers.items():
+            if name not in self.chosen:
+                self.chosen[name] = self._by_rule(name, layer)
+        self._untie()
+        self._check_something_is_cut()
+        for name in sorted({parameter.rpartition(".")[0] for parameter in self.decision.partial}):
+            reason = "whole, but works on parts: its gradients are summed"
+            self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
+        rows = self.observation.recording.layer_rows if self.traced else None  # type: ignore[union-attr]
+        return make_entries(
+            self.model,
+            self.world_size,
+            self.chosen,
+            attributes=self.attributes,
+            random=tuple(self.decision.random),
+            rows=rows,
+            group=group,
+            notes=self._notes(),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        if self.observation is None or self.traced:
+            return ()
+        return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
+
+    def _kept(self) -> dict[str, str]:
+        """Layers that stay whole whatever surrounds them, and why."""
+        kept: dict[str, str] = {}
+        recording = self.observation.recording if self.observation is not None else None
+        tied = self._tied()
+        for name, layer in self.layers.items():
+            module = self.modules[name]
+            weight: Any = module.weight
+            why = unswappable(module)
+            if why is not None:
+                kept[name] = why
+            elif weight.dtype not in DTYPES:
+                kept[name] = f"has weights of {weight.dtype}"
+            elif recording is not None and name in recording.direct:
+                kept[name] = "has a weight that the model uses without calling the module"
+            elif recording is not None and name not in recording.layer_rows and name not in tied:
+                kept[name] = "is not called by the example"
+            elif self._smallest_cut(layer) < self.world_size:
+                kept[name] = f"has fewer features ({self._smallest_cut(layer)}) than there are ranks"
+        return kept
+
+    @staticmethod
+    def _smallest_cut(layer: Layer) -> int:
+        if layer.kind == "embedding":
+            return layer.in_features
+        return layer.in_features if layer.in_features > EXPANSION * layer.out_features else layer.out_features
+
+    def _from_data_flow(self, kept: Mapping[str, str]) -> None:
+        assert self.observation is not None
+        excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
+        excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
+        loose: dict[str, Role] = {}
+        style: Style
+        for name, style in self.forced.items():
+            if isinstance(style, Column) and not style.gather_output and name in self.layers:
+                loose[name] = Role("column", style.segments or (self.layers[name].out_features,))
+            elif isinstance(style, Features) and not style.gather_output and name in self.layers:
+                loose[name] = Role("column", (self.layers[name].out_features,))
+            elif isinstance(style, Row) and not style.split_input and name in self.layers:
+                loose[name] = Role("row", (self.layers[name].in_features,))
+            else:
+                excluded[name] = "is overridden"
+        self.decision = decide(self.observation, self.world_size, excluded, loose)
+        if self.decision.conflicts:
+            names = ", ".join(map(repr, loose))
+            raise ValueError(
+                f"the overrides of {names} conflict with the model: {self.decision.conflicts[0]}; override the layers "
+                'that belong to them as well, or use "column_gather" and "row_split", which fit everywhere'
+            )
+        self._check_heads()
+        for group, proof in self.decision.proven.items():
+            self.attributes |= proof.attributes
+            rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
+            each = f"{proof.heads} heads, {proof.heads // self.world_size} per rank" if proof.heads else "by features"
+            for name in group.columns:
+                sizes = proof.segments[name]
+                style = Column(segments=sizes if len(sizes) > 1 else ())
+                reason = f"{each}, until {rows}"
+                if self.layers[name].kind == "embedding":
+                    style = Features()
+                if name in proof.copies:
+                    copies = proof.copies[name]
+                    style = CopiedHeads(copies.heads, copies.total)
+                    reason = f"{copies.heads} key-value heads for {self.world_size} ranks: whole on every rank"
+                self._choose(name, style, reason)
+            for name in group.rows:
+                self._choose(
+                    name,
+                    Row(),
+                    f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
+                )
+
+    def _choose(self, name: str, style: Style, reason: str) -> None:
+        """What the data flow proves, under the name of the first source that says the same."""
+        asked = self.forced.get(name)
+        if asked is not None:
+            if isinstance(asked, Row) != isinstance(style, Row):
+                raise ValueError(f"the override of {name!r} conflicts with the data flow, where it {reason}")
+            if isinstance(asked, Column) and isinstance(style, Column):
+                style = replace(asked, segments=style.segments)
+            elif isinstance(asked, Row):
+                style = asked
+            self.chosen[name] = Chosen(style, "override", f"asked for, and proven by data flow: {reason}")
+        elif self.hints is not None and name in self.hints.styles:
+            said = self.hints.styles[name][0]
+            reason = f"{self.hints.origin} says {said}; {reason}"
+            self.chosen[name] = Chosen(style, self.hints.source, reason)
+        else:
+            self.chosen[name] = Chosen(style, "data flow", reason)
+
+    def _check_heads(self) -> None:
+        """More ranks than heads is a mistake, unless the model has other attention that can be cut."""
+        if any(proof.heads for proof in self.decision.proven.values()):
+            return
+        for group, error in self.decision.refused.items():
+            if 0 < error.count < self.world_size and len(group.columns) + len(group.rows) <= SMALL_GROUP:
+                raise ValueError(
+                    f"{self.world_size} ranks are more than the {error.count} heads of "
+                    f"{group.columns[0].rpartition('.')[0] or type(self.model).__name__}: use at most {error.count} "
+                    f'ranks, or overrides={{"{group.columns[0]}": "replicate", ...}} for its layers'
+                )
+
+    def _from_hints(self, hints: Hints, kept: Mapping[str, str]) -> None:
+        """Without data flow a plan is believed where its heads divide over the ranks."""
+        if any(count % self.world_size for count in hints.heads):
+            return
+        assert self.observation is None or self.observation.problem
+        if self.observation is None:
+            return
+        for name, (said, style) in hints.styles.items():
+            if name in self.layers and name not in kept and name not in self.chosen:
+                self.chosen[name] = Chosen(style, hints.source, f"{hints.origin} says {said}; not proven")
+        for name, attributes in hints.attributes.items():
+            for attribute in attributes:
+                value = getattr(self.modules[name], attribute, None)
+                if isinstance(value, int) and value % self.world_size == 0:
+                    self.attributes[name, attribute] = value // self.world_size
+
+    def _by_rule(self, name: str, layer: Layer) -> Chosen:
+        refused = [
+            error.reason
+            for group, error in self.decision.refused.items()
+            if name in (*group.columns, *group.rows) and len(group.columns) + len(group.rows) <= SMALL_GROUP
+        ]
+        said = self.hints.styles[name][0] if self.hints is not None and name in self.hints.styles else ""
+        why = f" ({self.hints.origin} says {said})" if said and self.hints is not None else ""
+        why += f" (not with its neighbours: {refused[0]})" if refused else ""
+        if layer.kind == "embedding":
+            if layer.in_features <= layer.out_features and name not in self._tied():
+                return Chosen(Replicate(), "rule", f"a table of {layer.in_features} rows is cheaper than a sum" + why)
+            return Chosen(Vocabulary(), "rule", "by vocabulary" + why)
+        if layer.in_features > EXPANSION * layer.out_features:
+            return Chosen(Row(split_input=True), "rule", "contracts: by its input, summed" + why)
+        word = "expands" if layer.out_features > EXPANSION * layer.in_features else "neither expands nor contracts"
+        return Chosen(Column(gather_output=True), "rule", f"{word}: by its output, gathered" + why)
+
+    def _tied(self) -> dict[str, list[str]]:
+        """Modules that share a parameter with others, and those."""
+        owners: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(name)
+        return {name: names for names in owners.values() if len(names) > 1 for name in names}
+
+    def _untie(self) -> None:
+        """Tied weights are cut alike, by vocabulary, or stay whole."""
+        for owners in self._tied().values():
+            styles = {owner: self.chosen[owner].style for owner in owners if owner in self.chosen}
+            layers = all(owner in self.layers or self._idle(owner) for owner in owners)
+            alike = layers and all(
+                isinstance(s, Vocabulary) or (isinstance(s, Column) and not s.segments) for s in styles.values()
+            )
+            conv = any(owner in self.layers and self.layers[owner].kind == "conv1d" for owner in owners)
+            if alike and not conv:
+                continue
+            for owner in owners:
+                old = self.chosen.get(owner)
+                if old is not None and old.source == "override" and not isinstance(old.style, Replicate):
+                    others = ", ".join(other for other in owners if other != owner)
+                    raise ValueError(
+                        f"the override of {owner!r} conflicts with its weight being tied to that of {others}: override "
+                        'all of them, a table by "vocabulary" and a head by "column_gather"'
+                    )
+                others = ", ".join(other for other in owners if other != owner)
+                self.chosen[owner] = Chosen(Replicate(), "default", f"tied to {others}, which stays whole")
+
+    def _idle(self, name: str) -> bool:
+        """The module holds parameters that only layers read, as far as the data flow shows."""
+        if not self.traced:
+            return False
+        assert self.observation is not None and self.observation.recording is not None
+        module = self.modules[name]
+        held = {id(parameter) for parameter in module.parameters(recurse=False)}
+        readers = [n for n in self.layers if held & {id(p) for p in self.modules[n].parameters(recurse=False)}]
+        return bool(readers) and not set(readers) & self.observation.recording.direct
+
+    def _check_something_is_cut(self) -> None:
+        if self.world_size > 1 and all(isinstance(c.style, Replicate) for c in self.chosen.values()):
+            if any(c.source == "override" for c in self.chosen.values()):
+                return
+            raise ValueError(
+                f"nothing to shard: {type(self.model).__name__} has no linear layer or embedding that can be cut over "
+                f"{self.world_size} ranks{self._why_nothing()}"
+            )
+
+    def _why_nothing(self) -> str:
+        reasons = [f"{name} {chosen.reason}" for name, chosen in self.chosen.items()][:3]
+        return f" ({'; '.join(reasons)})" if reasons else ""

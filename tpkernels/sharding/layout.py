@@ -1,0 +1,117 @@
+"""How a tensor that is cut over the ranks lies in the whole one, and how reshapes move the cut: pure arithmetic.
+
+Owns: :class:`Split`, and its way through ``view``.  Knows nothing of models, ops or process groups.
+
+A dimension may consist of several runs (*segments*, the query, key and value parts of a packed projection), each of
+which is cut into one contiguous part per rank as ``torch.chunk`` cuts.  Merging dimensions makes segments, too: heads
+``(B, H)`` cut in H, seen as one dimension of ``B * H``, are B segments of H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from tpkernels.partition import chunk_sizes
+
+__all__ = ["Split", "Unproven", "through_view"]
+
+
+class Unproven(Exception):
+    """What follows from the data flow does not show that a cut computes the same.
+
+    ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.
+    """
+
+    def __init__(self, reason: str, *, count: int = 0) -> None:
+        super().__init__(reason)
+        self.reason, self.count = reason, count
+
+
+@dataclass(frozen=True)
+class Split:
+    """Dimension ``dim`` of the whole tensor is ``segments`` one after another, and each rank has its part of each."""
+
+    dim: int
+    segments: tuple[int, ...]
+
+    def local_segments(self, world_size: int, rank: int = 0) -> tuple[int, ...]:
+        return tuple(chunk_sizes(size, world_size)[rank] for size in self.segments)
+
+    def local_shape(self, shape: Sequence[int], world_size: int, rank: int = 0) -> tuple[int, ...]:
+        cut = sum(self.local_segments(world_size, rank))
+        return (*shape[: self.dim], cut, *shape[self.dim + 1 :])
+
+    def at(self, dim: int) -> Split:
+        return Split(dim, self.segments)
+
+    def even(self, world_size: int) -> bool:
+        return all(size % world_size == 0 for size in self.segments)
+
+    def part(self, start: int, stop: int, world_size: int) -> tuple[Split, int, int]:
+        """The segments that make up ``[start, stop)`` of the whole, and the range of the local tensor that they are.
+
+        Raises:
+            Unproven: the range does not begin and end where segments do.
+        """
+        ends = (0, *accumulate(self.segments))
+        if start not in ends or stop not in ends or start >= stop:
+            raise Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is no whole number of parts")
+        first, last = ends.index(start), ends.index(stop)
+        local = (0, *accumulate(self.local_segments(world_size)))
+        return Split(self.dim, self.segments[first:last]), local[first], local[last]
+
+
+def through_view(split: Split, before: Sequence[int], after: Sequence[int], world_size: int) -> Split:
+    """Where the cut lies after the whole tensor of shape ``before`` is viewed as ``after``.
+
+    Raises:
+        Unproven: parts of the ranks would interleave, or pieces do not divide over the ranks.
+    """
+    (low, high), (first, last) = _group_of(split.dim, before, after)
+    outer, inner = prod(before[low : split.dim]), prod(before[split.dim + 1 : high])
+    sizes = after[first:last]
+    if outer == 1 and inner == 1:
+        wide = [dim for dim in range(first, last) if after[dim] != 1]
+        if len(wide) <= 1:  # the dimension itself, with or without dimensions of size 1 around it
+            return split.at(wide[0] if wide else first)
+    if not split.even(world_size):
+        raise Unproven(f"{list(split.segments)} do not divide over {world_size} ranks", count=min(split.segments))
+    flat = tuple(size * inner for size in split.segments) * outer
+    if len([size for size in sizes if size != 1]) <= 1:
+        return Split(next((d for d in range(first, last) if after[d] != 1), first), flat)
+    if len(set(flat)) != 1:
+        raise Unproven(f"runs of different sizes {list(flat)} are viewed as {list(sizes)}")
+    return _unflatten(flat[0], first, sizes, world_size)
+
+
+def _unflatten(run: int, first: int, sizes: Sequence[int], world_size: int) -> Split:
+    """Runs of ``run`` elements, each cut over the ranks, viewed as dimensions ``sizes`` starting at ``first``."""
+    for index, size in enumerate(sizes):
+        inner = prod(sizes[index + 1 :])
+        count = run // inner
+        if run % inner or size == 1 or (size * inner) % run or count < 2:
+            continue
+        if count % world_size:
+            raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
+        return Split(first + index, (count,) * (size * inner // run))
+    raise Unproven(f"runs of {run} viewed as {list(sizes)} are not whole along one dimension")
+
+
+def _group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The smallest ranges of dimensions of ``before`` (with ``dim``) and ``after`` that are views of each other."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        low, first = i, j
+        left, right = before[i] if i < len(before) else 1, after[j] if j < len(after) else 1
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while left != right:
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        if low <= dim < i:
+            return (low, i), (first, j)
+    raise AssertionError(f"dimension {dim} of {before} viewed as {after}")

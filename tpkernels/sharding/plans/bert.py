@@ -1,0 +1,13 @@
+"""BERT, RoBERTa and their kin, MiniLM among them."""
+
+CLASSES = ("BertLayer", "RobertaLayer", "ElectraLayer")
+HEADS = ("num_attention_heads",)
+PLAN = {
+    "**.attention.self.query": "column",
+    "**.attention.self.key": "column",
+    "**.attention.self.value": "column",
+    "**.attention.output.dense": "row",
+    "**.intermediate.dense": "column",
+    "**.layer.*.output.dense": "row",
+}
+ATTRIBUTES = {"**.attention.self": ("num_attention_heads", "all_head_size")}

@@ -1,0 +1,13 @@
+"""OPT."""
+
+CLASSES = ("OPTDecoderLayer",)
+HEADS = ("num_attention_heads",)
+PLAN = {
+    "**.self_attn.q_proj": "column",
+    "**.self_attn.k_proj": "column",
+    "**.self_attn.v_proj": "column",
+    "**.self_attn.out_proj": "row",
+    "**.fc1": "column",
+    "**.fc2": "row",
+}
+ATTRIBUTES = {"**.self_attn": ("num_heads",)}

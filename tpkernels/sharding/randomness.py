@@ -1,0 +1,73 @@
+"""Dropout on parts: ranks draw the same random numbers for what they all have, different ones for their parts.
+
+Between a column layer and the row layer that ends its group the default generator runs on a seed of this rank's, drawn
+from what all ranks share; after it the shared stream goes on where it was, however many numbers each rank drew.  The
+seed is drawn anew in every pass, so that activation checkpointing, which sets the generator back, draws it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.nn.parameters import mesh_of
+
+__all__ = ["differ_between"]
+
+SEEDS = 2**62
+
+
+class Fork:
+    """The shared stream, while this rank's own one runs."""
+
+    def __init__(self) -> None:
+        self.shared: Tensor | None = None
+        self.device = torch.device("cpu")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(self, device: torch.device, rank: int) -> None:
+        """Go on with this rank's stream."""
+        seed = int(torch.randint(SEEDS, ()))  # from the CPU's generator, which all ranks have seeded alike
+        self.device = device
+        if device.type == "cuda":
+            self.shared = torch.cuda.get_rng_state(device)
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed + rank)
+        else:
+            self.shared = torch.get_rng_state()
+            torch.default_generator.manual_seed(seed + rank)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(self) -> None:
+        """Go on with the shared stream."""
+        if self.shared is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.shared, self.device)
+        else:
+            torch.set_rng_state(self.shared)
+        self.shared = None
+
+
+def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> None:
+    """From the end of ``opener`` to the start of ``closer``, in training, each rank draws its own random numbers."""
+    fork = Fork()
+
+    def opened(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module.training:
+            fork.enter(output.device, _mesh(module, mesh).get_local_rank())
+
+    def closing(module: nn.Module, args: Any) -> None:
+        if module.training:
+            fork.leave()
+
+    opener.register_forward_hook(opened)
+    closer.register_forward_pre_hook(closing)
+
+
+def _mesh(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
+    weight = next(module.parameters(), None)
+    return mesh if weight is None else mesh_of(weight)

@@ -1,0 +1,300 @@
+"""Run a model, or a part of it, as one rank would after a swap, and prove that it computes its part of the whole.
+
+Owns: :class:`Replay`.  It runs the Python code of the model on fake tensors of one rank's sizes, next to the recording
+of the whole model: the same ops must run in the same order, and for each the rules say how its result is cut.
+
+What is proven: every value a rank computes is its part of the whole's value (or all of it), every parameter's gradient
+is complete or known to be a sum over the ranks, and nothing cut leaves the model.  Everything else raises
+:class:`Unproven`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.sharding.layout import Split, Unproven
+from tpkernels.sharding.rules import RULES, Call, pointwise
+from tpkernels.sharding.trace import (
+    TRANSPARENT,
+    Event,
+    Recording,
+    Scope,
+    Session,
+    Shadow,
+    Shape,
+    as_shapes,
+    canonical,
+    is_random,
+    tensors_in,
+)
+
+__all__ = ["Replay", "Role"]
+
+aten = torch.ops.aten
+_CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
+
+    ``group`` is blamed where the cut cannot be proven.
+    """
+
+    kind: str
+    segments: tuple[int, ...]
+    group: int = 0
+
+
+class Replay(Session):
+    """One rank's run next to ``recording``.
+
+    After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
+    column layer that stay together.
+    """
+
+    def __init__(
+        self,
+        shadow: Shadow,
+        recording: Recording,
+        roles: Mapping[str, Role],
+        attributes: Mapping[tuple[str, str], int],
+        world_size: int,
+    ) -> None:
+        super().__init__(shadow, attributes)
+        self.recording, self.roles, self.world_size = recording, roles, world_size
+        self.origins = dict(recording.origins)
+        self.partial: set[str] = set()
+        self.heads: dict[int, int] = {}
+        """The smallest number of pieces that a group's features were viewed as."""
+        self.blame: frozenset[int] = frozenset()
+        self.partial_groups: dict[str, frozenset[int]] = {}
+        self._complete: set[str] = set()
+        self._open = False
+        self._splits: dict[int, Split] = {}
+        self._groups: dict[int, frozenset[int]] = {}
+        self._at, self._stop = 0, len(recording.events)
+
+    def run_scope(self, scope: Scope) -> None:
+        """Run one module on the arguments that the recording saw."""
+        self._at, self._stop = scope.start, scope.stop
+        self._run(self.shadow.modules[scope.name], scope.args, scope.kwargs)
+
+    def run_model(self, args: Any, kwargs: Any) -> None:
+        """Run the whole model; nothing that is cut may be part of what it returns."""
+        out = self._run(self.shadow.model, args, kwargs)
+        for tensor in tensors_in(out):
+            if id(tensor) in self._splits:
+                self.blame = self._groups.get(id(tensor), self.blame)
+                raise Unproven("a part of one rank is among the model's outputs")
+
+    def _run(self, module: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            with self.shadow.running(self):
+                out = module(*args, **kwargs)
+        except Unproven:
+            raise
+        except Exception as error:
+            text = str(error).splitlines()[0] if str(error) else ""
+            raise Unproven(f"with one rank's sizes the model raises {type(error).__name__}: {text[:160]}") from error
+        if self._at != self._stop:
+            raise Unproven("with one rank's sizes the model runs fewer ops")
+        both = self.partial & self._complete
+        if both:
+            raise Unproven(f"parameter {min(both)!r} meets whole and cut tensors: its gradient would be neither")
+        return out
+
+    def _next(self, packet: Any, layer: str | None) -> Event:
+        if self._at >= self._stop:
+            raise Unproven("with one rank's sizes the model runs more ops")
+        event = self.recording.events[self._at]
+        self._at += 1
+        if event.packet != packet or event.layer != layer:
+            raise Unproven(f"with one rank's sizes {layer or packet} runs where {event.layer or event.packet} was")
+        return event
+
+    def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
+        self.blame = groups or self.blame
+        packet = canonical(func)
+        if packet in TRANSPARENT:
+            out = func(*args, **kwargs)
+            self._mark(out, self._splits.get(id(tensors[0])), groups)
+            self.pass_origins(tensors, [out])
+            return out
+        event = self._next(packet, None)
+        local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        splits = [self._splits_of(argument) for argument in args]
+        self._check_random(func, args, tensors)
+        answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if len(outputs) != len(event.outputs):
+            raise Unproven(f"{packet} has {len(outputs)} results, {len(event.outputs)} in the whole model")
+        if answers is None:
+            answers = [self._constant(Shape(outputs[0].shape), event.outputs[0])]
+        for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
+            expected = shape if answer is None else answer.local_shape(shape, self.world_size)
+            if tuple(output.shape) != tuple(expected):
+                raise Unproven(f"{packet} gives {list(output.shape)} where one rank's part is {list(expected)}")
+            if answer is None and func._schema.is_mutable and id(output) in self._splits:
+                raise Unproven(f"{packet} writes something whole over a part")
+            if answer is not None and func._schema.is_mutable and self._splits.get(id(output), answer) != answer:
+                raise Unproven(f"{packet} writes a part in another layout")
+            if answer is not None and func._schema.is_mutable and id(output) not in self._splits:
+                raise Unproven(f"{packet} writes a part over something whole")
+            self._mark(output, answer, groups)
+        self.pass_origins(tensors, outputs)
+        return out
+
+    def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        """Between a column and its row ranks draw different numbers, everywhere else the same."""
+        if is_random(func, args) and any(id(tensor) in self._splits for tensor in tensors) != self._open:
+            where = "outside of" if not self._open else "between layers of"
+            raise Unproven(f"{canonical(func)} draws random numbers for something {where} the group")
+
+    def _answers(
+        self, func: Any, event: Event, local: Any, splits: list[Any], arguments: Any
+    ) -> list[Split | None] | None:
+        """How the results are cut; None for a constant, whose shape alone tells."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if not any(id(tensor) in self._splits for tensor in tensors):
+            if (event.whole, event.kwargs) == local:
+                self._completed(tensors)
+                return [None] * len(event.outputs)
+            if event.packet in _CONSTANT:
+                return None
+            raise Unproven(f"{event.packet} depends on the number of features of one rank")
+        if event.packet in _CONSTANT:  # x.new_zeros(...): the numbers in it are not x's
+            return None
+        rule = RULES.get(event.packet)
+        if rule is not None:
+            return self._by_rule(rule, event, local, splits, arguments)
+        if torch.Tag.pointwise not in func.tags:
+            raise Unproven(f"no rule says what {event.packet} does to parts")
+        if not _same_scalars((event.whole, event.kwargs), local):
+            raise Unproven(f"a scalar of {event.packet} depends on the number of features of one rank")
+        shapes = _shapes_in((event.whole, event.kwargs))
+        cuts = [self._splits.get(id(tensor)) for tensor in tensors]
+        return [pointwise(shapes, cuts, lambda index: self._mixed(tensors[index]))] * len(event.outputs)
+
+    def _by_rule(self, rule: Any, event: Event, local: Any, splits: list[Any], arguments: Any) -> list[Split | None]:
+        args, kwargs = arguments
+        mask = kwargs.get("attn_mask")
+        named = dict(event.kwargs)
+        if isinstance(mask, Tensor):
+            named["attn_mask split"] = self._splits.get(id(mask))
+
+        def mix(index: int) -> None:
+            tensor = mask if index < 0 else args[index]
+            if isinstance(tensor, Tensor):
+                self._mixed(tensor)
+
+        call = Call(event.whole, local[0], (named, local[1]), splits, event.outputs, self.world_size, mix)
+        try:
+            answer = rule(call)
+        except Unproven as error:
+            raise Unproven(f"{event.packet}: {error.reason}", count=error.count) from None
+        answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
+        if event.packet is aten.view:
+            for group in self.blame:
+                pieces = min(answers[0].segments) if answers[0] is not None else 0
+                self.heads[group] = min(self.heads.get(group, pieces), pieces)
+        return answers
+
+    def _constant(self, local: Shape, whole: Shape) -> Split | None:
+        """A tensor of one value is a part of a larger one of that value."""
+        if local == whole:
+            return None
+        differ = [dim for dim in range(len(whole)) if len(local) != len(whole) or local[dim] != whole[dim]]
+        if len(differ) != 1 or local[differ[0]] * self.world_size != whole[differ[0]]:
+            raise Unproven(f"a constant of {list(local)} is no part of one of {list(whole)}")
+        return Split(differ[0], (whole[differ[0]],))
+
+    def layer_called(self, name: str, x: Tensor) -> Tensor:
+        self.blame = self._groups.get(id(x), self.blame)
+        event, role, layer = self._next(None, name), self.roles.get(name), self.shadow.layers[name]
+        split, whole_in, whole_out = self._splits.get(id(x)), event.whole[0], event.outputs[0]
+        last = len(whole_in) - 1
+        if role is not None and role.kind == "row":
+            self.blame = frozenset([role.group])
+            if split != Split(last, (layer.in_features,)):
+                raise Unproven(f"the input of {name} is {_how(split)}, not cut by features in one piece")
+            shape, answer = tuple(whole_out), None
+            self._open = False
+        else:
+            if split is not None:
+                raise Unproven(f"the input of {name} is {_how(split)}, which takes it whole")
+            if tuple(x.shape) != tuple(whole_in):
+                raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(whole_in)}")
+            answer = Split(len(whole_out) - 1, role.segments) if role is not None else None
+            shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size)
+            self._open |= answer is not None
+        if self.has_origin(x):
+            self._complete |= self.origin(x) or set()
+        out = self.new_output(x, shape, self.layer_dtype(name, x))
+        self._mark(out, answer, frozenset() if role is None or answer is None else frozenset([role.group]))
+        return out
+
+    def _mixed(self, tensor: Tensor) -> None:
+        """A whole tensor meets parts: ranks have different shares of its gradient."""
+        if not self.has_origin(tensor):
+            return
+        origin = self.origin(tensor)
+        if origin is None:
+            raise Unproven("an activation that is whole meets parts: its gradient would be incomplete on every rank")
+        self.partial |= origin
+        for name in origin:
+            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | self.blame
+
+    def _completed(self, tensors: list[Tensor]) -> None:
+        """Whole tensors meet: parameters among them get their whole gradient, where activations take part."""
+        origins = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
+        if None in origins:
+            self._complete |= {name for origin in origins if origin is not None for name in origin}
+
+    def _mark(self, tensor: Tensor, split: Split | None, groups: frozenset[int]) -> None:
+        if split is None:
+            self._splits.pop(id(tensor), None)
+            return
+        self._splits[id(tensor)] = split
+        self._groups[id(tensor)] = groups
+
+    def _splits_of(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self._splits.get(id(argument))
+        if isinstance(argument, list | tuple):
+            return [self._splits_of(item) for item in argument]
+        return None
+
+
+def _how(split: Split | None) -> str:
+    return "whole" if split is None else f"cut in dimension {split.dim} as {list(split.segments)}"
+
+
+def _shapes_in(value: Any) -> list[Shape]:
+    """Shapes in the order of ``tree_leaves`` over the tensors that they stand for."""
+    if isinstance(value, Shape):
+        return [value]
+    if isinstance(value, dict):
+        return [shape for item in value.values() for shape in _shapes_in(item)]
+    if isinstance(value, list | tuple):
+        return [shape for item in value for shape in _shapes_in(item)]
+    return []
+
+
+def _same_scalars(whole: Any, local: Any) -> bool:
+    """Equal but for the shapes of tensors."""
+    if isinstance(whole, Shape) or isinstance(local, Shape):
+        return isinstance(whole, Shape) and isinstance(local, Shape)
+    if isinstance(whole, list | tuple):
+        return len(whole) == len(local) and all(_same_scalars(a, b) for a, b in zip(whole, local, strict=True))
+    if isinstance(whole, dict):
+        return whole.keys() == local.keys() and all(_same_scalars(whole[key], local[key]) for key in whole)
+    return bool(whole == local)

@@ -1,0 +1,382 @@
+"""One run of a model on fake tensors: which ops run, on which shapes, and what flows from layer to layer.
+
+Owns: the :class:`Shadow` of a model (a copy whose parameters and buffers are fake: no memory, no arithmetic, and
+nothing that its forward does reaches the model), and the :class:`Recording` of one run.
+
+Assumes: the model's Python code does not depend on the values of tensors; a run that needs one fails, and says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tpkernels.sharding.layers import Layer, layer_of, unswappable
+
+__all__ = [
+    "Event",
+    "Node",
+    "Recording",
+    "Scope",
+    "Session",
+    "Shadow",
+    "Shape",
+    "TRANSPARENT",
+    "as_shapes",
+    "canonical",
+    "is_random",
+    "tensors_in",
+]
+
+aten = torch.ops.aten
+TRANSPARENT = {aten.clone, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh}
+"""Copies: whether one is needed may depend on sizes, so they are no part of what must agree between two runs."""
+_VIEWS = {aten._unsafe_view, aten.reshape, aten._reshape_alias}
+
+Origin = frozenset[str] | None
+"""Where a differentiable tensor comes from: parameters alone (their names), or activations (None)."""
+
+
+class Shape(tuple[int, ...]):
+    """The shape of a tensor among arguments."""
+
+
+@dataclass
+class Event:
+    """One step of a run: an op with its arguments, or (``layer``) the call of a layer."""
+
+    packet: Any
+    whole: list[Any]
+    kwargs: dict[str, Any]
+    outputs: list[Shape]
+    layer: str | None = None
+
+
+@dataclass
+class Node:
+    """A step in the graph of differentiable tensors."""
+
+    inputs: list[int]
+    layer: str | None = None
+    random: bool = False
+    is_input: bool = False
+
+
+@dataclass
+class Scope:
+    """One call of a module: its arguments, and the range of its events."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    start: int
+    stop: int = -1
+
+
+def canonical(func: Any) -> Any:
+    packet = func.overloadpacket
+    return aten.view if packet in _VIEWS else packet
+
+
+def as_shapes(value: Any) -> Any:
+    """Arguments with tensors as :class:`Shape` and sequences as lists."""
+    if isinstance(value, Tensor):
+        return Shape(value.shape)
+    if isinstance(value, list | tuple):
+        return [as_shapes(item) for item in value]
+    return value
+
+
+class Shadow:
+    """A copy of ``model`` with fake tensors whose layers report to the session that runs.
+
+    Raises:
+        Exception: whatever copying the model's own objects raises.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.names: dict[int, str] = {}
+        memo: dict[int, Any] = {}
+        with self.fake:
+            for parameter in model.parameters():
+                memo[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=False)
+            for buffer in model.buffers():
+                memo.setdefault(id(buffer), _like(buffer))
+        self.model = copy.deepcopy(model, memo)
+        self.modules = dict(self.model.named_modules())
+        self.session: Session | None = None
+        self.layers: dict[str, Layer] = {}
+        self.owners: dict[int, str] = {}
+        """Layers by the ids of their parameters."""
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, module in self.modules.items():
+            layer = layer_of(module)
+            if layer is not None and unswappable(module) is None:
+                self.layers[name] = layer
+                self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
+                module.forward = self._reporting(name)
+            else:
+                module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+                module.register_forward_hook(self._leaving(name))
+
+    @contextmanager
+    def running(self, session: Session) -> Iterator[None]:
+        """Fake mode, the session on top of it, no gradients, and its attributes in place of the model's."""
+        before = {key: getattr(self.modules[key[0]], key[1]) for key in session.attributes}
+        self.session = session
+        # A guess that does not fit makes an op fail, which torch would print with a traceback.
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        was_disabled, log.disabled = log.disabled, True
+        try:
+            for (name, attribute), value in session.attributes.items():
+                setattr(self.modules[name], attribute, value)
+            with torch.no_grad(), self.fake, session:
+                yield
+        finally:
+            self.session = None
+            log.disabled = was_disabled
+            for (name, attribute), value in before.items():
+                setattr(self.modules[name], attribute, value)
+
+    def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Fake tensors shaped like those given, which are not read; those on the meta device are made to fit."""
+        parameters = list(self.model.parameters())
+
+        def fake(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta or not parameters:
+                return _like(tensor)
+            dtype = parameters[0].dtype if tensor.is_floating_point() else tensor.dtype
+            return torch.empty(tensor.shape, dtype=dtype, device=parameters[0].device)
+
+        with self.fake:
+            made: tuple[Any, Any] = tree_map_only(Tensor, fake, (args, kwargs))
+            return made
+
+    def _reporting(self, name: str) -> Any:
+        def forward(input: Tensor) -> Tensor:
+            assert self.session is not None
+            return self.session.layer_called(name, input)
+
+        return forward
+
+    def _entering(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.session is not None:
+                self.session.entered(name, args, kwargs)
+
+        return hook
+
+    def _leaving(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self.session is not None:
+                self.session.left(name)
+
+        return hook
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same kind; of one on the meta device, as if it were on the CPU."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+class Session(TorchDispatchMode):
+    """What recordings and replays share: layers are opaque, tensors have an origin."""
+
+    def __init__(self, shadow: Shadow, attributes: Mapping[tuple[str, str], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shadow, self.attributes = shadow, dict(attributes)
+        self.origins: dict[int, Origin] = {}
+        self.kept: list[Any] = []
+        """Every tensor seen, so that ids stay theirs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.kept.extend(tensors)
+        out = self.op(func, args, kwargs, tensors)
+        self.kept.append(out)
+        return out
+
+    def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def layer_called(self, name: str, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def entered(self, name: str, args: Any, kwargs: Any) -> None:
+        pass
+
+    def left(self, name: str) -> None:
+        pass
+
+    def has_origin(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.shadow.names or tensor.requires_grad or _storage(tensor) in self.origins
+
+    def origin(self, tensor: Tensor) -> Origin:
+        """Of a tensor that has one."""
+        if id(tensor) in self.shadow.names:
+            return frozenset([self.shadow.names[id(tensor)]])
+        return self.origins.get(_storage(tensor))  # None also for parameters that the model does not register
+
+    def set_origin(self, tensor: Tensor, origin: Origin) -> None:
+        if tensor.is_floating_point():
+            self.origins[_storage(tensor)] = origin
+
+    def pass_origins(self, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """Outputs come from where the inputs do."""
+        found = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
+        if not found:
+            return
+        origin: Origin = frozenset()
+        for other in found:
+            origin = None if origin is None or other is None else origin | other
+        for output in outputs:
+            self.set_origin(output, origin)
+
+    def new_output(self, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What a layer returns; made behind this session's back."""
+        with torch.utils._python_dispatch._disable_current_modes(), self.shadow.fake:
+            out = torch.empty(shape, dtype=dtype, device=x.device)
+        self.kept += [x, out]
+        self.origins[_storage(out)] = None
+        return out
+
+    def layer_dtype(self, name: str, x: Tensor) -> torch.dtype:
+        weight = self.shadow.modules[name].weight
+        assert isinstance(weight, Tensor)
+        return weight.dtype if self.shadow.layers[name].kind == "embedding" else x.dtype
+
+
+class Recording(Session):
+    """The events, scopes and graph of one run.
+
+    Args:
+        widths: output features of layers that are not what the model's are (key-value heads once per rank).
+    """
+
+    def __init__(
+        self, shadow: Shadow, attributes: Mapping[tuple[str, str], int] = {}, widths: Mapping[str, int] = {}
+    ) -> None:
+        super().__init__(shadow, attributes)
+        self.widths = dict(widths)
+        self.events: list[Event] = []
+        self.scopes: list[Scope] = []
+        self.nodes: list[Node] = []
+        self.direct: set[str] = set()
+        """Layers whose parameters the model uses without calling them."""
+        self.outputs: list[int] = []
+        self.layer_rows: dict[str, int] = {}
+        """Rows of each layer's input, over all calls."""
+        self.layer_inputs: dict[str, list[int]] = {}
+        self._node_of: dict[int, int] = {}
+        self._noise: set[int] = set()
+        self._open: list[Scope] = []
+
+    def run(self, args: Any, kwargs: Any) -> None:
+        """Run the model on fake inputs."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.nodes.append(Node([], is_input=True))
+                self._node_of[id(leaf)] = len(self.nodes) - 1
+                self.set_origin(leaf, None)
+            self.kept.append(leaf)
+        with self.shadow.running(self):
+            out = self.shadow.model(*args, **kwargs)
+        self.kept.append(out)
+        self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of]
+
+    def run_scope(self, scope: Scope, recording: Recording) -> Scope:
+        """Run one module on the arguments that another recording saw; the scope of that call here."""
+        self.origins = dict(recording.origins)
+        with self.shadow.running(self):
+            self.kept.append(self.shadow.modules[scope.name](*scope.args, **scope.kwargs))
+        return next(found for found in reversed(self.scopes) if found.name == scope.name)
+
+    def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self.direct |= {self.shadow.owners[id(tensor)] for tensor in tensors if id(tensor) in self.shadow.owners}
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._link(tensors, outputs, is_random(func, args))
+        self.pass_origins(tensors, outputs)
+        if canonical(func) not in TRANSPARENT:
+            whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+            self.events.append(Event(canonical(func), whole, named, [Shape(t.shape) for t in outputs]))
+        return out
+
+    def layer_called(self, name: str, x: Tensor) -> Tensor:
+        layer, features = self.shadow.layers[name], self.widths.get(name)
+        width = layer.out_features if features is None else features
+        shape = (*x.shape, width) if layer.kind == "embedding" else (*x.shape[:-1], width)
+        if layer.kind != "embedding" and x.shape[-1] != layer.in_features:
+            raise ValueError(f"{name} takes {layer.in_features} features, got {tuple(x.shape)}")
+        out = self.new_output(x, shape, self.layer_dtype(name, x))
+        inputs = [self._node_of[id(x)]] if id(x) in self._node_of else []
+        self.nodes.append(Node(inputs, layer=name))
+        self._node_of[id(out)] = len(self.nodes) - 1
+        self.layer_inputs.setdefault(name, []).extend(inputs)
+        rows = x.numel() if layer.kind == "embedding" else x.numel() // max(1, x.shape[-1])
+        self.layer_rows[name] = self.layer_rows.get(name, 0) + rows
+        self.events.append(Event(None, [Shape(x.shape)], {}, [Shape(shape)], layer=name))
+        return out
+
+    def entered(self, name: str, args: Any, kwargs: Any) -> None:
+        self._open.append(Scope(name, args, kwargs, len(self.events)))
+        self.kept.append((args, kwargs))
+
+    def left(self, name: str) -> None:
+        while self._open:
+            scope = self._open.pop()
+            if scope.name == name:
+                scope.stop = len(self.events)
+                self.scopes.append(scope)
+                return
+
+    def _link(self, tensors: list[Tensor], outputs: list[Tensor], random: bool) -> None:
+        """Add the op to the graph; noise is what random ops made and no activation went into."""
+        noisy = any(_storage(tensor) in self._noise for tensor in tensors)
+        inputs = [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
+        if inputs:
+            self.nodes.append(Node(inputs, random=random or noisy))
+            for output in outputs:
+                if output.is_floating_point():
+                    self._node_of[id(output)] = len(self.nodes) - 1
+        if noisy or random:
+            self._noise |= {_storage(output) for output in outputs if id(output) not in self._node_of}
+
+
+def is_random(func: Any, args: Any) -> bool:
+    """Attention kernels count as random in torch even where they drop nothing."""
+    attention = "scaled_dot_product" in func._schema.name
+    drops = not attention or (len(args) > 3 and isinstance(args[3], float) and args[3] > 0)
+    return torch.Tag.nondeterministic_seeded in func.tags and drops
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of a nested result, objects with attributes included."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(list(leaf.values()))
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found += [item for item in vars(leaf).values() if isinstance(item, Tensor)]
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
