@@ -115,7 +115,9 @@ class Group:
     def why_not_symmetric(self, device: str) -> str | None:
         """Why tensors on ``device`` have no symmetric memory here; None if they have."""
         if self.symmetric is not None and self.symmetric.device.kind != device:
-            return f"symmetric memory of this group serves tensors on {self.symmetric.device.kind}, these are on {device}"
+            return (
+                f"symmetric memory of this group serves tensors on {self.symmetric.device.kind}, these are on {device}"
+            )
         return self.no_symmetric_memory
 
     def enter(self, call: int, signature: Hashable) -> None:
