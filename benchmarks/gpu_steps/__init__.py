@@ -1,0 +1,1 @@
+"""The steps of `benchmarks/one_gpu.py`, each a module that runs in a process of its own."""

@@ -1,0 +1,100 @@
+"""R21 and R22: waits that end while the context lives on, and graphs that never replay an old result."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+
+from gpu_steps.lab import Lab, LoneRank
+from gpu_steps.outcome import Recorder, Row
+from tpkernels.comm import cuda_native
+from tpkernels.comm.cuda_native import Dtype, Group, Kind
+from tpkernels.kernels import all_gather_matmul as gather
+
+TIMEOUT_S = 0.02
+OVER_S = 0.1
+
+
+def run(recorder: Recorder) -> None:
+    lab = Lab.of_this_gpu()
+    aborts(lab, recorder, 100)
+    replays(recorder, 10_000)
+
+
+def aborts(lab: Lab, recorder: Recorder, trials: int) -> None:
+    """A chunk of the last peer never comes. A group per trial, because a failed one is poisoned."""
+    m, n, k, size = 512, 512, 256, 4
+    whole, weight = lab.random(0, m, k), lab.random(1, n, k)
+    out = whole.new_empty(m, n)
+    config = lab.configure(m, n, k, size, moved_columns=k, reserved_sms=1)
+    wrong, late = 0, []
+    for _ in range(trials):
+        rank = LoneRank(lab, size, timeout_s=TIMEOUT_S)
+        rank.next_call()
+        rank.preset()
+        rank.flags[(size - 1) * config.num_chunks] = 0
+        arrivals = gather.Arrivals(rank.order("all_gather", [m // size] * size, config), rank.flags, rank.table, 3)
+        launch = partial(gather.all_gather_matmul, whole, weight, out, arrivals, config)
+        launch(rehearsal=True)
+        lab.settle()
+        start = time.perf_counter()
+        launch()
+        lab.settle()
+        late.append(time.perf_counter() - start - TIMEOUT_S)
+        failure = rank.group.failure()
+        named = failure is not None and (failure.kind, failure.peer, failure.op) == (Kind.TIMEOUT, size - 1, 3)
+        alive = float(torch.ones(4, device=lab.device).sum()) == 4.0
+        wrong += not (named and alive)
+        rank.close()
+    problem = f"a chunk that never comes, time-out {1e3 * TIMEOUT_S:g} ms"
+    recorder.row(Row("R21", problem, "ms from the time-out to the end, worst", 1e3 * max(late), "count",
+                     f"<= {1e3 * OVER_S:g}", trials))  # fmt: skip
+    recorder.row(Row("R21", problem, "trials without the right record, or without a context", float(wrong), "count",
+                     "<= 0", trials))  # fmt: skip
+
+
+def replays(recorder: Recorder, count: int) -> None:
+    """Two virtual ranks, each with a graph of three one-shot all-reduces on slots 0, 1, 0; fresh data every time."""
+    library, size, rows, columns = cuda_native.load(), 2, 64, 128
+    zeros = partial(torch.zeros, dtype=torch.uint8, device="cuda")
+    pads = [zeros(cuda_native.PAD_BYTES) for _ in range(size)]
+    states = [zeros(cuda_native.STATE_BYTES) for _ in range(size)]
+    slots = [[zeros(1 << 20) for _ in range(size)] for _ in range(2)]
+    torch.cuda.synchronize()
+    groups = [
+        Group(library, rank=r, pads=[pad.data_ptr() for pad in pads], state=states[r].data_ptr(), timeout_s=10.0)
+        for r in range(size)
+    ]
+    inputs = [torch.zeros(rows, columns, device="cuda") for _ in range(size)]
+    outputs = [[torch.zeros_like(x) for _ in range(3)] for x in inputs]
+    streams, graphs = [torch.cuda.Stream() for _ in range(size)], []
+    for rank in range(size):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[rank]):
+            for call in range(3):
+                groups[rank].all_reduce(
+                    op=1, dtype=Dtype.F32, x=inputs[rank].data_ptr(), out=outputs[rank][call].data_ptr(), rows=rows,
+                    columns=columns, slots=[slot.data_ptr() for slot in slots[call % 2]], slot=call % 2,
+                    fingerprint=call, stream=streams[rank].cuda_stream,
+                )  # fmt: skip
+        graphs.append(graph)
+    stale = torch.zeros((), device="cuda", dtype=torch.int64)
+    for turn in range(count):
+        for rank, x in enumerate(inputs):
+            x.fill_(float(turn + 1000 * rank))
+        torch.cuda.synchronize()
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.stream(streams[rank]):
+                graph.replay()
+        torch.cuda.synchronize()
+        for out in outputs[0] + outputs[1]:
+            stale += (out != inputs[0] + inputs[1]).any()
+    failures = [group.failure() for group in groups]
+    if any(failures):
+        raise RuntimeError(f"a kernel gave up: {failures}")
+    recorder.row(Row("R22", "two virtual ranks, three all-reduces in a graph", "stale results", float(stale), "count",
+                     "<= 0", count))  # fmt: skip
+    for group in groups:
+        group.close()

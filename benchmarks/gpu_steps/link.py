@@ -1,0 +1,341 @@
+"""G3: does the overlap hide a link? PCIe is the link: the peers' shards, and the owners' slots, are pinned host memory.
+
+All-gather + GEMM pulls the shards of 7 peers chunk by chunk, and a flag behind each lets the kernel go on; GEMM +
+reduce-scatter pushes finished chunks out. Sizes are chosen such that transfer / GEMM is the named ratio on this GPU:
+1 is the hardest, 0.4 is about that of 70B layers over NVLink. With the arrival clock data is there already, and flags
+are raised at the pace of a link of 400 GB/s.
+
+    overlap efficiency = (unfused - fused) / (unfused - max(GEMM, transfer)),  GEMM and unfused with cuBLAS
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from gpu_steps.gemm import departures_of
+from gpu_steps.lab import Lab, LoneRank, check_product
+from gpu_steps.outcome import Recorder, Row, times_of
+from tpkernels import partition
+from tpkernels.comm.cuda_native import Chunk, Dtype, Pipeline
+from tpkernels.kernels import all_gather_matmul as gather
+from tpkernels.kernels import matmul_reduce_scatter as scatter
+from tpkernels.kernels.config import GemmConfig
+
+TP = 8
+RATIOS = (1.0, 0.4)
+NVLINK_GBPS = 400.0
+RESERVED_SMS = 1  # the kernels of one warp that raise flags must find room beside a GEMM that spins
+M, K = 8192, 4096
+
+
+@dataclass(frozen=True)
+class Rates:
+    """bytes and floating-point operations per second."""
+
+    to_device: float
+    to_host: float
+    gemm: float
+
+    def free_dim(self, ratio: float, bytes_per_s: float) -> int:
+        """Columns (gather) or contraction (scatter) with which the GEMM lasts transfer / ratio."""
+        exact = (TP - 1) / TP * self.gemm / (bytes_per_s * ratio)
+        return max(256, round(exact / 256) * 256)
+
+
+def run(recorder: Recorder) -> None:
+    lab = Lab.of_this_gpu()
+    rates = measure_rates(lab)
+    recorder.fact("host to device, GB/s", round(rates.to_device / 1e9, 1))
+    recorder.fact("device to host, GB/s", round(rates.to_host / 1e9, 1))
+    recorder.fact("cuBLAS bf16, TFLOP/s", round(rates.gemm / 1e12))
+    for ratio in RATIOS:
+        measure_gather(lab, recorder, M, rates.free_dim(ratio, rates.to_device), K, TP, ratio)
+        measure_scatter(lab, recorder, M, K, rates.free_dim(ratio, rates.to_host), TP, ratio)
+    for chunks in (1, 2, 4, 8):  # what cutting costs and gains
+        measure_gather(lab, recorder, M, rates.free_dim(1.0, rates.to_device), K, TP, 1.0, num_chunks=chunks)
+    for n, k in ((3584, 8192), (1792, 4096)):  # 70B and 8B, one of 8 ranks
+        measure_clock(lab, recorder, M, n, k, TP, NVLINK_GBPS)
+
+
+def measure_rates(lab: Lab, num_bytes: int = 1 << 28, size: int = 8192) -> Rates:
+    host, device = lab.pinned(num_bytes // 2), torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=lab.device)
+    a, b = lab.random(0, size, size), lab.random(1, size, size)
+    candidates: dict[str, Callable[[], object]] = {
+        "in": lambda: device.copy_(host, non_blocking=True), "out": lambda: host.copy_(device, non_blocking=True),
+        "gemm": lambda: torch.mm(a, b.t()),
+    }  # fmt: skip
+    found = lab.measure(candidates)
+    return Rates(num_bytes / found["in"].median, num_bytes / found["out"].median, 2.0 * size**3 / found["gemm"].median)
+
+
+# --- all-gather + GEMM ------------------------------------------------------------------------------------------------
+
+
+class Pull:
+    """One rank's all-gather + GEMM whose peers are buffers of the host."""
+
+    def __init__(self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None) -> None:
+        self.lab, self.rank, self.pipeline = lab, LoneRank(lab, tp), Pipeline(lab.library, 1)
+        self.shards = partition.array_split_sizes(m, tp)
+        self.expected, self.weight = lab.random(0, m, k), lab.random(1, n, k)
+        self.host = lab.pinned(m, k)
+        self.host.copy_(self.expected)
+        self.whole, self.out = torch.empty_like(self.expected), self.expected.new_empty(m, n)
+        config = lab.configure(m, n, k, tp, moved_columns=k, reserved_sms=RESERVED_SMS)
+        self.config = config if num_chunks is None else replace(config, num_chunks=num_chunks)
+        self.whole[: self.shards[0]].copy_(self.expected[: self.shards[0]])
+        self.arrivals = gather.Arrivals(
+            self.rank.order("all_gather", self.shards, self.config), self.rank.flags, self.rank.table, 1
+        )
+        self._flagged, self._plain = self._chunks(True), self._chunks(False)
+        self.kernel(rehearsal=True)
+        lab.settle()
+
+    def _chunks(self, flags: bool) -> Sequence[Chunk]:
+        row_bytes, starts = self.whole.shape[1] * 2, partition.offsets(self.shards)
+        chunks, cut = [], self.config.num_chunks if flags else 1
+        for number in range(cut):
+            for peer in partition.peers_after(0, len(self.shards)):
+                start, stop = partition.chunk_ranges(self.shards[peer], cut)[number]
+                at, num_bytes = (starts[peer] + start) * row_bytes, (stop - start) * row_bytes
+                chunks.append(
+                    _copy(
+                        self.whole.data_ptr() + at, self.host.data_ptr() + at, num_bytes, number,
+                        raise_flag=self.flag(peer, number) if flags else None,
+                    )
+                )  # fmt: skip
+        return chunks
+
+    def flag(self, peer: int, number: int) -> int:
+        return self.rank.flags.data_ptr() + 4 * (peer * self.config.num_chunks + number)
+
+    def kernel(self, rehearsal: bool = False) -> None:
+        gather.all_gather_matmul(self.whole, self.weight, self.out, self.arrivals, self.config, rehearsal=rehearsal)
+
+    def fused(self) -> None:
+        self.rank.next_call()
+        self.pipeline.fork(self.lab.stream())
+        _enqueue(self.pipeline, self.rank, self._flagged)
+        self.kernel()
+        self.pipeline.join(self.lab.stream())
+
+    def transfer(self) -> None:
+        self.pipeline.fork(self.lab.stream())
+        _enqueue(self.pipeline, self.rank, self._plain)
+        self.pipeline.join(self.lab.stream())
+
+    def gemm(self) -> None:
+        torch.mm(self.whole, self.weight.t(), out=self.out)
+
+    def unfused(self) -> None:
+        self.transfer()
+        self.gemm()
+
+    def check(self, name: str, call: Callable[[], None]) -> None:
+        """With nothing of the peers there before, and no result."""
+        self.whole[self.shards[0] :].fill_(float("nan"))
+        self.out.fill_(float("nan"))
+        call()
+        self.rank.raise_if_failed()
+        check_product(name, self.out, self.expected, self.weight)
+
+    def close(self) -> None:
+        self.lab.settle()
+        self.pipeline.close()
+        self.rank.close()
+
+
+def measure_gather(
+    lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, num_chunks: int | None = None
+) -> None:
+    pull = Pull(lab, m, n, k, tp, num_chunks)
+    for name, call in (("fused", pull.fused), ("unfused", pull.unfused)):
+        pull.check(f"AG+GEMM {name}", call)
+    problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {pull.config.num_chunks} chunks"
+    candidates = {"gemm": pull.gemm, "transfer": pull.transfer, "unfused": pull.unfused, "fused": pull.fused}
+    _report(lab, recorder, problem, candidates, "PCIe link", target="" if num_chunks else "G3")
+    pull.rank.raise_if_failed()
+    pull.close()
+
+
+# --- GEMM + reduce-scatter --------------------------------------------------------------------------------------------
+
+
+class Push:
+    """One rank's GEMM + reduce-scatter whose peers' slots are buffers of the host; their partials are here already."""
+
+    def __init__(self, lab: Lab, m: int, n: int, k: int, tp: int) -> None:
+        self.lab, self.rank, self.pipeline = lab, LoneRank(lab, tp), Pipeline(lab.library, 1)
+        self.shards = partition.array_split_sizes(m, tp)
+        self.x, self.weight = lab.random(0, m, k), lab.random(1, n, k)
+        self.partial, self.host = self.x.new_empty(m, n), lab.pinned(m, n)
+        self.others = [lab.random(2 + r, self.shards[0], n) for r in range(tp - 1)]
+        self.sum = self.x.new_empty(self.shards[0], n)
+        self.config: GemmConfig = lab.configure(m, n, k, tp, moved_columns=n, reserved_sms=RESERVED_SMS)
+        self.departures = departures_of(self.rank, self.partial, self.shards, self.config)
+        self._flagged, self._plain = self._chunks(True), self._chunks(False)
+        self.kernel(rehearsal=True)
+        lab.settle()
+
+    def _chunks(self, flags: bool) -> Sequence[Chunk]:
+        row_bytes, starts = self.partial.shape[1] * 2, partition.offsets(self.shards)
+        chunks, cut = [], self.config.num_chunks if flags else 1
+        for number in range(cut):
+            for owner in partition.peers_after(0, len(self.shards)):
+                start, stop = partition.chunk_ranges(self.shards[owner], cut)[number]
+                at, num_bytes = (starts[owner] + start) * row_bytes, (stop - start) * row_bytes
+                flag = self.rank.flags.data_ptr() + 4 * (owner * self.config.num_chunks + number)
+                chunks.append(
+                    _copy(
+                        self.host.data_ptr() + at, self.partial.data_ptr() + at, num_bytes, number,
+                        wait_flag=flag if flags and num_bytes else None,
+                    )
+                )  # fmt: skip
+        return chunks
+
+    def kernel(self, rehearsal: bool = False) -> None:
+        scatter.matmul_reduce_scatter(self.x, self.weight, self.departures, self.config, rehearsal=rehearsal)
+
+    def reduce(self) -> None:
+        n = self.sum.shape[1]
+        parts = [self.partial.data_ptr(), *(other.data_ptr() for other in self.others)]
+        self.rank.group.reduce(
+            op=2, part_dtype=Dtype.BF16, out_dtype=Dtype.BF16, parts=parts, strides=[n] * len(parts),
+            out=self.sum.data_ptr(), out_stride=n, rows=self.sum.shape[0], columns=n, stream=self.lab.stream(),
+        )  # fmt: skip
+
+    def fused(self) -> None:
+        self.rank.next_call()
+        self.pipeline.fork(self.lab.stream())
+        self.kernel()
+        _enqueue(self.pipeline, self.rank, self._flagged)
+        self.reduce()
+        self.pipeline.join(self.lab.stream())
+
+    def transfer(self) -> None:
+        self.pipeline.fork(self.lab.stream())
+        _enqueue(self.pipeline, self.rank, self._plain)
+        self.pipeline.join(self.lab.stream())
+
+    def gemm(self) -> None:
+        torch.mm(self.x, self.weight.t(), out=self.partial)
+
+    def unfused(self) -> None:
+        self.gemm()
+        self.transfer()
+        self.reduce()
+
+    def check(self, name: str, call: Callable[[], None]) -> None:
+        for tensor in (self.partial, self.host, self.sum):
+            tensor.fill_(float("nan"))
+        call()
+        self.rank.raise_if_failed()
+        peers = torch.arange(self.shards[0], self.x.shape[0])
+        picked = peers[torch.linspace(0, len(peers) - 1, min(128, len(peers))).long()]
+        check_product(f"{name}, what has left", self.host, self.x, self.weight, picked)
+        total = self.partial[: self.shards[0]].float()
+        for other in self.others:
+            total = total + other.float()
+        if not torch.equal(self.sum, total.to(self.sum.dtype)):
+            raise AssertionError(f"{name}: the sum of this rank's rows is wrong")
+
+    def close(self) -> None:
+        self.lab.settle()
+        self.pipeline.close()
+        self.rank.close()
+
+
+def measure_scatter(lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float) -> None:
+    push = Push(lab, m, n, k, tp)
+    for name, call in (("fused", push.fused), ("unfused", push.unfused)):
+        push.check(f"GEMM+RS {name}", call)
+    problem = f"GEMM+RS M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {push.config.num_chunks} chunks"
+    candidates = {"gemm": push.gemm, "transfer": push.transfer, "unfused": push.unfused, "fused": push.fused}
+    _report(lab, recorder, problem, candidates, "PCIe link")
+    push.rank.raise_if_failed()
+    push.close()
+
+
+# --- arrival clock ----------------------------------------------------------------------------------------------------
+
+
+def measure_clock(lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, gbps: float) -> None:
+    """Flags go up at the pace of a link that brings `gbps` to this rank."""
+    pull = Pull(lab, m, n, k, tp)
+    pull.whole.copy_(pull.expected)
+    side = torch.cuda.Stream(priority=-1)
+    cycles_per_s = _cycles_per_second(lab)
+    num_bytes = sum(pull.shards[1:]) * k * 2
+    turns = [(peer, c) for c in range(pull.config.num_chunks) for peer in partition.peers_after(0, tp)]
+    nap = round(cycles_per_s * num_bytes / (gbps * 1e9) / len(turns))
+
+    def clock() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for peer, number in turns:
+                torch.cuda._sleep(nap)
+                pull.rank.group.raise_flag(pull.flag(peer, number), stream=side.cuda_stream)
+
+    def fused() -> None:
+        pull.rank.next_call()
+        clock()
+        pull.kernel()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def transfer() -> None:
+        clock()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def unfused() -> None:
+        transfer()
+        pull.gemm()
+
+    fused()
+    pull.rank.raise_if_failed()
+    check_product("arrival clock", pull.out, pull.expected, pull.weight)
+    problem = f"AG+GEMM M{m} N{n} K{k} of {tp} at {gbps:g} GB/s, {pull.config.num_chunks} chunks"
+    _report(lab, recorder, problem, {"gemm": pull.gemm, "transfer": transfer, "unfused": unfused, "fused": fused},
+            "arrival clock")  # fmt: skip
+    pull.rank.raise_if_failed()
+    pull.close()
+
+
+def _cycles_per_second(lab: Lab) -> float:
+    cycles = 20_000_000
+    found = lab.measure({"sleep": partial(torch.cuda._sleep, cycles)})
+    return cycles / found["sleep"].median
+
+
+def _report(
+    lab: Lab, recorder: Recorder, problem: str, candidates: dict[str, Callable[[], None]], label: str,
+    target: str = "G3",
+) -> None:  # fmt: skip
+    measured = lab.measure(dict(candidates))
+    median = {name: one.median for name, one in measured.items()}
+    roof = max(median["gemm"], median["transfer"])
+    could_win = median["unfused"] - roof
+    efficiency = (median["unfused"] - median["fused"]) / could_win if could_win > 0 else 0.0
+    bound = ">= 0.90" if target and label == "PCIe link" else ""
+    recorder.row(Row(target or "-", problem, "overlap efficiency", efficiency, label, bound, lab.repeats,
+                     times_of(measured)))  # fmt: skip
+    recorder.row(Row(target or "-", problem, "unfused / fused", median["unfused"] / median["fused"], label, "",
+                     lab.repeats))  # fmt: skip
+
+
+def _copy(
+    target: int, source: int, num_bytes: int, number: int, *, raise_flag: int | None = None,
+    wait_flag: int | None = None,
+) -> Chunk:  # fmt: skip
+    return Chunk(
+        target=target, source=source, rows=1, row_bytes=num_bytes, target_stride_bytes=num_bytes,
+        source_stride_bytes=num_bytes, wait_flag=wait_flag, wait_peer=-1, raise_flag=raise_flag, signal_peer=-1,
+        chunk=number,
+    )  # fmt: skip
+
+
+def _enqueue(pipeline: Pipeline, rank: LoneRank, chunks: Sequence[Chunk]) -> None:
+    pipeline.run(0, rank.group, (Chunk * len(chunks))(*chunks), op=1)

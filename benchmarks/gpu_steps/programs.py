@@ -1,0 +1,96 @@
+"""Steps that are programs of their own: the build, the tests, and the sanitizer over the small ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_steps.outcome import Recorder
+from tpkernels.comm import cuda_native
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "one_shot or pushed or odd_number"  # of the virtual ranks; no time-outs, which the tool's slowness would cause
+TOOLS = ("memcheck", "synccheck")
+
+
+class Unavailable(Exception):
+    """A step that cannot run here, with the reason; not a failure."""
+
+
+def build(recorder: Recorder) -> None:
+    """The library of the CUDA kernels, unless it is there and loads."""
+    if cuda_native.library() is not None:
+        recorder.fact("CUDA kernels", "were built before")
+        return
+    environment = {**os.environ, "TPKERNELS_CUDA": "1"}
+    built = run_program([sys.executable, "setup.py", "build_ext", "--inplace"], recorder.log("setup"), environment)
+    loads = [sys.executable, "-c", "from tpkernels.comm import cuda_native; cuda_native.load()"]
+    loaded = run_program(loads, recorder.log("load"))
+    if loaded.status != 0:
+        said = [line for line in (built.text + loaded.text).splitlines() if "rror" in line or "without" in line]
+        raise RuntimeError(f"the CUDA kernels cannot be built: {' / '.join(said[-3:])}")
+    recorder.fact("CUDA kernels", "built")
+
+
+def tests(recorder: Recorder) -> None:
+    """tests/gpu, with the counts of the report that pytest writes."""
+    report = recorder.log("junit")
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--maxfail=8", f"--junitxml={report}"]
+    done = run_program(command, recorder.log("pytest"))
+    recorder.fact("pytest tests/gpu", done.last_line)
+    if report.is_file():
+        for kind, names in read_junit(report.read_text(encoding="utf-8")).items():
+            recorder.fact(kind, names)
+    if done.status != 0:
+        raise RuntimeError(done.last_line)
+
+
+def read_junit(text: str) -> dict[str, list[str]]:
+    """Names of the tests that failed or were skipped, with the first line of the reason."""
+    found: dict[str, list[str]] = {"failed": [], "skipped": []}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        for element, kind in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+            for one in case.findall(element):
+                why = (one.get("message") or "").splitlines()
+                found[kind].append(f"{case.get('name')}: {why[0][:200] if why else ''}")
+    return {kind: names for kind, names in found.items() if names}
+
+
+def sanitizer(recorder: Recorder) -> None:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise Unavailable("compute-sanitizer is not on the PATH")
+    bad = []
+    for tool in TOOLS:
+        command = [program, "--tool", tool, "--error-exitcode", "77", "--print-limit", "20", sys.executable, "-m",
+                   "pytest", "tests/gpu/test_virtual_ranks.py", "-v", "-x", "-k", f"({SMALL}) and not 3"]  # fmt: skip
+        done = run_program(command, recorder.log(tool))
+        errors = re.findall(r"ERROR SUMMARY: (\d+) error", done.text)
+        recorder.fact(tool, f"exit {done.status}, errors {', '.join(errors) or 'unknown'}; {done.last_line}")
+        if done.status != 0:
+            bad.append(tool)
+    if bad:
+        raise RuntimeError(f"{', '.join(bad)}: see {recorder.log(bad[0]).name}")
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    text: str
+
+    @property
+    def last_line(self) -> str:
+        return next((line.strip("= ") for line in reversed(self.text.splitlines()) if line.strip()), "no output")
+
+
+def run_program(command: list[str], log: Path, environment: dict[str, str] | None = None) -> Done:
+    """What it prints goes to `log`, which stays if it is ended. Bounded: whoever runs the step ends this with it."""
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
+    return Done(done.returncode, log.read_text(encoding="utf-8", errors="replace"))

@@ -1,0 +1,41 @@
+"""Run the measuring code of `benchmarks/gpu_steps` on an emulated GPU: its library under g++, its kernels interpreted.
+
+    TRITON_INTERPRET=1 python -m tests.measure.one_gpu_on_cpu LIBRARY    prints the rows as JSON
+
+Every step verifies its results before it times them, so wrong arguments, addresses, flags and chunk lists fail here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from gpu_steps import faults, gemm, link, reducer
+from gpu_steps.lab import Lab
+from gpu_steps.outcome import Outcome, Recorder
+
+from tpkernels.comm.cuda_native import Library
+from tpkernels.measure.cases import Shape
+
+
+def main(library: str) -> None:
+    torch.set_num_threads(1)
+    lab = Lab(torch.device("cpu"), Library(Path(library)), 80, 4, polls_per_second=5000, repeats=1)
+    recorder = Recorder(Outcome("all", "running"))
+    gemm.measure_gather(lab, recorder, Shape(70, 24, 64), 2)
+    gemm.measure_scatter(lab, recorder, Shape(70, 48, 40), 2)
+    reducer.measure_reducer(lab, recorder, 3, torch.bfloat16, rows=5, columns=24)
+    link.measure_gather(lab, recorder, 70, 40, 24, 3, 1.0, num_chunks=3)
+    link.measure_scatter(lab, recorder, 70, 40, 24, 3, 0.4)
+    faults.TIMEOUT_S = 0.05
+    faults.aborts(lab, recorder, 2)
+    print(json.dumps(recorder.outcome.to_json()["rows"]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
