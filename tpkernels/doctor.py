@@ -113,7 +113,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", "torch", torch.__version__, "broken", advice)
     else:
         yield Finding("versions", "torch", f"{torch.__version__} ({built_for})")
-    yield Finding("versions", "Triton", _version("triton") or "not installed (no implementation needs it yet)")
+    yield Finding("versions", "Triton", _version("triton") or "not installed (`symmetric` needs it)")
     if torch.version.cuda and dist.is_nccl_available():
         yield Finding("versions", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
@@ -151,6 +151,12 @@ def _gpu() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         size = f"{properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
         yield Finding("GPU", f"device {index}", f"{properties.name}, {size}")
+    count = torch.cuda.device_count()
+    without = [f"{a} and {b}" for b in range(count) for a in range(b) if not torch.cuda.can_device_access_peer(a, b)]
+    if count > 1:
+        value = f"no: {', '.join(without)}" if without else f"all {count} devices"
+        advice = "`symmetric` refuses groups with such devices; `chunked` and `unfused` run" if without else ""
+        yield Finding("GPU", "access to each other's memory", value, "optional" if without else "ok", advice)
 
 
 def _cuda_kernels() -> Iterator[Finding]:

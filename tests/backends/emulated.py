@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +64,9 @@ class EmulatedDevice:
     def _meet(self, step: str) -> None:
         record = agreement.Record("emulated memory", {})
         agreement.exchange_records(self._group, 0, record, part=f"emulated/{self._allocations}/{step}")
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def stream(self) -> int:
         """The caller's thread, behind the GEMMs: whoever asks enqueues something that comes after them."""

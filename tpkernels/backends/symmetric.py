@@ -29,6 +29,8 @@ and Triton-distributed; remote rows first with a separate reducer after FlashOve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +134,8 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
         raise
 
     def finish(kept: Tensor = call.x) -> Tensor:  # the shard is read until then
-        channel.end("all_gather")
+        with channel.device.current():
+            channel.end("all_gather")
         return whole
 
     return finish
@@ -289,8 +292,15 @@ def _nothing() -> None:
 def _channels(context: Context) -> SymmetricChannels:
     channels = context.group.symmetric
     assert channels is not None, "selected without symmetric memory"
-    channels.check()
     return channels
+
+
+def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> Any:
+    """Any op: unless an earlier call has failed meanwhile, on the group's device."""
+    channels = _channels(context)
+    channels.check()
+    with channels.device.current():
+        return work(context, call)
 
 
 def _is_one_shot(size: int, num_bytes: int) -> bool:
@@ -323,7 +333,7 @@ def _estimate(problem: Problem, costs: Costs) -> float:
     return max(gemm_us, hidden) + exposed + (link_us - hidden) + calls * CALL_US
 
 
-for _op, _run in (
+for _op, _work in (
     ("all_gather", all_gather),
     ("reduce_scatter", reduce_scatter),
     ("all_reduce", all_reduce),
@@ -331,4 +341,4 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("symmetric", _op, _refuses, _estimate, _run))
+    dispatch.register(Implementation("symmetric", _op, _refuses, _estimate, partial(_run, _work)))

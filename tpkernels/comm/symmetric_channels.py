@@ -150,8 +150,7 @@ class Channel:
         return self._ops.index(name)
 
     def prepare(self, num_bytes: int, fingerprint: int, text: str) -> None:
-        """Before anything of a call is enqueued: earlier failures, memory, and the other slot."""
-        self.check()
+        """Before anything of a call is enqueued: an earlier one that was not asked for, memory, and the other slot."""
         self.settle()
         self.reserve(max(16, num_bytes))
         self._texts[fingerprint & _MASK] = text

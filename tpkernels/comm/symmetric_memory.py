@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +64,9 @@ class Device(Protocol):
             UnsupportedProblem: a rank has no memory left; all ranks raise, and the group goes on.
             TransportFailure: a rank did not come, or the memory cannot be shared.
         """
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes this the current device, which the C library works on."""
 
     def stream(self) -> int:
         """The current stream, as the C library takes it."""
@@ -125,6 +129,9 @@ class CudaDevice:
         if refusals:
             listing = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
             raise error(f"symmetric memory cannot be had: {listing}")
+
+    def current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
