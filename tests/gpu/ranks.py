@@ -141,13 +141,13 @@ def late_peer(timeout_s: float) -> dict[str, Any]:
             return tpk.matmul_reduce_scatter(x, x[:64], group, implementation="symmetric")
 
         call()
-        torch.cuda.synchronize()
+        settle()
         if rank == world - 1:
             time.sleep(timeout_s + 1.0)
         else:
             start = time.perf_counter()
             call()
-            torch.cuda.synchronize()  # returns: the kernels gave up
+            settle()  # returns: the kernels gave up
             told["seconds"] = time.perf_counter() - start
             try:
                 call()
