@@ -103,6 +103,8 @@ def variants() -> list[Variant]:
             replace(gather, m=8, bias=True, sampled=False),
             replace(gather, m=256, bias=True, sampled=False),
             replace(scatter, transposed=True, pointers=True, addend=True, sampled=capability == 90),
+            replace(scatter, transposed=True, staging="bf16", sampled=capability == 90),
+            replace(gather, transposed=True, sampled=False),
             replace(scatter, staging="bf16", pads=True, sampled=False),
             replace(scatter, dtype="float32", sampled=False),
             replace(scatter, m=8, sampled=False),
@@ -138,12 +140,14 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         "GROUP_M": config.group_m,
         "EVEN_K": variant.even_k,
         "DESCRIPTORS": config.descriptors,
+        "TRANSPOSED": config.descriptors and variant.transposed,
         "PRECISION": config.precision,
         "SCALE": variant.scale,
     }
 
-    def matrix(rows: int) -> str:
-        return f"tensordesc<{element}[{rows}, {config.block_k}]>" if config.descriptors else f"*{element}"
+    def matrix(rows: int, transposed: bool = False) -> str:
+        box = (config.block_k, rows) if transposed else (rows, config.block_k)
+        return f"tensordesc<{element}[{box[0]}, {box[1]}]>" if config.descriptors else f"*{element}"
 
     types = {name: "i32" for name in ("num_row_tiles", "n", "k", "op")} | {"group": "*i64", "order": "*i32"}
     scaled = variant.scale != "none"
@@ -153,7 +157,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         dual = variant.activation == "swiglu"
         types |= {
             "whole": matrix(config.block_m),
-            "weight": matrix(config.block_n),
+            "weight": matrix(config.block_n, variant.transposed),
             "weight_up": matrix(config.block_n) if dual else None,
             "out": f"*{out}",
             "preactivation": f"*{out}" if variant.preactivation else None,
@@ -177,7 +181,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         kernel = importlib.import_module(f"{package}.matmul_reduce_scatter").matmul_reduce_scatter_kernel
         types |= {
             "x": matrix(config.block_m),
-            "weight": matrix(config.block_n),
+            "weight": matrix(config.block_n, variant.transposed),
             "addend": "*fp32" if variant.addend else None,
             "scale_x": "*fp32" if scaled else None,
             "scale_weight": "*fp32" if scaled else None,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from tpkernels.kernels.config import DTYPES, MAX_CHUNKS, MIN_CHUNK_BYTES, GemmConfig, configure
-from tpkernels.kernels.operands import check_operands, scale_kind
+from tpkernels.kernels.operands import check_operands, is_transposed, scale_kind, weight_descriptor_fits
 from tpkernels.kernels.schedule import FIELDS, all_gather_order, as_table, reduce_scatter_order
 from tpkernels.partition import chunk_ranges, offsets
 
@@ -153,6 +153,20 @@ def test_operands_that_descriptors_cannot_describe_are_refused() -> None:
     odd = torch.zeros(8, 17, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"descriptors need K contiguous.*pointers=True"):
         check_operands(odd, odd, None, config(), "none")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits"), [(torch.bfloat16, True), (torch.float16, True), (torch.float8_e4m3fn, False)]
+)
+def test_a_weight_that_is_contiguous_along_n_has_a_descriptor_if_it_has_16_bits(dtype: torch.dtype, fits: bool) -> None:
+    x, weight = torch.zeros(8, 32).to(dtype), torch.zeros(32, 48).to(dtype).T
+    assert weight_descriptor_fits(weight) is fits
+    if fits:
+        assert check_operands(x, weight, None, config(), "none") == (8, 32)
+        assert is_transposed(weight, config()) and not is_transposed(weight.contiguous(), config())
+    else:
+        with pytest.raises(ValueError, match="descriptors need K contiguous"):
+            check_operands(x, weight, None, config(), "none")
 
 
 def test_scales_come_in_pairs_of_one_kind() -> None:

@@ -99,10 +99,10 @@ def _num_chunks(context: Context, channel: Channel, n: int, k: int, moved_column
 
 def _config(channel: Channel, layout: Layout, weight: Tensor, x: Tensor, moved_columns: int, num_chunks: int) -> Any:
     """Tiles for this rank's operands, which may lie otherwise than its peers' do."""
-    from tpkernels.kernels.operands import descriptors_fit
+    from tpkernels.kernels.operands import descriptors_fit, weight_descriptor_fits
 
     device, itemsize = channel.device, x.element_size()
-    pointers = not (descriptors_fit(x) and descriptors_fit(weight))
+    pointers = not (descriptors_fit(x) and weight_descriptor_fits(weight))
     found = _configure(
         device.capability, device.num_sms, layout.total_rows, weight.shape[0], x.shape[1], x.dtype, channel.size,
         moved_columns * itemsize, pointers,

@@ -70,9 +70,10 @@ def pull(channel: Channel, op: str, x: Tensor, layout: Layout, whole: Tensor, nu
     routes = channel.remember(
         key, lambda: _pull_routes(channel, layout, row_bytes, whole.element_size(), num_chunks, flags), on_device=False
     )
+    base = whole.data_ptr()
     for lane, (chunks, places) in enumerate(routes):
         for chunk, place in zip(chunks, places, strict=True):
-            chunk.target = whole.data_ptr() + place
+            chunk.target = base + place
         channel.copy(lane, op, chunks)
     copy_own(layout, channel.rank, x, whole)
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
-from tpkernels.kernels.operands import ScaleKind, check_operands, operand, scale_kind
+from tpkernels.kernels.operands import ScaleKind, check_operands, is_transposed, operand, scale_kind
 from tpkernels.kernels.signals import current_call, has_failed, order_descriptor_loads, own_rank, wait_at_least
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
@@ -72,6 +72,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -99,7 +100,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
             acc, acc_up = product(
                 acc, acc_up, whole, weight, weight_up, row, rows, first_column, n, k,
                 stride_whole, stride_wn, stride_wk,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, DUAL, DESCRIPTORS, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, DUAL, DESCRIPTORS, TRANSPOSED, PRECISION,
             )  # fmt: skip
             _finish(
                 acc, acc_up, first_column, row, rows, n,
@@ -220,13 +221,14 @@ def all_gather_matmul(
     with torch.cuda.device_of(whole):
         kernel[(min(tiles, config.num_programs),)](
             operand(whole, config.block_m, config),
-            operand(weight, config.block_n, config),
-            operand(weight_up, config.block_n, config),
+            operand(weight, config.block_n, config, is_transposed(weight, config)),
+            operand(weight_up, config.block_n, config, is_transposed(weight, config)),
             out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
             arrivals.order, arrivals.signals, arrivals.group, arrivals.op,
             num_row_tiles, n, k, whole.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors, PRECISION=config.precision,
+            EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors,
+            TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,
             ACTIVATION=activation, HAS_BIAS=bias is not None, SCALE=scale,
             KEEP_PREACTIVATION=preactivation is not None,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,

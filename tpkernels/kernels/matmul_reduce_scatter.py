@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
-from tpkernels.kernels.operands import check_operands, operand, scale_kind
+from tpkernels.kernels.operands import check_operands, is_transposed, operand, scale_kind
 from tpkernels.kernels.signals import announce, count_tile, current_call, has_failed
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
@@ -64,6 +64,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGING: tl.constexpr,
     SIGNAL: tl.constexpr,
@@ -80,7 +81,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc, _ = product(
             acc, acc, x, weight, weight, row, rows, first_column, n, k, stride_x, stride_wn, stride_wk,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, DESCRIPTORS, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, DESCRIPTORS, TRANSPOSED, PRECISION,
         )  # fmt: skip
         # The compiler knows nothing of an address from a table; that it is aligned makes 16-byte stores.
         base = tl.multiple_of(tl.load(staging + owner).to(tl.pointer_type(STAGING)), 16)
@@ -183,13 +184,14 @@ def matmul_reduce_scatter(
     with torch.cuda.device_of(x):
         kernel[(min(tiles, config.num_programs),)](
             operand(x, config.block_m, config),
-            operand(weight, config.block_n, config),
+            operand(weight, config.block_n, config, is_transposed(weight, config)),
             addend, scale_x, scale_weight,
             departures.order, departures.staging, departures.signals, departures.counters, departures.group,
             num_row_tiles, n, k, x.stride(0), weight.stride(0), weight.stride(1),
             0 if addend is None else addend.stride(0), departures.staging_stride,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors, PRECISION=config.precision,
+            EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors,
+            TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,
             STAGING=_STAGING[departures.staging_dtype],
             SIGNAL=tl.int64 if departures.signal_pads else tl.int32, HAS_ADDEND=addend is not None, SCALE=scale,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,

@@ -10,7 +10,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tpkernels.kernels.config import DTYPES, GemmConfig
 from tpkernels.kernels.tiles import ACTIVATIONS
 
-__all__ = ["ScaleKind", "check_operands", "descriptors_fit", "operand", "scale_kind"]
+__all__ = [
+    "ScaleKind",
+    "check_operands",
+    "descriptors_fit",
+    "is_transposed",
+    "operand",
+    "scale_kind",
+    "weight_descriptor_fits",
+]
 
 ScaleKind = Literal["none", "tensor", "row"]
 
@@ -29,9 +37,10 @@ def check_operands(a: Tensor, b: Tensor, out: Tensor | None, config: GemmConfig,
     for what, tensor in (("a", a), ("out", out)):
         if tensor is not None and tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise ValueError(f"{what} with strides {tensor.stride()} must be contiguous along its last dim")
-    if config.descriptors and not (descriptors_fit(a) and descriptors_fit(b)):
+    if config.descriptors and not (descriptors_fit(a) and weight_descriptor_fits(b)):
         raise ValueError(
-            f"descriptors need K contiguous, rows of a multiple of 16 bytes and aligned bases; operands have strides "
+            f"descriptors need K contiguous (in a weight of 16 bits: or N), rows of a multiple of 16 bytes and aligned "
+            f"bases; operands have strides "
             f"{a.stride()} and {b.stride()} in {a.dtype}: configure(pointers=True)"
         )
     return a.shape[0], a.shape[1]
@@ -43,10 +52,22 @@ def descriptors_fit(x: Tensor) -> bool:
     return x.numel() > 0 and x.stride(1) == 1 and row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def operand(x: Tensor | None, block_rows: int, config: GemmConfig) -> Any:
+def weight_descriptor_fits(weight: Tensor) -> bool:
+    """The same for a weight [N, K], which may be contiguous along N if tensor cores take such operands: of 16 bits."""
+    return descriptors_fit(weight) or (weight.element_size() == 2 and descriptors_fit(weight.T))
+
+
+def is_transposed(weight: Tensor, config: GemmConfig) -> bool:
+    """Whether the weight's descriptor is that of [K, N]."""
+    return config.descriptors and not descriptors_fit(weight)
+
+
+def operand(x: Tensor | None, block_rows: int, config: GemmConfig, transposed: bool = False) -> Any:
     """The tensor, for a pointer, or its host-side descriptor; None stays None."""
     if x is None or not config.descriptors:
         return x
+    if transposed:
+        return TensorDescriptor(x.T, list(x.T.shape), list(x.T.stride()), [config.block_k, block_rows])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_rows, config.block_k])
 
 

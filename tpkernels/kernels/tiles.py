@@ -11,8 +11,9 @@ otherwise (`PRECISION`), fp8 products leave the tensor core's short accumulator 
 Rows past a tile's end are read as its first row and never stored, so a tile reads no row of a chunk that has not
 arrived (descriptors do, and drop it: rows do not mix). Any M, N, K >= 0; row offsets are 64 bit.
 
-Descriptors (sm_90 and later) ask for K contiguous in both operands, and for rows and bases that are multiples of 16
-bytes; else pointers with any strides.
+Descriptors (sm_90 and later) ask for rows and bases that are multiples of 16 bytes, and for K contiguous in both
+operands; a weight of 16-bit numbers may be contiguous along N instead, as it is in gradients with respect to x. Else
+pointers with any strides.
 """
 
 from __future__ import annotations
@@ -87,15 +88,16 @@ def product(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr,
     DUAL: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """acc + A[rows] B[columns]^T, and with DUAL acc_up + A[rows] B_up[columns]^T from the same loads of A."""
     if DESCRIPTORS:
         for step in tl.range(0, tl.cdiv(k, BLOCK_K)):
             x = a.load([row, step * BLOCK_K])
-            acc = _multiply(x, b.load([first_column, step * BLOCK_K]), acc, PRECISION)
+            acc = _multiply(x, _described(b, first_column, step * BLOCK_K, TRANSPOSED), acc, PRECISION)
             if DUAL:
-                acc_up = _multiply(x, b_up.load([first_column, step * BLOCK_K]), acc_up, PRECISION)
+                acc_up = _multiply(x, _described(b_up, first_column, step * BLOCK_K, TRANSPOSED), acc_up, PRECISION)
     else:
         m_offsets, n_offsets, k_offsets = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         m_offsets = (row + tl.where(m_offsets < rows, m_offsets, 0)).to(tl.int64)
@@ -124,6 +126,15 @@ def product(  # type: ignore[no-untyped-def]
             if DUAL:
                 b_up_places += b_step
     return acc, acc_up
+
+
+@triton.jit
+def _described(b, first_column, first_k, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile [columns, K] of a weight from its descriptor, which with TRANSPOSED is that of [K, N]."""
+    if TRANSPOSED:
+        return b.load([first_k, first_column]).T
+    else:
+        return b.load([first_column, first_k])
 
 
 @triton.jit
