@@ -37,10 +37,10 @@ POLLS_PER_SECOND = 5000  # of an interpreted kernel, about
 
 class EmulatedDevice:
     kind = "cpu"
-    capability, num_sms = 80, 4
+    num_sms = 4
 
     def __init__(self, group: Group, settings: Emulation) -> None:
-        self.library = Library(Path(settings.library))
+        self.library, self.capability = Library(Path(settings.library)), settings.capability
         self._group, self._folder, self._allocations = group, Path(settings.folder), 0
         self.library._library.emulated_late(group.rank, settings.late_us)
         self._kernels = ThreadPoolExecutor(1)
@@ -110,6 +110,7 @@ class Emulation:
     one_shot_bytes: int = 0
     timeout: float = 20.0
     late_us: int = 0
+    capability: int = 80
 
     @contextmanager
     def group(self) -> Iterator[Any]:

@@ -15,11 +15,20 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 KERNELS = Path(__file__).parents[2] / "tpkernels" / "kernels"
 PACKAGE = "tpkernels.kernels"
+
+
+def why_not() -> str:
+    """Why nothing can be interpreted with these packages; empty if it can."""
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):  # it makes scalars of arrays with one element, which numpy 2.4 refuses
+        return f"the interpreter of Triton {triton} does not work with numpy {numpy}: install triton>=3.7"
+    return ""
 
 
 def _start() -> None:

@@ -31,7 +31,7 @@ from tpkernels.errors import UnsupportedProblem
 
 __all__ = ["Allocation", "CudaDevice", "Device", "ensure", "is_consistent"]
 
-_ONLY_CUDA = "symmetric memory serves CUDA tensors, and this group had none yet"
+_ONLY_CUDA = "symmetric memory serves CUDA tensors"
 
 
 @dataclass(frozen=True, eq=False)
