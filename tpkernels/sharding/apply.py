@@ -34,6 +34,7 @@ from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between
+from tpkernels.sharding.sequence import run_sequence_parallel
 from tpkernels.sharding.sources import match
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary, as_style
 
@@ -99,6 +100,7 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         for key, (_, value) in plan.attributes.items():
             name, _, attribute = key.rpartition(".")
             setattr(modules[name], attribute, value)
+        run_sequence_parallel(plan, modules, tp)
         for opener, closer in plan.random:
             differ_between(modules[opener], modules[closer], tp)
     return model

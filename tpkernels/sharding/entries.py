@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
+from tpkernels.sharding.flow import Stream
 from tpkernels.sharding.layers import Layer, layer_of
 from tpkernels.sharding.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary
@@ -48,6 +49,7 @@ def make_entries(
     random: tuple[tuple[str, str], ...],
     rows: Mapping[str, int] | None,
     group: DeviceMesh | None,
+    stream: Stream,
     notes: tuple[str, ...],
 ) -> ShardingPlan:
     """The plan that carries out ``chosen`` and keeps everything else whole."""
@@ -88,7 +90,18 @@ def make_entries(
     values = dict(model.named_modules())
     numbers = {f"{n}.{a}" if n else a: (int(getattr(values[n], a)), local) for (n, a), local in attributes.items()}
     return ShardingPlan(
-        type(model).__name__, world_size, False, tuple(entries), numbers, random, tuple(idle), notes=notes
+        type(model).__name__,
+        world_size,
+        bool(stream.blocks),
+        tuple(entries),
+        numbers,
+        random,
+        tuple(idle),
+        tuple(stream.blocks),
+        tuple(stream.whole),
+        tuple(stream.local),
+        stream.random,
+        notes,
     )
 
 

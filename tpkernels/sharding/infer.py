@@ -23,9 +23,10 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
 from tpkernels.sharding.entries import Chosen, make_entries
 from tpkernels.sharding.examples import Observation, observe
+from tpkernels.sharding.flow import Stream, follow
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
-from tpkernels.sharding.proofs import Decision, decide
+from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.sources import Hints, hints_for, override_styles
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary
@@ -34,8 +35,6 @@ __all__ = ["check_plain", "make_plan"]
 
 STRATEGIES = ("auto", "rules")
 EXPANSION = 1.5
-SMALL_GROUP = 8
-"""Layers; larger groups are residual streams, which nobody expects to be cut by features."""
 
 
 def make_plan(
@@ -77,13 +76,7 @@ def make_plan(
     check_plain(model)
     forced = override_styles(overrides or {}, model)
     observation = observe(model, example_inputs) if strategy == "auto" else None
-    planner = _Planner(model, world_size, forced, observation)
-    plan = planner.plan(group)
-    if sequence_parallel:
-        from tpkernels.sharding.sequence import with_sequence_parallel
-
-        plan = with_sequence_parallel(plan, model, observation)
-    return plan
+    return _Planner(model, world_size, forced, observation).plan(group, sequence_parallel)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -112,7 +105,7 @@ class _Planner:
         self.decision = Decision()
         self.attributes: dict[tuple[str, str], int] = {}
 
-    def plan(self, group: DeviceMesh | None) -> ShardingPlan:
+    def plan(self, group: DeviceMesh | None, sequence_parallel: bool) -> ShardingPlan:
         kept = self._kept()
         for name, style in self.forced.items():
             self.chosen[name] = Chosen(style, "override", "asked for")
@@ -130,6 +123,7 @@ class _Planner:
         for name in sorted({parameter.rpartition(".")[0] for parameter in self.decision.partial}):
             reason = "whole, but works on parts: its gradients are summed"
             self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
+        stream = self._cut_sequence() if sequence_parallel else Stream([])
         rows = self.observation.recording.layer_rows if self.traced else None  # type: ignore[union-attr]
         return make_entries(
             self.model,
@@ -139,8 +133,30 @@ class _Planner:
             random=tuple(self.decision.random),
             rows=rows,
             group=group,
-            notes=self._notes(),
+            stream=stream,
+            notes=(*self._notes(), *stream.notes),
         )
+
+    def _cut_sequence(self) -> Stream:
+        """Let the residual travel cut along the sequence, where that is proven, and change the styles to match."""
+        if self.observation is None or not self.traced:
+            why = self.observation.problem if self.observation is not None else 'strategy is "rules"'
+            raise ValueError(f"sequence_parallel needs the data flow of the model: {why}; give example_inputs")
+        roles: dict[str, str] = {}
+        for group in self.decision.proven:
+            roles |= dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
+        others = [name for name, layer in self.layers.items() if name not in roles and layer.kind != "embedding"]
+        together = {name: self.decision.together.get(name, (name,)) for name in others}
+        stream = follow(self.observation, roles, together)
+        for name, cut in stream.layers.items():
+            old = self.chosen[name]
+            if cut and isinstance(old.style, Column | CopiedHeads | Row):
+                self.chosen[name] = replace(old, style=replace(old.style, sequence_parallel=True))
+        for name in stream.local:
+            if any(True for _ in self.modules[name].parameters()):
+                reason = "works on a part of the sequence: its gradients are summed"
+                self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
+        return stream
 
     def _notes(self) -> tuple[str, ...]:
         if self.observation is None or self.traced:

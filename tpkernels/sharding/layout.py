@@ -77,7 +77,7 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], worl
         wide = [dim for dim in range(first, last) if after[dim] != 1]
         if len(wide) <= 1:  # the dimension itself, with or without dimensions of size 1 around it
             return split.at(wide[0] if wide else first)
-    if not split.even(world_size):
+    if (outer > 1 or inner > 1) and not split.even(world_size):
         raise Unproven(f"{list(split.segments)} do not divide over {world_size} ranks", count=min(split.segments))
     flat = tuple(size * inner for size in split.segments) * outer
     if len([size for size in sizes if size != 1]) <= 1:

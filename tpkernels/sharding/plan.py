@@ -91,6 +91,10 @@ class ShardingPlan:
     """With sequence parallelism: the modules that the sequence-sharded residual runs through."""
     whole_blocks: tuple[str, ...] = ()
     """Modules inside them that get the whole sequence."""
+    local_blocks: tuple[str, ...] = ()
+    """Modules inside them that work on a part of it as on all."""
+    sequence_random: bool = False
+    """Dropout works on the residual: ranks draw different random numbers for their parts."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -216,7 +220,9 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
         texts = {key: _text(item[key]) for key in ("path", "kind", "source", "reason", "implementation")}
         entries.append(Entry(**{**item, **known, **texts, "aliases": _texts(item["aliases"])}))
     attributes = {_text(key): (int(whole), int(local)) for key, (whole, local) in body["attributes"].items()}
-    lists = {key: _texts(body[key]) for key in ("idle_ties", "sequence_blocks", "whole_blocks", "notes")}
+    lists = {
+        key: _texts(body[key]) for key in ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "notes")
+    }
     random = tuple((_text(opener), _text(closer)) for opener, closer in body["random"])
     if type(body["world_size"]) is not int or body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")

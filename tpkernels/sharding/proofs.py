@@ -19,9 +19,11 @@ from tpkernels.sharding.replay import Replay, Role
 from tpkernels.sharding.search import Attributes, Proof, Search
 from tpkernels.sharding.trace import Recording, Scope, Shadow
 
-__all__ = ["Decision", "decide"]
+__all__ = ["SMALL_GROUP", "Decision", "decide"]
 
 JOINT_ATTEMPTS = 12
+SMALL_GROUP = 8
+"""Layers; larger groups are residual streams, which nobody expects to be cut by features."""
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Decision:
     partial: set[str] = field(default_factory=set)
     """Parameters of whole modules that meet parts: their gradients are summed."""
     random: list[tuple[str, str]] = field(default_factory=list)
+    together: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For layers of groups that were refused, but could have been one: all layers of the group."""
     conflicts: list[str] = field(default_factory=list)
     """What speaks against roles that the user forced."""
 
@@ -70,6 +74,10 @@ class _Decider:
         self._prove_together(waiting)
         self._prove_whole()
         self.decision.random = self._random_pairs()
+        for group, error in self.decision.refused.items():
+            if _size(group) <= SMALL_GROUP or error.count:
+                names = (*group.columns, *group.rows)
+                self.decision.together |= {name: names for name in names if name not in self.excluded}
         return self.decision
 
     def _prove_alone(self) -> dict[Any, list[Group]]:
@@ -108,7 +116,7 @@ class _Decider:
             error = self.decision.refused[groups[0]]
             if error.count or any(used & {*group.columns, *group.rows} for group in groups):
                 continue
-            if _size(groups[0]) > 8 and len(groups) == 1 and groups[0].columns[0] in self.shadow.layers:
+            if _size(groups[0]) > SMALL_GROUP and len(groups) == 1 and groups[0].columns[0] in self.shadow.layers:
                 continue  # the residual stream of a whole model: no layout carries features through its norms
             scopes = [self.search.scope_of(group) for group in groups]
             segments = [{n: (self.shadow.layers[n].out_features,) for n in group.columns} for group in groups]

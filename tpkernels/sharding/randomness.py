@@ -25,6 +25,7 @@ class Fork:
 
     def __init__(self) -> None:
         self.shared: Tensor | None = None
+        self.own: Tensor | None = None
         self.device = torch.device("cpu")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -50,6 +51,26 @@ class Fork:
         else:
             torch.set_rng_state(self.shared)
         self.shared = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def pause(self) -> None:
+        """The shared stream for a while; :meth:`resume` goes on with this rank's."""
+        self.own = self._swap(self.shared)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def resume(self) -> None:
+        """This rank's stream again; the shared one has moved on."""
+        self.shared = self._swap(self.own)
+
+    def _swap(self, state: Tensor | None) -> Tensor:
+        assert state is not None
+        if self.device.type == "cuda":
+            before = torch.cuda.get_rng_state(self.device)
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            before = torch.get_rng_state()
+            torch.set_rng_state(state)
+        return before
 
 
 def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> None:

@@ -60,6 +60,8 @@ class Search:
     def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
         self.shadow, self.recording, self.world_size = shadow, recording, world_size
         self._calls = {scope.name: scope for scope in reversed(recording.scopes)}
+        self._queries = 0
+        """The largest number of heads that the attempts of one group saw."""
 
     def scope_of(self, group: Group) -> Scope:
         """The innermost module that was called and holds all layers of the group."""
@@ -89,6 +91,7 @@ class Search:
         """
         scope = self.scope_of(group)
         failures: list[Unproven] = []
+        self._queries = 0
         for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures)):
             if number >= MAX_ATTEMPTS:
                 break
@@ -99,8 +102,7 @@ class Search:
                 continue
             return Proof(segments, attributes, heads=heads)
         counted = [failure for failure in failures if failure.count]
-        single = getattr(self.shadow.modules[scope.name], "num_key_value_groups", 0) > 1
-        for heads in dict.fromkeys([failure.count for failure in counted] + [1] * single):
+        for heads in dict.fromkeys([failure.count for failure in counted] + [1]):
             proof = self._with_copies(group, scope, heads)
             if proof is not None:
                 return proof
@@ -110,11 +112,13 @@ class Search:
         self, group: Group, scope: Scope, failures: list[Unproven]
     ) -> Iterator[tuple[dict[str, tuple[int, ...]], Attributes]]:
         """Layouts by attributes, likely ones first; a layout whose heads do not divide is given up at once."""
-        for segments in self._layouts(group, scope):
+        for segments, guessed in self._layouts(group, scope):
             for attributes in self.attribute_sets([scope], self.world_size):
                 before = len(failures)
                 yield segments, attributes
                 if any(failure.count for failure in failures[before:]):
+                    if guessed:  # the number of heads of a layout that the model may not have
+                        failures[before:] = [Unproven(failure.reason) for failure in failures[before:]]
                     break
 
     def roles(self, group: Group, segments: Mapping[str, tuple[int, ...]], number: int = 0) -> dict[str, Role]:
@@ -131,25 +135,32 @@ class Search:
         world_size: int,
     ) -> int:
         """The number of heads, or 0."""
+        replay = Replay(self.shadow, recording, self.roles(group, segments), attributes, world_size)
+        try:
+            replay.run_scope(scope)
+        finally:
+            self._queries = max(self._queries, replay.heads.get(0, 0))
         for name, sizes in segments.items():
             if any(0 in chunk_sizes(size, world_size) for size in sizes):
                 raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
-        replay = Replay(self.shadow, recording, self.roles(group, segments), attributes, world_size)
-        replay.run_scope(scope)
         return replay.heads.get(0, 0)
 
-    def _layouts(self, group: Group, scope: Scope) -> Iterator[dict[str, tuple[int, ...]]]:
+    def _layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:
+        """Segments of every column, and whether they are a guess that nothing in the model suggests."""
         widest = max(self.shadow.layers[name].in_features for name in group.rows)
         choices = []
+        known: set[tuple[int, ...]] = set()
         for name in group.columns:
             size = self.shadow.layers[name].out_features
             options: list[tuple[int, ...]] = [(size,)]
             if len(group.columns) == 1 or size > widest:
                 options += self._cuts_of(size, scope)
+                known |= set(options)
                 options += [(size // count,) * count for count in (3, 2) if size % count == 0]
             choices.append(list(dict.fromkeys(options)))
         for combination in product(*choices):
-            yield dict(zip(group.columns, combination, strict=True))
+            guessed = any(len(sizes) > 1 and sizes not in known for sizes in combination)
+            yield dict(zip(group.columns, combination, strict=True)), guessed
 
     def _cuts_of(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
         """How the model itself takes a dimension of ``size`` features apart."""
@@ -206,8 +217,8 @@ class Search:
             return None
         features = sizes[narrow[0]] // heads
         queries, total = widest // features, lcm(heads, self.world_size)
-        if widest % features or queries % total:
-            return None
+        if widest % features or queries % total or queries != self._queries:
+            return None  # where queries were not seen as so many heads, features would be taken for heads
         segments = {name: (size,) for name, size in sizes.items()}
         if heads > 1 and not self._provable(group, scope, segments, heads):
             return None

@@ -180,7 +180,7 @@ class Shadow:
     def _leaving(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.session is not None:
-                self.session.left(name)
+                self.session.left(name, output)
 
         return hook
 
@@ -220,7 +220,7 @@ class Session(TorchDispatchMode):
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         pass
 
-    def left(self, name: str) -> None:
+    def left(self, name: str, output: Any = None) -> None:
         pass
 
     def has_origin(self, tensor: Tensor) -> bool:
@@ -337,7 +337,7 @@ class Recording(Session):
         self._open.append(Scope(name, args, kwargs, len(self.events)))
         self.kept.append((args, kwargs))
 
-    def left(self, name: str) -> None:
+    def left(self, name: str, output: Any = None) -> None:
         while self._open:
             scope = self._open.pop()
             if scope.name == name:
