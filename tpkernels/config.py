@@ -8,6 +8,8 @@ calls us.  Everything else is an argument of the function it concerns.
 ``TPKERNELS_NUM_CHUNKS``    forces the chunk count of ``chunked`` (at most 100); must be equal on all ranks
 ``TPKERNELS_NCCL_MAX_CTAS``  caps the CTAs of NCCL groups that :func:`tpkernels.init` creates, so that transfers leave
                             the SMs to the GEMM (default: NCCL's own choice)
+``TPKERNELS_NCCL_ZERO_CTA``  ``1``: those groups move the chunks of equal shards with copy engines, which take no SM
+                            (NCCL 2.28, one host; not run on a GPU yet); must be equal on all ranks
 ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES``  ``1``: torch's own; several ranks of one GPU may share its memory, for
                             experiments
 ==========================  =========================================================================================
@@ -30,6 +32,7 @@ class Config:
     num_chunks: int | None
     nccl_max_ctas: int | None
     overlapping_devices: bool = False
+    nccl_zero_cta: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         calibrate=_flag(environ, "TPKERNELS_CALIBRATE", default=True),
         num_chunks=_positive(environ, "TPKERNELS_NUM_CHUNKS", limit=100),
         nccl_max_ctas=_positive(environ, "TPKERNELS_NCCL_MAX_CTAS"),
+        nccl_zero_cta=_flag(environ, "TPKERNELS_NCCL_ZERO_CTA", default=False),
         overlapping_devices=environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
     )
 

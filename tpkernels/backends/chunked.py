@@ -3,7 +3,8 @@
 All-gather: every chunk is posted at once, the local shard is multiplied first, then each chunk as it lands, straight
 into its rows of the output.  Reduce-scatter: the rows that other ranks own are computed first and leave chunk by chunk,
 our own rows last; partials are summed in fp32 in rank order.  On gloo the sockets' thread moves bytes while this
-thread computes; on CUDA the group's own stream does, with events between chunks.
+thread computes; on CUDA the group's own stream does, with events between chunks; or copy engines do, see
+:mod:`tpkernels.comm.copy_engines`.
 
 Costs memory: receive buffers of one shard per peer; the gathered tensor exists only if it was asked for.  The chunk
 count does not change results where the library's GEMM computes a row independently of how many rows there are, which
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.backends.blocks import Epilogue, partial_rows, place_rows, reduce_rows
+from tpkernels.backends.collectives import CollectiveGather, CollectivePartials, fits
 from tpkernels.backends.exchange import PartialExchange, ShardExchange, whole_like
 from tpkernels.comm import timeline, transport
 from tpkernels.dispatch import Costs, Implementation, Problem
@@ -34,7 +36,11 @@ ONE_SHOT_BYTES = 256 * 1024
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     layout, group = call.layout, context.group
     whole = whole_like(call.x, layout) if call.keep_whole or layout.feature else None
-    incoming = ShardExchange(context, call.x, layout, whole)
+    incoming: ShardExchange | CollectiveGather
+    if fits(context, layout):
+        incoming = CollectiveGather(context, call.x, layout)
+    else:
+        incoming = ShardExchange(context, call.x, layout, whole)
     epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
     if layout.feature:
         assert whole is not None
@@ -50,7 +56,11 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 
 def _multiply_complete_rows(
-    context: Context, call: AllGatherMatmul, incoming: ShardExchange, epilogue: Epilogue, whole: Tensor
+    context: Context,
+    call: AllGatherMatmul,
+    incoming: ShardExchange | CollectiveGather,
+    epilogue: Epilogue,
+    whole: Tensor,
 ) -> None:
     """Features are gathered: a row can be multiplied when all ranks' parts of it are there."""
     layout, group = call.layout, context.group
@@ -69,7 +79,11 @@ def _multiply_complete_rows(
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     layout, group, like = call.layout, context.group, call.xs[0]
-    outgoing = PartialExchange(context, layout, call.columns, like)
+    outgoing: PartialExchange | CollectivePartials
+    if fits(context, layout):
+        outgoing = CollectivePartials(context, layout, call.columns, like)
+    else:
+        outgoing = PartialExchange(context, layout, call.columns, like)
 
     def fill(owner: int, start: int, stop: int, out: Tensor) -> None:
         with timeline.span("gemm", "gemm", peer=owner):

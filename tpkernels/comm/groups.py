@@ -24,6 +24,7 @@ from tpkernels import config
 from tpkernels.errors import CommunicationError, GroupPoisoned
 
 if TYPE_CHECKING:
+    from tpkernels.comm.copy_engines import Buffers
     from tpkernels.comm.liveness import Identity
     from tpkernels.comm.shared_segments import SharedSegments
     from tpkernels.comm.symmetric_channels import SymmetricChannels
@@ -89,6 +90,8 @@ class Group:
     """The memory that the ranks' GPUs share, see :mod:`tpkernels.comm.symmetric_memory`."""
     no_symmetric_memory: str | None = UNTRIED
     """Why there is none, the same on all ranks."""
+    copy_engines: Buffers | None = None
+    """Memory from which NCCL can send with copy engines, see :mod:`tpkernels.comm.copy_engines`."""
     costs: dict[torch.dtype, Any] = field(default_factory=dict)
     """Costs that the ranks agreed on, by dtype."""
 
@@ -290,7 +293,13 @@ def _nccl_options(timeout: float | datetime.timedelta | None) -> Any:
     if timeout is not None:
         seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
         options._timeout = datetime.timedelta(seconds=seconds)  # a mesh takes the time-out of its groups from here
-    max_ctas = config.load().nccl_max_ctas
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
+    settings = config.load()
+    if settings.nccl_max_ctas is not None:
+        options.config.max_ctas = settings.nccl_max_ctas
+    if settings.nccl_zero_cta:
+        zero = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+        if zero is None:
+            raise ValueError(f"TPKERNELS_NCCL_ZERO_CTA needs NCCL 2.28, which torch {torch.__version__} does not have")
+        settings_of_nccl: Any = options.config  # its type does not name all that it has
+        settings_of_nccl.cta_policy = zero
     return options

@@ -25,7 +25,7 @@ from tpkernels.partition import Layout
 __all__ = ["Known", "Signature", "explain", "facts_of", "run", "run_known", "start"]
 
 _T = TypeVar("_T")
-_SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE"}
+_SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE", "zero_cta": "NCCL_ZERO_CTA"}
 
 
 class Signature(NamedTuple):
@@ -176,9 +176,12 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     agreement.meet(group, call, device)
     monitor.ensure_running()
     settings = config.load()
-    facts = {"local": local, "chunks": settings.num_chunks, "calibrate": settings.calibrate}
+    facts = {
+        "local": local, "chunks": settings.num_chunks, "calibrate": settings.calibrate,
+        "zero_cta": settings.nccl_zero_cta,
+    }  # fmt: skip
     records = agreement.exchange_records(group, call, agreement.Record(str(signature), facts))
-    for name in ("chunks", "calibrate"):
+    for name in _SETTINGS:
         values = [record.facts[name] for record in records]
         if len(set(values)) > 1:
             raise GroupMismatch(

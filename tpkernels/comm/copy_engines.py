@@ -1,0 +1,79 @@
+"""Buffers from which NCCL can move chunks with copy engines, so that transfers take no SM from the GEMM.
+
+NCCL 2.28 and later hands all-gathers and all-to-alls to copy engines if the communicator's CTA policy is zero
+(``TPKERNELS_NCCL_ZERO_CTA=1``, see :func:`tpkernels.comm.groups.init`), all ranks are on one host, and both ends lie in
+memory that was registered as a symmetric window; otherwise it runs the same collective with kernels.  Owns that memory.
+
+Assumes that all ranks of a group ask for the same sizes in the same order, because registering is collective, and that
+the calls of a group are made on streams that are ordered after each other, because the memory is used again by each.
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tpkernels import config
+
+if TYPE_CHECKING:
+    from tpkernels.comm.groups import Group
+
+__all__ = ["Buffers", "buffers", "wanted"]
+
+_GROW_STEP = 2 * 1024 * 1024
+
+
+def wanted(group: Group) -> bool:
+    """Whether this group's chunks are to be moved by collectives on registered memory."""
+    return group.backend == "nccl" and config.load().nccl_zero_cta
+
+
+def buffers(group: Group, device: torch.device) -> Buffers:
+    """Those of the group, made when first asked for."""
+    if group.copy_engines is None:
+        group.copy_engines = Buffers(group, device)
+    return group.copy_engines
+
+
+class Buffers:
+    """What a rank sends from and receives into; the same sizes on every rank."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._backend: Any = group.pg._get_backend(device)
+        self._device = device
+        self._pool: Any = None
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(outgoing, incoming), uninitialised, of ``shape`` each; those of the call before, if they are large enough.
+
+        Collective when they have to grow, which waits for the device.
+
+        Raises:
+            RuntimeError: they would have to grow while a CUDA graph is captured.
+        """
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if self._pair is None or self._pair[0].numel() < num_bytes:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("registered memory cannot grow in graph capture: make this call once before it")
+            self._grow(-(-num_bytes // _GROW_STEP) * _GROW_STEP)
+        assert self._pair is not None
+        outgoing, incoming = (whole[:num_bytes].view(dtype).view(shape) for whole in self._pair)
+        return outgoing, incoming
+
+    def _grow(self, num_bytes: int) -> None:
+        torch.cuda.synchronize(self._device)
+        if self._pool is not None:
+            self._backend.deregister_mem_pool(self._pool)
+        self._pair = None
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            self._pair = self._bytes(num_bytes), self._bytes(num_bytes)
+        # After the allocations: segments that a pool gets later are not registered as windows in every version.
+        self._backend.register_mem_pool(self._pool, symm=True)
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
