@@ -15,8 +15,8 @@ from tpkernels.testing.spawn import WorkerPool
 Shared = Callable[[int], WorkerPool]
 
 
-def pools(backend: str | None) -> Iterator[Shared]:
-    """One pool at a time: each rank has a context of several hundred MB on the GPU."""
+def pools(*settings: object) -> Iterator[Shared]:
+    """One pool at a time: each rank has a context of several hundred MB on the GPU. settings: of `share_gpu`."""
     open_pool: dict[int, WorkerPool] = {}
 
     def of(world: int) -> WorkerPool:
@@ -26,7 +26,7 @@ def pools(backend: str | None) -> Iterator[Shared]:
             open_pool.clear()
             open_pool[world] = WorkerPool(world, group_timeout=60.0)
         # Again for every test: a call that failed may have started the workers anew.
-        open_pool[world].run(scenarios.share_gpu, world, backend, timeout=120)
+        open_pool[world].run(scenarios.share_gpu, world, *settings, timeout=120)
         return open_pool[world]
 
     yield of
@@ -39,7 +39,19 @@ def symmetric_ranks() -> Iterator[Shared]:
     """`symmetric_ranks(3).run(...)`: three processes on one GPU, on whose memory they can all have a view."""
     if cuda_native.library() is None:
         pytest.fail(f"{cuda_native.why_not()}: TPKERNELS_CUDA=1 python setup.py build_ext --inplace")
-    yield from pools(None)
+    yield from pools()
+
+
+@pytest.fixture(scope="module")
+def symmetric_gpus() -> Iterator[Shared]:
+    """A GPU for each rank, with access to each other's memory."""
+    yield from pools(None, True)
+
+
+@pytest.fixture(scope="module")
+def zero_cta_gpus() -> Iterator[Shared]:
+    """A GPU for each rank, and NCCL groups that move chunks with copy engines."""
+    yield from pools("nccl", True, True)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ import tpkernels as tpk
 from tests.backends.contract import JUDGES
 from tests.ops.support import PLACE, Case, new_group
 from tpkernels import errors
+from tpkernels.comm import groups
 from tpkernels.comm.groups import resolve
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import exact_matmul, integer_payload
@@ -35,13 +36,19 @@ SETTINGS = {
 PATIENCE_S = 30.0
 
 
-def share_gpu(world: int, backend: str | None = None) -> str:
-    """Make this worker a rank on GPU 0, and say which GPU that is. backend: of the groups; None is gloo."""
-    os.environ.update(SETTINGS)  # before this process touches CUDA
-    torch.cuda.set_device(0)
-    PLACE.device, PLACE.backend = torch.device("cuda", 0), backend
-    PLACE.prepare = lambda group: None if backend == "nccl" else _take_share(group, world)
-    return torch.cuda.get_device_name(0)
+def share_gpu(world: int, backend: str | None = None, own_gpu: bool = False, zero_cta: bool = False) -> str:
+    """Make this worker a rank on GPU 0, or with `own_gpu` on its own one, and say which GPU that is.
+
+    backend: of the groups; None is gloo. zero_cta: NCCL moves chunks with copy engines.
+    """
+    os.environ.update({**SETTINGS, "TPKERNELS_NCCL_ZERO_CTA": str(int(zero_cta))})  # before this process touches CUDA
+    PLACE.device, PLACE.backend = torch.device("cuda", dist.get_rank() if own_gpu else 0), backend
+    torch.cuda.set_device(PLACE.device)
+    if backend == "nccl":
+        PLACE.options = lambda: groups._nccl_options(PATIENCE_S)  # those of `tpk.init`
+    else:
+        PLACE.prepare = lambda group: _take_share(group, 1 if own_gpu else world)
+    return torch.cuda.get_device_name(PLACE.device)
 
 
 def _take_share(group: Any, world: int) -> None:
@@ -50,7 +57,9 @@ def _take_share(group: Any, world: int) -> None:
     state = resolve(group)
     if state.symmetric is None:
         raise RuntimeError(f"no symmetric memory: {state.no_symmetric_memory}")
-    state.symmetric.device.num_sms = max(2, torch.cuda.get_device_properties(0).multi_processor_count // world)
+    state.symmetric.device.num_sms = max(
+        2, torch.cuda.get_device_properties(PLACE.device).multi_processor_count // world
+    )
 
 
 def judge_all(cases: Sequence[Case], judge: str, num_chunks: int | None) -> int:

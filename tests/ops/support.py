@@ -39,10 +39,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass
 class Place:
-    """Where this process's ranks compute, over which backend (None: the default group's), on what kind of group."""
+    """Where this process's ranks compute, over which backend (None: the default group's) with which options, and what
+    is done with a new group before it is used."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str | None = None
+    options: Callable[[], Any] = lambda: None
     prepare: Callable[[Any], None] = lambda group: None
 
 
@@ -234,7 +236,8 @@ def new_group(num_chunks: int | None = None, *, calibrate: bool = False, timeout
     }
     before = {name: os.environ.get(name) for name in wanted}
     _write_environment(wanted)
-    group = dist.new_group(timeout=timedelta(seconds=timeout), backend=PLACE.backend)
+    limit = timedelta(seconds=timeout)
+    group = dist.new_group(timeout=limit, backend=PLACE.backend, pg_options=PLACE.options())
     try:
         PLACE.prepare(group)
         yield group
