@@ -34,16 +34,23 @@ def pools(*settings: object) -> Iterator[Shared]:
         pool.close()
 
 
-@pytest.fixture(scope="module")
-def symmetric_ranks() -> Iterator[Shared]:
-    """`symmetric_ranks(3).run(...)`: three processes on one GPU, on whose memory they can all have a view."""
-    if cuda_native.library() is None:
+@pytest.fixture(scope="session")
+def library() -> cuda_native.Library:
+    """Of this installation: what is measured and used is what is tested."""
+    found = cuda_native.library()
+    if found is None:
         pytest.fail(f"{cuda_native.why_not()}: TPKERNELS_CUDA=1 python setup.py build_ext --inplace")
+    return found
+
+
+@pytest.fixture(scope="module")
+def symmetric_ranks(library: cuda_native.Library) -> Iterator[Shared]:
+    """`symmetric_ranks(3).run(...)`: three processes on one GPU, on whose memory they can all have a view."""
     yield from pools()
 
 
 @pytest.fixture(scope="module")
-def symmetric_gpus() -> Iterator[Shared]:
+def symmetric_gpus(library: cuda_native.Library) -> Iterator[Shared]:
     """A GPU for each rank, with access to each other's memory."""
     yield from pools(None, True)
 

@@ -53,7 +53,7 @@ def share_gpu(world: int, backend: str | None = None, own_gpu: bool = False, zer
 
 def _take_share(group: Any, world: int) -> None:
     """Give this rank's kernels their part of the SMs; a group without symmetric memory says why."""
-    tpk.explain("all_reduce", m=1, n=1, k=1, dtype=torch.float32, group=group)
+    tpk.all_reduce(torch.zeros(1, device=PLACE.device), group, implementation="unfused")  # the ranks meet
     state = resolve(group)
     if state.symmetric is None:
         raise RuntimeError(f"no symmetric memory: {state.no_symmetric_memory}")

@@ -1,7 +1,7 @@
 """The CUDA kernels on one GPU: W virtual ranks, a stream each, on one another's memory through pointer tables.
 
 What this shows and what it can not is in csrc/cuda/README.md. All blocks that wait for each other fit on one GPU at
-once: at most 3 ranks of 64 blocks. Runs where there is a CUDA device and nvcc.
+once: at most 3 ranks of 64 blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.cuda.test_library import built, library  # noqa: F401
 from tpkernels import partition
 from tpkernels.comm import cuda_native
 from tpkernels.comm.cuda_native import Chunk, Dtype, Group, Kind, Library, Pipeline, Raise
@@ -71,7 +70,7 @@ class VirtualRanks:
 
 
 @pytest.fixture(params=[1, 2, 3])
-def ranks(request: pytest.FixtureRequest, library: Library) -> Iterator[VirtualRanks]:  # noqa: F811
+def ranks(request: pytest.FixtureRequest, library: Library) -> Iterator[VirtualRanks]:
     made = VirtualRanks(library, request.param)
     yield made
     made.close()
@@ -153,7 +152,7 @@ def check_reduce_scatter(ranks: VirtualRanks, pipelines: list[Pipeline], call: i
 @pytest.mark.parametrize("how", Raise, ids=lambda how: how.name)
 def test_chunks_are_pushed_to_their_owner_and_reduced_as_they_come(
     ranks: VirtualRanks,
-    library: Library,  # noqa: F811
+    library: Library,
     how: Raise,
 ) -> None:
     if how is Raise.WRITE_VALUE and not library.has_write_value():
@@ -165,7 +164,7 @@ def test_chunks_are_pushed_to_their_owner_and_reduced_as_they_come(
         pipeline.close()
 
 
-def test_a_graph_with_an_odd_number_of_calls_replays_with_fresh_data(library: Library) -> None:  # noqa: F811
+def test_a_graph_with_an_odd_number_of_calls_replays_with_fresh_data(library: Library) -> None:
     """Its calls use slots 0, 1, 0: each replay begins with the slot that the last one ended with."""
     ranks = VirtualRanks(library, 2)
     inputs = [torch.empty(64, 128, device="cuda") for _ in range(2)]
@@ -196,7 +195,7 @@ def test_a_graph_with_an_odd_number_of_calls_replays_with_fresh_data(library: Li
     ranks.close()
 
 
-def test_a_rank_that_does_not_come_is_named_and_the_context_survives(library: Library) -> None:  # noqa: F811
+def test_a_rank_that_does_not_come_is_named_and_the_context_survives(library: Library) -> None:
     ranks = VirtualRanks(library, 3, timeout_s=0.3)
 
     def work(rank: int, group: Group, stream: int) -> None:
@@ -214,7 +213,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_context_survives(library: Li
     ranks.close()
 
 
-def test_ranks_that_make_different_calls_say_so(library: Library) -> None:  # noqa: F811
+def test_ranks_that_make_different_calls_say_so(library: Library) -> None:
     ranks = VirtualRanks(library, 2)
     ranks.each(lambda rank, group, stream: group.barrier(op=1, fingerprint=rank, stream=stream))
     kinds = {failure.kind for group in ranks.groups if (failure := group.failure()) is not None}
