@@ -5,7 +5,8 @@ calls us.  Everything else is an argument of the function it concerns.
 
 ==========================  =========================================================================================
 ``TPKERNELS_CALIBRATE``     ``0``: "auto" uses built-in costs instead of measuring the group once (default ``1``)
-``TPKERNELS_NUM_CHUNKS``    forces the chunk count of ``chunked`` (at most 100); must be equal on all ranks
+``TPKERNELS_NUM_CHUNKS``    forces the chunk count of ``chunked`` (at most 100) and ``symmetric`` (at most 64); must be
+                            equal on all ranks
 ``TPKERNELS_NCCL_MAX_CTAS``  caps the CTAs of NCCL groups that :func:`tpkernels.init` creates, so that transfers leave
                             the SMs to the GEMM (default: NCCL's own choice)
 ``TPKERNELS_NCCL_ZERO_CTA``  ``1``: those groups move the chunks of equal shards with copy engines, which take no SM

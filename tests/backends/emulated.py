@@ -108,7 +108,7 @@ class Emulation:
     num_chunks: int | None = None
     fuse_from_rows: int = 1
     one_shot_bytes: int = 0
-    timeout: float = 20.0
+    timeout: float = 60.0
     late_us: int = 0
     capability: int = 80
 

@@ -40,6 +40,7 @@ from tpkernels.testing.spawn import Pools
 pytestmark = pytest.mark.gloo
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PATIENCE_S = 180.0  # of one call on all ranks; alone on two cores the longest takes 10
 FORCED: dict[str, Any] = {"implementation": "symmetric"}
 EVEN = BASE.but(shape=(12, 24), **FORCED)  # equal shards for 2, 3 and 4 ranks
 
@@ -80,7 +81,7 @@ def test_integers_are_exact_and_have_the_bits_of_unfused(
         cases = [case for case in exact_cases(op, "symmetric", world) if case.dtype in DTYPES]
         if op not in COLLECTIVES and not full:  # interpreted: a sample, of other cases for each world
             cases = cases[world % 3 :: 3 if world < 4 else 6]
-        pools(world).run(judge_all, replace(emulation, num_chunks=2), cases, "unfused")
+        pools(world).run(judge_all, replace(emulation, num_chunks=2), cases, "unfused", timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -98,9 +99,11 @@ def test_real_numbers_are_within_the_bound_of_fp64(pools: Pools, emulation: Emul
     cases += [gathers[1].but(ns=(70, 3), bias=(True, False), activation="silu", return_gathered=True, own_ns=True)]
     cases = [case.but(sizes=None if case.shape[case.axis] % world == 0 else uneven(case, world)) for case in cases]
     settings = replace(emulation, late_us=500, capability=90)  # tensor descriptors, where operands fit them
-    pools(world).run(judge_all, settings, cases, "values")
+    pools(world).run(judge_all, settings, cases, "values", timeout=PATIENCE_S)
     # Few rows: a gather and a library GEMM, a library GEMM and a reduction; small tensors in one step.
-    pools(world).run(judge_all, replace(settings, fuse_from_rows=10**6, one_shot_bytes=10**6), cases, "values")
+    pools(world).run(
+        judge_all, replace(settings, fuse_from_rows=10**6, one_shot_bytes=10**6), cases, "values", timeout=PATIENCE_S
+    )
 
 
 def uneven(case: Case, world: int) -> tuple[int, ...]:
@@ -117,7 +120,9 @@ def test_nothing_of_an_earlier_call_is_left_and_outputs_are_the_callers(
             case = BASE.but(op=op, shape=shape, ns=ns, call=10 * number, return_gathered=op == GATHER, **FORCED)
             cases.append(case.but(bias=False, ns=()) if op in COLLECTIVES else case)
     one_shot_bytes = 10**6 if judge == "poison" else 0
-    pools(3).run(judge_all, replace(emulation, num_chunks=2, one_shot_bytes=one_shot_bytes), cases, judge)
+    pools(3).run(
+        judge_all, replace(emulation, num_chunks=2, one_shot_bytes=one_shot_bytes), cases, judge, timeout=PATIENCE_S
+    )
 
 
 def results(emulation: Emulation, calls: int, naps: bool) -> list[torch.Tensor]:
@@ -139,9 +144,11 @@ def results(emulation: Emulation, calls: int, naps: bool) -> list[torch.Tensor]:
 
 def test_results_depend_neither_on_chunks_nor_on_who_is_late(pools: Pools, emulation: Emulation) -> None:
     settings = replace(emulation, num_chunks=1)
-    expected = pools(3).run(results, settings, 3, False)
+    expected = pools(3).run(results, settings, 3, False, timeout=PATIENCE_S)
     for chunks, late_us, naps in ((3, 0, False), (2, 4000, True)):
-        found = pools(3).run(results, replace(settings, num_chunks=chunks, late_us=late_us), 3, naps)
+        found = pools(3).run(
+            results, replace(settings, num_chunks=chunks, late_us=late_us), 3, naps, timeout=PATIENCE_S
+        )
         for now, before in zip(chain(*found), chain(*expected), strict=True):
             assert_bitwise_equal(now, before)
 
@@ -210,6 +217,32 @@ def gather_beside_ops(emulation: Emulation) -> None:
 
 def test_a_gather_runs_beside_other_calls_of_its_group(pools: Pools, emulation: Emulation) -> None:
     pools(3).run(gather_beside_ops, replace(emulation, late_us=2000))
+
+
+def capture(emulation: Emulation) -> list[str]:
+    """What is said of calls within a "graph capture", and then a known one."""
+    said = []
+    with emulation.group() as made:
+        channels = resolve(made).symmetric
+        assert channels is not None
+        for case in (EVEN, EVEN.but(op=SCATTER), EVEN.but(op=REDUCE)):
+            for calls in range(3):
+                with mock.patch.object(channels.device, "capturing", return_value=calls > 1):
+                    JUDGES["values"](case, made)
+        with mock.patch.object(channels.device, "capturing", lambda: True):
+            for case in (EVEN.but(shape=(24, 24)), EVEN.but(op="all_reduce", ns=(), bias=False, shape=(3000, 999))):
+                try:
+                    run(case, parts_of(case, dist.get_world_size(made)), made)
+                except tpk.errors.UnsupportedProblem as error:
+                    said.append(str(error))
+        JUDGES["values"](EVEN.but(shape=(24, 24)), made)
+    return said
+
+
+def test_a_graph_captures_known_calls_and_refuses_others(pools: Pools, emulation: Emulation) -> None:
+    for new, large in pools(2).run(capture, emulation):
+        assert "the first call of its kind cannot be captured" in new
+        assert "symmetric memory cannot grow" in large and "make this call once before the capture" in large
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

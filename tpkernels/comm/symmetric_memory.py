@@ -193,7 +193,7 @@ def ensure(group: Group, call: int, device: torch.device) -> None:
     if device.type != "cuda":
         group.no_symmetric_memory = _ONLY_CUDA
         return
-    reason = _why_not_here(group)
+    reason = _why_not_here(group) or _cannot_load(device)
     facts = {"refusal": reason, **(_facts_of(device) if reason is None else {})}
     records = agreement.exchange_records(group, call, agreement.Record("symmetric memory", facts), part="symmetric")
     all_facts = [record.facts for record in records]
@@ -239,6 +239,16 @@ def _why_not_here(group: Group) -> str | None:
         return "the ranks run on different hosts (or in different process-id namespaces)"
     if group.size > cuda_native.MAX_RANKS:
         return f"at most {cuda_native.MAX_RANKS} ranks have symmetric memory, the group has {group.size}"
+    return None
+
+
+def _cannot_load(device: torch.device) -> str | None:
+    """Why the library's kernels do not run on this GPU; it has code for some architectures only."""
+    try:
+        with torch.cuda.device(device):
+            cuda_native.load().call("tpk_load_kernels")
+    except cuda_native.CudaError as error:
+        return f"the CUDA kernels do not load on {torch.cuda.get_device_name(device)}: {error}"
     return None
 
 
