@@ -57,7 +57,7 @@ STEPS = (
     Step("reducer", "G4 the sum over ranks against copy bandwidth", 40, "reducer"),
     Step("link", "G3 overlap with PCIe as the link; arrival clock", 100, "link"),
     Step("faults", "R21 waits that end, R22 graphs with fresh data", 60, "faults"),
-    Step("tests", "tests/gpu: every op, dtype and cut, gradients, graphs, time-outs", 170, "programs", "tests"),
+    Step("tests", "tests/gpu: every op, dtype and cut, gradients, graphs, time-outs", 200, "programs", "tests"),
     Step("rivals", "G5 against torch.ops.symm_mem, as processes on this GPU", 90, "rivals"),
     Step("sanitizer", "memcheck and synccheck over small cases", 90, "programs", "sanitizer"),
 )

@@ -211,7 +211,9 @@ def gather(case: Case) -> list[Tensor]:
             activation=case.activation, bias=parts[0][1], weight_up=up[0], bias_up=up[1], scale_whole=sx,
             scale_weight=parts[0][2], scale_weight_up=up[2], preactivation=before if case.preactivation else None,
         )  # fmt: skip
-        _run_beside(case, launch, threading.Thread(target=_arrive, args=(case, call, x, whole, signals, epoch)))
+        _run_beside(
+            case, launch, threading.Thread(target=_arrive, args=(case, call, case.place(x), whole, signals, epoch))
+        )
         assert not around.failure.any(), around.told(case)
         rows_of_scale = [None if s is None else s.expand(n) for s, n in ((sx, case.rows), (parts[0][2], case.n))]
         full = [(w, b, None if s is None else s.expand(case.n)) for w, b, s in parts]
@@ -253,7 +255,7 @@ def _arrive(case: Case, call: int, x: Tensor, whole: Tensor, signals: Tensor, ep
     with case.own_stream():
         for rank, chunk, start, stop in chunks:
             time.sleep(case.delay)
-            whole[start:stop] = case.place(x[start:stop])
+            whole[start:stop] = x[start:stop]
             signals[rank * case.num_chunks + chunk] = epoch
 
 

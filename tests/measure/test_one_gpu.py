@@ -167,6 +167,8 @@ def test_programs_are_bounded_by_their_logs_and_reports_are_read(tmp_path: Path)
     )
     assert programs.read_junit(junit) == {"failed": ["wrong: off by 1"], "skipped": ["absent: needs NCCL 2.30"]}
     assert environment.versions()["torch"] == torch.__version__
+    files = {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(programs.TEST_FILES) == files - {"test_on_cpu_ranks"}
 
 
 @pytest.mark.gloo
