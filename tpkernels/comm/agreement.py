@@ -11,6 +11,8 @@ of its predecessor), each rank may write:
 ``beat/RANK``       its heartbeat, written by the monitor
 ==================  ===================================================================================================
 
+Before they have met there is no prefix: ``tpkernels/meeting/RANK`` says who a rank is and, if so, why it gave up.
+
 A signature is exchanged when it is new to a rank, and then trusted.  The monitor writes the record of a call that takes
 long, and compares: ranks that made two *known* but different calls are found that way, within about a second.
 """
@@ -21,6 +23,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +42,10 @@ HEARTBEAT_PATIENCE = 3.0
 AWAIT_OTHERS = 1.0
 # So often a rank that waits for records looks for reasons to stop.
 LOOK_EVERY = 0.02
+# A rank that closes its connection and has never come to the meeting is gone; one that has may be about to say why.
+AWAIT_EVIDENCE = 0.02
 _CARD_BYTES = 4096
+_MEETING = "tpkernels/meeting"
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
 }
@@ -68,6 +74,9 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     """
     if group.key is not None:
         return
+    start = time.monotonic()
+    with suppress(RuntimeError):  # the store's host may have died: the data path, and its time-out, will tell
+        group.store.set(f"{_MEETING}/{group.rank}", json.dumps({"who": Identity.mine().to_json()}))
     others = [rank for rank in range(group.size) if rank != group.rank]
     device = transport.wire_device(group.backend, device)
     tag, sends = transport.call_tag(0), []
@@ -86,11 +95,41 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         _raise_if(mismatch(group, call, refused))
         transport.wait_all(sent)
     except transport.TransportFailure as error:
-        raise PeerLost(
-            f"rank {group.rank}: the ranks of group {group.name!r} did not meet for their first call "
-            f"(timeout {group.timeout:g} s): no word from rank {error.peer}: {error}",
-            ranks=() if error.peer is None else (error.peer,),
-        ) from error
+        raise _blame_meeting(group, error, time.monotonic() - start) from error
+
+
+def _blame_meeting(group: Group, error: transport.TransportFailure, waited: float) -> PeerLost:
+    """Whom to blame for a meeting that failed; waits a little for evidence, as :func:`blame` does."""
+    head = (
+        f"rank {group.rank}: the ranks of group {group.name!r} did not meet for their first call "
+        f"(timeout {group.timeout:g} s): "
+    )
+    start = time.monotonic()
+    patience = 0.0 if waited > 0.9 * group.timeout else min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
+    while True:
+        gone = [rank for rank, state in _meeting(group).items() if Identity.from_json(state["who"]).is_dead()]
+        states = _meeting(group)  # in this order, see blame
+        dead = [rank for rank in gone if "failed" not in states.get(rank, {})]
+        if dead:
+            return PeerLost(f"{head}rank(s) {dead} died. {error}", ranks=dead)
+        for rank, state in states.items():
+            if rank != group.rank and "failed" in state:
+                note = state["failed"]
+                return PeerLost(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
+        never_came = error.peer is not None and error.peer not in states
+        if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
+            ranks = () if error.peer is None else (error.peer,)
+            return PeerLost(f"{head}no word from rank {error.peer}: {error}", ranks=ranks)
+        time.sleep(0.005)
+
+
+def _meeting(group: Group) -> dict[int, dict[str, Any]]:
+    """What the ranks say before they have met, by rank; a store whose host died knows nothing."""
+    try:
+        keys = {rank: f"{_MEETING}/{rank}" for rank in range(group.size)}
+        return {rank: json.loads(group.store.get(key)) for rank, key in keys.items() if group.store.check([key])}
+    except RuntimeError:
+        return {}
 
 
 def _card(device: torch.device, refused_call: int | None = None, reason: str = "") -> torch.Tensor:
@@ -208,12 +247,13 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
             group.shared.poison(group.poison)
         if group.symmetric is not None:
             group.symmetric.abort()  # waits of ours that end tell the peers
-        if group.key is not None:
-            note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
-            try:
-                group.store.set(f"{group.key}/failed/{group.rank}", json.dumps(note))
-            except RuntimeError as store_error:  # the store's host may be the very rank that died
-                error.add_note(f"the store could not be told: {store_error}")
+        note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
+        key = f"{_MEETING if group.key is None else f'{group.key}/failed'}/{group.rank}"
+        text = json.dumps(note if group.key is not None else {"who": Identity.mine().to_json(), "failed": note})
+        try:
+            group.store.set(key, text)
+        except RuntimeError as store_error:  # the store's host may be the very rank that died
+            error.add_note(f"the store could not be told: {store_error}")
     return error
 
 
@@ -240,9 +280,11 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
     deadline = time.monotonic() + patience
     first_beats = _read_or_empty(group, "beat")
     while True:
+        # In this order: a rank that failed because of another leaves its note first and dies later, if at all.
+        gone = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
         notes = _read_or_empty(group, "failed")
-        dead = [rank for rank, peer in enumerate(group.peers) if peer.is_dead() and rank not in notes]
-        if dead:  # one that left a note failed because of another, and is not to blame
+        dead = [rank for rank in gone if rank not in notes]
+        if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
         records = {rank: Record.from_json(text) for rank, text in _read_or_empty(group, f"call/{call}").items()}
         records[group.rank] = Record(signature, {})

@@ -126,7 +126,10 @@ def exchange(
     posted = timeline.now()
 
     def post(kind: timeline.Kind, start: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Transfer:
-        return Transfer(kind, peer, chunk, tensor, start([tensor], peer, tag + chunk), posted)
+        try:
+            return Transfer(kind, peer, chunk, tensor, start([tensor], peer, tag + chunk), posted)
+        except RuntimeError as error:
+            raise TransportFailure(f"posting the {kind} of chunk {chunk}, peer rank {peer}: {error}", peer) from error
 
     try:
         if device.type != "cuda":
@@ -140,6 +143,8 @@ def exchange(
         sent = [post("send", pg.send, peer, tensor) for peer, tensor in sends]
         received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
         grouped = _Once(pg._end_coalescing(device))
+    except TransportFailure:
+        raise
     except RuntimeError as error:
         raise TransportFailure(f"posting chunk {chunk}: {error}") from error
     for transfer in (*sent, *received):
