@@ -1,0 +1,196 @@
+"""What `symmetric` enqueues and when, without ranks: a library that writes down what it is asked for.
+
+Hardware queues run work in the order of enqueuing, so what signals must come before what waits for it
+(csrc/cuda/README.md); and a call whose kind is known must leave host and memory alone, or it cannot be captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tpkernels.backends import launches, symmetric
+from tpkernels.comm.symmetric_channels import SymmetricChannels
+from tpkernels.comm.symmetric_memory import Allocation
+from tpkernels.dispatch import Costs, Problem
+from tpkernels.ops.contract import (
+    AllGather,
+    AllGatherMatmul,
+    AllReduce,
+    Context,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    ReduceScatter,
+)
+from tpkernels.partition import Layout
+
+pytestmark = pytest.mark.cpu
+
+SIZE, ROWS, K, N = 4, 80, 16, 24
+PULL, PUSH = "pull", "push"
+
+
+class Recorder:
+    """A library and a device at once, of rank 0; nothing is done, everything is noted."""
+
+    kind, capability, num_sms = "cpu", 80, 8
+
+    def __init__(self) -> None:
+        self.library: Any = self
+        self.noted: list[str] = []
+        self.made: list[str] = []
+        self._kept: list[Any] = []
+
+    def call(self, name: str, *arguments: Any) -> None:
+        name = name.removeprefix("tpk_").removeprefix("pipeline_")
+        if name == "failure_create":
+            self._kept.append(ctypes.create_string_buffer(64))
+            for pointer in arguments:
+                pointer._obj.value = ctypes.addressof(self._kept[-1])
+        if name == "run":
+            name = self._what(arguments[4])
+        self.noted.append(name)
+
+    def _what(self, chunks: Sequence[Any]) -> str:
+        if any(chunk.signal_peer >= 0 for chunk in chunks):
+            return PUSH
+        return PULL if any(chunk.wait_peer >= 0 or chunk.raise_flag for chunk in chunks) else "stage"
+
+    def all_reduce_slot_bytes(self, num_bytes: int) -> int:
+        return -(-num_bytes // 16) * 16
+
+    def allocate(self, num_bytes: int) -> Allocation:
+        self.made.append("allocation")
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        return Allocation(memory, tuple(memory.data_ptr() + 16 * rank for rank in range(SIZE)))
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stream(self) -> int:
+        return 0
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        self.noted.append("GEMM")
+
+    def synchronize(self) -> None:
+        self.made.append("wait of the host")
+
+    def capturing(self) -> bool:
+        return False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        self.made.append("upload")
+        return torch.tensor(values, dtype=dtype)
+
+    def patience(self, timeout_s: float) -> int:
+        return 1
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    monkeypatch.setattr(launches, "_rehearse", lambda *arguments: None)
+    monkeypatch.setattr(symmetric, "ONE_SHOT_BYTES", 64)
+    yield Recorder()
+
+
+def enqueued(recorder: Recorder, op: str, call: Any, calls: int = 1) -> list[str]:
+    """What the last of several calls has enqueued; all made things of the calls before are forgotten."""
+    group: Any = SimpleNamespace(rank=0, size=SIZE, timeout=1.0, peers=())
+    group.symmetric = SymmetricChannels(group, recorder)
+    problem = Problem(op, SIZE * ROWS, SIZE * N, SIZE * K, torch.float32, SIZE, no_symmetric_memory=None)
+    context = Context(group, 0, 2, "a call", 77, problem, Costs(), forced_chunks=True)
+    (offer,) = [o for o in symmetric.dispatch.implementations(op) if o.name == "symmetric"]
+    for _ in range(calls):
+        recorder.noted, recorder.made = [], []
+        found = offer.run(context, call)
+        if op == "all_gather":
+            found()
+    return recorder.noted
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor, Layout]:
+    layout = Layout(1, (ROWS,) * SIZE, 1)
+    return torch.zeros(ROWS, K), torch.zeros(SIZE * ROWS, K), torch.zeros(K, N), layout
+
+
+def calls() -> dict[str, Any]:
+    shard, whole, matrix, layout = tensors()
+    return {
+        "all_gather": AllGather(shard, layout),
+        "reduce_scatter": ReduceScatter(whole, layout),
+        "all_reduce": AllReduce(whole),
+        "all_gather_matmul": AllGatherMatmul(shard, layout, [matrix, matrix], [None, None]),
+        "matmul_reduce_scatter": MatmulReduceScatter([whole], [matrix], layout),
+        "matmul_all_reduce": MatmulAllReduce([whole], [matrix]),
+    }
+
+
+GATHER = ["begin", "fork", "stage", "signal", PULL, PULL, PULL]
+SCATTER = ["begin", "fork", PUSH, PUSH, PUSH]
+EXPECTED = {
+    "all_gather": [*GATHER, "join", "end"],
+    "reduce_scatter": [*SCATTER, "reduce", "join"],
+    "all_reduce": [*SCATTER, "reduce", "join", *GATHER, "join", "end"],
+    "all_gather_matmul": [*GATHER, "GEMM", "GEMM", "join", "end"],
+    "matmul_reduce_scatter": ["begin", "fork", "GEMM", PUSH, PUSH, PUSH, "meanwhile", "reduce", "join"],
+    "matmul_all_reduce": ["begin", "fork", "GEMM", PUSH, PUSH, PUSH, "reduce", "join", *GATHER, "join", "end"],
+}
+
+
+@pytest.mark.parametrize("op", EXPECTED)
+def test_what_signals_is_enqueued_before_what_waits_for_it(recorder: Recorder, op: str) -> None:
+    call = calls()[op]
+    if op == "matmul_reduce_scatter":
+        call = MatmulReduceScatter(
+            call.xs, call.matrices, call.layout, meanwhile=lambda: recorder.noted.append("meanwhile")
+        )
+    assert enqueued(recorder, op, call) == EXPECTED[op]
+
+
+def test_few_rows_take_one_library_gemm_and_small_sums_one_kernel(recorder: Recorder) -> None:
+    few = torch.zeros(4, K)
+    layout = Layout(1, (1,) * SIZE, 1)
+    matrix = tensors()[2]
+    gather = AllGatherMatmul(few[:1], layout, [matrix], [None])
+    assert enqueued(recorder, "all_gather_matmul", gather) == [*GATHER, "join", "end"]
+    assert enqueued(recorder, "matmul_reduce_scatter", MatmulReduceScatter([few], [matrix], layout)) == [
+        *SCATTER, "reduce", "join",
+    ]  # fmt: skip
+    assert enqueued(recorder, "all_reduce", AllReduce(few[:, :4])) == ["all_reduce"]
+
+
+@pytest.mark.parametrize("op", EXPECTED)
+def test_a_known_call_makes_nothing_and_waits_for_nothing(recorder: Recorder, op: str) -> None:
+    """The first two calls are of the kind, one with each slot."""
+    enqueued(recorder, op, calls()[op], calls=1)
+    assert recorder.made
+    for number in (2, 3):
+        enqueued(recorder, op, calls()[op], calls=number)
+        assert recorder.made == [], f"call {number}"
+
+
+def test_a_call_that_fails_half_way_is_joined_all_the_same(recorder: Recorder) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    call = calls()["matmul_reduce_scatter"]
+    with pytest.raises(ZeroDivisionError):
+        enqueued(
+            recorder,
+            "matmul_reduce_scatter",
+            MatmulReduceScatter(call.xs, call.matrices, call.layout, meanwhile=broken),
+        )
+    assert recorder.noted[-1] == "join"

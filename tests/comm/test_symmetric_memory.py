@@ -1,0 +1,143 @@
+"""Whether a group gets symmetric memory is one answer for all ranks; torch's part and the GPU's are played.
+
+What is real: the exchange through the store, the reasons, growth, and who is told of a rank that has no memory left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tpkernels as tpk
+from tests.backends.test_symmetric_order import Recorder
+from tests.ops.support import new_group
+from tpkernels.comm import cuda_native, symmetric_memory
+from tpkernels.comm.groups import Group, resolve
+from tpkernels.comm.symmetric_memory import CudaDevice, ensure
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+GPU: Any = SimpleNamespace(type="cuda", index=0)
+
+
+@contextmanager
+def played(rank: int, fault: str) -> Iterator[list[int]]:
+    """A GPU per rank; rank 1 has the fault. Yields the bytes that this rank has asked for."""
+    faulty, asked = rank == 1, []
+
+    def new_tensor(num_bytes: int, device: Any) -> Tensor:
+        asked.append(num_bytes)
+        if faulty and (fault == "out of memory" or (fault == "grows too large" and len(asked) == 2)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate it\nand more")
+        return torch.ones(num_bytes, dtype=torch.uint8)
+
+    def rendezvous(local: Tensor, name: str) -> Any:
+        if faulty and fault == "no handle":
+            raise RuntimeError("cuMemImportFromShareableHandle: invalid")
+        own = local.data_ptr() + (64 if faulty and fault == "an offset" else 0)
+        return SimpleNamespace(buffer_ptrs=[own if r == rank else own + 2**20 * (r + 1) for r in range(2)])
+
+    device = f"gpu {0 if fault == 'one GPU' else rank}"
+    facts = {"uuid": device, "gpu": "H, sm_90", "capability": 90, "torch": torch.__version__, "abi": cuda_native.ABI}
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid=device)
+    changes: dict[tuple[Any, str], Any] = {
+        (symmetric_memory, "_why_not_here"): lambda group: "no library" if faulty and fault == "no library" else None,
+        (symmetric_memory, "_cannot_load"): lambda device: "no code for it" if faulty and fault == "no code" else None,
+        (symmetric_memory, "_facts_of"): lambda device: facts,
+        (symmetric_memory, "_inaccessible"): lambda *a: "no way to rank 0" if faulty and fault == "no access" else None,
+        (symmetric_memory, "_new_tensor"): new_tensor,
+        (torch.distributed._symmetric_memory, "rendezvous"): rendezvous,
+        (torch.cuda, "get_device_properties"): lambda device: properties,
+        (torch.cuda, "synchronize"): lambda device: None,
+        (torch.cuda, "is_current_stream_capturing"): lambda: False,
+        (cuda_native, "load"): Recorder,
+        (CudaDevice, "empty"): lambda self, shape, dtype: torch.empty(tuple(shape), dtype=dtype),
+    }
+    with ExitStack() as stack:
+        for (owner, name), value in changes.items():
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield asked
+
+
+def meet(made: Any) -> Group:
+    tpk.all_reduce(torch.zeros(1), made, implementation="unfused")
+    return resolve(made)
+
+
+def set_up(fault: str) -> tuple[str | None, bool]:
+    import torch.distributed._symmetric_memory
+
+    with new_group() as made, played(dist.get_rank(), fault):
+        group = meet(made)
+        assert group.no_symmetric_memory == "symmetric memory serves CUDA tensors"  # so far, all were on the CPU
+        ensure(group, group.calls, GPU)
+        first = group.symmetric
+        ensure(group, group.calls, GPU)
+        assert group.symmetric is first  # once is enough
+        assert group.why_not_symmetric("cuda") == group.no_symmetric_memory
+        if first is not None:
+            assert "serves tensors on cuda" in str(group.why_not_symmetric("cpu"))
+            assert first.main._pads.local.count_nonzero() == 0
+        # The group goes on, whatever the answer was.
+        assert torch.equal(tpk.all_reduce(torch.ones(2), made, implementation="unfused"), torch.full((2,), 2.0))
+        return group.no_symmetric_memory, first is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("none", None),
+        ("no library", "rank 1: no library"),
+        ("no code", "rank 1: no code for it"),
+        ("no access", "rank 1: no way to rank 0"),
+        ("one GPU", "ranks [0, 1] are on one GPU"),
+        ("out of memory", "rank 1: CUDA out of memory. Tried to allocate it"),
+        ("no handle", "rank 1: cuMemImportFromShareableHandle: invalid"),
+        ("an offset", "rank 1: torch "),
+    ],
+)
+def test_all_ranks_get_the_memory_or_one_reason(ranks: Pools, fault: str, reason: str | None) -> None:
+    answers = ranks(2).run(set_up, fault)
+    assert len({text for text, _ in answers}) == 1, answers
+    for text, has_memory in answers:
+        assert has_memory is (reason is None), answers
+        assert text is None if reason is None else reason in str(text), answers
+
+
+def grow() -> tuple[str, int, int]:
+    """A rank has no memory for larger slots: what all are told, the slots then, and the second try."""
+    import torch.distributed._symmetric_memory  # noqa: F401 - played below
+
+    with new_group() as made, played(dist.get_rank(), "grows too large") as asked:
+        group = meet(made)
+        ensure(group, group.calls, GPU)
+        assert group.symmetric is not None
+        channel, told = group.symmetric.main, "nothing"
+        try:
+            channel.prepare(5 * 2**20, 1, "a call")
+        except tpk.errors.UnsupportedProblem as error:
+            told = str(error)
+        assert channel._slots is None
+        channel.prepare(5 * 2**20, 1, "a call")
+        channel.prepare(3 * 2**20, 1, "a smaller call")
+        slots = channel._slots
+        assert slots is not None
+        first = channel.addresses()
+        channel.prepare(1, 1, "the other slot")
+        return told, len(asked), abs(channel.addresses()[0] - first[0]) + slots.local.numel()
+
+
+def test_a_rank_that_has_no_memory_to_grow_makes_all_refuse_and_the_group_goes_on(ranks: Pools) -> None:
+    for told, allocations, places in ranks(2).run(grow):
+        assert "rank 1: CUDA out of memory" in told
+        assert allocations == 3  # pads, the failed growth, and the one that went well
+        assert places == 3 * 6 * 2**20  # two slots of 6 MiB, and the step between them
