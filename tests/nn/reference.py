@@ -19,14 +19,16 @@ LIMIT_S = 180.0
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
-_meshes: list[DeviceMesh] = []
+_meshes: list[tuple[object, DeviceMesh]] = []
+"""Each with the default group of its time: a pool whose call failed has another one, and the compiler needs it."""
 
 
 def tp_mesh() -> DeviceMesh:
     """One mesh per process as long as it is healthy: every group costs threads that wake a hundred times a second."""
-    if not _meshes or resolve(_meshes[-1]).poison is not None:
-        _meshes.append(tpk.init()["tp"])
-    return _meshes[-1]
+    world = dist.group.WORLD
+    if not _meshes or _meshes[-1][0] is not world or resolve(_meshes[-1][1]).poison is not None:
+        _meshes.append((world, tpk.init()["tp"]))
+    return _meshes[-1][1]
 
 
 def sequence_sizes(total: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -210,7 +210,41 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
             t(2, r=0, **plain), t(2, own, **plain), torch.tensor([0, -7]), t(2, r=0, **plain), t(2, r=0, **plain), name,
             uneven, -7, 0.1, 0.5, 1,
         )),
+        ("linear_cross_entropy", (
+            t(own, 2, 8), t(own, 8, label="w"), None, torch.zeros(whole, 2).long(), name, uneven, 0, uneven, -7, 0.1,
+            0.5, 3, "chunked",
+        )),
+        ("linear_cross_entropy_backward", (
+            t(2, r=0, **plain), t(2, 8, r=0, **plain), t(own, 8, **plain), t(own, **plain), torch.tensor([0, -7]),
+            t(2, r=0, **plain), t(2, r=0, **plain), name, uneven, 0, None, -7, 0.1, 0.5, 1, "chunked",
+            [True, True, True],
+        )),
+        *mesh_op_arguments(name),
     ]  # fmt: skip
+
+
+def mesh_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
+    """All ranks along Y of a mesh, then all along X; the other axis is a group of this rank alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [cast(dist.ProcessGroup, dist.new_group([one])) for one in range(world)][rank]
+
+    def t(*shape: int) -> Tensor:
+        return payload(shape, rank=rank, name="x")
+
+    cuts = [
+        ((group_name(alone), name), [2 * world], [2] * world, t(3, 2 * world), (5, 2), t(3, 5)),
+        ((name, group_name(alone)), [2] * world, [2 * world], t(3, 2), (5, 2 * world), t(3, 5)),
+    ]
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    for names, x_sizes, y_sizes, x, shape, u in cuts:
+        for w_dim, (rows, columns) in ((1, shape), (0, shape[::-1])):
+            w, cut = t(rows, columns), (*names, w_dim, x_sizes, y_sizes, 2, "chunked")
+            grads = [True, True, True]
+            found.append(("gather_both_matmul", (x.clone().requires_grad_(), w.clone().requires_grad_(), t(5), *cut)))
+            found.append(("gather_matmul_scatter", (u.clone().requires_grad_(), w.clone(), None, *cut)))
+            found.append(("gather_both_matmul_backward", (u, x, w, *cut, grads)))
+            found.append(("gather_matmul_scatter_backward", (x, u, w, *cut, grads)))
+    return found
 
 
 def opcheck_all() -> list[str]:

@@ -6,28 +6,43 @@ distributed checkpoints see one model.  With ``sequence_parallel`` the modules s
 parameters over the group themselves.
 """
 
+from tpkernels.nn.attention import ParallelAttention
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.cross_entropy import vocab_parallel_cross_entropy
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
+from tpkernels.nn.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from tpkernels.nn.main_grads import use_main_grads
+from tpkernels.nn.mesh2d import MeshMLP2D, mesh_mlp_bytes
 from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.random import Dropout, check_rng, sharded_rng
 from tpkernels.nn.replicated import replicate_parameters
+from tpkernels.nn.rotary import apply_rotary
 from tpkernels.nn.row import RowParallelLinear
 
 __all__ = [
     "ColumnParallelLinear",
     "ColumnParallelLinears",
     "CopiedHeadsLinear",
+    "Dropout",
     "FeatureParallelEmbedding",
     "LayerNorm",
+    "MeshMLP2D",
     "PackedColumnParallelLinear",
+    "ParallelAttention",
     "ParallelMLP",
     "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "apply_rotary",
+    "check_rng",
+    "mesh_mlp_bytes",
     "replicate_parameters",
+    "sharded_rng",
+    "use_main_grads",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]

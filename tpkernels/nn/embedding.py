@@ -174,6 +174,8 @@ class VocabParallelEmbedding(nn.Module):
             if a != b:
                 raise ValueError(f"cannot tie an embedding and a head of different {what}: {a} and {b}")
         head.weight = self.weight
+        # Megatron's mark of a weight with a second use, for optimizers with main_grad: see tpkernels.ops.main_grad.
+        self.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
         return head
 
     def forward(self, ids: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:

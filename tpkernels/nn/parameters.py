@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = ["check_unit", "local", "mesh_of", "replicate_parameter", "shard_parameter", "tp_mesh"]
@@ -74,7 +75,7 @@ def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool =
 def local(parameter: Tensor | None) -> Tensor | None:
     """What this rank computes with; its gradient becomes the parameter's, with the parameter's placement."""
     if isinstance(parameter, DTensor):
-        return parameter.to_local()
+        return with_sink(parameter.to_local(), parameter)
     return parameter
 
 

@@ -37,7 +37,8 @@ from tpkernels.ops.checks import (
     plain_linear,
 )
 from tpkernels.ops.contract import AllGatherMatmul, MatmulReduceScatter, activation_backward, activation_forward
-from tpkernels.ops.library import call, define, wants_grad
+from tpkernels.ops.library import call, call_backward, define, wants_grad
+from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
 from tpkernels.partition import Layout
 
@@ -215,6 +216,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.count = count
     ctx.has_bias = [bias is not None for bias in unpack_biases(biases, weights)] if biases else []
     ctx.settings = (name, activation, gather_dim, shard_sizes, keep_gathered, impl)
+    ctx.sinks = sinks_of(weights)
     ctx.set_materialize_grads(False)
 
 
@@ -230,7 +232,9 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dzs.append(activation_backward(activation, grad, before[i] if before else None))
     d_gathered = grads[-1] if keep_gathered else None
     needs_x, needs_w, needs_b = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[2]))
-    results = torch.ops.tpkernels.all_gather_matmul_backward(
+    results = call_backward(
+        "all_gather_matmul_backward",
+        ctx.sinks,
         dzs,
         x,
         weights,
@@ -270,7 +274,9 @@ def _backward_kernel(
     is_gathered: bool,
     needs: list[bool],
     implementation: str,
-) -> list[Tensor]:
+    *,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Tensor | None]:
     group = resolve(name)
     dim = gather_dim % x.dim()
     layout = _backward_layout(x, dim, shard_sizes, is_gathered, group.size)
@@ -280,17 +286,17 @@ def _backward_kernel(
     pending = None
     if needs_w and not is_gathered:
         pending = start_gather(group, x2d, layout, "auto")
-    dws: list[Tensor] = []
+    dws: list[Tensor | None] = []
 
-    def weight_gradients() -> None:
+    def meanwhile() -> None:
         if needs_w:
             whole = pending() if pending is not None else x2d
-            dws.extend(torch.mm(dz.t(), whole) for dz in flat_dzs)
+            dws.extend(weight_gradients(flat_dzs, whole, sinks))
 
-    results: list[Tensor] = []
+    results: list[Tensor | None] = []
     if needs_x:
         addend = None if d_gathered is None else flat(d_gathered)
-        arguments = MatmulReduceScatter(flat_dzs, weights, layout, None, addend, weight_gradients)
+        arguments = MatmulReduceScatter(flat_dzs, weights, layout, None, addend, meanwhile)
         columns = weights[0].shape[1]
         signature = Signature(
             "matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, implementation, "gradient of a gather"
@@ -301,7 +307,7 @@ def _backward_kernel(
         shape[dim] = layout.sizes[group.rank]
         results.append(dx.view(shape))
     else:
-        weight_gradients()
+        meanwhile()
     results += dws
     if needs_b:
         results += [dz.sum(0) for dz in flat_dzs]

@@ -25,7 +25,8 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import as_list, check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce, activation_forward
-from tpkernels.ops.library import define
+from tpkernels.ops.library import call_backward, define
+from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.shapes import flat, pack_biases, unpack_biases
 
@@ -93,6 +94,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.save_for_backward(x, *weights)
     ctx.has_bias = [bias is not None for bias in unpack_biases(biases, weights)] if biases else []
     ctx.settings = (name, implementation)
+    ctx.sinks = sinks_of(weights)
     ctx.set_materialize_grads(False)
 
 
@@ -103,7 +105,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         for grad, weight in zip(grads, weights, strict=True)
     ]
     needs = [ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[2])]
-    results = torch.ops.tpkernels.copy_matmul_backward(dzs, x, weights, *ctx.settings, needs)
+    results = call_backward("copy_matmul_backward", ctx.sinks, dzs, x, weights, *ctx.settings, needs)
     count = len(weights)
     dx = results[0] if needs[0] else None
     dws = results[needs[0] : needs[0] + count] if needs[1] else [None] * count
@@ -112,27 +114,34 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 def _backward_kernel(
-    dzs: list[Tensor], x: Tensor, weights: list[Tensor], name: str, implementation: str, needs: list[bool]
-) -> list[Tensor]:
+    dzs: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    name: str,
+    implementation: str,
+    needs: list[bool],
+    *,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Tensor | None]:
     group = resolve(name)
     flat_dzs, x2d = [flat(dz) for dz in dzs], flat(x)
-    dws: list[Tensor] = []
+    dws: list[Tensor | None] = []
 
-    def weight_gradients() -> None:
+    def meanwhile() -> None:
         if needs[1]:
-            dws.extend(torch.mm(dz.t(), x2d) for dz in flat_dzs)
+            dws.extend(weight_gradients(flat_dzs, x2d, sinks))
 
-    results: list[Tensor] = []
+    results: list[Tensor | None] = []
     if needs[0]:
         layout = rows_layout(x2d.shape[0], group.size)
-        arguments = MatmulAllReduce(flat_dzs, weights, None, weight_gradients)
+        arguments = MatmulAllReduce(flat_dzs, weights, None, meanwhile)
         signature = Signature(
             "matmul_all_reduce", x.dtype, x.device.type, layout, x2d.shape[1], implementation, "gradient of a copy"
         )
         local = sum(weight.shape[0] for weight in weights)
         results.append(calling.run(group, signature, local, arguments, x.device).view(x.shape))
     else:
-        weight_gradients()
+        meanwhile()
     results += dws
     if needs[2]:
         results += [dz.sum(0) for dz in flat_dzs]

@@ -8,14 +8,14 @@ compiled alike); collectives and gradients keep the dtypes that they are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["call", "define", "is_plain", "wants_grad"]
+__all__ = ["call", "call_backward", "define", "is_plain", "wants_grad"]
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _KERNELS: dict[str, Callable[..., Any]] = {}
@@ -60,6 +60,13 @@ def call(name: str, *args: Any) -> Any:
     if not is_plain(*tensors):
         return getattr(torch.ops.tpkernels, name)(*args)
     return _KERNELS[name](*args)
+
+
+def call_backward(name: str, sinks: Sequence[Any], *args: Any) -> Any:
+    """``torch.ops.tpkernels.<name>(*args)``; its kernel if weight gradients go to ``sinks``, as no schema can say."""
+    if any(sink is not None for sink in sinks):
+        return _KERNELS[name](*args, sinks=sinks)
+    return getattr(torch.ops.tpkernels, name)(*args)
 
 
 def is_plain(*tensors: object) -> bool:

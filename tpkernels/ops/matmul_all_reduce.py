@@ -11,6 +11,7 @@ Backward.  Every rank continues with the same y, so dy is the same everywhere an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -23,7 +24,8 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
-from tpkernels.ops.library import define, is_plain
+from tpkernels.ops.library import call_backward, define, is_plain
+from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
 from tpkernels.ops.shapes import flat
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -104,22 +106,25 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementat
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], inputs[1])
+    ctx.sinks = [sink_of(inputs[1])]
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    results = list(torch.ops.tpkernels.linear_backward(dy, *ctx.saved_tensors, needs))
+    results = list(call_backward("linear_backward", ctx.sinks, dy, *ctx.saved_tensors, needs))
     grads = [results.pop(0) if need else None for need in needs]
     return (*grads, None, None)
 
 
-def _linear_backward(dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> list[Tensor]:
+def _linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool], *, sinks: Sequence[Sink | None] | None = None
+) -> list[Tensor | None]:
     dy2d = flat(dy)
-    results = []
+    results: list[Tensor | None] = []
     if needs[0]:
         results.append(torch.mm(dy2d, weight).view(x.shape))
     if needs[1]:
-        results.append(torch.mm(dy2d.t(), flat(x)))
+        results += weight_gradients([dy2d], flat(x), sinks)
     if needs[2]:
         results.append(dy2d.sum(0))
     return results

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
@@ -26,7 +25,8 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights, plain_linear
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
-from tpkernels.ops.library import call, define
+from tpkernels.ops.library import call, call_backward, define
+from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
 from tpkernels.ops.shapes import flat, start_gather
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -168,11 +168,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     total = weight.shape[0] if dim == x.dim() - 1 else x.shape[dim]
     sizes = shard_sizes if shard_sizes is not None else list(array_split_sizes(total, process_group(name).size()))
     ctx.settings = (name, dim, sizes, implementation)
+    ctx.sinks = [sink_of(weight)]
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    results = list(torch.ops.tpkernels.matmul_reduce_scatter_backward(dy, *ctx.saved_tensors, *ctx.settings, needs))
+    arguments = (dy, *ctx.saved_tensors, *ctx.settings, needs)
+    results = list(call_backward("matmul_reduce_scatter_backward", ctx.sinks, *arguments))
     grads = [results.pop(0) if need else None for need in needs]
     return (*grads, None, None, None, None)
 
@@ -186,12 +188,14 @@ def _backward_kernel(
     sizes: list[int],
     implementation: str,
     needs: list[bool],
-) -> list[Tensor]:
+    *,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Tensor | None]:
     group = resolve(name)
     layout = Layout.of(dy.shape, dim, sizes)
     dy2d = flat(dy)
     needs_x, needs_w, needs_b = needs
-    results: list[Tensor] = []
+    results: list[Tensor | None] = []
     whole: Tensor | None = None
     if needs_x:
         columns = sum(sizes) if layout.feature else dy2d.shape[1]
@@ -206,7 +210,7 @@ def _backward_kernel(
         whole = start_gather(group, dy2d, layout, "auto")()
     if needs_w:
         assert whole is not None
-        results.append(torch.mm(whole.t(), flat(x)))
+        results += weight_gradients([whole], flat(x), sinks)
     if needs_b:
         assert whole is not None
         results.append(whole.sum(0))

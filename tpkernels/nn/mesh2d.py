@@ -1,0 +1,257 @@
+"""The feed-forward block on a mesh of two axes (Y, X): no rank holds a whole weight, nor a whole row of activations.
+
+With M tokens, d_model = H1 and d_ff = H2, all cut evenly (they need not be), on rank (y, x)::
+
+    step                            shape                       what travels
+    x                               [M/Y, H1/X]                 (input)
+    up.weight, down.weight          [H2/X, H1/Y], [H1/Y, H2/X]  (parameters, as nn.Linear lays them out)
+    gather x over X                 [M/Y, H1]                   (X-1)/X of it arrive
+    gather up.weight over Y         [H2/X, H1]                  (Y-1)/Y of it arrive
+    u = act(x @ up^T)               [M/Y, H2/X]                 nothing
+    gather down.weight over Y       [H1, H2/X]                  (Y-1)/Y of it arrive
+    p = u @ down^T                  [M/Y, H1]                   nothing
+    y = reduce-scatter p over X     [M/Y, H1/X]                 (X-1)/X of p arrive; y has the layout of x
+
+Y is an axis of data parallelism: its ranks have different rows, and the weights' gradients are summed over it.  (8, 1)
+is fully sharded data parallelism, (1, 4) a tensor parallelism whose activations are cut by features.  Every transfer
+belongs to a GEMM that hides it: see :mod:`tpkernels.ops.mesh_matmul`.
+
+:func:`mesh_mlp_bytes` computes what this moves, beside one-dimensional tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tpkernels import dispatch, partition
+from tpkernels.comm.groups import group_name
+from tpkernels.nn.parameters import local, mesh_of
+from tpkernels.ops import copy_to_group
+from tpkernels.ops.contract import ACTIVATIONS, activation_forward
+from tpkernels.ops.library import call
+from tpkernels.ops.mesh_matmul import Cut
+from tpkernels.partition import chunk_sizes, offsets
+
+__all__ = ["MeshMLP2D", "MovedBytes", "mesh_mlp_bytes"]
+
+Placements = tuple[Shard | Replicate, Shard | Replicate]
+
+
+class _Part(nn.Module):
+    """The parameters of one linear layer, under the names that ``nn.Linear`` has."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, weight: Placements) -> None:
+        super().__init__()
+        self.weight = _cut_parameter(linear.weight, mesh, weight)
+        bias = cast("nn.Parameter | None", linear.bias)
+        self.bias = None if bias is None else _cut_parameter(bias, mesh, (Replicate(), Shard(0)))
+
+    def extra_repr(self) -> str:
+        weight = cast(DTensor, self.weight)
+        return f"{tuple(weight.shape)}, of which {tuple(weight.to_local().shape)}, bias={self.bias is not None}"
+
+
+class MeshMLP2D(nn.Module):
+    """``y = down(act(up(x)))`` on a mesh of two axes (Y, X); x and y are ``[..., H1/X]``, other rows for each y.
+
+    ==================  ==================================  ============================
+    parameter           shape of the whole                  cut over Y, X
+    ==================  ==================================  ============================
+    ``up.weight``       ``[d_ff, d_model]``                 ``Shard(1)``, ``Shard(0)``
+    ``up.bias``         ``[d_ff]``                          ``Replicate()``, ``Shard(0)``
+    ``down.weight``     ``[d_model, d_ff]``                 ``Shard(0)``, ``Shard(1)``
+    ``down.bias``       ``[d_model]``                       ``Replicate()``, ``Shard(0)``
+    ==================  ==================================  ============================
+
+    Args:
+        mesh: a DeviceMesh of two axes, the first of which is Y (other rows), the second X (features).
+        activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+        num_slices: slices of a weight's gather, of which all but the first hide behind a GEMM; default: by size.
+        implementation: "auto" or a name listed by :func:`tpkernels.explain`, for the fused GEMMs.
+
+    Sizes are cut as ``torch.chunk`` cuts (``module.features`` are x's over X), and need not divide evenly; all rows of
+    one y must be the same on its X ranks, and their number may differ between y.
+
+    Gradients of the parameters are sums over Y: where every y has a loss of its own rows, the gradients are those of
+    the losses' sum, and there is nothing left to reduce.  A new module's weights equal those of two ``nn.Linear`` made
+    under the same seed.
+
+    Raises:
+        ValueError: bad arguments, with names and values; x of other features (the peers raise GroupMismatch).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        mesh: DeviceMesh,
+        *,
+        activation: str | None = "gelu",
+        bias: bool = True,
+        num_slices: int | None = None,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("d_model", d_model), ("d_ff", d_ff)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        up = nn.Linear(d_model, d_ff, bias, device=device, dtype=dtype)
+        down = nn.Linear(d_ff, d_model, bias, device=device, dtype=dtype)
+        self._take(up, down, mesh, activation, num_slices, implementation)
+
+    @classmethod
+    def from_linears(
+        cls,
+        up: nn.Linear,
+        down: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        activation: str | None = "gelu",
+        num_slices: int | None = None,
+        implementation: str = "auto",
+    ) -> Self:
+        """The same block, cut; copies this rank's parts, which every rank must hold equally; the linears stay."""
+        if up.out_features != down.in_features or up.in_features != down.out_features:
+            raise ValueError(
+                f"up ({up.in_features} -> {up.out_features}) and down ({down.in_features} -> {down.out_features}) "
+                "do not fit"
+            )
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module._take(up, down, mesh, activation, num_slices, implementation)
+        return module.train(up.training)
+
+    def _take(
+        self,
+        up: nn.Linear,
+        down: nn.Linear,
+        mesh: DeviceMesh,
+        activation: str | None,
+        num_slices: int | None,
+        implementation: str,
+    ) -> None:
+        _check_mesh(mesh)
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
+        if num_slices is not None and num_slices < 1:
+            raise ValueError(f"num_slices must be at least 1, got {num_slices}")
+        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+            dispatch.check_name(op, implementation)
+        self.d_model, self.d_ff = up.in_features, up.out_features
+        self.activation, self.num_slices, self.implementation = activation, num_slices, implementation
+        self.up = _Part(up, mesh, (Shard(1), Shard(0)))
+        self.down = _Part(down, mesh, (Shard(0), Shard(1)))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh (Y, X) that the parameters live on."""
+        return mesh_of(self.up.weight)
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Features of x and y that each rank of X holds."""
+        return chunk_sizes(self.d_model, self.mesh.size(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self._layer("gather_both_matmul", x, self.up, 1)
+        return self._layer("gather_matmul_scatter", activation_forward(self.activation, hidden), self.down, 0)
+
+    def _layer(self, op: str, x: Tensor, part: _Part, w_dim: int) -> Tensor:
+        mesh, weight, bias = self.mesh, local(part.weight), local(part.bias)
+        y_group, x_group = mesh.get_group(0), mesh.get_group(1)
+        if bias is not None and bias.requires_grad:
+            bias = copy_to_group(bias, y_group)  # other rows on each y: the gradient is their sum
+        y_sizes = chunk_sizes(self.d_model, mesh.size(0))
+        slices = self.num_slices or self._auto_slices(x.element_size(), mesh)
+        names = group_name(x_group), group_name(y_group)
+        cut = Cut(*names, w_dim, list(self.features), list(y_sizes), slices, self.implementation)
+        y: Tensor = call(op, x, weight, bias, *cut)
+        return y
+
+    def _auto_slices(self, itemsize: int, mesh: DeviceMesh) -> int:
+        """From sizes that all ranks know: as an op's chunks, of what one rank of Y sends."""
+        if mesh.size(0) == 1:
+            return 1
+        shares = -(-self.d_model // mesh.size(0)), -(-self.d_ff // mesh.size(1))
+        return partition.num_chunks(min(shares), max(shares) * itemsize)
+
+    def extra_repr(self) -> str:
+        y, x = self.mesh.shape
+        text = f"d_model={self.d_model}, d_ff={self.d_ff}, mesh=({y}, {x}), activation={self.activation!r}"
+        return text + (f", implementation={self.implementation!r}" if self.implementation != "auto" else "")
+
+
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        what = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ValueError(f"mesh must be a DeviceMesh of two axes (Y, X), got {what}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
+
+
+def _cut_parameter(full: Tensor, mesh: DeviceMesh, placements: Placements) -> nn.Parameter:
+    """This rank's part of ``full``, which all ranks hold equally; only that part is copied."""
+    if isinstance(full, DTensor):
+        raise ValueError(f"the linear's parameter is a DTensor already (placements {full.placements})")
+    part = full.detach()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = chunk_sizes(full.shape[placement.dim], mesh.size(axis))
+            part = part.narrow(placement.dim, offsets(sizes)[coordinate[axis]], sizes[coordinate[axis]])
+    part = torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
+    stride = torch.empty(full.shape, device="meta").stride()
+    whole: Any = DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=stride)
+    return nn.Parameter(whole, requires_grad=full.requires_grad)
+
+
+# --- what it moves ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MovedBytes:
+    """Bytes that arrive at one rank in one call of the block, by what they are; computed, not measured."""
+
+    activations: int
+    weights: int
+    gradients: int
+    """Of weights; of biases nothing is counted."""
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.weights + self.gradients
+
+
+def mesh_mlp_bytes(
+    tokens: int, d_model: int, d_ff: int, y: int, x: int, *, itemsize: int = 2, backward: bool = True
+) -> dict[str, MovedBytes]:
+    """What one rank receives for a block on ``y * x`` ranks and ``tokens`` rows of all of them; sizes that divide.
+
+    ``"2d"`` is :class:`MeshMLP2D` on the mesh (y, x).  ``"1d"`` is :class:`ParallelMLP` with sequence parallelism over
+    all ranks.  ``"1d x dp"`` is it over x ranks, with the gradients of y replicas summed by a ring all-reduce.
+    Reductions count what arrives at their owner: the partial sums of all others.
+    """
+    ranks, unit = y * x, itemsize
+    rows, weight = tokens // y * d_model, d_model * d_ff
+    over_x = rows * (x - 1) // x  # one gather or scatter of a y's activations
+    over_y = weight // x * (y - 1) // y  # one gather or scatter of an x's weight
+    over_all = tokens * d_model * (ranks - 1) // ranks
+    # forward: x, y.  backward: dy for both of down's gradients, dx, and x again for up's
+    activations, weights, gradients = (5, 4, 2) if backward else (2, 2, 0)
+    return {
+        "2d": MovedBytes(activations * over_x * unit, weights * over_y * unit, gradients * over_y * unit),
+        "1d": MovedBytes(activations * over_all * unit, 0, 0),
+        "1d x dp": MovedBytes(activations * over_x * unit, 0, gradients * 2 * over_y * unit),
+    }

@@ -1,0 +1,98 @@
+"""Random numbers by region: equal on all ranks where activations are, different where every rank has its own part.
+
+A dropout mask over a replicated activation must be the same on all ranks, or they stop being replicas; over a shard
+(heads, hidden features, a part of the sequence) it must be different, or the model has one mask repeated.  torch's
+default generator, seeded alike on the ranks of a group, serves the former.  :func:`sharded_rng` gives the latter a seed
+that is drawn from the default generator and mixed with the rank.
+
+There is no second state to save: the draw moves the default generators of all ranks on alike, and
+``torch.utils.checkpoint``, which restores the default generator before it computes again, thereby restores the seeds of
+all regions inside.  (Megatron-LM keeps named generator states instead, and a checkpoint function of its own that knows
+of them: ``megatron/core/tensor_parallel/random.py``.)
+
+Assumes one seed on all ranks of the group (``torch.manual_seed(seed + data_parallel_rank)``) and equal draws since;
+:func:`check_rng` says whether that holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpkernels.comm.groups import GroupLike, process_group
+
+__all__ = ["Dropout", "check_rng", "sharded_rng"]
+
+_MASK = (1 << 64) - 1
+
+
+@contextmanager
+def sharded_rng(group: GroupLike) -> Iterator[None]:
+    """Inside, torch's default generators (CPU, and the current CUDA device) are this rank's own; outside, all alike.
+
+    All ranks of the group must enter it in the same order.  With one rank it does nothing, so that results equal those
+    of the model without tensor parallelism.  Not for regions that are compiled or captured into a CUDA graph.
+    """
+    pg = process_group(group)
+    if pg.size() == 1:
+        yield
+        return
+    shared = int(torch.randint(torch.iinfo(torch.int64).max, (), dtype=torch.int64))
+    devices = [torch.cuda.current_device()] if dist.get_backend(pg) == "nccl" else []
+    with torch.random.fork_rng(devices=devices):
+        seed = _mix(shared, pg.rank())
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+def _mix(seed: int, rank: int) -> int:
+    """Seeds of neighbouring ranks share no bits: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> 1  # generators take 63 bits
+
+
+class Dropout(nn.Dropout):
+    """``nn.Dropout`` for activations between tensor-parallel layers.
+
+    Args:
+        sharded: the input is this rank's part of something (with sequence parallelism: of the sequence), not a replica.
+    """
+
+    def __init__(self, p: float, group: GroupLike, *, sharded: bool) -> None:
+        super().__init__(p)
+        self.group, self.sharded = group, sharded
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.sharded and self.training and self.p):
+            return super().forward(x)
+        with sharded_rng(self.group):
+            return super().forward(x)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sharded={self.sharded}"
+
+
+def check_rng(group: GroupLike) -> None:
+    """Compare the ranks' default CPU generators; a collective call.
+
+    Raises:
+        ValueError: they differ, on every rank: replicas would drop out different elements.
+    """
+    pg = process_group(group)
+    mine = hashlib.blake2b(bytes(torch.get_rng_state().tolist()), digest_size=8).hexdigest()
+    states: list[str] = [""] * pg.size()
+    dist.all_gather_object(states, mine, group=pg)
+    if len(set(states)) > 1:
+        raise ValueError(
+            f"the default generators of the group's ranks differ (digests by rank: {states}): seed them alike, and "
+            "draw what only some ranks need inside sharded_rng"
+        )
