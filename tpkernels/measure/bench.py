@@ -50,7 +50,8 @@ class Plan:
     """What every rank measures; crosses process boundaries.
 
     tp: sizes of the groups, each made of the first ranks; none: all ranks. json: file to which the results so far are
-    written after every case, with what `environment` says.
+    written after every case, with what `environment` says. out: folder for the table and the figure, which are also
+    drawn when a group of several is done, under `title`.
     """
 
     problems: tuple[tuple[str, Shape], ...]
@@ -63,6 +64,8 @@ class Plan:
     case_timeout_s: float = 600.0
     tp: tuple[int, ...] = ()
     json: str | None = None
+    out: str | None = None
+    title: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -136,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
             return 1
     else:
         outputs = tpk.launch(run_rank, nproc, plan, timeout=args.timeout)
-    _report(args, plan, nproc, outputs)
+    _report(args, plan, outputs)
     return 1 if any(result.failures for result in outputs[0].results) else 0
 
 
@@ -162,8 +165,16 @@ def make_plan(args: argparse.Namespace, nproc: int) -> Plan:
         case_timeout_s=min(args.timeout, args.case_timeout),
         tp=_group_sizes(args, nproc),
         json=args.json or (str(Path(args.out, "bench.json")) if args.out else None),
+        out=args.out,
+        title=_title(args, nproc, device, repeats),
         environment=report.describe_environment({**setup, "repeats": repeats}),
     )
+
+
+def _title(args: argparse.Namespace, nproc: int, device: str, repeats: int) -> str:
+    link = "no lab" if not args.netlab else f"network lab at {args.netlab}"
+    link += f", delay {args.delay}" if args.delay else ""
+    return f"{nproc} ranks, {device}, {link}, n={repeats}" + (", quick" if args.quick else "")
 
 
 def _group_sizes(args: argparse.Namespace, nproc: int) -> tuple[int, ...]:
@@ -195,6 +206,8 @@ def run_rank(plan: Plan) -> RankOutput:
                     output.traces += [record_call(case, name) for name in case.implementations()]
             if group.rank() == 0 and plan.json:
                 report.write_json(plan.json, {**plan.environment, "complete": False}, output.results)
+        if group.rank() == 0 and plan.out and len(plan.tp) > 1:
+            report.write_table_and_figure(plan.out, output.results, f"{plan.title} (so far)")
     dist.barrier(everybody)  # ranks of no group wait here for the others, as long as the whole may take
     return output
 
@@ -338,18 +351,14 @@ def _default_nproc(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else 2
 
 
-def _report(args: argparse.Namespace, plan: Plan, nproc: int, outputs: Sequence[RankOutput]) -> None:
-    link = (
-        f"network lab at {args.netlab}" + (f", delay {args.delay}" if args.delay else "") if args.netlab else "no lab"
-    )
+def _report(args: argparse.Namespace, plan: Plan, outputs: Sequence[RankOutput]) -> None:
     results = outputs[0].results
-    title = f"{nproc} ranks, {plan.device}, {link}, n={plan.repeats}" + (", quick" if args.quick else "")
-    report.print_results(results, title)
+    report.print_results(results, plan.title)
     if plan.json:
         report.write_json(plan.json, {**plan.environment, "complete": True}, results)
         print(f"samples: {plan.json}")
     if args.out:
-        for written in report.write_table_and_figure(args.out, results, title):
+        for written in report.write_table_and_figure(args.out, results, plan.title):
             print(written)
     if args.trace:
         traces = [trace for output in outputs for trace in output.traces]
