@@ -71,6 +71,7 @@ def losses_of_heads_equal_torch() -> None:
             equals_torch(total, sequence_dim, 1, "none", False, torch.float64, z_loss=0.01)
             equals_torch(total, sequence_dim, 1000, "sum", True, torch.float32)
     a_bf16_loss_is_within_the_bound()
+    autocast_casts_as_a_linear_layer_does()
     frozen_parts_get_no_gradient()
     a_tied_weight_gets_both_gradients()
 
@@ -92,6 +93,21 @@ def a_bf16_loss_is_within_the_bound() -> None:
     expected = F.cross_entropy(logits, target, label_smoothing=0.1, reduction="none")
     bound = bounds(logits, target, 0.1, 0.0, torch.finfo(torch.float32).eps)[0]
     assert_within_bound(losses, expected, bound + torch.finfo(torch.float32).eps * expected.abs(), "bf16 loss")
+
+
+def autocast_casts_as_a_linear_layer_does() -> None:
+    mesh = tp_mesh()
+    torch.manual_seed(0)
+    head = ColumnParallelLinear(WIDTH, 11, mesh)
+    low = ColumnParallelLinear(WIDTH, 11, mesh, dtype=torch.bfloat16)
+    low.load_state_dict(head.state_dict())
+    x, target = torch.randn(5, WIDTH, requires_grad=True), torch.arange(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = vocab_parallel_linear_cross_entropy(x, head, target)
+    loss.backward()
+    assert torch.equal(loss, vocab_parallel_linear_cross_entropy(x.bfloat16(), low, target))
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert head.weight.grad is not None and head.weight.grad.dtype == torch.float32
 
 
 def frozen_parts_get_no_gradient() -> None:
