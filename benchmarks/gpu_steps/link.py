@@ -135,6 +135,12 @@ class Pull:
         self.transfer()
         self.gemm()
 
+    def gemm_beside(self) -> None:
+        """Its time ends with the GEMM; the copies may go on. Whoever measures it waits for the device."""
+        self.pipeline.fork(self.lab.stream())
+        _enqueue(self.pipeline, self.rank, self._plain)
+        self.gemm()
+
     def check(self, name: str, call: Callable[[], None]) -> None:
         """With nothing of the peers there before, and no result."""
         self.whole[self.shards[0] :].fill_(float("nan"))
@@ -157,6 +163,8 @@ def measure_gather(
         pull.check(f"AG+GEMM {name}", call)
     problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {pull.config.num_chunks} chunks"
     candidates = {"gemm": pull.gemm, "transfer": pull.transfer, "unfused": pull.unfused, "fused": pull.fused}
+    if num_chunks is None:
+        candidates["gemm beside copies"] = pull.gemm_beside
     _report(lab, recorder, problem, candidates, "PCIe link", target="" if num_chunks else "G3")
     pull.rank.raise_if_failed()
     pull.close()
@@ -324,6 +332,9 @@ def _report(
                      times_of(measured)))  # fmt: skip
     recorder.row(Row(target or "-", problem, "unfused / fused", median["unfused"] / median["fused"], label, "",
                      lab.repeats))  # fmt: skip
+    if "gemm beside copies" in median:
+        slowdown = median["gemm beside copies"] / median["gemm"]
+        recorder.row(Row("-", problem, "cuBLAS beside the copies / alone", slowdown, label, "", lab.repeats))
 
 
 def _copy(

@@ -31,6 +31,7 @@ def main(library: str) -> None:
     gemm.measure_scatter(lab, recorder, Shape(70, 48, 40), 2)
     reducer.measure_reducer(lab, recorder, 3, torch.bfloat16, rows=5, columns=24)
     link.measure_gather(lab, recorder, 70, 40, 24, 3, 1.0, num_chunks=3)
+    link.measure_gather(lab, recorder, 40, 24, 24, 2, 0.4)
     link.measure_scatter(lab, recorder, 70, 40, 24, 3, 0.4)
     faults.TIMEOUT_S = 0.05
     faults.aborts(lab, recorder, 2)
