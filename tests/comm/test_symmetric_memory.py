@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory
 
 import tpkernels as tpk
 from tests.backends.test_symmetric_order import Recorder
@@ -55,7 +56,7 @@ def played(rank: int, fault: str) -> Iterator[list[int]]:
         (symmetric_memory, "_facts_of"): lambda device: facts,
         (symmetric_memory, "_inaccessible"): lambda *a: "no way to rank 0" if faulty and fault == "no access" else None,
         (symmetric_memory, "_new_tensor"): new_tensor,
-        (torch.distributed._symmetric_memory, "rendezvous"): rendezvous,
+        (_symmetric_memory, "rendezvous"): rendezvous,
         (torch.cuda, "get_device_properties"): lambda device: properties,
         (torch.cuda, "synchronize"): lambda device: None,
         (torch.cuda, "is_current_stream_capturing"): lambda: False,
@@ -74,8 +75,6 @@ def meet(made: Any) -> Group:
 
 
 def set_up(fault: str) -> tuple[str | None, bool]:
-    import torch.distributed._symmetric_memory
-
     with new_group() as made, played(dist.get_rank(), fault):
         group = meet(made)
         assert group.no_symmetric_memory == "symmetric memory serves CUDA tensors"  # so far, all were on the CPU
@@ -115,8 +114,6 @@ def test_all_ranks_get_the_memory_or_one_reason(ranks: Pools, fault: str, reason
 
 def grow() -> tuple[str, int, int]:
     """A rank has no memory for larger slots: what all are told, the slots then, and the second try."""
-    import torch.distributed._symmetric_memory  # noqa: F401 - played below
-
     with new_group() as made, played(dist.get_rank(), "grows too large") as asked:
         group = meet(made)
         ensure(group, group.calls, GPU)
@@ -141,3 +138,23 @@ def test_a_rank_that_has_no_memory_to_grow_makes_all_refuse_and_the_group_goes_o
         assert "rank 1: CUDA out of memory" in told
         assert allocations == 3  # pads, the failed growth, and the one that went well
         assert places == 3 * 6 * 2**20  # two slots of 6 MiB, and the step between them
+
+
+def test_a_call_on_another_stream_waits_for_the_one_before_it_unless_a_graph_is_captured() -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.waited_for: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waited_for.append(other)
+
+    first, second, third = Stream(), Stream(), Stream()
+    with played(0, "none"):
+        device = CudaDevice(SimpleNamespace(), GPU, Recorder())  # type: ignore[arg-type]
+        for stream, capturing in ((first, False), (first, False), (second, False), (third, True), (first, False)):
+            with (
+                mock.patch.object(torch.cuda, "current_stream", lambda device, stream=stream: stream),
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing),
+            ):
+                device.order()
+    assert (first.waited_for, second.waited_for, third.waited_for) == ([third], [first], [])

@@ -11,6 +11,9 @@ The gathered tensor is ordinary memory, so it can be given out; slots hold shard
 of few rows, and of features, are gathered (or reduced) around a library GEMM: a kernel that reads the weight once per
 shard would cost more than it hides.
 
+Memory: a slot holds the largest shard (gathers), W partials of the largest owner's rows (scatters), or W whole tensors
+(all-reduce in one step); there are two, and two of the largest started gather.
+
 Streams: everything is enqueued on the current stream, or forked from it and joined to it; the host waits for nothing
 once a call's kind is known, so calls can be captured in CUDA graphs after one that was not.  A wait that fails ends its
 kernels and leaves a record; the next call on the group, or whoever asks ``Group.symmetric.check()`` after having
@@ -137,6 +140,7 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
 
     def finish(kept: Tensor = call.x) -> Tensor:  # the shard is read until then
         with channel.device.current():
+            channel.device.order()
             channel.end("all_gather")
         return whole
 
@@ -302,6 +306,7 @@ def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> An
     channels = _channels(context)
     channels.check()
     with channels.device.current():
+        channels.device.order()
         return work(context, call)
 
 

@@ -71,6 +71,12 @@ class Device(Protocol):
     def stream(self) -> int:
         """The current stream, as the C library takes it."""
 
+    def order(self) -> None:
+        """Calls follow each other: the current stream waits for that of the call before, if it is another one.
+
+        Not in graph capture, which would have to contain the call before; who captures has synchronised.
+        """
+
     def launch(self, kernel: Callable[[], None]) -> None:
         """Run a function that enqueues a kernel on the current stream."""
 
@@ -97,6 +103,7 @@ class CudaDevice:
     def __init__(self, group: Group, device: torch.device, library: cuda_native.Library) -> None:
         self.library = library
         self._group, self._device, self._allocations = group, device, 0
+        self._last_stream: torch.cuda.Stream | None = None
         properties = torch.cuda.get_device_properties(device)
         self.capability = 10 * properties.major + properties.minor
         self.num_sms = properties.multi_processor_count
@@ -135,6 +142,12 @@ class CudaDevice:
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def order(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None and stream != self._last_stream and not self.capturing():
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()
