@@ -12,6 +12,8 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from tpkernels.comm.native import native
 from tpkernels.comm.timeline import Event
 from tpkernels.measure import bench, netlab, report, suites
 from tpkernels.measure.cases import FUSED_OPS, Case, Shape
-from tpkernels.measure.rivals import Problem, Rival
+from tpkernels.measure.rivals import RIVALS, Problem, Rival
 from tpkernels.measure.trace import RankTrace, trace_overlap
 
 
@@ -83,11 +85,41 @@ def _verify_right_and_wrong() -> dict[str, list[str]]:
     return caught
 
 
+def _rival_shapes() -> dict[str, tuple[int, ...]]:
+    """Results of torch's fused ops for tensors without data: the calls are right, as far as that shows."""
+    import torch.distributed._symmetric_memory
+
+    rival = next(rival for rival in RIVALS if rival.name == "torch_symm_mem")
+    found = {}
+    for op, x, weight in (("all_gather_matmul", (4, 6), (5, 6)), ("matmul_reduce_scatter", (8, 3), (10, 3))):
+        case: Any = SimpleNamespace(
+            op=op, shape=Shape(8, 6, 10), group=dist.group.WORLD, world_size=2, device=torch.device("meta"),
+            x=torch.empty(x, device="meta"), weight=torch.empty(weight, device="meta"),
+        )  # fmt: skip
+        found[op] = tuple(rival.make(case)().shape)
+    return found
+
+
+def _on_two_ranks() -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
+    return _verify_right_and_wrong(), _rival_shapes()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]]:
+    return tpk.launch(_on_two_ranks, 2, timeout=120)
+
+
 @pytest.mark.gloo
-def test_a_wrong_element_is_refused_before_anything_is_timed() -> None:
+def test_a_wrong_element_is_refused_before_anything_is_timed(on_two_ranks: list[Any]) -> None:
     expected = ["unfused", "chunked", *(["shared_memory"] if native() is not None else []), "auto"]
-    for caught in tpk.launch(_verify_right_and_wrong, 2, timeout=120):
+    for caught, _ in on_two_ranks:
         assert caught == {op: expected for op in FUSED_OPS}
+
+
+@pytest.mark.gloo
+def test_torchs_fused_ops_are_called_with_what_they_take(on_two_ranks: list[Any]) -> None:
+    for _, shapes in on_two_ranks:
+        assert shapes == {"all_gather_matmul": (8, 5), "matmul_reduce_scatter": (4, 10)}
 
 
 @pytest.mark.gloo
