@@ -144,3 +144,10 @@ def test_the_explanation_is_a_table_of_what_was_weighed() -> None:
     assert "estimate" in text and "chunk(s) per shard" in text and "measured on this group" in text
     _, explanation = dispatch.select(problem(), "auto", Costs())
     assert "built-in costs, not measured" in str(explanation)
+
+
+def test_chunks_on_a_gpu_are_large_enough_to_fill_it() -> None:
+    from tpkernels.backends import chunked
+
+    assert [chunked._num_chunks("cpu", rows, 8) for rows in (64, 1024, 8192)] == [8, 8, 8]
+    assert [chunked._num_chunks("cuda", rows, 8) for rows in (0, 64, 1024, 2500, 16384)] == [1, 1, 1, 2, 8]

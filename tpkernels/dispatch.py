@@ -164,7 +164,7 @@ class Explanation:
                 what = f"cannot run: {candidate.refusal}"
             else:
                 what = f"estimate {candidate.estimate_us:,.0f} us"
-                what += f", {p.num_chunks} chunk(s) per shard" if candidate.name == "chunked" else ""
+                what += f", up to {p.num_chunks} chunk(s) per shard" if candidate.name == "chunked" else ""
             lines.append(f"   {candidate.name:<{width}}  {what}")
         origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
         lines.append(

@@ -29,12 +29,15 @@ from tpkernels.partition import Layout, array_split_sizes, chunk_ranges
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
+# A GEMM of fewer rows leaves most of a GPU idle: 1024 rows and 2048 columns are 64 tiles of 128 x 256, for 132 SMs. Not
+# measured yet.
+MIN_CUDA_CHUNK_ROWS = 1024
 # Below this size the whole partial goes to everybody: one message time instead of two.
 ONE_SHOT_BYTES = 256 * 1024
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
-    layout, group = call.layout, context.group
+    context, layout, group = _with_chunks(context, call.layout), call.layout, context.group
     whole = whole_like(call.x, layout) if call.keep_whole or layout.feature else None
     incoming: ShardExchange | CollectiveGather
     if fits(context, layout):
@@ -78,6 +81,7 @@ def _multiply_complete_rows(
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    context = _with_chunks(context, call.layout)
     layout, group, like = call.layout, context.group, call.xs[0]
     outgoing: PartialExchange | CollectivePartials
     if fits(context, layout):
@@ -107,6 +111,7 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     like = call.xs[0]
     rows, columns = like.shape[0], call.matrices[0].shape[1]
     layout = Layout(1, array_split_sizes(rows, context.group.size), 1)
+    context = _with_chunks(context, layout)
     out = like.new_empty(rows, columns)
     if context.group.size == 2 or rows * columns * like.element_size() <= ONE_SHOT_BYTES:
         _all_reduce_one_shot(context, call, layout, out)
@@ -170,6 +175,18 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
     outgoing.finish()
 
 
+def _with_chunks(context: Context, layout: Layout) -> Context:
+    """The number of chunks that suits the device, from facts that are equal on all ranks."""
+    if context.forced_chunks:
+        return context
+    count = _num_chunks(context.problem.device, layout.max_shard_rows, context.num_chunks)
+    return context._replace(num_chunks=count)
+
+
+def _num_chunks(device: str, shard_rows: int, count: int) -> int:
+    return count if device != "cuda" else max(1, min(count, shard_rows // MIN_CUDA_CHUNK_ROWS))
+
+
 def _refuses(problem: Problem) -> str | None:
     if problem.world_size == 1:
         return "one rank has nothing to transfer"
@@ -180,7 +197,8 @@ def _refuses(problem: Problem) -> str | None:
 
 def _estimate(problem: Problem, costs: Costs) -> float:
     """Transfers run beside the GEMM except for one chunk at an end, and take their share of the processor."""
-    chunks, peers = problem.num_chunks, problem.world_size - 1
+    peers = problem.world_size - 1
+    chunks = _num_chunks(problem.device, -(-problem.m // problem.world_size), problem.num_chunks)
     pieces = 1 + chunks * peers
     gemm = costs.gemm_us(problem, pieces)
     link = costs.link_us(problem.wire_bytes, 0)
