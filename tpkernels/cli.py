@@ -1,4 +1,4 @@
-"""The `tpkernels` command: demo, bench, explain, doctor.
+"""The `tpkernels` command: demo, bench, explain, plan, doctor.
 
 Owns the command line's shape, its exit codes and how errors look: 0 done, 1 something failed, 2 bad arguments, 130
 Ctrl-C. Every subcommand starts its own local ranks, or joins a job that `torchrun` started. Assumes nothing about the
@@ -161,6 +161,74 @@ def explain_on_rank(ops: Sequence[str], m: int, n: int, k: int, dtype_name: str)
         dist.destroy_process_group()
 
 
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def _load_plan() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    return _add_plan_arguments, _run_plan
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        help="a config.json, a folder with one, a name that transformers knows, or package.module:function for a "
+        "function that returns a model",
+    )
+    parser.add_argument("--tp", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="PATTERN=STYLE", help="for example *.lm_head=replicate"
+    )
+    parser.add_argument("--strategy", choices=("auto", "rules"), default="auto", help="rules: do without tracing")
+    parser.add_argument("--json", metavar="FILE", help="write the plan to a file, too")
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from tpkernels.sharding import make_plan
+
+    overrides = {}
+    for item in options.override:
+        pattern, separator, style = item.partition("=")
+        if not separator:
+            raise ValueError(f"--override takes PATTERN=STYLE, got {item!r}")
+        overrides[pattern] = style
+    plan = make_plan(
+        _meta_model(options.model),
+        options.tp,
+        strategy=options.strategy,
+        sequence_parallel=options.sequence_parallel,
+        overrides=overrides,
+    )
+    print(plan)
+    if options.json:
+        Path(options.json).write_text(plan.to_json(), encoding="utf-8")
+    return 0
+
+
+def _meta_model(source: str) -> torch.nn.Module:
+    """The model that the command line names, on the meta device."""
+    import importlib
+
+    import torch
+
+    module, separator, function = source.partition(":")
+    if not separator or "/" in module:
+        from tpkernels.integrations.transformers import meta_model
+
+        return meta_model(source)
+    sys.path.insert(0, "")  # as python -m does: a module in the current directory
+    make = getattr(importlib.import_module(module), function, None)
+    if make is None:
+        raise ValueError(f"module {module!r} has no function {function!r}")
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
@@ -174,5 +242,6 @@ COMMANDS = (
     Command("demo", "swap a pretrained model's linears for tensor-parallel ones, then train a small model", _load_demo),
     Command("bench", "time GEMM only, communication only, unfused and fused for each op", _load_bench),
     Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
+    Command("plan", "how a model would be cut over the ranks, module by module, without its weights", _load_plan),
     Command("doctor", "what this machine offers, what is missing, and what to install", _load_doctor),
 )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as PlainReplicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, close, close_parameters, close_replicas, mine, sequence_sizes, tp_mesh, whole
-from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
+from tpkernels.nn import ColumnParallelLinear, CopiedHeadsLinear, PackedColumnParallelLinear, RowParallelLinear
+from tpkernels.partition import chunk_sizes
 from tpkernels.sharding import Column, Replicate, Row
 from tpkernels.testing.spawn import Pools
 
@@ -87,9 +91,7 @@ EVERY_OPTIMIZER = [(world, {option: True}) for world in (2, 3) for option in ("f
 
 
 @pytest.mark.parametrize(("world", "options"), EVERY_WORLD + EVERY_OPTIMIZER)
-def test_a_parallelized_model_trains_like_the_plain_one(
-    ranks: Pools, world: int, options: dict[str, bool]
-) -> None:
+def test_a_parallelized_model_trains_like_the_plain_one(ranks: Pools, world: int, options: dict[str, bool]) -> None:
     ranks(world).run(trains_like_the_plain_model, options, timeout=LIMIT_S)
 
 
@@ -201,6 +203,17 @@ def refused(what: str) -> tuple[str, bool]:
         model.blocks[0].up = nn.modules.linear.NonDynamicallyQuantizableLinear(WIDTH, HIDDEN)
     elif what == "mesh":
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    elif what == "ranks":
+        plan = tpk.make_plan(Net(), 4)  # type: ignore[assignment]
+    elif what == "model":
+        plan = tpk.make_plan(Block(), mesh, example_inputs=torch.zeros(2, 3, WIDTH))  # type: ignore[assignment]
+    elif what == "word":
+        plan = "best"  # type: ignore[assignment]
+    elif what == "nothing to shard":
+        model, plan = nn.Sequential(nn.Conv1d(3, 4, 1)), "auto"  # type: ignore[assignment]
+    elif what == "twice with auto":
+        plan = "auto"  # type: ignore[assignment]
+        tpk.parallelize(model, mesh)
     elif what == "twice":
         tpk.parallelize(model, mesh, plan)  # type: ignore[arg-type]
     before = dict(model.named_modules(remove_duplicate=False)), dict(model.named_parameters())
@@ -232,6 +245,11 @@ def refused(what: str) -> tuple[str, bool]:
         ("hook", ["module 'blocks.0.up' has hooks"]),
         ("subclass", ["'blocks.0.up' is a NonDynamicallyQuantizableLinear, a subclass or variant of nn.Linear"]),
         ("mesh", ["axes ('a', 'b')", '"tp"']),
+        ("ranks", ["this plan is for 4 ranks, the mesh has 2"]),
+        ("model", ["this plan is for a Block", "there is no module 'up'"]),
+        ("word", ['plan must be "auto"', "got 'best'"]),
+        ("nothing to shard", ["nothing to shard: Sequential has no linear layer or embedding"]),
+        ("twice with auto", ["is a DTensor already", "the model was parallelized before"]),
         ("twice", ["is a DTensor already", "the model was parallelized before"]),
     ],
 )
@@ -242,3 +260,81 @@ def test_a_plan_that_cannot_be_applied_is_refused_and_the_model_unchanged(
         assert unchanged
         for word in words:
             assert word in message
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's: a weight ``[in, out]``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def special_layers() -> None:
+    """Layers that a plan uses and that are there on their own: transposed, packed, copied heads, split input."""
+    mesh, rank, world = tp_mesh(), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(6)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    linear = nn.Linear(6, 14).double()
+    conv = Conv1D(linear.weight.detach().t().clone(), linear.bias.detach().clone())
+    for layer in (linear, conv):
+        mine = x.clone().requires_grad_()
+        expected = layer(mine)
+        expected.square().sum().backward()
+        grad, wanted = mine.grad, layer.weight.grad
+        assert grad is not None and wanted is not None
+
+        split = RowParallelLinear.from_linear(layer, mesh, split_input=True)
+        mine = x.clone().requires_grad_()
+        split(mine).square().sum().backward()
+        close(split(x), expected, "split input")
+        close(whole(mine.grad), grad, "dx of split input")
+        close(whole(split.weight.grad), wanted, "dw of split input")
+        close(split(x[0]), expected[0], "a vector")
+
+        packed = PackedColumnParallelLinear.from_linear(layer, mesh, segments=(7, 4, 3))
+        mine = x.clone().requires_grad_()
+        y = packed(mine)
+        parts = [piece.split(list(chunk_sizes(piece.shape[-1], world)), -1) for piece in expected.split((7, 4, 3), -1)]
+        close(y, torch.cat([part[rank] for part in parts], -1), "packed")
+        y.square().sum().backward()
+        close(whole(mine.grad), grad, "dx of packed")
+        grads = [whole(part.weight.grad) for part in packed.layers]
+        close(torch.cat(grads, 0 if layer is linear else 1), wanted, "dw of packed")
+
+        copied = CopiedHeadsLinear.from_linear(layer, mesh, heads=2, copies=6)
+        mine = x.clone().requires_grad_()
+        y = copied(mine)
+        heads = expected.view(5, 2, 7).repeat_interleave(3, 1)
+        count = 6 // world
+        close(y, heads[:, rank * count : (rank + 1) * count].reshape(5, -1), "copied heads")
+        y.square().sum().backward()
+        close(whole(mine.grad), 3 * grad, "dx of copied heads")
+        close(whole(copied.weight.grad), 3 * wanted, "dw of copied heads")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_transposed_packed_and_copied_layers_equal_the_plain_one(ranks: Pools, world: int) -> None:
+    ranks(world).run(special_layers, timeout=LIMIT_S)
+
+
+def torch_styles() -> None:
+    plain, model, tokens = pair()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=PlainReplicate()),
+        "head": ColwiseParallel(output_layouts=PlainReplicate()),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": "rowwise",
+    }
+    tpk.parallelize(model, tp_mesh(), plan)
+    assert model.head.weight is model.embedding.weight
+    for net in (plain, model):
+        net(tokens).square().mean().backward()
+    close_parameters(model, plain)
+
+
+def test_plans_in_the_words_of_torch_and_transformers_keep_tied_weights_tied(ranks: Pools) -> None:
+    ranks(3).run(torch_styles, timeout=LIMIT_S)

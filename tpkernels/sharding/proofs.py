@@ -91,7 +91,7 @@ class _Decider:
             if barred is not None:
                 self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
                 continue
-            if layers & used:
+            if layers & used or self._contradicts(group):
                 continue
             scope = self.search.scope_of(group)
             key = self.search.signature(group, scope)
@@ -108,6 +108,11 @@ class _Decider:
             used |= layers
             self.decision.proven[group] = _moved(known, group, scope)
         return waiting
+
+    def _contradicts(self, group: Group) -> bool:
+        """The user wants one of the layers to be the other thing."""
+        kinds = dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
+        return any(name in self.forced and self.forced[name].kind != kind for name, kind in kinds.items())
 
     def _prove_together(self, waiting: Mapping[Any, list[Group]]) -> None:
         """Groups that depend on each other, such as blocks that hand a bias per head to the next, all at once."""

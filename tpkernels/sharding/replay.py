@@ -72,7 +72,7 @@ class Replay(Session):
         self.origins = dict(recording.origins)
         self.partial: set[str] = set()
         self.heads: dict[int, int] = {}
-        """The smallest number of pieces that a group's features were viewed as."""
+        """The largest number of pieces, of heads, that a group's features were viewed as."""
         self.blame: frozenset[int] = frozenset()
         self.partial_groups: dict[str, frozenset[int]] = {}
         self._complete: set[str] = set()
@@ -202,10 +202,11 @@ class Replay(Session):
         except Unproven as error:
             raise Unproven(f"{event.packet}: {error.reason}", count=error.count) from None
         answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
-        if event.packet is aten.view:
-            for group in self.blame:
-                pieces = min(answers[0].segments) if answers[0] is not None else 0
-                self.heads[group] = min(self.heads.get(group, pieces), pieces)
+        first = answers[0]
+        if event.packet is aten.view and first is not None and first.dim < len(event.outputs[0]) - 1:
+            if len(event.outputs[0]) > len(event.whole[0]):  # features are seen as heads
+                for group in self.blame:
+                    self.heads[group] = max(self.heads.get(group, 0), *first.segments)
         return answers
 
     def _constant(self, local: Shape, whole: Shape) -> Split | None:

@@ -1,0 +1,112 @@
+"""Compares a parallelized model with the plain one: output, loss, every gradient, every parameter, bytes held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tpkernels as tpk
+from tests.nn.reference import part_of, tp_mesh
+from tests.sharding import zoo
+
+LIMIT = {False: 1e-11, True: 1e-6}
+"""Relative to the largest value, for models that compute in fp64 throughout, and for those with fp32 inside."""
+
+
+def differs(actual: Tensor, expected: Tensor, limit: float) -> str | None:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"{actual.dtype} {tuple(actual.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    if not actual.numel():
+        return None
+    difference = float((actual.detach() - expected.detach()).abs().max())
+    allowed = limit * (1 + float(expected.detach().abs().max()))
+    return None if difference <= allowed else f"differs by {difference:.2e}, at most {allowed:.2e} expected"
+
+
+def parts_of(model: nn.Module, name: str) -> list[DTensor]:
+    """The parameters that a plain model's parameter has become: one, or several of a packed layer."""
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    if name in parameters:
+        return [parameters[name]]
+    owner, _, key = name.rpartition(".")
+    found = []
+    while f"{owner}.part{len(found)}.{key}" in parameters:
+        found.append(parameters[f"{owner}.part{len(found)}.{key}"])
+    return found
+
+
+def compare_tensors(model: nn.Module, plain: nn.Module, limit: float, *, gradients: bool = True) -> list[str]:
+    """What is wrong with the values or gradients on this rank."""
+    wrong = []
+    for name, expected in plain.named_parameters(remove_duplicate=False):
+        found = parts_of(model, name)
+        if not found:
+            wrong.append(f"{name} is gone")
+            continue
+        dim = 0
+        if len(found) > 1 and expected.dim() > 1:
+            dim = 0 if found[0].shape[1] == expected.shape[1] else 1
+        starts = [0]
+        for part in found:
+            starts.append(starts[-1] + part.shape[dim])
+        pairs = [(expected, [part.to_local() for part in found])]
+        if gradients and expected.grad is not None:
+            if any(part.grad is None for part in found):
+                wrong.append(f"{name} has no gradient")
+                continue
+            pairs.append((expected.grad, [part.grad.to_local() for part in found]))  # type: ignore[union-attr]
+        for whole, locals_ in pairs:
+            what = f"gradient of {name}" if whole is expected.grad else name
+            for part, local, start in zip(found, locals_, starts, strict=False):
+                piece = whole.detach().narrow(dim, start, part.shape[dim]) if len(found) > 1 else whole.detach()
+                problem = differs(local, part_of(piece, part), limit)
+                if problem:
+                    wrong.append(f"{what}: {problem}")
+    return wrong
+
+
+def held_bytes(model: nn.Module) -> int:
+    local = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def compare_model(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Plan, parallelize, run forward and backward; what is wrong, and what the plan says."""
+    plain, model, given = zoo.build(name), zoo.build(name), zoo.inputs(name)
+    plan = tpk.make_plan(model, tp_mesh(), **options)
+    tpk.parallelize(model, tp_mesh(), plan)
+    limit = LIMIT[zoo.is_single(name)]
+    wrong = []
+    y, expected = zoo.output(model(**given)), zoo.output(plain(**given))
+    problem = differs(y, expected, limit)
+    if problem:
+        wrong.append(f"output: {problem}")
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    losses = [(out * weights).sum() for out in (y, expected)]
+    for loss in losses:
+        loss.backward()
+    wrong += compare_tensors(model, plain, limit)
+    rank = dist.get_rank()
+    if held_bytes(model) != plan.bytes_per_rank[rank]:
+        wrong.append(f"holds {held_bytes(model)} bytes, the plan says {plan.bytes_per_rank[rank]}")
+    if tpk.ShardingPlan.from_json(plan.to_json()) != plan:
+        wrong.append("the plan changes on its way through JSON")
+    return {
+        "wrong": wrong,
+        "styles": {entry.path: type(entry.style).__name__ for entry in plan.entries},
+        "sequence": plan.sequence_blocks,
+        "whole": plan.whole_blocks,
+        "notes": plan.notes,
+        "full": plan.full_bytes,
+        "replicated": plan.replicated_bytes,
+        "held": plan.bytes_per_rank,
+    }
+
+
+def compare_models(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Many models in one call of the ranks."""
+    return [compare_model(name, options) for name, options in cases]

@@ -1,0 +1,1 @@
+"""What joins tpkernels to other libraries; each file needs its own."""
