@@ -97,15 +97,16 @@ def test_a_step_that_hangs_loses_its_rest_and_nothing_else(
 ) -> None:
     ends = "recorder.outcome.status = 'done'; recorder.save()"
     as_step(monkeypatch, {"hangs": "time.sleep(600)", "dies": "import os; os._exit(9)", "ends": ends, "late": ends})
-    steps = [one_gpu.Step(name, name, 3.0, "none") for name in ("hangs", "dies", "ends")]
-    assert one_gpu.run_all(steps, tmp_path, 100.0, ENVIRONMENT) == 1
+    limits = {"hangs": 6.0, "dies": 60.0, "ends": 60.0}
+    steps = [one_gpu.Step(name, name, limit_s, "none") for name, limit_s in limits.items()]
+    assert one_gpu.run_all(steps, tmp_path, 200.0, ENVIRONMENT) == 1
     content = json.loads((tmp_path / "one-gpu.json").read_text())
     found = {step["step"]: step for step in content["steps"]}
     assert {name: step["status"] for name, step in found.items()} == {
         "hangs": "out of time", "dies": "failed", "ends": "done"
     }  # fmt: skip
     assert all(step["rows"][0]["value"] == 1.0 for step in found.values()), "what was found before stays"
-    assert "not ended after 3 s" in found["hangs"]["reason"] and "status 9" in found["dies"]["reason"]
+    assert "not ended after 6 s" in found["hangs"]["reason"] and "status 9" in found["dies"]["reason"]
     assert "| hangs | out of time |" in capsys.readouterr().out
     late = one_gpu.supervise(one_gpu.Step("late", "", 3.0, "none"), tmp_path, limit_s=-3.0)
     assert (late.status, late.reason) == ("out of time", "the budget was spent before its turn")
