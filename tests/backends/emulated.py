@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch import Tensor
 import tpkernels as tpk
 from tests.ops.support import _write_environment
 from tpkernels.backends import symmetric
-from tpkernels.comm import agreement
+from tpkernels.comm import agreement, symmetric_channels
 from tpkernels.comm.cuda_native import Library
 from tpkernels.comm.groups import Group, resolve
 from tpkernels.comm.symmetric_channels import SymmetricChannels
@@ -103,7 +104,7 @@ class Emulation:
 
     library, folder: of tests/cuda/emulator.py; where memory is mapped from. fuse_from_rows, one_shot_bytes: thresholds
     of the backend, by default such that tiny calls take the ways of large ones. late_us: how late tasks of side streams
-    may be.
+    may be. most_lanes: side streams of a channel; peers share them when they are fewer.
     """
 
     library: str
@@ -114,6 +115,7 @@ class Emulation:
     timeout: float = 60.0
     late_us: int = 0
     capability: int = 80
+    most_lanes: int = 4
 
     @contextmanager
     def group(self) -> Iterator[Any]:
@@ -126,7 +128,8 @@ class Emulation:
         try:
             tpk.all_reduce(torch.zeros(1), made, implementation="unfused")  # the ranks meet
             group = resolve(made)
-            channels = SymmetricChannels(group, EmulatedDevice(group, self))
+            with mock.patch.object(symmetric_channels, "MAX_LANES", self.most_lanes):
+                channels = SymmetricChannels(group, EmulatedDevice(group, self))
             group.symmetric, group.no_symmetric_memory = channels, None
             yield made
             if group.poison is None:
