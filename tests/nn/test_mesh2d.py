@@ -116,6 +116,19 @@ def compiled_equals_eager() -> None:
     assert torch.equal(*gradients)
 
 
+def parameters_live_on_the_mesh_that_they_were_given() -> None:
+    """Not on an equal one of an earlier module, whose groups may be gone by now."""
+    for mesh in (mesh_of(2, 1), mesh_of(2, 1)):
+        assert MeshMLP2D(8, 12, mesh).mesh is mesh
+        axis = mesh["x"]
+        assert ParallelMLP(8, 12, axis).down.mesh is axis
+
+
+@pytest.mark.gloo
+def test_parameters_live_on_the_mesh_that_they_were_given(ranks: Pools) -> None:
+    ranks(2).run(parameters_live_on_the_mesh_that_they_were_given, timeout=LIMIT_S)
+
+
 @pytest.mark.gloo
 def test_the_compiled_block_equals_the_eager_one(ranks: Pools) -> None:
     ranks(2).run(compiled_equals_eager, timeout=LIMIT_S)

@@ -22,7 +22,7 @@ belongs to a GEMM that hides it: see :mod:`tpkernels.ops.mesh_matmul`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpkernels import dispatch, partition
 from tpkernels.comm.groups import group_name
-from tpkernels.nn.parameters import local, mesh_of
+from tpkernels.nn.parameters import as_parameter, local, mesh_of
 from tpkernels.ops import copy_to_group
 from tpkernels.ops.contract import ACTIVATIONS, activation_forward
 from tpkernels.ops.library import call
@@ -213,8 +213,8 @@ def _cut_parameter(full: Tensor, mesh: DeviceMesh, placements: Placements) -> nn
             part = part.narrow(placement.dim, offsets(sizes)[coordinate[axis]], sizes[coordinate[axis]])
     part = torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
     stride = torch.empty(full.shape, device="meta").stride()
-    whole: Any = DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=stride)
-    return nn.Parameter(whole, requires_grad=full.requires_grad)
+    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=stride)
+    return as_parameter(whole, full.requires_grad)
 
 
 # --- what it moves ----------------------------------------------------------------------------------------------------

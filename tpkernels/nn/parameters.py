@@ -12,6 +12,8 @@ of parameters need no help.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from tpkernels.comm.groups import GroupLike
 from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes, offsets
 
-__all__ = ["check_unit", "local", "mesh_of", "replicate_parameter", "shard_parameter", "tp_mesh"]
+__all__ = ["as_parameter", "check_unit", "local", "mesh_of", "replicate_parameter", "shard_parameter", "tp_mesh"]
 
 
 def tp_mesh(group: GroupLike) -> DeviceMesh:
@@ -97,4 +99,15 @@ def _parameter(
 ) -> nn.Parameter:
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(whole, requires_grad=requires_grad)
+    return as_parameter(whole, requires_grad)
+
+
+def as_parameter(whole: DTensor, requires_grad: bool) -> nn.Parameter:
+    """``nn.Parameter(whole)``, a leaf, on its very mesh.
+
+    That constructor detaches, and DTensor takes the mesh of the result from a cache of earlier calls: an equal one, but
+    its process groups may be gone.
+    """
+    whole.requires_grad_(requires_grad)
+    whole._is_param = True
+    return cast(nn.Parameter, whole)
