@@ -192,7 +192,7 @@ def run_rank(plan: Plan) -> RankOutput:
     """What one rank does; the entry point of every way of starting ranks."""
     tpk.init(device=plan.device, timeout=plan.case_timeout_s)
     device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
-    everybody = _store_group(range(dist.get_world_size()), plan.timeout_s)
+    everybody = _store_group(dist.get_world_size(), plan.timeout_s)
     output, count = RankOutput(), len(plan.problems)
     for group, control in _groups(plan):
         for index, (op, shape) in enumerate(plan.problems):
@@ -214,14 +214,15 @@ def run_rank(plan: Plan) -> RankOutput:
 
 def _groups(plan: Plan) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     """This rank's groups, each with one of the same ranks on which Python objects are exchanged."""
-    world = dist.get_world_size()
-    made = [(groups.new_group(range(size), plan.device, plan.case_timeout_s), _store_group(range(size), plan.timeout_s))
-            for size in plan.tp or (world,)]  # fmt: skip
-    yield from (pair for pair in made if dist.get_rank() < len(dist.get_process_group_ranks(pair[0])))
+    made = [
+        (size, groups.new_group(range(size), plan.device, plan.case_timeout_s), _store_group(size, plan.timeout_s))
+        for size in plan.tp or (dist.get_world_size(),)
+    ]
+    yield from ((group, control) for size, group, control in made if dist.get_rank() < size)
 
 
-def _store_group(ranks: range, timeout_s: float) -> Any:
-    return dist.new_group(list(ranks), backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+def _store_group(size: int, timeout_s: float) -> Any:
+    return dist.new_group(list(range(size)), backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def time_case(case: Case, plan: Plan, control: dist.ProcessGroup | None = None) -> CaseResult:
