@@ -20,6 +20,18 @@ TOOLS = ("memcheck", "synccheck")
 TEST_FILES = ("test_virtual_ranks", "test_kernels", "test_symmetric", "test_nccl", "test_several_gpus")
 
 
+# What `setup.py build_ext --inplace` does for the CUDA kernels, and for them alone: the compiled core stays as it is.
+BUILD = """
+import json, pathlib, runpy
+setup = runpy.run_path("setup.py")
+built, facts = setup["build_cuda"]()
+package = pathlib.Path("tpkernels")
+setup["replace"](package / setup["CUDA_MODULE"], built.read_bytes())
+record = {"built": True, "module": setup["CUDA_MODULE"], **facts}
+setup["replace"](package / setup["CUDA_RECORD"], json.dumps(record, indent=1).encode())
+"""
+
+
 class Unavailable(Exception):
     """A step that cannot run here, with the reason; not a failure."""
 
@@ -30,7 +42,7 @@ def build(recorder: Recorder) -> None:
         recorder.fact("CUDA kernels", "were built before")
         return
     environment = {**os.environ, "TPKERNELS_CUDA": "1"}
-    built = run_program([sys.executable, "setup.py", "build_ext", "--inplace"], recorder.log("setup"), environment)
+    built = run_program([sys.executable, "-c", BUILD], recorder.log("setup"), environment)
     loads = [sys.executable, "-c", "from tpkernels.comm import cuda_native; cuda_native.load()"]
     loaded = run_program(loads, recorder.log("load"))
     if loaded.status != 0:
