@@ -62,13 +62,13 @@ class _Watch:
         self.had_lost = False
 
     def tick(self) -> None:
+        if self.group.symmetric is not None:  # first: the store may have died with the peer
+            self._end_waits_of_the_device(self.group.symmetric)
         now = time.monotonic()
         if now >= self.next_beat:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
             self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
-        if self.group.symmetric is not None:
-            self._end_waits_of_the_device(self.group.symmetric)
         in_flight = self.group.in_flight
         if in_flight is None or now - in_flight.since <= SUSPICIOUS_AFTER:
             return
