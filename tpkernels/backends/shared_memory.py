@@ -41,6 +41,7 @@ from tpkernels.ops.contract import (
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
+    nothing,
 )
 from tpkernels.partition import Layout, array_split_sizes, chunk_ranges, offsets, peers_after
 
@@ -55,6 +56,8 @@ __all__ = [
 
 # Up to here every rank sums everything itself; above, each sums its share and copies the others'.
 ONE_SHOT_BYTES = 256 * 1024
+# Up to here a copy into the segment costs less than the steps that save it: the call is as long as its Python.
+COPIED_BYTES = 32 * 1024
 _ALIGNMENT = 64
 
 
@@ -119,6 +122,13 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     segments, like = _segments(context), call.xs[0]
     rows, columns = like.shape[0], call.matrices[0].shape[1]
     num_bytes = rows * columns * like.element_size()
+    if num_bytes <= COPIED_BYTES and call.bias is None and call.meanwhile is nothing:
+        if len(call.xs) > 1 or timeline.active():
+            out = _product(call)
+        else:
+            out = torch.mm(like, call.matrices[0])
+        segments.all_reduce(context.fingerprint, context.text, out, out)
+        return out
     segments.reserve(num_bytes)
     bias = _contiguous(call.bias)
     out = like.new_empty(rows, columns)
@@ -160,6 +170,14 @@ def _sum_shares(
             channel.wait(peer, size)
         start, stop = shares[peer]
         out[start:stop].copy_(segments.view(peer, tuple(out.shape), out.dtype)[start:stop])
+
+
+def _product(call: MatmulAllReduce) -> Tensor:
+    with timeline.span("gemm", "gemm"):
+        product = torch.mm(call.xs[0], call.matrices[0])
+        for x, matrix in zip(call.xs[1:], call.matrices[1:], strict=True):
+            torch.addmm(product, x, matrix, out=product)
+    return product
 
 
 def _partial(call: MatmulAllReduce, start: int, stop: int, partial: Tensor) -> None:

@@ -136,6 +136,8 @@ class Group:
 
 
 _groups: dict[str, Group] = {}
+_seen: dict[int, tuple[weakref.ReferenceType[GroupLike], Group]] = {}
+"""States by the identity of what users named them with: to ask a mesh for its group takes as long as a small GEMM."""
 
 
 def process_group(group: GroupLike | str) -> dist.ProcessGroup:
@@ -144,6 +146,8 @@ def process_group(group: GroupLike | str) -> dist.ProcessGroup:
     Raises:
         ValueError: a mesh of several axes, or something that is no group.
     """
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -151,8 +155,6 @@ def process_group(group: GroupLike | str) -> dist.ProcessGroup:
                 'for example mesh["tp"]'
             )
         return group.get_group()
-    if isinstance(group, dist.ProcessGroup):
-        return group
     if isinstance(group, str):
         return _registered(group.rpartition("@")[0] or group)
     raise ValueError(f"group must be a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}")
@@ -174,7 +176,17 @@ def group_name(group: GroupLike) -> str:
 
 def resolve(group: GroupLike | str) -> Group:
     """The state that belongs to a group; the same object for every call of this process."""
-    pg = process_group(group)
+    seen = _seen.get(id(group))
+    if seen is not None and seen[0]() is group and seen[1].reference() is not None:
+        return seen[1]
+    state = _resolve(process_group(group))
+    if not isinstance(group, str):
+        key = id(group)
+        _seen[key] = (weakref.ref(group, lambda gone: _forget_seen(key, gone)), state)
+    return state
+
+
+def _resolve(pg: dist.ProcessGroup) -> Group:
     name = str(pg.group_name)
     known = _groups.get(name)
     if known is not None and known.reference() is pg:
@@ -190,6 +202,11 @@ def resolve(group: GroupLike | str) -> Group:
 def live_groups() -> list[Group]:
     """Groups of this process whose ranks have met."""
     return [group for group in list(_groups.values()) if group.key is not None and group.reference() is not None]
+
+
+def _forget_seen(key: int, gone: weakref.ReferenceType[GroupLike]) -> None:
+    if key in _seen and _seen[key][0] is gone:
+        del _seen[key]
 
 
 def _forget(name: str, gone: weakref.ReferenceType[dist.ProcessGroup]) -> None:

@@ -55,7 +55,10 @@ class SharedSegments:
         """
         if num_bytes <= self.channel.capacity:
             return
-        failed = self._guarded(lambda: self.channel.grow(-(-num_bytes // _GROW_STEP) * _GROW_STEP))
+        try:
+            failed = self.channel.grow(-(-num_bytes // _GROW_STEP) * _GROW_STEP)
+        except self._module.ChannelError as error:
+            raise self.translate(error) from None
         if failed:
             listing = "; ".join(f"rank {rank}: {os.strerror(code)} ({errno.errorcode[code]})" for rank, code in failed)
             raise UnsupportedProblem(
@@ -84,15 +87,12 @@ class SharedSegments:
 
     def all_reduce(self, fingerprint: int, text: str, x: Tensor, out: Tensor) -> None:
         """out = sum over ranks of ``x`` (contiguous): a whole call in one step."""
-        self.reserve(self._module.all_reduce_bytes(x.numel() * x.element_size()))
-        dtype = native_dtype(x.dtype)
-        self._guarded(
-            lambda: self.channel.all_reduce(fingerprint, text, dtype, x.data_ptr(), out.data_ptr(), x.numel())
-        )
-
-    def _guarded(self, work: Any) -> Any:
+        channel, count = self.channel, x.numel()
+        needed = self._module.all_reduce_bytes(count * x.element_size())
+        if needed > channel.capacity:
+            self.reserve(needed)
         try:
-            return work()
+            channel.all_reduce(fingerprint, text, native_dtype(x.dtype), x.data_ptr(), out.data_ptr(), count)
         except self._module.ChannelError as error:
             raise self.translate(error) from None
 

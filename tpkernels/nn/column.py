@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import local, tp_mesh
 from tpkernels.ops import all_gather, all_gather_matmul, copy_matmul
-from tpkernels.ops.contract import ACTIVATIONS
+from tpkernels.ops.contract import ACTIVATIONS, activation_forward
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 
@@ -127,7 +128,21 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
+        if self._is_local(x, shard_sizes):
+            y = F.linear(x, self._matrix(), local(self.bias))
+            return y if self.activation is None else activation_forward(self.activation, y)
         return _forward([self], x, shard_sizes)[0]
+
+    def _is_local(self, x: Tensor, shard_sizes: Sequence[int] | None) -> bool:
+        """Whether this is one linear that needs neither peers nor checks: inference on a plain replicated x."""
+        return (
+            type(x) is Tensor
+            and not (torch.is_grad_enabled() or self.sequence_parallel or self.gather_output or shard_sizes)
+            and x.dim() > 1
+            and x.shape[-1] == self.in_features
+            and x.dtype == self.weight.dtype
+            and x.is_contiguous()  # else torch might add the bias in a second rounding
+        )
 
     def _op(self) -> str:
         return "all_gather_matmul" if self.sequence_parallel else "matmul_all_reduce"

@@ -82,7 +82,8 @@ class ParallelLinear(nn.Module):
 
     def _matrix(self) -> Tensor:
         """This rank's part of the weight, ``[out, in]``."""
-        weight = cast(Tensor, local(self.weight))
+        weight = local(self.weight)
+        assert weight is not None
         return weight.t() if self.transposed else weight
 
     @property

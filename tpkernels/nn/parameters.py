@@ -76,9 +76,11 @@ def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool =
 
 def local(parameter: Tensor | None) -> Tensor | None:
     """What this rank computes with; its gradient becomes the parameter's, with the parameter's placement."""
-    if isinstance(parameter, DTensor):
-        return with_sink(parameter.to_local(), parameter)
-    return parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not torch.is_grad_enabled():
+        return parameter._local_tensor  # what to_local() makes a view of; in small calls each microsecond shows
+    return with_sink(parameter.to_local(), parameter)
 
 
 def mesh_of(parameter: Tensor) -> DeviceMesh:

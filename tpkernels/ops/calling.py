@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,14 +111,20 @@ def run_known(group: Group, known: Known, local: int, arguments: Any, device: to
         known.plan = group.agreed.get(signature)
         if known.plan is None:
             _check_settings(group, str(signature))
-
-    def work(call: int) -> Any:
-        plan = known.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
-        known.plan = plan
-        group.enter(call, signature)
-        return plan.implementation.run(plan.context(group, call), arguments)
-
-    return _guarded(group, signature, work)
+    with group.lock:  # what _guarded does, without its calls: each costs microseconds in a call that finds cold caches
+        if group.poison is not None:
+            group.raise_if_poisoned()
+        outer, call = group.in_flight, group.calls
+        group.calls = call + 1
+        try:
+            plan = known.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
+            known.plan = plan
+            group.enter(call, signature)
+            return plan.implementation.run(plan.context(group, call), arguments)
+        except BaseException as error:  # noqa: BLE001 - _fail raises what it means
+            _fail(group, call, signature, error)
+        finally:
+            group.in_flight = outer
 
 
 def start(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Callable[[], Any]:
@@ -149,18 +155,28 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
         group.calls += started is None
         try:
             return work(call)
-        except CommunicationError as error:
-            raise agreement.fail(group, error) from error.__cause__
-        except transport.TransportFailure as error:
-            raise agreement.fail(group, agreement.diagnose(group, call, str(signature), error)) from error
-        except UnsupportedProblem:
-            raise  # every rank refuses alike, and nothing was sent
-        except BaseException as error:
-            # Whatever it is, the peers may be waiting for chunks that will not come.
-            agreement.fail(group, PeerLost(f"rank {group.rank}, call {call}: {error!r}", ranks=(group.rank,)))
-            raise
+        except BaseException as error:  # noqa: BLE001 - _fail raises what it means
+            _fail(group, call, signature, error)
         finally:
             group.in_flight = outer
+
+
+def _fail(group: Group, call: int, signature: Hashable, error: BaseException) -> NoReturn:
+    """Inside ``except``: raise what the user gets for ``error``, and poison the group."""
+    try:
+        raise error
+    except CommunicationError as named:
+        raise agreement.fail(group, named) from named.__cause__
+    except transport.TransportFailure as failure:
+        raise agreement.fail(group, agreement.diagnose(group, call, str(signature), failure)) from failure
+    except UnsupportedProblem:
+        raise  # every rank refuses alike, and nothing was sent
+    except BaseException as other:
+        # Whatever it is, the peers may be waiting for chunks that will not come.
+        agreement.fail(group, PeerLost(f"rank {group.rank}, call {call}: {other!r}", ranks=(group.rank,)))
+        raise
+    finally:
+        del error  # its traceback holds this frame: such a cycle would keep the process group until a collection
 
 
 def _check_settings(group: Group, what: str) -> None:

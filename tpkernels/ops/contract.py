@@ -35,6 +35,7 @@ __all__ = [
     "ReduceScatter",
     "activation_backward",
     "activation_forward",
+    "nothing",
 ]
 
 
@@ -93,8 +94,8 @@ class Gathered:
     whole: Tensor | None = None
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """The ``meanwhile`` of a call that has none."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class MatmulReduceScatter:
     layout: Layout
     bias: Tensor | None = None
     addend: Tensor | None = None
-    meanwhile: Callable[[], None] = _nothing
+    meanwhile: Callable[[], None] = nothing
 
     @property
     def columns(self) -> int:
@@ -123,7 +124,7 @@ class MatmulAllReduce(NamedTuple):
     xs: Sequence[Tensor]
     matrices: Sequence[Tensor]
     bias: Tensor | None = None
-    meanwhile: Callable[[], None] = _nothing
+    meanwhile: Callable[[], None] = nothing
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ compiled alike); collectives and gradients keep the dtypes that they are given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def is_plain(*tensors: object) -> bool:
     """
     records = torch.is_grad_enabled()
     for tensor in tensors:
-        if not isinstance(tensor, _PLAIN) or type(tensor) not in _PLAIN or (records and tensor.requires_grad):
+        if type(tensor) not in _PLAIN or (records and cast(Tensor, tensor).requires_grad):
             return False
     return not (
         torch.compiler.is_compiling()

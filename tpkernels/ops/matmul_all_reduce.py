@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import Group, GroupLike, group_name, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
@@ -56,16 +56,16 @@ def matmul_all_reduce(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
-    pg = process_group(group)
-    if pg.size() > 1 and is_plain(x, weight, weight if bias is None else bias):
-        return _run(resolve(pg), x, weight, bias, implementation)
+    state = resolve(group)
+    if state.size > 1 and is_plain(x, weight, weight if bias is None else bias):
+        return _run(state, x, weight, bias, implementation)
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
-    if pg.size() == 1:
+    if state.size == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
-    return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(pg), implementation))
+    return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))
 
 
 @lru_cache(maxsize=256)
@@ -79,7 +79,10 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implement
 
 
 def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor:
-    facts = calling.facts_of("matmul_all_reduce", implementation, x, weight, bias)
+    facts = (
+        "matmul_all_reduce", implementation, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device,
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+    )  # fmt: skip
     known = group.checked.get(facts)
     if known is None:
         try:
@@ -93,8 +96,8 @@ def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implement
             Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
         )
         group.checked[facts] = known
-    arguments = MatmulAllReduce([flat(x)], [weight.t()], bias)
-    y = cast(Tensor, calling.run_known(group, known, x.shape[-1], arguments, x.device))
+    arguments = MatmulAllReduce([x if x.dim() == 2 and x.is_contiguous() else flat(x)], [weight.t()], bias)
+    y: Tensor = calling.run_known(group, known, x.shape[-1], arguments, x.device)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
