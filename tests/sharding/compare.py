@@ -36,6 +36,10 @@ def parts_of(model: nn.Module, name: str) -> list[DTensor]:
     found = []
     while f"{owner}.part{len(found)}.{key}" in parameters:
         found.append(parameters[f"{owner}.part{len(found)}.{key}"])
+    if not found and key.startswith("in_proj_"):  # torch's attention
+        key = key.removeprefix("in_proj_")
+        names = [f"{owner}.{part}.{key}" for part in ("query", "key", "value")]
+        found = [parameters[part] for part in names if part in parameters]
     return found
 
 

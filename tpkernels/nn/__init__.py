@@ -16,6 +16,7 @@ from tpkernels.nn.linear_cross_entropy import vocab_parallel_linear_cross_entrop
 from tpkernels.nn.main_grads import use_main_grads
 from tpkernels.nn.mesh2d import MeshMLP2D, mesh_mlp_bytes
 from tpkernels.nn.mlp import ParallelMLP
+from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.random import Dropout, check_rng, sharded_rng
@@ -34,6 +35,7 @@ __all__ = [
     "PackedColumnParallelLinear",
     "ParallelAttention",
     "ParallelMLP",
+    "ParallelMultiheadAttention",
     "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",

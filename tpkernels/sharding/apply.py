@@ -26,6 +26,7 @@ from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
+from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.replicated import Converted, replicate_parameters
@@ -36,7 +37,7 @@ from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between
 from tpkernels.sharding.sequence import run_sequence_parallel
 from tpkernels.sharding.sources import match
-from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary, as_style
+from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary, as_style
 
 __all__ = ["parallelize"]
 
@@ -82,19 +83,26 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         styles, idle = plan.styles, set(plan.idle_ties)
     else:
         styles, idle = _explicit(plan, model, modules), set()
-    swaps = {name: style for name, style in styles.items() if not isinstance(style, Replicate)}
+    _check_heads(styles, modules, tp)
+    kept = (Replicate, Heads)
+    swaps = {name: style for name, style in styles.items() if not isinstance(style, kept)}
     layers = {name: _check_swap(name, modules[name], style, tp) for name, style in swaps.items()}
     _check_sharing(model, modules, swaps, layers, idle)
     replacements, converted = _replacements(modules, swaps, tp)
+    attentions = {name: style for name, style in styles.items() if isinstance(style, Heads) and not style.inner}
+    replacements += [
+        (modules[name], ParallelMultiheadAttention.from_attention(_attention(modules[name]), tp))
+        for name in {id(modules[name]): name for name in attentions}.values()
+    ]
 
     for old, new in replacements:
         old.__class__ = new.__class__
         old.__dict__ = new.__dict__
     # Outer modules last: what an inner one was told holds.
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
-        kept = styles[name]
-        if isinstance(kept, Replicate) and (kept.sequence_parallel or not isinstance(plan, ShardingPlan)):
-            replicate_parameters(modules[name], tp, sequence_parallel=kept.sequence_parallel, converted=converted)
+        style = styles[name]
+        if isinstance(style, Replicate) and (style.sequence_parallel or not isinstance(plan, ShardingPlan)):
+            replicate_parameters(modules[name], tp, sequence_parallel=style.sequence_parallel, converted=converted)
     replicate_parameters(model, tp, converted=converted)
     if isinstance(plan, ShardingPlan):
         for key, (_, value) in plan.attributes.items():
@@ -104,6 +112,20 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         for opener, closer in plan.random:
             differ_between(modules[opener], modules[closer], tp)
     return model
+
+
+def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], tp: DeviceMesh) -> None:
+    for name, style in styles.items():
+        if isinstance(style, Heads) and not style.inner:
+            why = why_not_parallel(_attention(modules[name], name), tp.size()) or unswappable(modules[name])
+            if why is not None:
+                raise ValueError(f"module {name!r} {why}")
+
+
+def _attention(module: nn.Module, name: str = "") -> nn.MultiheadAttention:
+    if type(module) is not nn.MultiheadAttention:
+        raise ValueError(f"module {name!r} is a {type(module).__name__}; heads styles are for nn.MultiheadAttention")
+    return module
 
 
 def _explicit(plan: Mapping[str, object], model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:

@@ -15,7 +15,7 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.sharding.flow import Stream
 from tpkernels.sharding.layers import Layer, layer_of
 from tpkernels.sharding.plan import Entry, ParameterCut, ShardingPlan
-from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary
+from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
 
 __all__ = ["Chosen", "Traffic", "make_entries", "traffic_of"]
 
@@ -142,6 +142,8 @@ def _cut_dim(style: Style, layer: Layer | None, name: str) -> int | None:
         return (0 if transposed else 1) if name == "weight" else None
     if isinstance(style, Vocabulary):
         return 0
+    if isinstance(style, Heads):
+        return 0 if not style.inner else 1 if name == "weight" else None
     return 1 if isinstance(style, Features) else None
 
 
@@ -154,6 +156,8 @@ def _cut(
         local = list(shape)
         if dim is not None:
             segments = style.segments if isinstance(style, Column) and style.segments else (shape[dim],)
+            if isinstance(style, Heads) and not style.inner:
+                segments = (shape[dim] // 3,) * 3
             local[dim] = sum(chunk_sizes(size, world_size)[rank] for size in segments)
         shapes.append(tuple(local))
     return ParameterCut(name, shape, dim, tuple(shapes), parameter.element_size(), tied)
@@ -164,6 +168,9 @@ def traffic_of(
 ) -> Traffic:
     """Collectives of a style, with the bytes that a rank sends when all ranks exchange ``rows`` rows at best."""
     weights = sum(p.numel() * p.element_size() for p in parameters.values())
+    if isinstance(style, Heads):
+        moved = ("all-reduce of y", "-") if style.inner else ("-", "all-reduce of dx")
+        return Traffic(*moved, None, None)
     if isinstance(style, Replicate) or layer is None:
         summed = isinstance(style, Replicate) and style.sequence_parallel and bool(parameters)
         once = 2 * weights * (world_size - 1) // world_size if summed else 0

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.multihead import why_not_parallel
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
 from tpkernels.sharding.entries import Chosen, make_entries
@@ -29,7 +30,7 @@ from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.sources import Hints, hints_for, override_styles
-from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary
+from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
 
 __all__ = ["check_plain", "make_plan"]
 
@@ -118,6 +119,7 @@ class _Planner:
         for name, layer in self.layers.items():
             if name not in self.chosen:
                 self.chosen[name] = self._by_rule(name, layer)
+        self._cut_attention()
         self._untie()
         self._check_something_is_cut()
         for name in sorted({parameter.rpartition(".")[0] for parameter in self.decision.partial}):
@@ -147,6 +149,7 @@ class _Planner:
             roles |= dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
         others = [name for name, layer in self.layers.items() if name not in roles and layer.kind != "embedding"]
         together = {name: self.decision.together.get(name, (name,)) for name in others}
+        together |= {name: (name,) for name, m in self.modules.items() if isinstance(m, nn.MultiheadAttention)}
         stream = follow(self.observation, roles, together)
         for name, cut in stream.layers.items():
             old = self.chosen[name]
@@ -157,6 +160,20 @@ class _Planner:
                 reason = "works on a part of the sequence: its gradients are summed"
                 self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
         return stream
+
+    def _cut_attention(self) -> None:
+        """torch's own attention takes and gives whole tensors; inside, its heads are cut."""
+        for name, module in self.modules.items():
+            if type(module) is not nn.MultiheadAttention or name in self.chosen:
+                continue
+            inner = f"{name}.out_proj" if name else "out_proj"
+            why = why_not_parallel(module, self.world_size) or unswappable(module)
+            if why is None and not any(n in self._tied() for n in (name, inner)) and inner not in self.chosen:
+                reason = f"{module.num_heads} heads, {module.num_heads // self.world_size} per rank"
+                self.chosen[name] = Chosen(Heads(), "rule", reason)
+                self.chosen[inner] = Chosen(Heads(inner=True), "rule", f"goes with {name}")
+            elif why is not None:
+                self.chosen[name] = Chosen(Replicate(), "default", why)
 
     def _notes(self) -> tuple[str, ...]:
         if self.observation is None or self.traced:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.nn.parameters import mesh_of
+from tpkernels.nn.random import _mix
 
 __all__ = ["differ_between"]
 
@@ -31,15 +32,15 @@ class Fork:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, device: torch.device, rank: int) -> None:
         """Go on with this rank's stream."""
-        seed = int(torch.randint(SEEDS, ()))  # from the CPU's generator, which all ranks have seeded alike
+        seed = _mix(int(torch.randint(SEEDS, ())), rank)  # from the CPU's generator, which all ranks have seeded alike
         self.device = device
         if device.type == "cuda":
             self.shared = torch.cuda.get_rng_state(device)
             with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed + rank)
+                torch.cuda.manual_seed(seed)
         else:
             self.shared = torch.get_rng_state()
-            torch.default_generator.manual_seed(seed + rank)
+            torch.default_generator.manual_seed(seed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
@@ -75,6 +76,8 @@ class Fork:
 
 def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> None:
     """From the end of ``opener`` to the start of ``closer``, in training, each rank draws its own random numbers."""
+    if mesh.size() == 1:
+        return
     fork = Fork()
 
     def opened(module: nn.Module, args: Any, output: Tensor) -> None:

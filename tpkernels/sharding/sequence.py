@@ -74,7 +74,7 @@ def run_sequence_parallel(plan: ShardingPlan, modules: Mapping[str, nn.Module], 
     for block in plan.sequence_blocks:
         stacks.setdefault(block.rpartition(".")[0], []).append(block)
     for blocks in stacks.values():
-        stack = _Stack(mesh, plan.sequence_random)
+        stack = _Stack(mesh, plan.sequence_random and mesh.size() > 1)
         modules[blocks[0]].register_forward_pre_hook(_enter(stack), with_kwargs=True)
         inside = tuple(f"{block}." for block in blocks)
         for entry in plan.entries:

@@ -14,6 +14,7 @@ __all__ = [
     "Column",
     "CopiedHeads",
     "Features",
+    "Heads",
     "Replicate",
     "Row",
     "Style",
@@ -78,6 +79,17 @@ class Features:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Replace an ``nn.MultiheadAttention`` by a :class:`tpkernels.nn.ParallelMultiheadAttention`.
+
+    ``inner``: this is the output projection of one, which goes with it.
+    """
+
+    inner: bool = False
+    implementation: str = "auto"
+
+
+@dataclass(frozen=True)
 class Replicate:
     """Keep a module of any kind whole on every rank, with everything in it; what a plan does not name is treated so.
 
@@ -88,7 +100,7 @@ class Replicate:
     sequence_parallel: bool = False
 
 
-Style = Column | Row | CopiedHeads | Vocabulary | Features | Replicate
+Style = Column | Row | CopiedHeads | Vocabulary | Features | Heads | Replicate
 
 STYLES: dict[str, Style] = {
     "column": Column(),
@@ -121,6 +133,7 @@ _KINDS = {
     "copied_heads": CopiedHeads,
     "vocabulary": Vocabulary,
     "features": Features,
+    "heads": Heads,
     "replicate": Replicate,
 }
 
@@ -134,7 +147,7 @@ def as_style(key: str, value: object, *, embedding: bool = False) -> Style:
         ValueError: something else, or layouts that have no counterpart.
     """
     style: Style | None = None
-    if isinstance(value, Column | Row | CopiedHeads | Vocabulary | Features | Replicate):
+    if isinstance(value, Column | Row | CopiedHeads | Vocabulary | Features | Heads | Replicate):
         style = value
     elif isinstance(value, str):
         style = STYLES.get(value) or HUGGING_FACE.get(value)

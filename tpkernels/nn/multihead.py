@@ -1,0 +1,174 @@
+"""``torch.nn.MultiheadAttention`` with its heads cut over the ranks: whole tensors go in and come out.
+
+::
+
+    q, k, v = this rank's heads of the three projections
+    y       = all-reduce of softmax(q k^T / sqrt(head_dim) + mask) v @ w_out_r^T, plus bias
+
+Dropout of attention weights draws other numbers on every rank; the rest is as in torch, for self- and cross-attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.column import ColumnParallelLinear
+from tpkernels.nn.parameters import tp_mesh
+from tpkernels.nn.random import sharded_rng
+from tpkernels.nn.row import RowParallelLinear
+from tpkernels.ops import all_gather
+
+__all__ = ["ParallelMultiheadAttention", "why_not_parallel"]
+
+
+def why_not_parallel(attention: nn.MultiheadAttention, world_size: int) -> str | None:
+    """Why the heads of ``attention`` cannot be cut over ``world_size`` ranks, or None."""
+    if attention.num_heads % world_size:
+        return f"has {attention.num_heads} heads, which do not divide over {world_size} ranks"
+    if not attention._qkv_same_embed_dim:
+        return "has keys or values of another width"
+    if attention.bias_k is not None or attention.add_zero_attn:
+        return "adds keys and values of its own"
+    return None
+
+
+class ParallelMultiheadAttention(nn.Module):
+    """Takes and gives what ``nn.MultiheadAttention`` does, equal on all ranks; made by :meth:`from_attention`.
+
+    The packed projection becomes three layers ``query``, ``key`` and ``value``; ``out_proj`` keeps its name.
+    """
+
+    in_proj_bias = None
+    """torch's encoder layer takes this for a reason not to take the weights apart itself."""
+    _qkv_same_embed_dim = True
+
+    def __init__(self) -> None:
+        raise TypeError("ParallelMultiheadAttention is made by from_attention")
+
+    @classmethod
+    def from_attention(
+        cls, attention: nn.MultiheadAttention, group: GroupLike, *, implementation: str = "auto"
+    ) -> Self:
+        """The same attention, cut; every rank must hold equal weights.
+
+        Raises:
+            ValueError: the heads do not divide over the ranks, or an option that is not there.
+        """
+        mesh = tp_mesh(group)
+        why = why_not_parallel(attention, mesh.size())
+        if why is not None:
+            raise ValueError(f"the nn.MultiheadAttention {why}")
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.embed_dim, module.num_heads, module.head_dim = (
+            attention.embed_dim,
+            attention.num_heads,
+            attention.head_dim,
+        )
+        module.dropout, module.batch_first = attention.dropout, attention.batch_first
+        weight = attention.in_proj_weight
+        bias: nn.Parameter | None = attention._parameters["in_proj_bias"]
+        for index, name in enumerate(("query", "key", "value")):
+            linear = nn.Linear(module.embed_dim, module.embed_dim, bias=False, device="meta")
+            start = index * module.embed_dim
+            linear.weight = _rows(weight, start, module.embed_dim)
+            linear.register_parameter("bias", None if bias is None else _rows(bias, start, module.embed_dim))
+            column = ColumnParallelLinear.from_linear(linear, mesh, implementation=implementation)
+            module.add_module(name, column)
+        module.out_proj = RowParallelLinear.from_linear(attention.out_proj, mesh, implementation=implementation)
+        return module.train(attention.training)
+
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    query: ColumnParallelLinear
+    key: ColumnParallelLinear
+    value: ColumnParallelLinear
+    out_proj: RowParallelLinear
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that the parameters live on."""
+        return self.out_proj.mesh
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention``; masks are the whole model's, a mask per head too."""
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = (self._heads(layer(x)) for layer, x in ((self.query, query), (self.key, key), (self.value, value)))
+        mask = self._mask(q, k, key_padding_mask, attn_mask, batched)
+        if mask is None and is_causal:
+            raise ValueError("is_causal=True is a hint about attn_mask, which must be given, too (as in torch)")
+        scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        dropped = weights
+        if self.training and self.dropout > 0:
+            with sharded_rng(self.mesh):
+                dropped = F.dropout(weights, self.dropout)
+        y = self.out_proj((dropped @ v).transpose(1, 2).flatten(2))
+        shown = self._shown(dropped, average_attn_weights) if need_weights else None
+        if not batched:
+            return y[0], None if shown is None else shown[0]
+        return y if self.batch_first else y.transpose(0, 1), shown
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
+
+    def _mask(
+        self, q: Tensor, k: Tensor, padding: Tensor | None, attention: Tensor | None, batched: bool
+    ) -> Tensor | None:
+        """Both masks as numbers to add, ``[B or 1, heads or 1, S, T]``."""
+        total: Tensor | None = None
+        if padding is not None:
+            padding = padding if batched else padding.unsqueeze(0)
+            total = _additive(padding, q.dtype)[:, None, None, :]
+        if attention is not None:
+            mask = _additive(attention, q.dtype)
+            if mask.dim() == 3:  # one per batch and head
+                mask = mask.view(q.shape[0], self.num_heads, *mask.shape[1:])
+                mine = self.num_heads // self.mesh.size()
+                mask = mask.narrow(1, self.mesh.get_local_rank() * mine, mine)
+            total = mask if total is None else total + mask
+        return total
+
+    def _shown(self, weights: Tensor, average: bool) -> Tensor:
+        """All heads' weights, or their mean."""
+        whole = all_gather(weights.contiguous(), self.mesh, dim=1, replicated_grad=True)
+        return whole.mean(1) if average else whole
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _rows(parameter: nn.Parameter, start: int, size: int) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().narrow(0, start, size), requires_grad=parameter.requires_grad)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    zeros: Any = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    result: Tensor = zeros.masked_fill(mask, float("-inf"))
+    return result
