@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 
-from tests.nn.reference import LIMIT_S
+import tpkernels as tpk
+from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.sharding import zoo
-from tests.sharding.compare import compare_models
+from tests.sharding.compare import LIMIT, compare_models, compare_tensors, differs
+from tests.sharding.leaking import Leaking
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -71,3 +75,29 @@ def test_architectures_that_nothing_knows_come_out_right(ranks: Pools, world: in
     if world == 2 and not full:
         cases.append(("gemma", CUT))
     found(ranks, world, cases)
+
+
+def cut_what_must_not_be_cut(how: str) -> list[str]:
+    """The fault: features that meet those of other ranks are cut all the same."""
+    torch.manual_seed(1)
+    plain = Leaking(how).double()
+    model = copy.deepcopy(plain)
+    plan = tpk.make_plan(model, tp_mesh(), example_inputs=torch.zeros(5, 6, dtype=torch.float64))
+    wrong_plan = {"up": "column", "down": "row"} if how != "none" else plan
+    tpk.parallelize(model, tp_mesh(), wrong_plan)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    for net in (plain, model):
+        net(x).square().sum().backward()
+    problem = differs(model(x), plain(x), LIMIT[False])
+    return compare_tensors(model, plain, LIMIT[False]) + ([problem] if problem else [])
+
+
+def faults(hows: tuple[str, ...]) -> list[list[str]]:
+    return [cut_what_must_not_be_cut(how) for how in hows]
+
+
+def test_the_comparison_catches_plans_that_cut_what_must_not_be_cut(ranks: Pools) -> None:
+    hows = ("none", "softmax", "mean", "roll", "size", "shuffle")
+    fine, *faulty = ranks(2).run(faults, hows, timeout=LIMIT_S)[0]
+    assert not fine
+    assert all(faulty), dict(zip(hows[1:], faulty, strict=True))

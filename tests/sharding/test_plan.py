@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tpkernels as tpk
 from tests.sharding import zoo
+from tests.sharding.leaking import Leaking
 from tpkernels import cli
 from tpkernels.sharding import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
 from tpkernels.sharding.plan import _digest
@@ -67,50 +67,6 @@ def test_what_cannot_be_cut_is_reported_with_a_reason() -> None:
     for path, words in (("conv", "Conv1d"), ("lstm", "LSTM"), ("norm", "norm")):
         assert plan[path].style == Replicate() and words in plan[path].reason
     assert plan.replicated_bytes == 4 * (sum(p.numel() for p in zoo.ConvLSTM().parameters()) - 36)
-
-
-class Leaking(nn.Module):
-    """Features that look local and are not: each variant must not be cut by features in one go."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-        self.gate = nn.Linear(6, 12)
-        self.scale = nn.Parameter(torch.ones(12))
-        self.one = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        if self.how == "softmax":
-            h = h.softmax(-1)
-        elif self.how == "mean":
-            h = h - h.mean(-1, keepdim=True)
-        elif self.how == "roll":
-            h = h.roll(1, -1)
-        elif self.how == "residual":
-            h = h + torch.cat([x, x], -1)
-        elif self.how == "scalar activation":
-            h = h * x.mean(-1, keepdim=True)
-        elif self.how == "vector parameter":
-            h = h * self.scale
-        elif self.how == "size":
-            h = h / h.shape[-1]
-        elif self.how == "shuffle":
-            h = h.view(*h.shape[:-1], 3, 4).transpose(-1, -2).reshape(h.shape)
-        elif self.how == "second output":
-            return self.down(h) + h[..., :6]
-        elif self.how == "flip":
-            h = h.flip(-1)
-        elif self.how == "interleaved pairs":
-            h = h.view(*h.shape[:-1], 4, 3)[..., :2].reshape(*h.shape[:-1], 8)
-            h = F.pad(h, (0, 4))
-        elif self.how == "weight read":
-            h = h + self.up.weight.sum()
-        elif self.how == "whole matrix":
-            h = h @ torch.ones(12, 12)
-        y: Tensor = self.down(h)
-        return y
 
 
 LEAKS = (

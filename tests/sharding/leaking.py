@@ -1,0 +1,51 @@
+"""A model whose hidden features look as if each rank could have its own, and in most variants are not."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Leaking(nn.Module):
+    """Features that look local and are not: each variant must not be cut by features in one go."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.gate = nn.Linear(6, 12)
+        self.scale = nn.Parameter(torch.ones(12))
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.how == "softmax":
+            h = h.softmax(-1)
+        elif self.how == "mean":
+            h = h - h.mean(-1, keepdim=True)
+        elif self.how == "roll":
+            h = h.roll(1, -1)
+        elif self.how == "residual":
+            h = h + torch.cat([x, x], -1)
+        elif self.how == "scalar activation":
+            h = h * x.mean(-1, keepdim=True)
+        elif self.how == "vector parameter":
+            h = h * self.scale
+        elif self.how == "size":
+            h = h / h.shape[-1]
+        elif self.how == "shuffle":
+            h = h.view(*h.shape[:-1], 3, 4).transpose(-1, -2).reshape(h.shape)
+        elif self.how == "second output":
+            return self.down(h) + h[..., :6]
+        elif self.how == "flip":
+            h = h.flip(-1)
+        elif self.how == "interleaved pairs":
+            h = h.view(*h.shape[:-1], 4, 3)[..., :2].reshape(*h.shape[:-1], 8)
+            h = F.pad(h, (0, 4))
+        elif self.how == "weight read":
+            h = h + self.up.weight.sum()
+        elif self.how == "whole matrix":
+            h = h @ torch.ones(12, 12)
+        y: Tensor = self.down(h)
+        return y
