@@ -21,7 +21,7 @@ using namespace tpk;
 namespace {
 
 // Ranks compare this when they meet; change it with the layout of the control segment or the protocol.
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 // Below this many bytes a sum or copy takes less time than giving up the GIL may cost.
 constexpr std::int64_t kKeepGilBytes = 64 * 1024;
 
@@ -156,6 +156,20 @@ void bind_channel(py::module_& m) {
                                 std::uintptr_t own, std::uintptr_t out) {
             const py::gil_scoped_release release;
             gather_slots(channel, {rows, std::move(row_bytes)}, pointer(own), pointer(out));
+        });
+    py::class_<RepeatedSum>(m, "RepeatedSum")
+        .def(py::init([](Channel& channel, std::uint64_t fingerprint, std::string text, Dtype dtype, std::int64_t rows,
+                         std::int64_t columns) {
+                 return std::make_unique<RepeatedSum>(channel, fingerprint, std::move(text),
+                                                      SlotRows{dtype, 0, columns, rows, columns});
+             }),
+             py::keep_alive<1, 2>())
+        // With the GIL: this spins for some microseconds, and giving it up and taking it back costs more.
+        .def("start", [](RepeatedSum& sum, std::uintptr_t x,
+                         std::uintptr_t bias) { return sum.start(pointer(x), pointer(bias)); })
+        .def("finish", [](RepeatedSum& sum, std::uintptr_t x, std::uintptr_t bias) {
+            const py::gil_scoped_release release;
+            sum.finish(pointer(x), pointer(bias));
         });
 }
 

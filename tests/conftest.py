@@ -65,6 +65,6 @@ def full(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """`ranks(3).run(fn, *args)` runs fn on three persistent ranks and returns their results."""
-    pools = Pools()
+    pools = Pools(forked=True)
     yield pools
     pools.close()

@@ -24,18 +24,18 @@ SOURCES = (".py", ".cpp", ".cc", ".cu", ".cuh", ".h")
 PUBLIC_SURFACE = "the public surface"  # tpkernels/__init__.py, what `import tpkernels as tpk` gives
 FLOORS = (
     ("errors", "config"),
-    ("partition",),
+    ("partition", "fp8"),
     ("comm",),
     ("dispatch",),
     ("ops",),
     ("kernels",),
     ("backends",),
-    ("nn",),
+    ("nn", "optim"),
     ("sharding",),
     (PUBLIC_SURFACE,),
     ("integrations",),
     ("measure",),
-    ("cli", "demo", "doctor", "__main__"),
+    ("cli", "demo", "doctor", "selftest", "__main__"),
     ("testing",),
 )
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}

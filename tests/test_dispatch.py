@@ -151,3 +151,12 @@ def test_chunks_on_a_gpu_are_large_enough_to_fill_it() -> None:
 
     assert [chunked._num_chunks("cpu", rows, 8) for rows in (64, 1024, 8192)] == [8, 8, 8]
     assert [chunked._num_chunks("cuda", rows, 8) for rows in (0, 64, 1024, 2500, 16384)] == [1, 1, 1, 2, 8]
+
+
+def test_fp8_sends_a_byte_per_element_with_a_scale_per_row_and_results_in_their_own_dtype() -> None:
+    whole = {"m": 512, "n": 1024, "k": 4092, "dtype": torch.float8_e4m3fn, "world_size": 4}
+    gather = Problem("all_gather_matmul", **whole, out_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    assert gather.row_bytes == 4096 and gather.wire_bytes == 512 * 4096 * 3 // 4
+    for out_dtype, itemsize in ((torch.bfloat16, 2), (torch.float32, 4)):
+        scatter = Problem("matmul_reduce_scatter", **whole, out_dtype=out_dtype)  # type: ignore[arg-type]
+        assert scatter.row_bytes == 1024 * itemsize and scatter.wire_bytes == 512 * 1024 * itemsize * 3 // 4

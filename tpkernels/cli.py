@@ -1,4 +1,4 @@
-"""The `tpkernels` command: demo, bench, explain, plan, doctor.
+"""The `tpkernels` command: demo, test, train-demo, bench, profile, explain, plan, doctor.
 
 Owns the command line's shape, its exit codes and how errors look: 0 done, 1 something failed, 2 bad arguments, 130
 Ctrl-C. Every subcommand starts its own local ranks, or joins a job that `torchrun` started. Assumes nothing about the
@@ -96,7 +96,7 @@ def _missing_module(error: ModuleNotFoundError) -> int:
     return 1
 
 
-# --- demo, bench ------------------------------------------------------------------------------------------------------
+# --- demo, test, bench, profile ---------------------------------------------------------------------------------------
 
 
 def _load_demo() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
@@ -105,10 +105,28 @@ def _load_demo() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[a
     return add_arguments, main
 
 
+def _load_test() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels import selftest
+
+    return selftest.add_arguments, selftest.main
+
+
+def _load_train_demo() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels.demo import train
+
+    return train.add_arguments, train.main
+
+
 def _load_bench() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
     from tpkernels.measure import bench
 
     return bench.add_arguments, bench.main
+
+
+def _load_profile() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels.measure import profile
+
+    return profile.add_arguments, profile.main
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------
@@ -240,7 +258,10 @@ def _load_doctor() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[
 
 COMMANDS = (
     Command("demo", "swap a pretrained model's linears for tensor-parallel ones, then train a small model", _load_demo),
+    Command("test", "compare with no tensor parallelism and fused with unfused, value by value, here", _load_test),
+    Command("train-demo", "train a GPT on text: TP, SP, DP, snapshots, resumed on any ranks", _load_train_demo),
     Command("bench", "time GEMM only, communication only, unfused and fused for each op", _load_bench),
+    Command("profile", "train a small GPT without TP, with TP and with overlap: values, times, memory", _load_profile),
     Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
     Command("plan", "how a model would be cut over the ranks, module by module, without its weights", _load_plan),
     Command("doctor", "what this machine offers, what is missing, and what to install", _load_doctor),

@@ -11,6 +11,10 @@ calls us.  Everything else is an argument of the function it concerns.
                             the SMs to the GEMM (default: NCCL's own choice)
 ``TPKERNELS_NCCL_ZERO_CTA``  ``1``: those groups move the chunks of equal shards with copy engines, which take no SM
                             (NCCL 2.28, one host; not run on a GPU yet); must be equal on all ranks
+``TPKERNELS_TUNE``          ``1``: tile sizes of ``symmetric`` that no rank's cache has are measured at the first call
+                            of their kind, some seconds each (default ``0``: a pure function of the problem); must be
+                            equal on all ranks
+``TPKERNELS_CACHE_DIR``     the folder of measured tile sizes, an absolute path (default: the user's cache folder)
 ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES``  ``1``: torch's own; several ranks of one GPU may share its memory, for
                             experiments
 ==========================  =========================================================================================
@@ -21,8 +25,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Config", "TorchrunEnvironment", "load", "torchrun_environment"]
+__all__ = ["Config", "TorchrunEnvironment", "inherited", "load", "torchrun_environment"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Config:
     nccl_max_ctas: int | None
     overlapping_devices: bool = False
     nccl_zero_cta: bool = False
+    tune: bool = False
+    cache_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ class TorchrunEnvironment:
     local_rank: int
     world_size: int
     local_world_size: int
+
+
+def inherited() -> dict[str, str]:
+    """All of this process's environment, for the ranks that it starts."""
+    return dict(os.environ)
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:
@@ -57,6 +69,8 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         num_chunks=_positive(environ, "TPKERNELS_NUM_CHUNKS", limit=100),
         nccl_max_ctas=_positive(environ, "TPKERNELS_NCCL_MAX_CTAS"),
         nccl_zero_cta=_flag(environ, "TPKERNELS_NCCL_ZERO_CTA", default=False),
+        tune=_flag(environ, "TPKERNELS_TUNE", default=False),
+        cache_dir=_folder(environ, "TPKERNELS_CACHE_DIR"),
         overlapping_devices=environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
     )
 
@@ -81,6 +95,15 @@ def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}")
     return value == "1"
+
+
+def _folder(environ: Mapping[str, str], name: str) -> Path | None:
+    value = environ.get(name)
+    if value is None or value == "":
+        return None
+    if not Path(value).is_absolute():
+        raise ValueError(f"{name} must be an absolute path, got {value!r}")
+    return Path(value)
 
 
 def _positive(environ: Mapping[str, str], name: str, limit: int | None = None) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tpkernels import partition
+from tpkernels import fp8, partition
 from tpkernels.errors import UnsupportedProblem
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Explanation",
     "Implementation",
     "Problem",
+    "dtype_text",
     "implementations",
     "register",
     "select",
@@ -46,6 +47,7 @@ class Problem:
     n: int
     k: int
     dtype: torch.dtype
+    """Of the operands."""
     world_size: int
     device: str = "cpu"
     backend: str = "gloo"
@@ -54,12 +56,20 @@ class Problem:
     """Why the ranks have no shared memory; None if they have."""
     no_symmetric_memory: str | None = "symmetric memory is for GPUs with access to each other's memory"
     """Why the ranks have no symmetric memory; None if they have."""
+    out_dtype: torch.dtype | None = None
+    """Of the result and of partials, if it is another one: of fp8 calls."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that travels: of the gathered x with its scale, or of partial sums."""
+        if self.op not in ("all_gather_matmul", "all_gather"):
+            return self.n * (self.out_dtype or self.dtype).itemsize
+        return self.k * self.dtype.itemsize if self.out_dtype is None else fp8.packed_bytes(self.k)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that each rank sends (and receives) when the payload crosses the wire once."""
-        columns = self.k if self.op in ("all_gather_matmul", "all_gather") else self.n
-        once = self.m * columns * self.dtype.itemsize * (self.world_size - 1) // max(1, self.world_size)
+        once = self.m * self.row_bytes * (self.world_size - 1) // max(1, self.world_size)
         return 2 * once if self.op in ("matmul_all_reduce", "all_reduce") else once
 
     @property
@@ -74,8 +84,7 @@ class Problem:
     @property
     def num_chunks(self) -> int:
         """Chunks per shard for an even cut; see :func:`tpkernels.partition.num_chunks`."""
-        columns = self.k if self.op in ("all_gather_matmul", "all_gather") else self.n
-        return partition.num_chunks(-(-self.m // self.world_size), columns * self.dtype.itemsize)
+        return partition.num_chunks(-(-self.m // self.world_size), self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,10 @@ class Implementation:
     """What a backend offers for one op.
 
     ``refuses`` returns None or the reason why it cannot run a problem, ``estimate`` its time in microseconds, and
-    ``run`` executes the op's contract (see :mod:`tpkernels.ops.contract`).
+    ``run`` executes the op's contract (see :mod:`tpkernels.ops.contract`).  ``agree``, if it has one, is called on
+    every rank when a signature is new to the group, and may exchange records; what it returns comes with every such
+    call, in ``Context.agreed``.  ``repeat``, if it has one, takes what ``run`` took and returns what the contract
+    offers for further calls like that one, or None.
     """
 
     name: str
@@ -126,6 +138,8 @@ class Implementation:
     refuses: Callable[[Problem], str | None]
     estimate: Callable[[Problem, Costs], float]
     run: Callable[..., Any]
+    agree: Callable[..., Any] | None = None
+    repeat: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -154,7 +168,7 @@ class Explanation:
     def __str__(self) -> str:
         p = self.problem
         lines = [
-            f"{p.op}  m={p.m} n={p.n} k={p.k} {str(p.dtype).removeprefix('torch.')}  "
+            f"{p.op}  m={p.m} n={p.n} k={p.k} {dtype_text(p.dtype, p.out_dtype)}  "
             f"world_size={p.world_size} device={p.device} backend={p.backend} co_located={p.co_located}",
             f"-> {self.chosen}: {self.reason}",
         ]
@@ -172,6 +186,12 @@ class Explanation:
             f"link {self.costs.link_gbytes:.2f} GB/s + {self.costs.link_latency_us:.0f} us"
         )
         return "\n".join(lines)
+
+
+def dtype_text(dtype: torch.dtype, out_dtype: torch.dtype | None) -> str:
+    """What a call computes in, and what it returns if that differs."""
+    names = [str(one).removeprefix("torch.") for one in (dtype, out_dtype) if one is not None]
+    return " -> ".join(names)
 
 
 _registry: dict[tuple[str, str], Implementation] = {}

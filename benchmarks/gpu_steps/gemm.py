@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
-from tpkernels import partition
+from tpkernels import fp8, partition
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.config import GemmConfig
@@ -29,6 +29,9 @@ def run(recorder: Recorder) -> None:
     for op, of in (("all_gather_matmul", measure_gather), ("matmul_reduce_scatter", measure_scatter)):
         for text in SUITES["standard"][op]:
             of(lab, recorder, Shape.parse(text), TP)
+    if lab.capability >= 90:  # of torch's GEMM with a scale per row; ours runs from 8.9 on
+        for text in SUITES["standard"]["all_gather_matmul"]:
+            measure_scaled_gather(lab, recorder, Shape.parse(text), TP)
 
 
 def measure_gather(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None:
@@ -65,6 +68,58 @@ def measure_scatter(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None
         "no waits": partial(gather.all_gather_matmul, x, weight, outs["no waits"], silent, config),
     }
     _compare(lab, recorder, f"matmul_reduce_scatter {shape} TP {tp}", x, weight, outs, kernels, rank)
+
+
+def measure_scaled_gather(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None:
+    """fp8 with a scale per row, behind the row as it is gathered; torch's GEMM has its operands side by side.
+
+    Verified on sparse integers, which tensor cores sum exactly; timed on random numbers in the same memory.
+    """
+    m, k, n = shape.m, shape.k, shape.n // tp
+    packed = torch.zeros(m, fp8.packed_bytes(k), dtype=torch.uint8, device=lab.device)
+    rows = fp8.unpack(packed, (k,))
+    weight, scale_weight = torch.zeros(n, k, device=lab.device).to(fp8.DTYPE), torch.ones(n, 1, device=lab.device)
+    x, scale_x = torch.zeros(m, k, device=lab.device).to(fp8.DTYPE), torch.ones(m, 1, device=lab.device)
+    rank = LoneRank(lab, tp)
+    rank.next_call()
+    rank.preset()
+    config = lab.configure(m, n, k, tp, moved_columns=k, reserved_sms=0, dtype=fp8.DTYPE)
+    order = rank.order("all_gather", partition.array_split_sizes(m, tp), config)
+    outs = {name: torch.empty(m, n, dtype=torch.bfloat16, device=lab.device) for name in ("cublas", "preset")}
+    candidates: dict[str, Callable[[], object]] = {
+        "cublas": lambda: torch._scaled_mm(
+            x, weight.t(), scale_x, scale_weight.t(), out_dtype=torch.bfloat16, out=outs["cublas"]
+        ),
+        "preset": partial(
+            gather.all_gather_matmul, rows.numbers, weight, outs["preset"],
+            gather.Arrivals(order, rank.flags, rank.table, 1), config, scale_whole=rows.scale,
+            scale_weight=scale_weight,
+        ),
+    }  # fmt: skip
+
+    def fill(values: Tensor, of_weight: Tensor) -> None:
+        x.copy_(values.to(fp8.DTYPE))
+        weight.copy_(of_weight.to(fp8.DTYPE))
+        packed.copy_(fp8.pack(x, scale_x))
+
+    sparse = torch.arange(m * k, device=lab.device).reshape(m, k)
+    fill((sparse % 131 == 0) * ((sparse % 3) - 1.0), lab.random(0, n, k).sign())
+    scale_x[::2] = 2.0
+    packed.copy_(fp8.pack(x, scale_x))
+    for name, call in candidates.items():
+        outs[name].fill_(float("nan"))
+        call()
+        rank.raise_if_failed()
+        check_product(f"fp8 {shape} {name}", outs[name], x.float() * scale_x, weight.float())
+    fill(lab.random(1, m, k), lab.random(2, n, k))
+    measured = lab.measure(candidates)
+    rank.raise_if_failed()
+    rank.close()
+    median = {name: one.median for name, one in measured.items()}
+    tflops = 2e-12 * m * n * k / median["preset"]
+    ratio, what = median["cublas"] / median["preset"], f"torch._scaled_mm / ours ({tflops:.0f} TFLOP/s)"
+    problem = f"all_gather_matmul {shape} TP {tp} fp8"
+    recorder.row(Row("-", problem, what, ratio, "flags preset", "", lab.repeats, times_of(measured)))
 
 
 def departures_of(rank: LoneRank, out: Tensor, shards: tuple[int, ...], config: GemmConfig) -> scatter.Departures:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tpkernels.comm import cuda_native
+from tpkernels.comm import cuda_group, cuda_native
 from tpkernels.comm.cuda_native import Library
 from tpkernels.kernels import schedule
 from tpkernels.kernels.config import GemmConfig, configure
@@ -64,10 +64,14 @@ class Lab:
     def measure(self, candidates: dict[str, Callable[[], object]]) -> dict[str, Measurement]:
         return measure(candidates, repeats=self.repeats, warmup=2, device=self.device)
 
-    def configure(self, m: int, n: int, k: int, world_size: int, moved_columns: int, reserved_sms: int) -> GemmConfig:
+    def configure(
+        self, m: int, n: int, k: int, world_size: int, moved_columns: int, reserved_sms: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> GemmConfig:  # fmt: skip
         return configure(
-            capability=self.capability, num_sms=self.num_sms, m=m, n=n, k=k, dtype="bfloat16", world_size=world_size,
-            moved_row_bytes=2 * moved_columns, reserved_sms=min(reserved_sms, self.num_sms - 1),
+            capability=self.capability, num_sms=self.num_sms, m=m, n=n, k=k, dtype=str(dtype).removeprefix("torch."),
+            world_size=world_size, moved_row_bytes=dtype.itemsize * moved_columns,
+            reserved_sms=min(reserved_sms, self.num_sms - 1),
         )  # fmt: skip
 
 
@@ -81,7 +85,7 @@ class LoneRank:
         self.flags = self._words(world_size * cuda_native.MAX_CHUNKS, torch.int32)
         self.counters = torch.zeros_like(self.flags)
         pads = [pad.data_ptr() for pad in self.pads]
-        self.group = cuda_native.Group(lab.library, rank=0, pads=pads, state=self.state.data_ptr(), timeout_s=timeout_s)
+        self.group = cuda_group.Group(lab.library, rank=0, pads=pads, state=self.state.data_ptr(), timeout_s=timeout_s)
         table = group_table(
             state=self.group.state, failure=self.group.failure_on_device,
             timeout_ns=int(timeout_s * lab.polls_per_second), rank=0, pads=pads,

@@ -20,7 +20,8 @@ from gpu_steps.gemm import departures_of
 from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
 from tpkernels import partition
-from tpkernels.comm.cuda_native import Chunk, Dtype, Pipeline
+from tpkernels.comm.cuda_group import Pipeline
+from tpkernels.comm.cuda_native import Chunk, Dtype
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.config import GemmConfig

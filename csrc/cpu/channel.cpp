@@ -177,18 +177,35 @@ void Channel::wait_for_all(Epoch signals) {
     for (int step = 1; step < size_; ++step) wait((rank_ + step) % size_, signals);
 }
 
-void Channel::sleep_until(int peer, Epoch target) {
-    RankState& other = state(peer);
+bool Channel::spin_for_all(Epoch signals) {
+    for (int step = 1; step < size_; ++step) {
+        const int peer = (rank_ + step) % size_;
+        if (!reached(acquire(state(peer).epoch), first_ + signals) && !spin_until(peer, first_ + signals)) return false;
+        if (!agrees(peer)) return false;
+    }
+    return true;
+}
+
+bool Channel::spin_until(int peer, Epoch target) const {
+    const std::atomic<Epoch>& epoch = state(peer).epoch;
     const double start = now_s();
     double now = start;
     while (now - start < 1e-6 * patience_.spin_us) {
         for (int i = 0; i < kPausesPerLook; ++i) {
-            if (reached(acquire(other.epoch), target)) return;
+            if (reached(acquire(epoch), target)) return true;
             relax();
         }
         now = now_s();
         if (now - start > 1e-6 * kYieldAfterUs) sched_yield();  // the peer may be waiting for this very core
     }
+    return false;
+}
+
+void Channel::sleep_until(int peer, Epoch target) {
+    RankState& other = state(peer);
+    const double start = now_s();
+    if (spin_until(peer, target)) return;
+    double now = now_s();
     // Stays when this throws: ranks that give up at the same moment must not blame each other.
     std::atomic<std::uint64_t>& waits_for = state(rank_).waits_for;
     waits_for.store(static_cast<std::uint64_t>(peer + 1) << 32 | target, std::memory_order_release);
@@ -276,13 +293,18 @@ std::uint64_t Channel::dead_and_late(Epoch target) const {
     return ranks;
 }
 
-void Channel::check_header(int peer) {
+// Whether the header of a peer whose first signal has come says what ours says.
+bool Channel::agrees(int peer) {
+    if ((agreed_ & bit(peer)) != 0) return true;
     const Header& theirs = state(peer).headers[call_ & 1];
     const Header& ours = state(rank_).headers[call_ & 1];
-    if (theirs.call == call_ && theirs.fingerprint == ours.fingerprint) {
-        agreed_ |= bit(peer);
-        return;
-    }
+    if (theirs.call != call_ || theirs.fingerprint != ours.fingerprint) return false;
+    agreed_ |= bit(peer);
+    return true;
+}
+
+void Channel::check_header(int peer) {
+    if (agrees(peer)) return;
     // The other ranks get a moment to come, so that the error shows all sides and blames the few.
     const double deadline = now_s() + std::min(kAwaitSidesS, patience_.timeout_s);
     const auto is_here = [&](int rank) { return rank == rank_ || reached(acquire(state(rank).epoch), first_ + 1); };

@@ -84,6 +84,8 @@ public:
     bool has_arrived(int peer, Epoch signals) const;
     void wait(int peer, Epoch signals);
     void wait_for_all(Epoch signals);
+    // The same for as long as a wait spins.  False: somebody is late or in another call, and wait_for_all will tell.
+    bool spin_for_all(Epoch signals);
 
     // Make room for `bytes` per call on every rank: a call of its own.  Returns the ranks that could not, with their
     // errno; if there is one, no rank has grown and the group goes on as before.
@@ -99,7 +101,9 @@ private:
     Control& control() const { return *reinterpret_cast<Control*>(memory_.control->data()); }
     RankState& state(int rank) const { return control().ranks[rank]; }
     void announce(std::uint64_t fingerprint, const std::string& text, std::uint32_t error);
+    bool agrees(int peer);
     void check_header(int peer);
+    bool spin_until(int peer, Epoch target) const;
     void sleep_until(int peer, Epoch target);
     void look_around(int peer, Epoch target, double waited_s);
     std::uint64_t dead_and_late(Epoch target) const;

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tpk {
 
@@ -90,6 +91,31 @@ void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& 
         place = (place + 1) % kPiecesInFlight;
     }
     channel.end();
+}
+
+RepeatedSum::RepeatedSum(Channel& channel, std::uint64_t fingerprint, std::string text, const SlotRows& matrix)
+    : channel_(channel), fingerprint_(fingerprint), text_(std::move(text)), matrix_(matrix) {
+    const auto bytes = static_cast<std::size_t>(matrix.rows * matrix.columns) * size_of(matrix.dtype);
+    if (matrix.rows < 0 || matrix.columns < 0 || matrix.offset != 0 || matrix.stride != matrix.columns ||
+        bytes > channel.capacity()) {
+        throw std::invalid_argument("a sum of " + std::to_string(bytes) + " bytes at " + std::to_string(matrix.offset) +
+                                    ", the channel has " + std::to_string(channel.capacity()) + ": grow first");
+    }
+}
+
+bool RepeatedSum::start(void* x, const void* bias) {
+    const std::int64_t bytes = matrix_.rows * matrix_.columns * static_cast<std::int64_t>(size_of(matrix_.dtype));
+    channel_.begin(fingerprint_, text_);
+    copy_rows(x, bytes, channel_.slot(channel_.rank()), bytes, 1, bytes);
+    channel_.signal();
+    if (!channel_.spin_for_all(1)) return false;
+    finish(x, bias);
+    return true;
+}
+
+void RepeatedSum::finish(void* x, const void* bias) {
+    reduce_slots(channel_, matrix_, 1, bias, x, matrix_.columns);
+    channel_.end();
 }
 
 void gather_slots(Channel& channel, const GatherPlan& plan, const void* own, void* out) {

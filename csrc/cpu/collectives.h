@@ -40,6 +40,23 @@ std::size_t all_reduce_bytes(std::size_t bytes);
 void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& text, Dtype dtype, const void* x,
                 void* out, std::int64_t count);
 
+// A call that sums a small matrix over the ranks in place, made again and again: all but the addresses is settled.
+// In two parts, so that the caller may hold a lock while the peers are expected at any moment, and not for long.
+class RepeatedSum {
+public:
+    // Throws std::invalid_argument for a matrix that the channel has no room for.
+    RepeatedSum(Channel& channel, std::uint64_t fingerprint, std::string text, const SlotRows& matrix);
+    // Stage x, signal, spin a little.  True: x is the sum over the ranks + bias and the call has ended.  False: finish.
+    bool start(void* x, const void* bias);
+    void finish(void* x, const void* bias);
+
+private:
+    Channel& channel_;
+    const std::uint64_t fingerprint_;
+    const std::string text_;
+    const SlotRows matrix_;
+};
+
 // Lay every rank's slot into `out`, whose rows are those of all ranks side by side; waits for one signal of every peer.
 // Our own part comes from `own`.
 void gather_slots(Channel& channel, const GatherPlan& plan, const void* own, void* out);

@@ -14,7 +14,8 @@
 #if defined(__CUDACC__)
 
 #define TPK_KERNEL __global__ void
-#define TPK_KERNEL_OF(threads) __global__ void __launch_bounds__(threads)
+// Four blocks fit an SM, 64 registers a thread. Unasked, the assembler aims at more and spills (sm_80: 8 bytes at 48).
+#define TPK_KERNEL_OF(threads) __global__ void __launch_bounds__(threads, 4)
 #define TPK_DEVICE __device__ __forceinline__
 // Kernel arguments stay in constant memory: indexing the table of peers needs no copy of it on the stack.
 #define TPK_ARGUMENT const __grid_constant__
@@ -86,6 +87,23 @@ TPK_DEVICE Bytes16 load16(const void* from) {
 TPK_DEVICE void store16(void* to, Bytes16 v) {
     *static_cast<uint4*>(to) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
 }
+
+// NVLS: a store to a multicast address reaches the same place on every rank.  Only these stores may use such an address.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kHasMulticast = true;
+TPK_DEVICE void multicast16(void* to, Bytes16 v) {
+    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]),
+                 "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+#else
+constexpr bool kHasMulticast = false;
+TPK_DEVICE void multicast16(void*, Bytes16) {}
+#endif
+// Orders this thread's accesses before and after it that reach one memory through different addresses.
+TPK_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+__host__ __device__ __forceinline__ bool is_aligned(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % 16 == 0; }
 TPK_DEVICE float bits_to_float(std::uint32_t bits) { return __uint_as_float(bits); }
 TPK_DEVICE std::uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 TPK_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
@@ -159,6 +177,15 @@ struct alignas(16) Bytes16 {
 };
 TPK_DEVICE Bytes16 load16(const void* from) { return *static_cast<const Bytes16*>(from); }
 TPK_DEVICE void store16(void* to, Bytes16 v) { *static_cast<Bytes16*>(to) = v; }
+
+// What a multicast address is, a test decides (tests/cuda/multicast.h).
+constexpr bool kHasMulticast = true;
+inline void (*simulated_multicast)(void* to, Bytes16 v) = nullptr;
+inline void (*simulated_fence)() = nullptr;
+TPK_DEVICE void multicast16(void* to, Bytes16 v) { simulated_multicast(to, v); }
+TPK_DEVICE void fence_aliases() { simulated_fence(); }
+
+TPK_DEVICE bool is_aligned(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % 16 == 0; }
 TPK_DEVICE float bits_to_float(std::uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof(value));

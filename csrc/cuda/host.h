@@ -29,12 +29,11 @@ int load(Kernels... kernels) {
     return static_cast<int>(error);
 }
 int load_reduce_kernels();
-int load_all_reduce_kernels();
+int load_one_shot_kernels();
 
 inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 // The launch's own error, and only that: an older one, of somebody else, has been reported to them.
 inline int launched() { return static_cast<int>(cudaGetLastError()); }
-inline bool is_aligned(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % 16 == 0; }
 // Every row begins at a multiple of 16 bytes if the first one does.
 inline bool is_row_aligned(std::int64_t stride, std::size_t size) {
     return stride * static_cast<std::int64_t>(size) % 16 == 0;

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define TPK_CUDA_ABI 2
+#define TPK_CUDA_ABI 3
 #define TPK_MAX_RANKS 64
 #define TPK_MAX_CHUNKS 64
 #define TPK_SLOTS 2
@@ -129,12 +129,26 @@ int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, int32_t o
                const int64_t* strides, const void* bias, void* out, int64_t out_stride, int64_t rows, int64_t columns,
                int32_t num_chunks, int32_t max_blocks, void* stream);
 
-/* The whole call: out = round(x of rank 0 + ... (+ bias)) on every rank, bit for bit the same.  x and out are
- * contiguous [rows, columns] of at most 2^31 elements, may be equal.  `slots` is a host array: slot `slot` of every
- * rank's symmetric buffer, at least world_size * tpk_all_reduce_slot_bytes(bytes of x) bytes. */
-int tpk_all_reduce(const tpk_group* group, int32_t op, int32_t dtype, const void* x, const void* bias, void* out,
-                   int64_t rows, int64_t columns, void* const* slots, int32_t slot, uint32_t fingerprint, void* stream);
-int64_t tpk_all_reduce_slot_bytes(int64_t bytes);
+/* Calls in one kernel: every rank pushes what it has to its part of every slot, and finishes from its own slot.
+ * `slots` is a host array: slot `slot` of every rank's symmetric buffer, of world_size * tpk_one_shot_slot_bytes(bytes of
+ * the largest contribution) bytes at least.  `multicast` is the multicast address of those slots (sm_90 or later with
+ * NVLS), or NULL: then, and for what is not aligned to 16 bytes, each peer is stored to.  Results are the same. */
+typedef struct tpk_one_shot {
+    int32_t op;
+    int32_t slot;
+    uint32_t fingerprint;
+    void* const* slots;
+    void* multicast;
+} tpk_one_shot;
+int64_t tpk_one_shot_slot_bytes(int64_t bytes);
+
+/* out = round(x of rank 0 + ... (+ bias)) on every rank, bit for bit the same.  x and out are contiguous
+ * [rows, columns] of at most 2^31 elements, may be equal. */
+int tpk_all_reduce(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x, const void* bias,
+                   void* out, int64_t rows, int64_t columns, void* stream);
+/* out = x of rank 0, then that of rank 1, and so on: counts[r] elements of `element_bytes` (2 or 4) each. */
+int tpk_all_gather(const tpk_group* group, const tpk_one_shot* call, int32_t element_bytes, const void* x, void* out,
+                   const int64_t* counts, void* stream);
 
 #ifdef __cplusplus
 }

@@ -104,6 +104,19 @@ TPK_DEVICE void store_pack(T* to, const Pack<T, kCount>& pack) {
     }
 }
 
+// A pack to a multicast address.
+template <typename T, int kCount>
+TPK_DEVICE void multicast_pack(T* to, const Pack<T, kCount>& pack) {
+    union {
+        Pack<T, kCount> pack;
+        Bytes16 bytes[sizeof(T) * kCount / 16];
+    } both = {pack};
+    TPK_UNROLL
+    for (int i = 0; i < static_cast<int>(sizeof(both) / 16); ++i) {
+        multicast16(reinterpret_cast<char*>(to) + 16 * i, both.bytes[i]);
+    }
+}
+
 // The sum of pack `at(rank)` over all ranks, and of the bias if there is one: fp32, in this order, rounded once.  Loads
 // go out four at a time; the order of the additions does not depend on that.
 template <typename In, typename Out, int kCount, typename At>

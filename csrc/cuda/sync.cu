@@ -93,7 +93,7 @@ TPK_API int tpk_failure_destroy(tpk_failure* host) { return static_cast<int>(cud
 TPK_API int tpk_load_kernels(void) {
     TPK_TRY(load(begin_call, end_call, meet, signal_chunk, wait_chunk, raise_flag, wait_flag));
     TPK_TRY(load_reduce_kernels());
-    return load_all_reduce_kernels();
+    return load_one_shot_kernels();
 }
 
 TPK_API int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, void* stream) {

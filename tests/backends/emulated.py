@@ -11,6 +11,8 @@ run ahead of the current stream, except ahead of a GEMM.
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,12 +39,13 @@ POLLS_PER_SECOND = 5000  # of an interpreted kernel, about
 
 
 class EmulatedDevice:
-    kind = "cpu"
+    kind, name = "cpu", "an emulated GPU"
     num_sms = 4
 
     def __init__(self, group: Group, settings: Emulation) -> None:
         self.library, self.capability = Library(Path(settings.library)), settings.capability
         self._group, self._folder, self._allocations = group, Path(settings.folder), 0
+        self._multicasts = settings.multicast
         self.library._library.emulated_late(group.rank, settings.late_us)
         self._kernels = ThreadPoolExecutor(1)
         self._launched: list[Future[None]] = []
@@ -60,7 +63,17 @@ class EmulatedDevice:
         addresses = [local if rank == group.rank else mapped(rank) for rank in range(group.size)]
         self._meet("mapped")
         (self._folder / f"{name}-{group.rank}").unlink()
-        return Allocation(local, tuple(memory.data_ptr() for memory in addresses), handle=addresses)
+        table = tuple(memory.data_ptr() for memory in addresses)
+        return Allocation(local, table, self._multicast(num_bytes, table), handle=addresses)
+
+    def _multicast(self, num_bytes: int, addresses: Sequence[int]) -> int:
+        if not self._multicasts:
+            return 0
+        emulated = self.library._library.emulated_multicast
+        emulated.argtypes, emulated.restype = (ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int), ctypes.c_void_p
+        found: int | None = emulated(num_bytes, (ctypes.c_void_p * len(addresses))(*addresses), len(addresses))
+        assert found is not None, "no window is left"
+        return found
 
     def _meet(self, step: str) -> None:
         record = agreement.Record("emulated memory", {})
@@ -85,6 +98,11 @@ class EmulatedDevice:
     def synchronize(self) -> None:
         self.stream()
 
+    def time_us(self, kernel: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        kernel()
+        return 1e6 * (time.perf_counter() - start)
+
     def capturing(self) -> bool:
         return False
 
@@ -104,7 +122,8 @@ class Emulation:
 
     library, folder: of tests/cuda/emulator.py; where memory is mapped from. fuse_from_rows, one_shot_bytes: thresholds
     of the backend, by default such that tiny calls take the ways of large ones. late_us: how late tasks of side streams
-    may be. most_lanes: side streams of a channel; peers share them when they are fewer.
+    may be. most_lanes: side streams of a channel; peers share them when they are fewer. multicast: whether a
+    store can reach all ranks.
     """
 
     library: str
@@ -116,6 +135,7 @@ class Emulation:
     late_us: int = 0
     capability: int = 80
     most_lanes: int = 4
+    multicast: bool = False
 
     @contextmanager
     def group(self) -> Iterator[Any]:

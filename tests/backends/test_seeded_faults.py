@@ -36,6 +36,7 @@ from tpkernels.comm.native import native
 from tpkernels.comm.shared_segments import SharedSegments
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Implementation
+from tpkernels.ops import calling
 from tpkernels.ops.contract import AllReduce, Context
 from tpkernels.testing.faults import corrupt_receives
 from tpkernels.testing.numeric import BoundExceeded
@@ -112,7 +113,8 @@ def in_c10d(strike: Strike, group: Any) -> Iterator[None]:
 def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
     """What rank 1 puts into its segment for its peers, before they are told: copies, products, and summands."""
     core: Any = native()
-    copy_rows, mm, addmm, all_reduce = core.copy_rows, torch.mm, torch.addmm, SharedSegments.all_reduce
+    copy_rows, mm, addmm = core.copy_rows, torch.mm, torch.addmm
+    all_reduce, sum_again = SharedSegments.all_reduce, calling.sum_again
 
     def own_segment() -> torch.UntypedStorage:
         shared = resolve(group).shared
@@ -141,6 +143,10 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
         strike.hit(x)
         all_reduce(self, fingerprint, text, x, out)
 
+    def summed_again(group: Any, repeated: Any, product: Tensor, bias: Tensor | None) -> None:
+        strike.hit(product.view(-1, repeated.signature.columns))
+        sum_again(group, repeated, product, bias)
+
     if dist.get_rank(group) != 1:
         yield
         return
@@ -149,6 +155,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
         mock.patch.object(torch, "mm", multiplied(mm)),
         mock.patch.object(torch, "addmm", multiplied(addmm)),
         mock.patch.object(SharedSegments, "all_reduce", summed),
+        mock.patch.object(calling, "sum_again", summed_again),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""`symmetric` as W processes with an emulated GPU each (emulated.py), and what needs no ranks: refusals and choices."""
+"""`symmetric` as W processes with an emulated GPU each (emulated.py)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.backends.contract import BASE, COLLECTIVES, JUDGES, exact_cases, part
 from tests.backends.emulated import Emulation
 from tests.cuda.emulator import build
 from tests.kernels.interpreter import why_not
+from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case
 from tpkernels.backends import moves, symmetric
-from tpkernels.comm import cuda_native
+from tpkernels.comm import cuda_group, cuda_native
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_memory import common_refusal, is_consistent
-from tpkernels.dispatch import OPS, Costs, Problem
+from tpkernels.dispatch import OPS
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.contract import AllGather
@@ -77,7 +77,7 @@ def test_integers_are_exact_and_have_the_bits_of_unfused(
     pools: Pools, emulation: Emulation, world: int, full: bool
 ) -> None:
     """Every op, dtype, dim and cut; empty shards and missing rows; through the fused kernels and in two steps."""
-    settings = replace(emulation, num_chunks=2, most_lanes=2 if world == 4 else 4)
+    settings = replace(emulation, num_chunks=2, most_lanes=2 if world == 4 else 4, multicast=world == 3)
     for op in OPS:
         cases = [case for case in exact_cases(op, "symmetric", world) if case.dtype in DTYPES]
         if op not in COLLECTIVES and not full:  # interpreted: a sample, of other cases for each world
@@ -99,12 +99,41 @@ def test_real_numbers_are_within_the_bound_of_fp64(pools: Pools, emulation: Emul
     cases += [gathers[0].but(activation=name, call=1) for name in ("relu", "gelu", "gelu_tanh", "silu")]
     cases += [gathers[1].but(ns=(70, 3), bias=(True, False), activation="silu", return_gathered=True, own_ns=True)]
     cases = [case.but(sizes=None if case.shape[case.axis] % world == 0 else uneven(case, world)) for case in cases]
-    settings = replace(emulation, late_us=500, capability=90)  # tensor descriptors, where operands fit them
+    settings = replace(emulation, late_us=500, capability=90, multicast=world == 2)  # and descriptors, where they fit
     pools(world).run(judge_all, settings, cases, "values", timeout=PATIENCE_S)
     # Few rows: a gather and a library GEMM, a library GEMM and a reduction; small tensors in one step.
     pools(world).run(
         judge_all, replace(settings, fuse_from_rows=10**6, one_shot_bytes=10**6), cases, "values", timeout=PATIENCE_S
     )
+
+
+def judge_scaled(emulation: Emulation, cases: Sequence[scaled.ScaledCase], fault: str | None = None) -> str:
+    """What the judge of fp8 calls says."""
+    owner, attribute, make = scaled.FAULTS[fault or "one scale for all rows"]
+    change = {} if fault is None else {attribute: make(getattr(owner, attribute))}
+    with emulation.group() as group, mock.patch.multiple(owner, **change) if change else mock.patch.dict({}):
+        try:
+            scaled.judge_cases(cases, group)
+        except BoundExceeded as error:
+            if fault is None:
+                raise
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("world", "capability"), [(2, 90), (3, 89)])
+def test_fp8_is_exact_or_within_the_bound_and_brings_its_scales_along(
+    pools: Pools, emulation: Emulation, world: int, capability: int, full: bool
+) -> None:
+    """Through the fused kernels, with tensor descriptors and with pointers; and around a library GEMM on older GPUs."""
+    cases = [*scaled.exact_cases("symmetric", world), *scaled.real_cases("symmetric")]
+    sample = cases if full else cases[world % 2 :: 2 * world - 1]
+    settings = replace(emulation, num_chunks=2, late_us=500, capability=capability)
+    pools(world).run(judge_scaled, settings, sample, timeout=PATIENCE_S)
+    pools(world).run(judge_scaled, replace(settings, capability=80), sample[::3], timeout=PATIENCE_S)
+    gather = scaled.ScaledCase(GATHER, (6 * world, 32), ns=(10,), implementation="symmetric")
+    for fault in scaled.FAULTS:
+        assert "nothing" not in pools(world).run(judge_scaled, settings, [gather], fault)[-1], fault
 
 
 def uneven(case: Case, world: int) -> tuple[int, ...]:
@@ -143,13 +172,14 @@ def results(emulation: Emulation, calls: int, naps: bool) -> list[torch.Tensor]:
     return outs
 
 
-def test_results_depend_neither_on_chunks_nor_on_who_is_late(pools: Pools, emulation: Emulation) -> None:
+def test_results_depend_neither_on_chunks_nor_on_who_is_late_nor_on_multicast(
+    pools: Pools, emulation: Emulation
+) -> None:
     settings = replace(emulation, num_chunks=1)
     expected = pools(3).run(results, settings, 3, False, timeout=PATIENCE_S)
-    for chunks, late_us, naps in ((3, 0, False), (2, 4000, True)):
-        found = pools(3).run(
-            results, replace(settings, num_chunks=chunks, late_us=late_us), 3, naps, timeout=PATIENCE_S
-        )
+    for chunks, late_us, naps, multicast in ((3, 0, False, True), (2, 4000, True, False)):
+        other = replace(settings, num_chunks=chunks, late_us=late_us, multicast=multicast)
+        found = pools(3).run(results, other, 3, naps, timeout=PATIENCE_S)
         for now, before in zip(chain(*found), chain(*expected), strict=True):
             assert_bitwise_equal(now, before)
 
@@ -293,7 +323,7 @@ def anew(self: Any, key: Any, make: Any, on_device: bool = True) -> Any:
 
 
 FAULTS: dict[str, Any] = {
-    "the signal of the shard is forgotten": lambda: mock.patch.object(cuda_native.Group, "signal"),
+    "the signal of the shard is forgotten": lambda: mock.patch.object(cuda_group.Group, "signal"),
     "the signal of a chunk is forgotten": lambda: forgotten("signal_peer", -1),
     "a copy raises no flag": lambda: forgotten("raise_flag", None),
 }
@@ -378,69 +408,3 @@ def test_ranks_in_different_calls_are_told_by_their_fingerprints(pools: Pools, e
     for name, text in pools(2).run(disagree, emulation):
         assert name == "GroupMismatch", (name, text)
         assert "all_gather_matmul(" in text and "matmul_reduce_scatter(" in text, text
-
-
-# --- what needs no ranks ----------------------------------------------------------------------------------------------
-
-PROBLEM = Problem(
-    GATHER, 4096, 4096, 4096, torch.bfloat16, 8, device="cuda", backend="nccl", co_located=True,
-    no_symmetric_memory=None,
-)  # fmt: skip
-FACT = {"refusal": None, "gpu": "H, sm_90", "capability": 90, "torch": "2.13", "abi": 2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"world_size": 1}, "one rank"),
-        ({"dtype": torch.float64}, "not in torch.float64"),
-        ({"no_symmetric_memory": "rank 3: Triton is not installed"}, "Triton is not installed"),
-    ],
-)
-def test_it_says_why_it_can_not_run(changes: dict[str, Any], reason: str | None) -> None:
-    for offer in (offer for op in OPS for offer in symmetric.dispatch.implementations(op) if offer.name == "symmetric"):
-        found = offer.refuses(replace(PROBLEM, op=offer.op, **changes))
-        assert found is None if reason is None else reason in str(found), found
-
-
-@pytest.mark.parametrize(
-    ("second", "overlapping", "reason"),
-    [
-        ({"uuid": "b"}, False, None),
-        ({"uuid": "a"}, False, "ranks [0, 1] are on one GPU"),
-        ({"uuid": "a"}, True, None),
-        ({"uuid": "b", "gpu": "A, sm_80"}, False, "different GPUs"),
-        ({"uuid": "b", "torch": "2.11"}, False, "different versions of torch"),
-        ({"uuid": "b", "refusal": "no library"}, False, "rank 1: no library"),
-    ],
-)
-def test_all_ranks_have_one_reason_why_their_gpus_share_no_memory(
-    second: dict[str, Any], overlapping: bool, reason: str | None
-) -> None:
-    found = common_refusal([{**FACT, "uuid": "a"}, {**FACT, **second}], overlapping)
-    assert found is None if reason is None else reason in str(found), found
-
-
-def test_old_gpus_are_refused() -> None:
-    assert "capability 8.0" in str(common_refusal([{**FACT, "uuid": "a", "capability": 75}], False))
-
-
-def test_addresses_that_can_not_be_those_of_the_ranks_are_seen() -> None:
-    assert is_consistent((16, 32), 32, rank=1, size=2)
-    for addresses, local in (((16, 32), 48), ((16,), 16), ((32, 32), 32), ((0, 32), 32)):
-        assert not is_consistent(addresses, local, rank=1 if len(addresses) > 1 else 0, size=2)
-
-
-def test_large_calls_are_fused_where_the_link_is_worth_it() -> None:
-    """On costs of an NVLink node: fused wins where transfers can hide, one shot where data is small."""
-    costs = Costs(
-        gemm_gflops=600e3, gemm_overhead_us=8, weight_gbytes=2000, link_gbytes=300, link_latency_us=20, link_cpu=0,
-        measured=True,
-    )  # fmt: skip
-    chosen = {
-        (op, m): symmetric.dispatch.select(replace(PROBLEM, op=op, m=m, k=8192), "auto", costs)[0].name
-        for op in (GATHER, SCATTER, REDUCE)
-        for m in (8, 8192)
-    }
-    assert chosen[GATHER, 8192] == chosen[SCATTER, 8192] == chosen[REDUCE, 8] == "symmetric", chosen

@@ -42,12 +42,14 @@ PULL, PUSH = "pull", "push"
 class Recorder:
     """A library and a device at once, of rank 0; nothing is done, everything is noted."""
 
-    kind, capability, num_sms = "cpu", 80, 8
+    kind, name, capability, num_sms = "cpu", "a recorder", 80, 8
+    multicast = 0
 
     def __init__(self) -> None:
         self.library: Any = self
         self.noted: list[str] = []
         self.made: list[str] = []
+        self.multicasts: list[int | None] = []
         self._kept: list[Any] = []
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -56,6 +58,8 @@ class Recorder:
             self._kept.append(ctypes.create_string_buffer(64))
             for pointer in arguments:
                 pointer._obj.value = ctypes.addressof(self._kept[-1])
+        if name in ("all_reduce", "all_gather"):
+            self.multicasts.append(arguments[1]._obj.multicast)
         if name == "run":
             name = self._what(arguments[4])
         self.noted.append(name)
@@ -65,13 +69,13 @@ class Recorder:
             return PUSH
         return PULL if any(chunk.wait_peer >= 0 or chunk.raise_flag for chunk in chunks) else "stage"
 
-    def all_reduce_slot_bytes(self, num_bytes: int) -> int:
+    def one_shot_slot_bytes(self, num_bytes: int) -> int:
         return -(-num_bytes // 16) * 16
 
     def allocate(self, num_bytes: int) -> Allocation:
         self.made.append("allocation")
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        return Allocation(memory, tuple(memory.data_ptr() + 16 * rank for rank in range(SIZE)))
+        return Allocation(memory, tuple(memory.data_ptr() + 16 * rank for rank in range(SIZE)), self.multicast)
 
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -84,6 +88,9 @@ class Recorder:
 
     def launch(self, kernel: Callable[[], None]) -> None:
         self.noted.append("GEMM")
+
+    def time_us(self, kernel: Callable[[], None]) -> float:
+        return 1.0
 
     def synchronize(self) -> None:
         self.made.append("wait of the host")
@@ -173,6 +180,18 @@ def test_few_rows_take_one_library_gemm_and_small_sums_one_kernel(recorder: Reco
         *SCATTER, "reduce", "join",
     ]  # fmt: skip
     assert enqueued(recorder, "all_reduce", AllReduce(few[:, :4])) == ["all_reduce"]
+
+
+def test_sums_are_gathered_in_one_kernel_where_a_store_reaches_all_ranks(recorder: Recorder) -> None:
+    recorder.multicast = 1 << 40
+    scatter = {"all_reduce": SCATTER, "matmul_all_reduce": ["begin", "fork", "GEMM", PUSH, PUSH, PUSH]}
+    for op, first in scatter.items():
+        assert enqueued(recorder, op, calls()[op], calls=3) == [*first, "reduce", "join", "all_gather"]
+        assert recorder.made == []
+        assert recorder.multicasts[0] == recorder.multicasts[2] == 1 << 40  # of the first slot
+        recorder.multicasts.clear()
+    enqueued(recorder, "all_reduce", AllReduce(torch.zeros(4, 4)))
+    assert recorder.multicasts == [(1 << 40) + 2 * 2**20]  # of the other one
 
 
 @pytest.mark.parametrize("op", EXPECTED)

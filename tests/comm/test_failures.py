@@ -100,7 +100,7 @@ def workers() -> Any:
     pools: list[WorkerPool] = []
 
     def start(nproc: int) -> WorkerPool:
-        pools.append(WorkerPool(nproc, group_timeout=20.0))
+        pools.append(WorkerPool(nproc, group_timeout=20.0, forked=True))
         return pools[-1]
 
     yield start
@@ -112,7 +112,7 @@ def workers() -> Any:
 def pool_of() -> Any:
     """Ranks that are started anew only when one of them died."""
     pools: dict[int, WorkerPool] = {}
-    yield lambda nproc: pools.setdefault(nproc, WorkerPool(nproc, group_timeout=20.0))
+    yield lambda nproc: pools.setdefault(nproc, WorkerPool(nproc, group_timeout=20.0, forked=True))
     for pool in pools.values():
         pool.close()
 

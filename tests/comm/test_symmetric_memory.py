@@ -45,11 +45,12 @@ def played(rank: int, fault: str) -> Iterator[list[int]]:
         if faulty and fault == "no handle":
             raise RuntimeError("cuMemImportFromShareableHandle: invalid")
         own = local.data_ptr() + (64 if faulty and fault == "an offset" else 0)
-        return SimpleNamespace(buffer_ptrs=[own if r == rank else own + 2**20 * (r + 1) for r in range(2)])
+        table = [own if r == rank else own + 2**20 * (r + 1) for r in range(2)]
+        return SimpleNamespace(buffer_ptrs=table, multicast_ptr=0 if faulty and fault == "no multicast" else 2**40)
 
     device = f"gpu {0 if fault == 'one GPU' else rank}"
     facts = {"uuid": device, "gpu": "H, sm_90", "capability": 90, "torch": torch.__version__, "abi": cuda_native.ABI}
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid=device)
+    properties = SimpleNamespace(name="H", major=9, minor=0, multi_processor_count=132, uuid=device)
     changes: dict[tuple[Any, str], Any] = {
         (symmetric_memory, "_why_not_here"): lambda group: "no library" if faulty and fault == "no library" else None,
         (symmetric_memory, "_cannot_load"): lambda device: "no code for it" if faulty and fault == "no code" else None,
@@ -86,6 +87,7 @@ def set_up(fault: str) -> tuple[str | None, bool]:
         if first is not None:
             assert "serves tensors on cuda" in str(group.why_not_symmetric("cpu"))
             assert first.main._pads.local.count_nonzero() == 0
+            assert first.main.multicasts is first.side.multicasts is (fault != "no multicast")  # all have it, or none
         # The group goes on, whatever the answer was.
         assert torch.equal(tpk.all_reduce(torch.ones(2), made, implementation="unfused"), torch.full((2,), 2.0))
         return group.no_symmetric_memory, first is not None
@@ -95,6 +97,7 @@ def set_up(fault: str) -> tuple[str | None, bool]:
     ("fault", "reason"),
     [
         ("none", None),
+        ("no multicast", None),
         ("no library", "rank 1: no library"),
         ("no code", "rank 1: no code for it"),
         ("no access", "rank 1: no way to rank 0"),

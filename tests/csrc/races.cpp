@@ -74,8 +74,9 @@ public:
             const std::int64_t count = static_cast<std::int64_t>(common_() % kMaxCount);
             reserve(count);
             straggle();
-            switch (common_() % 5) {
+            switch (common_() % 6) {
                 case 0: all_reduce_in_one_step(count); break;
+                case 5: sum_again(count); break;
                 case 1: gather(count); break;
                 case 2: reduce_scatter(count); break;
                 case 3: all_reduce_in_place(count); break;
@@ -126,6 +127,18 @@ private:
         for (std::int64_t i = 0; i < count; ++i) x[static_cast<std::size_t>(i)] = value(channel_.rank(), i, call);
         all_reduce(channel_, 5, "all_reduce", Dtype::kFloat32, x.data(), out.data(), count);
         for (std::int64_t i = 0; i < count; ++i) check(out[static_cast<std::size_t>(i)], sum(i), "all_reduce");
+    }
+
+    void sum_again(std::int64_t count) {
+        RepeatedSum sum_over_ranks(channel_, 6, "sum again", {Dtype::kFloat32, 0, count, 1, count});
+        const std::uint64_t call = channel_.call() + 1;  // begun below
+        std::vector<float> x(static_cast<std::size_t>(count)), bias(x.size(), 3.0F);
+        for (std::int64_t i = 0; i < count; ++i) x[static_cast<std::size_t>(i)] = value(channel_.rank(), i, call);
+        if (!sum_over_ranks.start(x.data(), bias.data())) {
+            straggle();
+            sum_over_ranks.finish(x.data(), bias.data());
+        }
+        for (std::int64_t i = 0; i < count; ++i) check(x[static_cast<std::size_t>(i)], sum(i) + 3.0F, "sum again");
     }
 
     void fill(std::int64_t start, std::int64_t stop) {

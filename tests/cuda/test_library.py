@@ -11,7 +11,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ import torch
 
 from tests.test_build_native import Tree
 from tpkernels import doctor, errors
-from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_native import Chunk, CudaError, Dtype, Failure, Kind
+from tpkernels.comm import cuda_group, cuda_native
+from tpkernels.comm.cuda_group import Failure, OneShot
+from tpkernels.comm.cuda_native import Chunk, CudaError, Dtype, Kind
 
 pytestmark = pytest.mark.cpu
 
@@ -38,6 +38,7 @@ KERNELS = {
     "wait_flag",
     "reduce",
     "all_reduce",
+    "all_gather",
 }
 ARCHITECTURES = {"sm_80", "sm_90a", "sm_100a"}
 NO_GPU_ERRORS = (35, 100)  # no driver (or an old one), no device
@@ -46,82 +47,12 @@ NO_GPU_ERRORS = (35, 100)  # no driver (or an old one), no device
 # --- building with nvcc -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The library, and what the build said; from the function that the installation calls."""
-    folder = tmp_path_factory.mktemp("cuda")
-    shutil.copy(ROOT / "setup.py", folder)
-    shutil.copytree(ROOT / "csrc", folder / "csrc")
-    code = "import runpy; print(runpy.run_path('setup.py')['build_cuda']()[0])"
-    environment = {**os.environ, "TPKERNELS_CUDA": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
-    )
-    if done.returncode != 0 and "CannotBuild: no nvcc" in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Path(done.stdout.strip().splitlines()[-1]), done.stdout
-
-
-@pytest.fixture(scope="session")
-def library(built: tuple[Path, str]) -> cuda_native.Library:
-    return cuda_native.Library(built[0])
-
-
 def test_every_kernel_compiles_for_every_architecture_without_spilling(built: tuple[Path, str]) -> None:
     compiled = re.findall(r"Compiling entry function '_ZN3tpk\d+([a-z_]+?)(?:I.*)?E[a-zN].*?' for '(sm_\w+)'", built[1])
     assert {kernel for kernel, _ in compiled} == KERNELS
     assert {architecture for _, architecture in compiled} == ARCHITECTURES
     reports = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", built[1])
     assert len(reports) == len(compiled) and set(reports) == {("0", "0", "0")}
-
-
-def compile_ptx(built: tuple[Path, str], source: Path) -> str:
-    """The PTX that the flags of setup.py give."""
-    rules = built[0].with_name("build.ninja").read_text()
-    nvcc = re.search(r"command = (\S+)", rules)
-    assert nvcc is not None
-    out = source.with_suffix(".ptx")
-    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{source.parents[1]}", "-arch=compute_90", "-ptx"]
-    done = subprocess.run([nvcc[1], *flags, str(source), "-o", str(out)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out.read_text()
-
-
-def kernels_of(ptx: str) -> dict[str, str]:
-    """Name to body of each kernel."""
-    return dict(re.findall(r"\.entry (\w+)\((.*?\n})", ptx, re.DOTALL))
-
-
-READS_PAST_THE_CACHES = re.compile(r"ld\.global\S*\.nc|ldu\.|ld\.global\.ca")
-
-
-@pytest.mark.parametrize("unit", ["sync", "reduce", "all_reduce"])
-def test_no_kernel_reads_peers_data_through_a_cache_that_acquiring_does_not_refresh(
-    built: tuple[Path, str], unit: str
-) -> None:
-    ptx = compile_ptx(built, built[0].parents[2] / "csrc" / "cuda" / f"{unit}.cu")
-    kernels = kernels_of(ptx)
-    assert kernels
-    for name, body in kernels.items():
-        assert READS_PAST_THE_CACHES.search(body) is None, name
-        waits, signals = "ld.acquire.sys.global.u" in body, "st.release.sys.global.u" in body
-        assert signals, f"{name}: a failure, at least, is told"
-        assert waits or "signal_chunk" in name or "raise_flag" in name or "end_call" in name, name
-        if "signal_chunk" in name:
-            first_signal = body.index("st.release.sys.global.u64")
-            assert "bar" in body[:first_signal], f"{name}: signals before the block has written"
-    assert "__internal" not in ptx and "call.uni" not in ptx, "a function call: registers would be spilled across it"
-
-
-def test_that_cache_would_be_seen(built: tuple[Path, str], tmp_path: Path) -> None:
-    source = tmp_path / "cuda" / "restricted.cu"
-    source.parent.mkdir()
-    source.write_text(
-        "__global__ void copy(const float* __restrict__ from, float* __restrict__ to) { to[threadIdx.x] = from[0]; }"
-    )
-    (body,) = kernels_of(compile_ptx(built, source)).values()
-    assert READS_PAST_THE_CACHES.search(body)
 
 
 def test_a_kernel_that_spills_fails_the_build(built: tuple[Path, str], tmp_path: Path) -> None:
@@ -163,7 +94,8 @@ def test_python_and_c_agree_on_constants_and_structures(tmp_path: Path) -> None:
                      "STATE_FAILED_OFFSET")
     }  # fmt: skip
     structures: Mapping[str, type[ctypes.Structure]] = {
-        "tpk_group": cuda_native._Group, "tpk_chunk": Chunk, "tpk_failure": cuda_native._FailureRecord
+        "tpk_group": cuda_native.GroupRecord, "tpk_chunk": Chunk, "tpk_failure": cuda_native.FailureRecord,
+        "tpk_one_shot": cuda_native.OneShotRecord,
     }  # fmt: skip
     values = [(f"(long){macro}", getattr(cuda_native, name)) for name, macro in names.items()]
     values += [(f"(long)TPK_{dtype.name}", int(dtype)) for dtype in Dtype]
@@ -195,13 +127,13 @@ class NoDevice:
         address = (ctypes.addressof(self.memory) + 255) & ~255
         pads = (ctypes.c_void_p * 64)(*[address] * 64)
         values = {"rank": 0, "world_size": world_size, "pads": pads, "state": address, "failure": address} | fields
-        self.group = cuda_native.Group.__new__(cuda_native.Group)
-        self.group._library, self.group._group = library, cuda_native._Group(**values)
+        self.group = cuda_group.Group.__new__(cuda_group.Group)
+        self.group._library, self.group._group = library, cuda_native.GroupRecord(**values)
         self.group._failure_address, self.group.world_size = None, world_size
         self.address = address
 
 
-CALLS: Mapping[str, Callable[[cuda_native.Group, int], None]] = {
+CALLS: Mapping[str, Callable[[cuda_group.Group, int], None]] = {
     "begin": lambda group, a: group.begin(op=1, slot=0, fingerprint=1, stream=0),
     "end": lambda group, a: group.end(op=1, stream=0),
     "barrier": lambda group, a: group.barrier(op=1, fingerprint=1, stream=0),
@@ -213,7 +145,9 @@ CALLS: Mapping[str, Callable[[cuda_native.Group, int], None]] = {
         op=1, part_dtype=Dtype.F32, parts=[a, a], strides=[8, 8], out=a, out_dtype=Dtype.BF16, out_stride=8, rows=1,
         columns=8, stream=0),
     "all_reduce": lambda group, a: group.all_reduce(
-        op=1, dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, slots=[a, a], slot=0, fingerprint=1, stream=0),
+        OneShot(1, 0, 1, [a, a]), dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, stream=0),
+    "all_gather": lambda group, a: group.all_gather(
+        OneShot(1, 0, 1, [a, a], a), element_bytes=2, x=a, out=a, counts=[8, 0], stream=0),
 }  # fmt: skip
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: the pointers are not real")
@@ -231,8 +165,8 @@ def test_a_launch_without_a_gpu_says_so(library: cuda_native.Library, name: str)
 @needs_no_gpu
 def test_what_allocates_says_so_as_well(library: cuda_native.Library) -> None:
     for make in (
-        lambda: cuda_native.Group(library, rank=0, pads=[256], state=256, timeout_s=1.0),
-        lambda: cuda_native.Pipeline(library, 2),
+        lambda: cuda_group.Group(library, rank=0, pads=[256], state=256, timeout_s=1.0),
+        lambda: cuda_group.Pipeline(library, 2),
         library.device_count,
         library.has_write_value,
     ):
@@ -240,7 +174,7 @@ def test_what_allocates_says_so_as_well(library: cuda_native.Library) -> None:
             make()
 
 
-REFUSALS: Mapping[str, tuple[dict[str, Any], Callable[[cuda_native.Group, int], None], str]] = {
+REFUSALS: Mapping[str, tuple[dict[str, Any], Callable[[cuda_group.Group, int], None], str]] = {
     "world size": ({"world_size": 65}, CALLS["begin"], r"tpk_begin: world_size \(65\) must be from 1 to 64"),
     "rank": ({"rank": 2}, CALLS["signal"], r"rank \(2\) must be from 0 to 1"),
     "state": ({"state": 8}, CALLS["barrier"], r"state \(0x8\) is NULL or not aligned to 16"),
@@ -263,8 +197,24 @@ REFUSALS: Mapping[str, tuple[dict[str, Any], Callable[[cuda_native.Group, int], 
     "slots": (
         {},
         lambda g, a: g.all_reduce(
-            op=1, dtype=Dtype.F32, x=a, out=a, rows=1, columns=8, slots=[a, a + 4], slot=0, fingerprint=0, stream=0),
+            OneShot(1, 0, 0, [a, a + 4]), dtype=Dtype.F32, x=a, out=a, rows=1, columns=8, stream=0),
         r"slots\[1\] \(0x\w+\) is NULL or not aligned to 16",
+    ),
+    "multicast": (
+        {},
+        lambda g, a: g.all_reduce(
+            OneShot(1, 1, 0, [a, a], a + 8), dtype=Dtype.F32, x=a, out=a, rows=1, columns=8, stream=0),
+        r"multicast \(0x\w+\) is not aligned to 16",
+    ),
+    "counts": (
+        {},
+        lambda g, a: g.all_gather(OneShot(1, 0, 0, [a, a]), element_bytes=4, x=a, out=a, counts=[1, -1], stream=0),
+        r"counts \(-1\) must be from 0 to",
+    ),
+    "element bytes": (
+        {},
+        lambda g, a: g.all_gather(OneShot(1, 0, 0, [a, a]), element_bytes=8, x=a, out=a, counts=[1, 1], stream=0),
+        r"element_bytes \(8\) must be 2 or 4",
     ),
 }  # fmt: skip
 
@@ -287,11 +237,11 @@ def test_a_wrong_argument_is_refused_with_its_name_and_value(library: cuda_nativ
     ],
 )
 def test_the_record_of_a_failure_becomes_an_error(kind: Kind, error: type[Exception], text: str) -> None:
-    record = cuda_native._FailureRecord(
+    record = cuda_native.FailureRecord(
         state=0, kind=kind, rank=1, op=5, peer=3, chunk=4, epoch=9, expected=9, got=8, fingerprint=7,
         waited_ns=2_500_000_000,
     )  # fmt: skip
-    group = cuda_native.Group.__new__(cuda_native.Group)
+    group = cuda_group.Group.__new__(cuda_group.Group)
     group._failure_address = ctypes.addressof(record)
     assert group.failure() is None
     record.state = 1

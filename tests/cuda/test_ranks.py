@@ -28,7 +28,7 @@ CSRC = HERE.parents[1] / "csrc"
 # Device functions of csrc/cuda are inline; -fno-builtin, because ThreadSanitizer does not see an expanded memcpy.
 FLAGS = "-std=c++20 -g -O1 -fsanitize=thread -fno-builtin -ffp-contract=off -Wall -Wextra -Wconversion -Werror".split()
 DEVICE, PROTOCOL, NUMBERS = "csrc/cuda/device.h", "csrc/cuda/protocol.h", "csrc/cuda/numbers.h"
-ALL_REDUCE, REDUCE, RANKS = "csrc/cuda/all_reduce_kernel.h", "csrc/cuda/reduce_kernel.h", "ranks.cpp"
+ONE_SHOT, REDUCE, RANKS = "csrc/cuda/one_shot_kernels.h", "csrc/cuda/reduce_kernel.h", "ranks.cpp"
 RACE, ANY = "WARNING: ThreadSanitizer: data race", "data race|WRONG"
 
 
@@ -62,7 +62,7 @@ FAULTS = {
         PROTOCOL, {"last_use[slot] + 1": "last_use[slot] + (FAULT ? 0 : 1)"}
     ),
     "an all-reduce does not note that it used its slot": Fault(
-        ALL_REDUCE, {"    group.state->last_use[job.slot] =": "    if (!FAULT) group.state->last_use[job.slot] ="},
+        ONE_SHOT, {"    group.state->last_use[job.slot] =": "    if (!FAULT) group.state->last_use[job.slot] ="},
         "calls 3 1 60 0 30000 1",
     ),
     "one peer is not waited for": Fault(
@@ -82,8 +82,18 @@ FAULTS = {
         NUMBERS, {"0x7fffu + ((bits >> 16) & 1u)": "(FAULT ? 0x8000u : 0x7fffu + ((bits >> 16) & 1u))"},
         "numbers", "WRONG"
     ),
+    "a signal overtakes what was multicast": Fault(
+        ONE_SHOT, {"end);\n    if (multicasts) fence": "end);\n    if (multicasts && !FAULT) fence"}
+    ),
+    "a multicast goes to the part of another rank": Fault(
+        ONE_SHOT, {"job.multicast + place,": "job.multicast + (FAULT ? job.slot_elements + element : place),"}
+    ),
+    "a rank that multicasts does not wait for its slot": Fault(
+        ONE_SHOT, {"if (!wait_slot_of_block(": "if (!(FAULT && multicasts) && !wait_slot_of_block("},
+        "calls 3 1 60 0 30000 1",
+    ),
     "the first block to leave ends the call of all": Fault(
-        ALL_REDUCE, {"!= num_blocks() - 1)": "!= (FAULT ? 0 : num_blocks() - 1))"}
+        ONE_SHOT, {"!= num_blocks() - 1)": "!= (FAULT ? 0 : num_blocks() - 1))"}
     ),
     "the first chunk is summed before it is there": Fault(REDUCE, {"chunk = -1;": "chunk = FAULT ? 0 : -1;"}),
     "epochs are compared without the wrap": Fault(
@@ -116,7 +126,7 @@ def compiler() -> str:
 
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:abort_on_error=0"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 def copy_of_the_source(folder: Path) -> Path:

@@ -15,6 +15,7 @@
 
 #include "cuda/numbers.h"
 #include "cuda/protocol.h"
+#include "multicast.h"
 
 using namespace tpk;
 using Random = std::mt19937;
@@ -51,6 +52,7 @@ struct Rank {
 
 struct World {
     std::vector<std::unique_ptr<Rank>> ranks;
+    void* multicast[kSlots];
 
     World(int size, unsigned seed, Epoch epoch, std::uint64_t timeout_ms) {
         for (int r = 0; r < size; ++r) {
@@ -74,6 +76,11 @@ struct World {
             group.state = &ranks[static_cast<std::size_t>(r)]->state;
             group.failure = &ranks[static_cast<std::size_t>(r)]->failure;
             group.timeout_ns = timeout_ms * 1'000'000;
+        }
+        for (int slot = 0; slot < kSlots; ++slot) {
+            std::vector<char*> memory;
+            for (auto& rank : ranks) memory.push_back(reinterpret_cast<char*>(rank->slots[slot].data()));
+            multicast[slot] = sim::multicast_window(kMaxElements * sizeof(float), std::move(memory));
         }
     }
 

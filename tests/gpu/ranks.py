@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tests.backends.contract import JUDGES
+from tests.ops.scaled import ScaledCase, judge_cases
 from tests.ops.support import PLACE, Case, new_group
 from tpkernels import errors
 from tpkernels.comm import groups
@@ -63,10 +64,13 @@ def _take_share(group: Any, world: int) -> None:
 
 
 def judge_all(cases: Sequence[Case], judge: str, num_chunks: int | None) -> int:
-    """Every case on one new group of these ranks; how many there were."""
+    """Every case on one new group of these ranks; how many there were. fp8 has a judge of its own, for values."""
     with new_group(num_chunks, timeout=PATIENCE_S) as group:
         for case in cases:
-            JUDGES[judge](case, group)
+            if isinstance(case, ScaledCase):
+                judge_cases([case], group)
+            else:
+                JUDGES[judge](case, group)
             settle()
         _nothing_failed(group)
     return len(cases)

@@ -50,11 +50,13 @@ def test_a_flagged_chunk_is_complete_and_partials_are_right(name: str) -> None:
     scenarios.scatter(on_gpu(SCATTER[name]))
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["along K", "along N"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_operands_through_descriptors_have_the_values_of_pointers(dtype: torch.dtype) -> None:
+def test_operands_through_descriptors_have_the_values_of_pointers(dtype: torch.dtype, transposed: bool) -> None:
     """TMA reads what was acquired before: nothing but a GPU shows whether the proxy fence does its work."""
+    options: dict[str, Any] = {"dtype": dtype, "descriptors": True, "transposed": transposed}
     for seed in range(5):
-        case = on_gpu({"dtype": dtype, "descriptors": True, "shards": (97, 61), "k": 128, "seed": seed, "calls": 3})
+        case = on_gpu({**options, "shards": (97, 61), "k": 128, "seed": seed, "calls": 3})
         if not case.tiles.descriptors:
             pytest.skip("tensor descriptors need a CUDA device of capability 9.0")
         scenarios.gather(case)

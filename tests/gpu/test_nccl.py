@@ -8,6 +8,7 @@ import torch
 from tests.backends.contract import BASE, COLLECTIVES, exact_cases, ops_of
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
+from tests.gpu.test_symmetric import scaled_cases_of
 from tests.ops.support import FUSED, GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import check_cases, fp64, within_bounds
 
@@ -22,6 +23,8 @@ def test_integers_are_exact(nccl_ranks: Shared, name: str, full: bool) -> None:
     for op in ops_of(name):
         cases = exact_cases(op, name, 2)
         nccl_ranks(2).run(scenarios.judge_all, cases if full else cases[::3], "values", 3, timeout=CALL_S)
+    scaled = scaled_cases_of(name, 2)
+    nccl_ranks(2).run(scenarios.judge_all, scaled if full else scaled[::3], "values", 3, timeout=CALL_S)
 
 
 @pytest.mark.parametrize("name", NAMES)

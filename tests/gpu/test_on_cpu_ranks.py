@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu import ranks as scenarios
-from tests.gpu.test_symmetric import cases_of
+from tests.gpu.test_symmetric import cases_of, scaled_cases_of
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
@@ -21,6 +21,7 @@ def test_the_cases_for_symmetric_are_right_for_another_implementation(ranks: Poo
     for op in OPS:
         cases = [case.but(implementation=STAND_IN) for case in cases_of(op, 2, full=False)]
         assert ranks(2).run(scenarios.judge_all, cases[-12:], "values", 3) == [len(cases[-12:])] * 2
+    assert ranks(2).run(scenarios.judge_all, scaled_cases_of(STAND_IN, 2)[-6:], "values", 3) == [6, 6]
 
 
 def test_replays_are_judged_with_fresh_data_and_a_stale_one_is_caught(ranks: Pools) -> None:

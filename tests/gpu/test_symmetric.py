@@ -11,6 +11,8 @@ import torch
 from tests.backends.contract import BASE, COLLECTIVES, exact_cases
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
+from tests.ops.scaled import SCALED, ScaledCase
+from tests.ops.scaled import exact_cases as scaled_exact_cases
 from tests.ops.support import COPY, FUSED, GATHER, REDUCE, SCATTER, Case
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
@@ -34,6 +36,8 @@ def cases_of(op: str, world: int, full: bool) -> list[Case]:
             large += [case.but(sizes=cut) for cut in cuts]
         else:
             large.append(case)
+            if dtype == torch.bfloat16:  # too large for one shot
+                large.append(case.but(shape=(8197, 264)))
     large = [case.but(bias=False, ns=()) if op in COLLECTIVES else case for case in large]
     return [case.but(call=number) for number, case in enumerate([*(small if full else small[::5]), *large])]
 
@@ -47,6 +51,25 @@ def test_integers_are_exact_for_every_op_dtype_and_cut(
     if world == 3 and not full:
         cases = cases[1::3]
     assert symmetric_ranks(world).run(scenarios.judge_all, cases, "values", 3, timeout=CALL_S) == [len(cases)] * world
+
+
+def scaled_cases_of(name: str, world: int) -> list[ScaledCase]:
+    """fp8, as integers: tensor cores keep fewer bits of fp8 sums than the bound for real numbers asks for.
+
+    Small ones, and rows enough for the kernels that overlap, with K and N that fp8 GEMMs take, and that they do not.
+    """
+    base = ScaledCase(GATHER, (256 * world, 512), ns=(320,), bias=True, integers=True, implementation=name)
+    large = [base.but(op=op, dtype=dtype) for op in SCALED for dtype in (torch.bfloat16, torch.float32)]
+    large += [base.but(op=op, shape=(101 * world, 264), ns=(200,), per_x=("tensor",)) for op in SCALED]
+    large.append(base.but(ns=(320, 48), activation="relu", return_gathered=True, per_x=("tensor", "row")))
+    return [case.but(call=number) for number, case in enumerate([*scaled_exact_cases(name, world), *large])]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fp8_is_exact_and_brings_its_scales_along(symmetric_ranks: Shared, world: int, full: bool) -> None:
+    cases = scaled_cases_of("symmetric", world)
+    cases = cases if full else cases[world % 2 :: 2]
+    symmetric_ranks(world).run(scenarios.judge_all, cases, "values", 3, timeout=CALL_S)
 
 
 @pytest.mark.parametrize("world", [2])

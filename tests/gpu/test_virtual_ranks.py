@@ -15,7 +15,8 @@ import torch
 
 from tpkernels import partition
 from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_native import Chunk, Dtype, Group, Kind, Library, Pipeline, Raise
+from tpkernels.comm.cuda_group import Group, OneShot, Pipeline
+from tpkernels.comm.cuda_native import Chunk, Dtype, Kind, Library, Raise
 
 pytestmark = pytest.mark.gpu
 
@@ -91,8 +92,8 @@ def check_all_reduce(ranks: VirtualRanks, dtype: torch.dtype, call: int, rows: i
 
     def work(rank: int, group: Group, stream: int) -> None:
         group.all_reduce(
-            op=1, dtype=DTYPES[dtype], x=inputs[rank].data_ptr(), out=outputs[rank].data_ptr(), rows=rows,
-            columns=columns, slots=ranks.slot_addresses(slot), slot=slot, fingerprint=call, stream=stream,
+            OneShot(1, slot, fingerprint=call, slots=ranks.slot_addresses(slot)), dtype=DTYPES[dtype],
+            x=inputs[rank].data_ptr(), out=outputs[rank].data_ptr(), rows=rows, columns=columns, stream=stream,
             bias=0 if bias is None else bias.data_ptr(),
         )  # fmt: skip
 
@@ -106,6 +107,30 @@ def check_all_reduce(ranks: VirtualRanks, dtype: torch.dtype, call: int, rows: i
 def test_a_one_shot_all_reduce_sums_in_rank_order_and_rounds_once(ranks: VirtualRanks, dtype: torch.dtype) -> None:
     for call, (rows, columns) in enumerate([(1, 8), (3, 7), (128, 512), (0, 4), (5, 4096), (17, 1001)]):
         check_all_reduce(ranks, dtype, call, rows, columns)
+
+
+def check_all_gather(ranks: VirtualRanks, dtype: torch.dtype, call: int, columns: int) -> None:
+    shards = [torch.randn(3 + rank, columns, device="cuda").to(dtype) for rank in range(ranks.size)]
+    outputs = [torch.cat(shards).fill_(torch.nan) for _ in shards]
+
+    def work(rank: int, group: Group, stream: int) -> None:
+        group.all_gather(
+            OneShot(1, call % 2, fingerprint=call, slots=ranks.slot_addresses(call % 2)),
+            element_bytes=dtype.itemsize, x=shards[rank].data_ptr(), out=outputs[rank].data_ptr(),
+            counts=[shard.numel() for shard in shards], stream=stream,
+        )  # fmt: skip
+
+    ranks.each(work)
+    ranks.check_healthy()
+    for output in outputs:
+        assert torch.equal(output, torch.cat(shards)), (call, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_shards_that_are_gathered_in_one_kernel_arrive_whole(ranks: VirtualRanks, dtype: torch.dtype) -> None:
+    """Stored to each peer: virtual ranks have no multicast address."""
+    for call, columns in enumerate((8, 7, 1024)):
+        check_all_gather(ranks, dtype, call, columns)
 
 
 def check_reduce_scatter(ranks: VirtualRanks, pipelines: list[Pipeline], call: int, how: Raise) -> None:
@@ -175,8 +200,8 @@ def test_a_graph_with_an_odd_number_of_calls_replays_with_fresh_data(library: Li
         with torch.cuda.graph(graph, stream=ranks.streams[rank]):
             for call in range(3):
                 ranks.groups[rank].all_reduce(
-                    op=1, dtype=Dtype.F32, x=inputs[rank].data_ptr(), out=outputs[rank][call].data_ptr(), rows=64,
-                    columns=128, slots=ranks.slot_addresses(call % 2), slot=call % 2, fingerprint=call,
+                    OneShot(1, call % 2, fingerprint=call, slots=ranks.slot_addresses(call % 2)), dtype=Dtype.F32,
+                    x=inputs[rank].data_ptr(), out=outputs[rank][call].data_ptr(), rows=64, columns=128,
                     stream=ranks.streams[rank].cuda_stream,
                 )  # fmt: skip
         graphs.append(graph)

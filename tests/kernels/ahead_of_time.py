@@ -171,6 +171,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
             "stride_wn": "i32",
             "stride_wk": "i32",
             "stride_out": "i32",
+            "stride_scale": "i32",
         }
         constants |= {
             "ACTIVATION": variant.activation,
@@ -193,6 +194,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
             "stride_wk": "i32",
             "stride_addend": "i32",
             "stride_staging": "i32",
+            "stride_scale": "i32",
         }
         staging = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[variant.staging]
         signal = triton.language.int64 if variant.pads else triton.language.int32

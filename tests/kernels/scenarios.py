@@ -151,7 +151,10 @@ def weights(case: Case, call: int, name: str) -> Tensor:
 def scales(case: Case, name: str, count: int) -> Tensor | None:
     if case.scale == "none":
         return None
-    return case.place(payload((count if case.scale == "row" else 1,), torch.float32, name=name).abs() + 0.5)
+    values = payload((count if case.scale == "row" else 1,), torch.float32, name=name).abs() + 0.5
+    if name == "x":  # scales lie apart where rows bring theirs along
+        return case.place(torch.stack([torch.full_like(values, float("nan")), values], 1))[:, 1]
+    return case.place(values)
 
 
 def product(case: Case, x: Tensor, w: Tensor, bias: Tensor | None, sx: Tensor | None, sw: Tensor | None) -> Bounded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from tpkernels.kernels.config import DTYPES, MAX_CHUNKS, MIN_CHUNK_BYTES, GemmConfig, configure
+from tpkernels.kernels.config import DTYPES, MAX_CHUNKS, MIN_CHUNK_BYTES, GemmConfig, Tiles, candidates, configure
 from tpkernels.kernels.operands import check_operands, is_transposed, scale_kind, weight_descriptor_fits
 from tpkernels.kernels.schedule import FIELDS, all_gather_order, as_table, reduce_scatter_order
 from tpkernels.partition import chunk_ranges, offsets
@@ -85,6 +85,7 @@ def test_every_problem_has_a_configuration_that_fits(
         moved_row_bytes=moved, reserved_sms=8, dual=dual, pointers=pointers,
     )  # fmt: skip
     assert found.num_programs == num_sms - 8
+    assert found.tiles.refusal(capability, dtype, dual) is None
     shard = -(-m // world_size)
     assert 1 <= found.num_chunks <= MAX_CHUNKS
     if found.num_chunks > 1:
@@ -93,6 +94,35 @@ def test_every_problem_has_a_configuration_that_fits(
         assert dtype != "float32" and k * DTYPES[dtype] % 16 == 0
     stage = (found.block_m + found.block_n * (2 if dual else 1)) * found.block_k * DTYPES[dtype]
     assert stage * found.num_stages <= shared_kib * 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(80, "float32"), (90, "bfloat16"), (90, "float8_e4m3fn"), (120, "float16")]
+)
+def test_candidates_are_one_step_away_and_fit(capability: int, dtype: str) -> None:
+    usual = config(capability=capability, dtype=dtype).tiles
+    first, *others = candidates(usual, capability=capability, dtype=dtype)
+    assert first == usual and 3 <= len(others) <= 10 and len({first, *others}) == 1 + len(others)
+    for tiles in others:
+        assert tiles.refusal(capability, dtype) is None
+        changed = [
+            (old, new) for old, new in zip(asdict(usual).values(), asdict(tiles).values(), strict=True) if old != new
+        ]
+        ((old, new),) = changed
+        assert new in (old // 2, 2 * old, old - 1, old + 1)
+        given = config(capability=capability, dtype=dtype, tiles=tiles)
+        assert given.tiles == tiles and 1 <= given.group_m <= 8 and 1 <= given.num_chunks <= MAX_CHUNKS
+
+
+def test_tiles_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    large = Tiles(256, 256, 128, 8, 4)
+    with pytest.raises(ValueError, match="524288 bytes of shared memory, sm_90 has 232448"):
+        config(tiles=large)
+    with pytest.raises(ValueError, match="512 sums in a thread's registers, at most 128"):
+        config(tiles=Tiles(256, 256, 16, 4, 2))
+    for name, value in (("block_m", 48), ("num_warps", True), ("num_stages", 3.0), ("block_n", "64"), ("block_k", 512)):
+        with pytest.raises(ValueError, match=f"{name} \\({value!r}\\) must be one of"):
+            replace(large, **{name: value})  # type: ignore[arg-type]
 
 
 def test_chunks_feed_whole_waves() -> None:

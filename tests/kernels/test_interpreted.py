@@ -127,7 +127,10 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     "rows_of_the_next_tile": ("gather", "tiles.py", ("inside = (m_offsets[:, None] < rows) &", "inside ="), {}),
     "columns_past_k": ("gather", "tiles.py", ("< k - step * BLOCK_K", "< k - step * BLOCK_K + 8"), {}),
     "bf16_truncated": ("gather", "tiles.py", ("bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0"), {}),
-    "scale_of_another_row": ("gather", "tiles.py", ("scale_a + row +", "scale_a +"), {**FP8, "scale": "row"}),
+    "scale_of_another_row": (
+        "gather", "tiles.py", ("(row + m_offsets).to(tl.int64) * stride_scale", "m_offsets * stride_scale"),
+        {**FP8, "scale": "row"},
+    ),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ def main(library: str) -> None:
     recorder = Recorder(Outcome("all", "running"))
     gemm.measure_gather(lab, recorder, Shape(70, 24, 64), 2)
     gemm.measure_scatter(lab, recorder, Shape(70, 48, 40), 2)
+    gemm.measure_scaled_gather(replace(lab, capability=90), recorder, Shape(70, 32, 64), 2)
     reducer.measure_reducer(lab, recorder, 3, torch.bfloat16, rows=5, columns=24)
     link.measure_gather(lab, recorder, 70, 40, 24, 3, 1.0, num_chunks=3)
     link.measure_gather(lab, recorder, 40, 24, 24, 2, 0.4)

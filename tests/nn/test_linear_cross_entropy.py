@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.nn.memory import peak_bytes
 from tests.nn.reference import LIMIT_S, close, close_parameters, close_replicas, mine, sequence_sizes, tp_mesh
 from tests.nn.test_vocabulary import bounds
+from tpkernels.measure.memory import peak_bytes
 from tpkernels.nn import (
     ColumnParallelLinear,
     VocabParallelEmbedding,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.nn.memory import peak_bytes
 from tests.nn.reference import LIMIT_S, close, part_of, sequence_sizes, tp_mesh
+from tpkernels.measure.memory import peak_bytes
 from tpkernels.nn import (
     ColumnParallelLinear,
     ColumnParallelLinears,

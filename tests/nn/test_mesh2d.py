@@ -26,14 +26,25 @@ from tpkernels.testing.spawn import Pools
 
 
 class Plain(nn.Module):
-    def __init__(self, width: int, hidden: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, hidden: int, bias: bool, dtype: torch.dtype, gated: bool = False) -> None:
         super().__init__()
+        self.gate = nn.Linear(width, hidden, bias, dtype=dtype) if gated else None
         self.up = nn.Linear(width, hidden, bias, dtype=dtype)
         self.down = nn.Linear(hidden, width, bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
+        hidden = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        y: Tensor = self.down(hidden)
         return y
+
+    def whole(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """The value and the gradient of what a block has under this name."""
+        parameters = dict(self.named_parameters())
+        first, _, kind = name.partition(".")
+        if first != "gate_up":
+            return parameters[name], parameters[name].grad
+        parts = [parameters[f"{one}.{kind}"] for one in ("gate", "up")]
+        return torch.stack(parts), torch.stack([cast(Tensor, part.grad) for part in parts])
 
 
 def mesh_of(y: int, x: int) -> DeviceMesh:
@@ -41,12 +52,25 @@ def mesh_of(y: int, x: int) -> DeviceMesh:
 
 
 def block_equals_torch(
-    mesh: DeviceMesh, width: int, hidden: int, slices: int | None, implementation: str, bias: bool, dtype: torch.dtype
+    mesh: DeviceMesh,
+    width: int,
+    hidden: int,
+    slices: int | None,
+    implementation: str,
+    bias: bool,
+    dtype: torch.dtype,
+    gated: bool = False,
 ) -> None:
     (y, x), (row, column) = mesh.shape, mesh.get_coordinate() or (0, 0)
     torch.manual_seed(width)
-    plain = Plain(width, hidden, bias, dtype)
-    block = MeshMLP2D.from_linears(plain.up, plain.down, mesh, num_slices=slices, implementation=implementation)
+    plain = Plain(width, hidden, bias, dtype, gated)
+    options: dict[str, Any] = {"num_slices": slices, "implementation": implementation}
+    options["activation"] = "swiglu" if gated else "gelu"
+    block = MeshMLP2D.from_linears(plain.up, plain.down, mesh, gate=plain.gate, **options)
+    torch.manual_seed(width)
+    fresh = MeshMLP2D(width, hidden, mesh, bias=bias, dtype=dtype, **options)
+    for one, other in zip(block.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(cast(DTensor, one).to_local(), cast(DTensor, other).to_local()), "under one seed"
     counts = [3 + 2 * i for i in range(y)]  # other rows on each y, and another number of them
     counts[-1] = 0 if y > 2 else counts[-1]
     batch = torch.randn(sum(counts), 2, width, dtype=dtype, requires_grad=True)
@@ -65,16 +89,15 @@ def block_equals_torch(
     x_r = mine(batch).requires_grad_()
     out = block(x_r)
     out.backward(mine(g))
-    what = f"mesh {y} x {x}, {width} -> {hidden}, slices={slices}, {implementation}"
+    what = f"mesh {y} x {x}, {width} -> {hidden}, slices={slices}, {implementation}, gated={gated}"
     assert x_r.grad is not None
     close(out, mine(expected), f"y, {what}")
     close(x_r.grad, mine(batch.grad), f"dx, {what}")
-    references = dict(plain.named_parameters())
     for name, parameter in block.named_parameters():
-        grad = references[name].grad
+        value, grad = plain.whole(name)
         assert grad is not None and isinstance(parameter.grad, DTensor)
         assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
-        close(whole(parameter), references[name], f"{name}, {what}")
+        close(whole(parameter), value, f"{name}, {what}")
         close(whole(parameter.grad), grad, f"gradient of {name}, {what}")
 
 
@@ -83,6 +106,8 @@ def blocks_equal_torch(y: int, x: int) -> str:
     block_equals_torch(mesh, 10, 13, None, "auto", True, torch.float64)
     block_equals_torch(mesh, 9, 3, 3, "chunked", False, torch.float64)  # some ranks have no column of the hidden layer
     block_equals_torch(mesh, 16, 24, 2, "unfused", True, torch.float32)
+    block_equals_torch(mesh, 10, 13, 3, "auto", True, torch.float64, gated=True)
+    block_equals_torch(mesh, 9, 3, None, "chunked", False, torch.float64, gated=True)
     if y * x < 8:
         main_grad_takes_the_weights(mesh)
     return repr(MeshMLP2D(6, 8, mesh, implementation="chunked"))
@@ -90,7 +115,12 @@ def blocks_equal_torch(y: int, x: int) -> str:
 
 def main_grad_takes_the_weights(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
-    block, other = (MeshMLP2D(8, 12, mesh) for _ in range(2))
+    for activation in ("gelu", "swiglu"):
+        main_grad_takes_the_weights_of(mesh, activation)
+
+
+def main_grad_takes_the_weights_of(mesh: DeviceMesh, activation: str) -> None:
+    block, other = (MeshMLP2D(8, 12, mesh, activation=activation) for _ in range(2))
     other.load_state_dict(block.state_dict())
     use_main_grads(other)
     x = torch.randn(3, block.features[mesh.get_local_rank(1)])
@@ -143,15 +173,16 @@ def test_the_block_equals_the_unsharded_one_gradients_included(ranks: Pools, sha
     )
 
 
-def counted(tokens: int, width: int, hidden: int, y: int, x: int, kind: str, backward: bool) -> int:
+def counted(tokens: int, width: int, hidden: int, y: int, x: int, kind: str, backward: bool, gated: bool) -> int:
     """Bytes that arrive at this rank in one call, as messages: the groups must not share memory."""
     mesh = mesh_of(y, x)
+    options: dict[str, Any] = {"bias": False, "activation": "swiglu" if gated else "gelu", "implementation": "chunked"}
     if kind == "2d":
-        block: nn.Module = MeshMLP2D(width, hidden, mesh, bias=False, implementation="chunked", num_slices=2)
+        block: nn.Module = MeshMLP2D(width, hidden, mesh, num_slices=2, **options)
         shape = (tokens // y, width // x)
     else:
         world = DeviceMesh("cpu", list(range(y * x)))
-        block = ParallelMLP(width, hidden, world, bias=False, sequence_parallel=True, implementation="chunked")
+        block = ParallelMLP(width, hidden, world, sequence_parallel=True, **options)
         shape = (tokens // (y * x), width)
     meshes = {cast(DTensor, parameter).device_mesh for parameter in block.parameters()}  # may be an equal, older mesh
     for group in (group for mesh in meshes for group in mesh.get_all_groups()):
@@ -182,21 +213,22 @@ def counted(tokens: int, width: int, hidden: int, y: int, x: int, kind: str, bac
     return arrived["bytes"]
 
 
-def counted_bytes() -> list[tuple[str, bool, int, MovedBytes]]:
+def counted_bytes() -> list[tuple[str, int, MovedBytes]]:
     tokens, width, hidden, y, x = 32, 16, 24, 2, 2
     found = []
-    for backward in (False, True):
-        computed = mesh_mlp_bytes(tokens, width, hidden, y, x, itemsize=4, backward=backward)
+    for backward, gated in ((False, False), (True, False), (False, True), (True, True)):
+        computed = mesh_mlp_bytes(tokens, width, hidden, y, x, gated=gated, itemsize=4, backward=backward)
         for kind in ("2d", "1d"):
-            found.append((kind, backward, counted(tokens, width, hidden, y, x, kind, backward), computed[kind]))
+            arrived = counted(tokens, width, hidden, y, x, kind, backward, gated)
+            found.append((f"{kind}, backward={backward}, gated={gated}", arrived, computed[kind]))
     return found
 
 
 @pytest.mark.gloo
 def test_the_computed_bytes_are_those_that_arrive(ranks: Pools) -> None:
     for found in ranks(4).run(counted_bytes, timeout=LIMIT_S):
-        for kind, backward, arrived, computed in found:
-            assert arrived == computed.total, f"{kind}, backward={backward}: {arrived} arrived, computed {computed}"
+        for what, arrived, computed in found:
+            assert arrived == computed.total, f"{what}: {arrived} arrived, computed {computed}"
 
 
 @pytest.mark.cpu
@@ -228,7 +260,12 @@ def bad_meshes() -> None:
         r"mesh must be a DeviceMesh of two axes \(Y, X\), got 1 axes": lambda: MeshMLP2D(4, 8, mesh["x"]),
         r"mesh must be a DeviceMesh of two axes \(Y, X\), got ProcessGroup": lambda: MeshMLP2D(4, 8, mesh.get_group(0)),  # type: ignore[arg-type]
         r"d_ff must be at least 1, got 0": lambda: MeshMLP2D(4, 0, mesh),
-        r"activation must be None or one of .*got 'swiglu'": lambda: MeshMLP2D(4, 8, mesh, activation="swiglu"),
+        r"activation must be None or one of .*'swiglu'.*got 'mish'": lambda: MeshMLP2D(4, 8, mesh, activation="mish"),
+        r"activation 'swiglu' needs a gate": lambda: MeshMLP2D.from_linears(up, down, mesh, activation="swiglu"),
+        r"activation 'gelu' has no gate": lambda: MeshMLP2D.from_linears(up, down, mesh, gate=up),
+        r"gate \(4 -> 8, bias=False\) must be as up is \(4 -> 8, bias=True\)": lambda: MeshMLP2D.from_linears(
+            up, down, mesh, gate=nn.Linear(4, 8, bias=False), activation="geglu"
+        ),
         r"num_slices must be at least 1, got 0": lambda: MeshMLP2D(4, 8, mesh, num_slices=0),
         r"implementation.*fast": lambda: MeshMLP2D(4, 8, mesh, implementation="fast"),
         r"up \(4 -> 8\) and down \(4 -> 8\) do not fit": lambda: MeshMLP2D.from_linears(up, up, mesh),

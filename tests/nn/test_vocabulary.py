@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.nn.memory import peak_bytes
 from tests.nn.reference import LIMIT_S, close, close_parameters, mine, tp_mesh
 from tpkernels.errors import GroupMismatch
+from tpkernels.measure.memory import peak_bytes
 from tpkernels.nn import ColumnParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.testing.numeric import assert_bitwise_equal, assert_within_bound

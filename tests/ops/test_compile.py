@@ -220,6 +220,23 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
             [True, True, True],
         )),
         *mesh_op_arguments(name),
+        *scaled_op_arguments(name),
+    ]  # fmt: skip
+
+
+def scaled_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = rank + 1
+    x, w, u = (payload(shape, rank=rank).to(torch.float8_e4m3fn) for shape in ((2, own, 16), (5, 16), (3, 2, 16)))
+    bias, one, rows = payload((5,), torch.float16), torch.ones(()), torch.full((2, own, 1), 0.5)
+    uneven, of_weight = list(range(1, world + 1)), torch.full((5, 1), 2.0)
+    common = (name, torch.float16)
+    return [
+        ("all_gather_scaled_matmul", (
+            x, [w, w], [bias, torch.empty(0, 0)], rows, [of_weight, one], *common, "gelu", 1, uneven, False, "chunked",
+        )),
+        ("scaled_matmul_reduce_scatter", (u, w, bias, one, of_weight, *common, -1, None, "chunked")),
+        ("scaled_matmul_all_reduce", (u, w, None, torch.full((3, 2, 1), 0.5), one, *common, "chunked")),
     ]  # fmt: skip
 
 
@@ -247,11 +264,18 @@ def mesh_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
     return found
 
 
+def opcheck(op: str, arguments: tuple[Any, ...]) -> None:
+    """torch's check of a custom op; it compares inputs with an allclose that knows no fp8, where test_fp8.py does."""
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    tests = tests[1:] if "scaled" in op else tests
+    torch.library.opcheck(getattr(torch.ops.tpkernels, op).default, arguments, test_utils=tests)
+
+
 def opcheck_all() -> list[str]:
     checked = []
     with new_group() as group:
         for op, arguments in op_arguments(group_name(group)):
-            torch.library.opcheck(getattr(torch.ops.tpkernels, op).default, arguments)
+            opcheck(op, arguments)
             checked.append(op)
     return checked
 

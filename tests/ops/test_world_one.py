@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import tpkernels as tpk
 from tests.ops.support import DTYPES, strided
-from tests.ops.test_compile import op_arguments
+from tests.ops.test_compile import op_arguments, opcheck
 from tpkernels.comm.groups import group_name
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.testing.numeric import assert_bitwise_equal
@@ -208,7 +208,7 @@ def test_every_op_passes_opcheck_on_one_rank(group: Any) -> None:
     checked = set()
     for op, arguments in op_arguments(group_name(group)):
         on_one = tuple("auto" if isinstance(one, str) and one == "chunked" else one for one in arguments)
-        torch.library.opcheck(getattr(ops, op).default, on_one)
+        opcheck(op, on_one)
         checked.add(op)
     registered = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "tpkernels::" in name

@@ -1,7 +1,7 @@
 """Ranks that a trial may kill, stop or starve: forked in milliseconds, followed through a pipe, every wait bounded.
 
 Owns: `Crew` (the ranks of one trial and the store that they meet at) and `Link` (a rank's end of its pipe). Ranks are
-forked from multiprocessing's fork server, which has imported torch and nothing else; starting one takes some ten
+forked from the tests' fork server, which has imported torch and this package; starting one takes some ten
 milliseconds, so that hundreds of trials are affordable. Times are CLOCK_MONOTONIC, one clock for all processes.
 
 Assumes: Linux; bodies are module-level functions `body(link, *args)`, whose default process group is made already.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.errors import TpKernelsError
+from tpkernels.testing.spawn import fork_server
 
-PRELOAD = ["torch", "torch.distributed", "tpkernels", "tests.reliability.crew"]
 JOIN_S = 10.0
 LINGER_S = 600.0
 
@@ -99,7 +99,7 @@ class Crew:
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        context = _fork_server()
+        context = fork_server()
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: dict[int, connection.Connection] = {}
         try:
@@ -213,22 +213,6 @@ def group_of(ranks: Sequence[int] | None = None, timeout: float = 20.0) -> Any:
     return dist.new_group(None if ranks is None else list(ranks), timeout=timedelta(seconds=timeout))
 
 
-def _fork_server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
-    return context
-
-
 # Ranks share cores: one thread each. No calibration unless a trial wants it: it takes a second per group and dtype.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TPKERNELS_CALIBRATE": "0"}
 _PR_SET_PDEATHSIG = 1
@@ -245,6 +229,7 @@ def _rank_main(
     args: tuple[object, ...],
 ) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.environ.update(_ENVIRONMENT)
     torch.set_num_threads(1)
     link = Link(rank, size, pipe)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tests.reliability import deaths, fingerprint, growth, limits, mismatches, records, sharing, signals, values
+from tests.reliability import caches, deaths, fingerprint, growth, limits, mismatches, records, sharing, signals, values
 from tests.reliability.outcome import Outcome
 
 
@@ -50,4 +50,5 @@ ROWS = (
     Row("R19-fork", "fork after init", signals.forked, 2, 50),
     Row("R20-pickle", "no pickle in the exchange", records.no_pickle, 1, 10),
     Row("R20-corrupt", "rubbish in the exchange", records.corrupt, 10, 100),
+    Row("R20-caches", "caches of tiles that differ or are rubbish", caches.caches, 6, 100),
 )

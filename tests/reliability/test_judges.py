@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import tpkernels as tpk
 from tests.reliability import calls, deaths, mismatches, signals
 from tests.reliability.crew import Crew, CrewError, Link, Raised, Said
 from tests.reliability.outcome import Outcome
+from tpkernels.comm.native import native, why_not
 
 pytestmark = pytest.mark.cpu
 
@@ -76,6 +79,20 @@ def test_a_mismatch_must_show_both_sides() -> None:
     one = Raised("GroupMismatch", (1,), "row shards=[2, 2]")
     assert mismatches._not_both_sides(dispute, one, 2) == "rows: the error does not show both sides"
     assert mismatches._not_both_sides(dispute, None, 2) == "rows: a rank got a result"
+
+
+@pytest.mark.skipif(native() is None, reason=why_not() or "the compiled core is there")
+def test_a_segment_that_a_process_has_open_or_mapped_is_left() -> None:
+    module: Any = native()
+    before = deaths._leftovers()
+    descriptor = module.make_data()
+    (opened,) = deaths._leftovers() - before
+    os.ftruncate(descriptor, 4096)
+    mapped = mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ)
+    os.close(descriptor)
+    assert deaths._leftovers() - before == {opened}
+    mapped.close()
+    assert deaths._leftovers() == before
 
 
 @pytest.fixture

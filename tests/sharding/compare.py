@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,33 +44,46 @@ def parts_of(model: nn.Module, name: str) -> list[DTensor]:
     return found
 
 
+Piece = tuple[DTensor, Callable[[Tensor], Tensor]]
+
+
+def pieces_of(model: nn.Module, name: str, whole: Tensor) -> list[Piece]:
+    """What a plain model's parameter ``whole`` has become, each with what cuts this rank's piece out of a whole."""
+    found = parts_of(model, name)
+    dim, start = 0, 0
+    if len(found) > 1 and whole.dim() > 1:
+        dim = 0 if found[0].shape[1] == whole.shape[1] else 1
+    pieces: list[Piece] = []
+    for part in found:
+
+        def cut(tensor: Tensor, part: DTensor = part, start: int = start) -> Tensor:
+            tensor = tensor.detach()
+            return part_of(tensor.narrow(dim, start, part.shape[dim]) if len(found) > 1 else tensor, part)
+
+        pieces.append((part, cut))
+        start += part.shape[dim] if part.dim() else 0
+    return pieces
+
+
 def compare_tensors(model: nn.Module, plain: nn.Module, limit: float, *, gradients: bool = True) -> list[str]:
     """What is wrong with the values or gradients on this rank."""
     wrong = []
     for name, expected in plain.named_parameters(remove_duplicate=False):
-        found = parts_of(model, name)
-        if not found:
+        pieces = pieces_of(model, name, expected)
+        if not pieces:
             wrong.append(f"{name} is gone")
-            continue
-        dim = 0
-        if len(found) > 1 and expected.dim() > 1:
-            dim = 0 if found[0].shape[1] == expected.shape[1] else 1
-        starts = [0]
-        for part in found:
-            starts.append(starts[-1] + part.shape[dim])
-        pairs = [(expected, [part.to_local() for part in found])]
-        if gradients and expected.grad is not None:
-            if any(part.grad is None for part in found):
+        for part, cut in pieces:
+            problem = differs(part.to_local(), cut(expected), limit)
+            if problem:
+                wrong.append(f"{name}: {problem}")
+            if not gradients or expected.grad is None:
+                continue
+            if part.grad is None:
                 wrong.append(f"{name} has no gradient")
                 continue
-            pairs.append((expected.grad, [part.grad.to_local() for part in found]))  # type: ignore[union-attr]
-        for whole, locals_ in pairs:
-            what = f"gradient of {name}" if whole is expected.grad else name
-            for part, local, start in zip(found, locals_, starts, strict=False):
-                piece = whole.detach().narrow(dim, start, part.shape[dim]) if len(found) > 1 else whole.detach()
-                problem = differs(local, part_of(piece, part), limit)
-                if problem:
-                    wrong.append(f"{what}: {problem}")
+            problem = differs(part.grad.to_local(), cut(expected.grad), limit)  # type: ignore[attr-defined]
+            if problem:
+                wrong.append(f"gradient of {name}: {problem}")
     return wrong
 
 

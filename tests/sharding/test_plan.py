@@ -18,7 +18,7 @@ from tests.sharding import zoo
 from tests.sharding.leaking import Leaking
 from tpkernels import cli
 from tpkernels.sharding import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
-from tpkernels.sharding.plan import _digest
+from tpkernels.sharding.plan import VERSION, _digest
 from tpkernels.sharding.styles import as_style
 
 pytestmark = pytest.mark.cpu
@@ -170,8 +170,9 @@ def test_bytes_follow_from_the_plan() -> None:
     assert plan.full_bytes == 4 * (4 * 10 + 10 + 10 * 4 + 4)
     assert plan.replicated_bytes == 4 * 4, "the row's bias"
     assert plan.bytes_per_rank == tuple(4 * (4 * n + n + 4 * n + 4) for n in (4, 4, 2))
-    # An all-reduce of 7 rows of 4 numbers forward, and one backward, at best 2 (W - 1) / W of the payload per rank.
-    assert plan["2"].wire_bytes == plan["0"].wire_bytes == 2 * 7 * 4 * 4 * 2 // 3
+    # An all-reduce of 7 rows of 4 numbers forward, at best 2 (W - 1) / W of the payload per rank; backward the model's
+    # input needs no gradient.
+    assert plan["2"].wire_bytes == 2 * 7 * 4 * 4 * 2 // 3 and plan["0"].wire_bytes == 0
     assert plan.wire_bytes == plan["2"].wire_bytes + plan["0"].wire_bytes
 
 
@@ -183,8 +184,8 @@ def test_a_plan_survives_json_and_a_changed_or_cut_off_one_is_refused() -> None:
         (text[: len(text) // 2], "cut off"),
         (text.replace('"world_size": 2', '"world_size": 4', 1), "does not match|do not match its digest"),
         ("[]", "must say"),
-        (text.replace('"version": 1', '"version": 9', 1), "version 9"),
-        ('{"format": "tpkernels.ShardingPlan", "version": 1}', "digest"),
+        (text.replace(f'"version": {VERSION}', '"version": 9', 1), "version 9"),
+        (f'{{"format": "tpkernels.ShardingPlan", "version": {VERSION}}}', "digest"),
     ):
         with pytest.raises(ValueError, match=words):
             tpk.ShardingPlan.from_json(broken)
@@ -192,7 +193,7 @@ def test_a_plan_survives_json_and_a_changed_or_cut_off_one_is_refused() -> None:
 
 def signed(body: dict[str, Any]) -> str:
     """A plan file with a digest that fits whatever it says."""
-    return json.dumps({"format": "tpkernels.ShardingPlan", "version": 1, "digest": _digest(body), "plan": body})
+    return json.dumps({"format": "tpkernels.ShardingPlan", "version": VERSION, "digest": _digest(body), "plan": body})
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,7 @@ def signed(body: dict[str, Any]) -> str:
         (lambda body: body["entries"][0]["parameters"][0].update(shape=[-1]), "list of sizes"),
         (lambda body: body.update(world_size=0), "world_size|local shapes"),
         (lambda body: body.update(attributes=[1]), "not those of a plan"),
+        (lambda body: body.update(shared=[["0", "2"]]), "cannot share an input"),
     ],
 )
 def test_a_plan_file_with_contents_of_the_wrong_kind_is_refused(change: Any, words: str) -> None:

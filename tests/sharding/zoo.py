@@ -250,8 +250,8 @@ def is_single(name: str) -> bool:
     return kind is not None and kind.single
 
 
-def build(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
-    """The same model, with parameters all of which matter, on every call."""
+def build(name: str, dtype: torch.dtype = torch.float64, *, dropout: float | None = None, **changes: Any) -> nn.Module:
+    """The same model, with parameters all of which matter, on every call; ``dropout`` replaces all its rates."""
     torch.manual_seed(0)
     if name in PLAIN:
         model = PLAIN[name]()
@@ -259,6 +259,9 @@ def build(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.M
         kind = FAMILIES.get(name) or OTHERS[name]
         transformers = importlib.import_module("transformers")
         config = getattr(transformers, kind.config)(**(kind.options | changes))
+        for key, rate in vars(config).items() if dropout is not None else ():
+            if "drop" in key and isinstance(rate, float | int) and not isinstance(rate, bool) and key not in changes:
+                setattr(config, key, dropout)
         model = getattr(transformers, kind.model)._from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

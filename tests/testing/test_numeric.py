@@ -317,3 +317,21 @@ def test_inputs_whose_sums_are_not_exact_are_refused() -> None:
         exact_matmul([dense], [dense], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="operands must be integers"):
         exact_matmul([dense / 2], [dense / 2], dtype=torch.float32)
+
+
+def test_the_worst_ratio_is_over_1_exactly_where_the_check_raises() -> None:
+    reference = Bounded(torch.tensor([1.0, -2.0, 0.0]).double(), torch.tensor([0.5, 1.0, 0.0]).double())
+    nan, inf = float("nan"), float("inf")
+    cases = {(1.0, -2.0, 0.0): 0.0, (1.25, -2.0, 0.0): 0.5 / 1.01, (1.0, -4.0, 0.0): 2 / 1.01, (1.0, -2.0, 1e-30): inf,
+             (nan, -2.0, 0.0): inf, (1.0, inf, 0.0): inf}  # fmt: skip
+    for values, ratio in cases.items():
+        actual = torch.tensor(values)
+        assert reference.worst_ratio(actual) == pytest.approx(ratio)
+        if ratio <= 1:
+            reference.check(actual)
+        else:
+            with pytest.raises(BoundExceeded):
+                reference.check(actual)
+    assert reference.worst_ratio(torch.ones(2)) == inf and Bounded.exact(torch.ones(0)).worst_ratio(torch.ones(0)) == 0
+    same = torch.tensor([nan, inf])
+    assert Bounded.exact(same).worst_ratio(same) == 0

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gloo
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(3) as workers:
+    with WorkerPool(3, forked=True) as workers:
         yield workers
 
 
@@ -153,7 +153,7 @@ def test_past_the_deadline_every_workers_stack_is_shown_and_the_pool_starts_agai
 
 
 def test_pools_are_kept_by_world_size_and_the_oldest_makes_room() -> None:
-    pools = Pools(limit=2)
+    pools = Pools(limit=2, forked=True)
     try:
         two, three = pools(2), pools(3)
         assert pools(2) is two

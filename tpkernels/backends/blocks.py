@@ -7,12 +7,15 @@ Rows of a chunk are consecutive in the shard but, for a sharded dimension that i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
+from tpkernels import fp8
 from tpkernels.comm import timeline
-from tpkernels.ops.contract import activation_forward
+from tpkernels.fp8 import Operand, Scaled
+from tpkernels.ops.contract import AllGatherMatmul, activation_forward
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -32,11 +35,14 @@ MAX_SEGMENTS_IN_PLACE = 4
 REDUCE_BLOCK_ELEMENTS = 128 * 1024
 
 
-def gemm(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+def gemm(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None = None) -> None:
     """out = x @ matrix + bias, written in place; ``bias`` is one row or a matrix of the shape of ``out``."""
     if x.shape[0] == 0:
         return
-    if bias is None:
+    if isinstance(x, Scaled) or isinstance(matrix, Scaled):
+        assert isinstance(x, Scaled) and isinstance(matrix, Scaled)
+        fp8.multiply(x, matrix, out, bias)
+    elif bias is None:
         torch.mm(x, matrix, out=out)
     else:
         torch.addmm(bias, x, matrix, out=out)
@@ -45,35 +51,33 @@ def gemm(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None = None) -> 
 class Epilogue:
     """The outputs of one all-gather GEMM, filled row range by row range: GEMMs, biases, activation."""
 
-    def __init__(
-        self,
-        rows: int,
-        like: Tensor,
-        matrices: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        activation: str | None,
-        keep_preactivation: bool,
-    ) -> None:
-        self.matrices, self.biases, self.activation = matrices, biases, activation
-        self.outs = [like.new_empty(rows, matrix.shape[1]) for matrix in matrices]
-        keep = keep_preactivation and activation is not None
+    def __init__(self, call: AllGatherMatmul, rows: int | None = None) -> None:
+        """``rows``: of the outputs, by default those of the whole."""
+        self.call, dtype = call, call.out_dtype or call.x.dtype
+        rows = call.layout.total_rows if rows is None else rows
+        self.outs = [call.x.new_empty(rows, matrix.shape[1], dtype=dtype) for matrix in call.matrices]
+        keep = call.keep_preactivation and call.activation is not None
         self.preactivations = [torch.empty_like(out) for out in self.outs] if keep else []
 
     def fill(self, x: Tensor, start: int) -> None:
         """Compute the rows of the whole that begin at ``start`` from their gathered input rows ``x``."""
-        stop = start + x.shape[0]
-        for i, (matrix, bias) in enumerate(zip(self.matrices, self.biases, strict=True)):
+        call, stop = self.call, start + x.shape[0]
+        operand = call.operand(x)
+        for i, (matrix, bias) in enumerate(zip(call.matrices, call.biases, strict=True)):
             out = self.outs[i][start:stop]
-            if self.activation is None:
-                gemm(x, matrix, out, bias)
+            if call.activation is None:
+                gemm(operand, matrix, out, bias)
                 continue
-            before = self.preactivations[i][start:stop] if self.preactivations else out
-            gemm(x, matrix, before, bias)
-            out.copy_(activation_forward(self.activation, before))
+            if call.packed:
+                before = torch.empty_like(out, dtype=torch.float32)  # sums are there in fp32: nothing rounds before
+            else:
+                before = self.preactivations[i][start:stop] if self.preactivations else out
+            gemm(operand, matrix, before, bias)
+            out.copy_(activation_forward(call.activation, before))
 
     def fill_scattered(self, x: Tensor, index: Tensor) -> None:
         """The same for rows that lie apart: ``index`` names the row of the whole of each row of ``x``."""
-        part = Epilogue(x.shape[0], x, self.matrices, self.biases, self.activation, bool(self.preactivations))
+        part = Epilogue(self.call, x.shape[0])
         part.fill(x, 0)
         for whole, rows in zip((*self.outs, *self.preactivations), (*part.outs, *part.preactivations), strict=True):
             whole.index_copy_(0, index, rows)
@@ -97,7 +101,15 @@ def place_rows(layout: Layout, rank: int, start: int, rows: Tensor, epilogue: Ep
                 kept.copy_(part)
 
 
-def take_rows(x: Tensor, layout: Layout, rank: int, start: int, stop: int) -> Tensor:
+@overload
+def take_rows(x: Tensor, layout: Layout, rank: int, start: int, stop: int) -> Tensor: ...
+
+
+@overload
+def take_rows(x: Operand, layout: Layout, rank: int, start: int, stop: int) -> Operand: ...
+
+
+def take_rows(x: Operand, layout: Layout, rank: int, start: int, stop: int) -> Operand:
     """Rows ``[start, stop)`` of the shard of ``rank``, taken from the whole ``x``; a view where they lie together."""
     segments = layout.segments(rank, start, stop)
     if len(segments) == 1:
@@ -108,8 +120,8 @@ def take_rows(x: Tensor, layout: Layout, rank: int, start: int, stop: int) -> Te
 
 
 def partial_rows(
-    xs: Sequence[Tensor],
-    matrices: Sequence[Tensor],
+    xs: Sequence[Operand],
+    matrices: Sequence[Operand],
     addend: Tensor | None,
     layout: Layout,
     owner: int,

@@ -44,7 +44,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
         incoming = CollectiveGather(context, call.x, layout)
     else:
         incoming = ShardExchange(context, call.x, layout, whole)
-    epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
+    epilogue = Epilogue(call)
     if layout.feature:
         assert whole is not None
         _multiply_complete_rows(context, call, incoming, epilogue, whole)
@@ -82,7 +82,7 @@ def _multiply_complete_rows(
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     context = _with_chunks(context, call.layout)
-    layout, group, like = call.layout, context.group, call.xs[0]
+    layout, group, like = call.layout, context.group, call.like
     outgoing: PartialExchange | CollectivePartials
     if fits(context, layout):
         outgoing = CollectivePartials(context, layout, call.columns, like)
@@ -108,8 +108,8 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     """Sum of all partials on every rank: one-shot for two ranks or little data, else reduce-scatter + all-gather."""
-    like = call.xs[0]
-    rows, columns = like.shape[0], call.matrices[0].shape[1]
+    like = call.like
+    rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
     layout = Layout(1, array_split_sizes(rows, context.group.size), 1)
     context = _with_chunks(context, layout)
     out = like.new_empty(rows, columns)

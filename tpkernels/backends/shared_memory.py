@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from tpkernels.comm import timeline
 from tpkernels.comm.native import native
 from tpkernels.comm.shared_segments import SharedSegments, native_dtype
 from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.fp8 import Operand
 from tpkernels.ops.contract import (
     AllGather,
     AllGatherMatmul,
@@ -41,6 +42,7 @@ from tpkernels.ops.contract import (
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
+    RepeatedSum,
     nothing,
 )
 from tpkernels.partition import Layout, array_split_sizes, chunk_ranges, offsets, peers_after
@@ -65,7 +67,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     segments, layout = _segments(context), call.layout
     in_place = not layout.feature and not _gather_first(context.problem, context.costs)
     whole = whole_like(call.x, layout) if call.keep_whole or not in_place else None
-    epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
+    epilogue = Epilogue(call)
     segments.reserve(_largest_shard(layout, call.x))
     with segments.call(context.fingerprint, context.text) as channel:
         segments.stage(call.x)
@@ -88,7 +90,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     """Owner o is the ((o - r) mod W)-th that rank r computes for, and waits for so many of its signals."""
-    segments, layout, like = _segments(context), call.layout, call.xs[0]
+    segments, layout, like = _segments(context), call.layout, call.like
     rank, size = segments.rank, segments.size
     shapes = [(layout.shard_rows(o), layout.sizes[o] if layout.feature else call.columns) for o in range(size)]
     places = [_places(shapes, like.element_size(), producer) for producer in range(size)]
@@ -119,14 +121,15 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     """One shot for two ranks or little data: everybody sums everything.  Else each rank sums its share of the rows."""
-    segments, like = _segments(context), call.xs[0]
-    rows, columns = like.shape[0], call.matrices[0].shape[1]
+    segments, like = _segments(context), call.like
+    rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
     num_bytes = rows * columns * like.element_size()
     if num_bytes <= COPIED_BYTES and call.bias is None and call.meanwhile is nothing:
-        if len(call.xs) > 1 or timeline.active():
-            out = _product(call)
+        if len(call.xs) > 1 or call.out_dtype is not None or timeline.active():
+            out = like.new_empty(rows, columns)
+            _multiply(call.xs, call.matrices, out)
         else:
-            out = torch.mm(like, call.matrices[0])
+            out = torch.mm(like, cast(Tensor, call.matrices[0]))
         segments.all_reduce(context.fingerprint, context.text, out, out)
         return out
     segments.reserve(num_bytes)
@@ -144,6 +147,14 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         else:
             _sum_shares(segments, call, partial, bias, out)
     return out
+
+
+def repeat_matmul_all_reduce(context: Context, call: MatmulAllReduce) -> RepeatedSum | None:
+    """What a small call needs after its GEMM; staged, signalled and summed as :func:`matmul_all_reduce` does."""
+    rows, columns, dtype = call.xs[0].shape[0], call.matrices[0].shape[1], call.like.dtype
+    if rows * columns * dtype.itemsize > COPIED_BYTES:
+        return None
+    return _segments(context).repeated_sum(context.fingerprint, context.text, (rows, columns), dtype)
 
 
 def _sum_shares(
@@ -172,20 +183,12 @@ def _sum_shares(
         out[start:stop].copy_(segments.view(peer, tuple(out.shape), out.dtype)[start:stop])
 
 
-def _product(call: MatmulAllReduce) -> Tensor:
-    with timeline.span("gemm", "gemm"):
-        product = torch.mm(call.xs[0], call.matrices[0])
-        for x, matrix in zip(call.xs[1:], call.matrices[1:], strict=True):
-            torch.addmm(product, x, matrix, out=product)
-    return product
-
-
 def _partial(call: MatmulAllReduce, start: int, stop: int, partial: Tensor) -> None:
     """Rows [start, stop) of this rank's partial."""
     _multiply([x[start:stop] for x in call.xs], call.matrices, partial[start:stop])
 
 
-def _multiply(xs: Sequence[Tensor], matrices: Sequence[Tensor], out: Tensor) -> None:
+def _multiply(xs: Sequence[Operand], matrices: Sequence[Operand], out: Tensor) -> None:
     """out = sum_i xs[i] @ matrices[i]; several accumulate in the dtype of ``out``."""
     bias = None
     with timeline.span("gemm", "gemm"):
@@ -292,7 +295,7 @@ def _refuses(problem: Problem) -> str | None:
     if problem.no_shared_memory is not None:
         return problem.no_shared_memory
     module: Any = native()
-    whole = problem.m * max(problem.n, problem.k) * problem.dtype.itemsize
+    whole = problem.m * problem.row_bytes
     if whole > module.SLOT_BYTES:
         return f"a call can stage at most {module.SLOT_BYTES} bytes, this one may need {whole}"
     return None
@@ -307,6 +310,7 @@ def _estimate(problem: Problem, costs: Costs) -> float:
     return gemm + costs.copy_us(2 * problem.wire_bytes)
 
 
+_REPEATS = {"matmul_all_reduce": repeat_matmul_all_reduce}
 for _op, _run in (
     ("all_gather", all_gather),
     ("reduce_scatter", reduce_scatter),
@@ -315,4 +319,4 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("shared_memory", _op, _refuses, _estimate, _run))
+    dispatch.register(Implementation("shared_memory", _op, _refuses, _estimate, _run, repeat=_REPEATS.get(_op)))

@@ -5,14 +5,15 @@ tensor on side streams and raise a local flag behind each; one persistent Triton
 own rows and takes the chunks as they come.  Reduce-scatter: the kernel computes the rows of remote owners first and
 announces finished chunks; copy engines push them into the owners' slots and signal; behind the GEMM a CUDA kernel sums
 the partials of all ranks in rank order, in fp32, adds the bias and rounds once.  All-reduce: one kernel that pushes to
-everybody and sums, for little data; else reduce-scatter, then all-gather.
+everybody and sums, for little data; else reduce-scatter, then all-gather.  Where the GPUs have NVLS, both push with
+stores that reach everybody at once; the switch never sums, because it has neither our order nor our rounding.
 
 The gathered tensor is ordinary memory, so it can be given out; slots hold shards and partials, never results.  Shards
 of few rows, and of features, are gathered (or reduced) around a library GEMM: a kernel that reads the weight once per
 shard would cost more than it hides.
 
-Memory: a slot holds the largest shard (gathers), W partials of the largest owner's rows (scatters), or W whole tensors
-(all-reduce in one step); there are two, and two of the largest started gather.
+Memory: a slot holds the largest shard (gathers), W partials of the largest owner's rows (scatters), W whole tensors
+(all-reduce in one step) or the whole sum (gathered by multicast); there are two, and two of the largest started gather.
 
 Streams: everything is enqueued on the current stream, or forked from it and joined to it; the host waits for nothing
 once a call's kind is known, so calls can be captured in CUDA graphs after one that was not.  A wait that fails ends its
@@ -38,7 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels import dispatch
+from tpkernels import dispatch, fp8
+from tpkernels.backends import tuning
 from tpkernels.backends.blocks import Epilogue, gemm
 from tpkernels.backends.exchange import whole_like
 from tpkernels.backends.launches import Launch, gather_launches, scatter_launch
@@ -54,8 +56,10 @@ from tpkernels.backends.moves import (
     reduce,
 )
 from tpkernels.comm.cuda_native import MAX_CHUNKS
+from tpkernels.comm.groups import Group
 from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
 from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.kernels.config import Tiles
 from tpkernels.ops.contract import (
     AllGather,
     AllGatherMatmul,
@@ -81,19 +85,20 @@ __all__ = [
 FUSE_FROM_ROWS = 64
 # Up to here every rank sends everything to every other. Beyond, two steps move less: (W - 1) n bytes against 2 n.
 ONE_SHOT_BYTES = 512 * 1024
+FP8_CAPABILITY = 89
 # For estimates, until they are measured on a GPU: what a call costs whose data is small (a dozen enqueued kernels and
 # copies), and the rate of the fused GEMM against the library's. fp32 runs without tensor cores.
 CALL_US = 30.0
-KERNEL_RATE = {torch.float32: 0.5, torch.bfloat16: 0.9, torch.float16: 0.9}
+KERNEL_RATE = {torch.float32: 0.5, torch.bfloat16: 0.9, torch.float16: 0.9, fp8.DTYPE: 0.9}
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     channel, layout = _channels(context).main, call.layout
     whole = whole_like(call.x, layout)
-    epilogue = Epilogue(layout.total_rows, call.x, call.matrices, call.biases, call.activation, call.keep_preactivation)
+    epilogue = Epilogue(call)
     launches: list[Launch] = []
     num_chunks = 1
-    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS:
+    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS and _has_kernel(channel, call):
         launches, num_chunks = gather_launches(context, channel, call, whole, epilogue)
     _gather(channel, context, "all_gather_matmul", call.x, layout, whole, num_chunks, launches)
     if not launches:
@@ -104,22 +109,22 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     layout = call.layout
     channel, bias = _channels(context).main, _contiguous(call.bias)
-    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS:
+    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel, call):
         return _scatter(channel, context, "matmul_reduce_scatter", _product(call), layout, bias, call.meanwhile)
     return _fused_scatter(channel, context, "matmul_reduce_scatter", call, bias)
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
-    channel, like = _channels(context).main, call.xs[0]
-    rows, columns, bias = like.shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
+    channel, like = _channels(context).main, call.like
+    rows, columns, bias = call.xs[0].shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
     layout = Layout(1, array_split_sizes(rows, channel.size), 1)
-    as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile)
+    as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile, call.out_dtype)
     if _is_one_shot(channel.size, rows * columns * like.element_size()):
         partial = _product(as_scatter)
         out = _one_shot(channel, context, "matmul_all_reduce", partial, bias)
         call.meanwhile()
         return out
-    if layout.max_shard_rows < FUSE_FROM_ROWS:
+    if layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel, call):
         own = _scatter(channel, context, "matmul_all_reduce", _product(as_scatter), layout, bias, call.meanwhile)
     else:
         own = _fused_scatter(channel, context, "matmul_all_reduce", as_scatter, bias)
@@ -187,9 +192,19 @@ def _gather(
 
 
 def _gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layout: Layout) -> Tensor:
-    """The second half of an all-reduce: everybody's sums, from everybody."""
+    """The second half of an all-reduce: everybody's sums, from everybody. Multicast, each leaves its rank once."""
     out = whole_like(own, layout)
-    _gather(channel, context, op, own, layout, out, 1, phase=1)
+    if not channel.multicasts:
+        _gather(channel, context, op, own, layout, out, 1, phase=1)
+        return out
+    fingerprint = context.fingerprint + 1
+    part = channel.device.library.one_shot_slot_bytes(largest_shard(layout, own))
+    channel.prepare(channel.size * part, fingerprint, context.text)
+    channel.group.all_gather(
+        channel.one_shot(op, fingerprint), element_bytes=own.element_size(), x=own.data_ptr(), out=out.data_ptr(),
+        counts=[layout.shard_rows(rank) * out.shape[1] for rank in range(channel.size)],
+        stream=channel.device.stream(),
+    )  # fmt: skip
     return out
 
 
@@ -225,7 +240,7 @@ def _fused_scatter(
     channel: Channel, context: Context, op: str, call: MatmulReduceScatter, bias: Tensor | None
 ) -> Tensor:
     """A whole call: the GEMM announces chunks of partial rows, which leave while it goes on."""
-    rank, layout, like, columns = channel.rank, call.layout, call.xs[0], call.columns
+    rank, layout, like, columns = channel.rank, call.layout, call.like, call.columns
     starts = [0]
     for owner in range(channel.size):
         starts.append(starts[-1] + aligned(layout.shard_rows(owner) * columns * like.element_size()))
@@ -255,11 +270,10 @@ def _one_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tens
     """A whole call in one kernel."""
     out = torch.empty_like(x)
     library, num_bytes = channel.device.library, x.numel() * x.element_size()
-    channel.prepare(channel.size * library.all_reduce_slot_bytes(num_bytes), context.fingerprint, context.text)
+    channel.prepare(channel.size * library.one_shot_slot_bytes(num_bytes), context.fingerprint, context.text)
     channel.group.all_reduce(
-        op=channel.op(op), dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(), rows=x.shape[0],
-        columns=x.shape[1], slots=channel.addresses(), slot=channel.slot,
-        fingerprint=context.fingerprint & 0xFFFFFFFF, bias=0 if bias is None else bias.data_ptr(),
+        channel.one_shot(op, context.fingerprint), dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
+        rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
         stream=channel.device.stream(),
     )  # fmt: skip
     return out
@@ -269,7 +283,7 @@ def _sum_of_earlier_products(call: MatmulReduceScatter) -> Tensor | None:
     """The addend of the last product, which alone is announced chunk by chunk."""
     addend = call.addend
     for x, matrix in zip(call.xs[:-1], call.matrices[:-1], strict=True):
-        out = x.new_empty(x.shape[0], matrix.shape[1])
+        out = call.like.new_empty(x.shape[0], matrix.shape[1])
         gemm(x, matrix, out, addend)
         addend = out
     return None if addend is None else addend.contiguous()
@@ -279,7 +293,7 @@ def _product(call: MatmulReduceScatter) -> Tensor:
     """This rank's whole partial product; several accumulate in its dtype."""
     earlier = _sum_of_earlier_products(call)
     x, matrix = call.xs[-1], call.matrices[-1]
-    out = x.new_empty(x.shape[0], matrix.shape[1])
+    out = call.like.new_empty(x.shape[0], matrix.shape[1])
     gemm(x, matrix, out, earlier)
     return out
 
@@ -310,8 +324,26 @@ def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> An
         return work(context, call)
 
 
+def _has_kernel(channel: Channel, call: AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce) -> bool:
+    """Whether the fused kernels run on this kind of GPU, which all ranks have; fp8 came with capability 8.9."""
+    return call.out_dtype is None or channel.device.capability >= FP8_CAPABILITY
+
+
 def _is_one_shot(size: int, num_bytes: int) -> bool:
     return num_bytes <= (4 if size == 2 else 1) * ONE_SHOT_BYTES
+
+
+def _agree(group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
+    """Measured tiles for a call that runs a fused kernel, the same on every rank; none for fp8."""
+    if problem.out_dtype is not None:
+        return None
+    if problem.op == "matmul_all_reduce":
+        if _is_one_shot(problem.world_size, problem.m * problem.n * problem.dtype.itemsize):
+            return None
+        layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
+    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS:
+        return None
+    return tuning.agree(group, call, tuning.gemm_of(problem), layout)
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -319,7 +351,7 @@ def _refuses(problem: Problem) -> str | None:
         return "one rank has nothing to share"
     if problem.no_symmetric_memory is not None:
         return problem.no_symmetric_memory
-    if problem.dtype not in DTYPES:
+    if problem.dtype not in DTYPES and problem.out_dtype not in DTYPES:
         return f"its kernels compute in {', '.join(str(dtype) for dtype in DTYPES)}, not in {problem.dtype}"
     return None
 
@@ -327,8 +359,8 @@ def _refuses(problem: Problem) -> str | None:
 def _estimate(problem: Problem, costs: Costs) -> float:
     gemm_us = costs.gemm_us(problem) if problem.flops else 0.0
     reduces = problem.op in ("matmul_all_reduce", "all_reduce")
-    if reduces and _is_one_shot(problem.world_size, problem.m * problem.n * problem.dtype.itemsize):
-        everything = problem.m * problem.n * problem.dtype.itemsize * (problem.world_size - 1)
+    if reduces and _is_one_shot(problem.world_size, problem.m * problem.row_bytes):
+        everything = problem.m * problem.row_bytes * (problem.world_size - 1)
         return gemm_us + CALL_US / 3 + costs.link_us(everything, 0)
     link_us, calls = costs.link_us(problem.wire_bytes, 0), 2 if reduces else 1
     fused = problem.flops and problem.m >= FUSE_FROM_ROWS * problem.world_size
@@ -348,4 +380,5 @@ for _op, _work in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("symmetric", _op, _refuses, _estimate, partial(_run, _work)))
+    _agrees = _agree if "matmul" in _op else None
+    dispatch.register(Implementation("symmetric", _op, _refuses, _estimate, partial(_run, _work), _agrees))

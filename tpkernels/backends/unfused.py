@@ -56,7 +56,7 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     whole = all_gather(context, AllGather(call.x, call.layout))()
-    epilogue = Epilogue(whole.shape[0], whole, call.matrices, call.biases, call.activation, call.keep_preactivation)
+    epilogue = Epilogue(call)
     with timeline.span("gemm", "gemm"):
         epilogue.fill(whole, 0)
     return Gathered(epilogue.outs, epilogue.preactivations, whole if call.keep_whole else None)
@@ -93,7 +93,7 @@ def _alone(call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
 
 
 def _partial(call: MatmulReduceScatter | MatmulAllReduce, bias: Tensor | None = None) -> Tensor:
-    partial = call.xs[0].new_empty(call.xs[0].shape[0], call.matrices[0].shape[1])
+    partial = call.like.new_empty(call.xs[0].shape[0], call.matrices[0].shape[1])
     if isinstance(call, MatmulReduceScatter) and call.addend is not None:
         bias = call.addend  # the gradient's own sum, which has no bias
     with timeline.span("gemm", "gemm"):

@@ -1,17 +1,18 @@
 """How the ranks of a group agree on a call, and how a failed call finds its culprit.
 
 Everything here goes through the group's store, never through the data path, so it also works for ranks that are stuck.
-Under a prefix that rank 0 draws when the ranks first meet (a process group that is made again must not read the notes
-of its predecessor), each rank may write:
+Under a prefix that rank 0 draws when the ranks first meet (a process group that is made again must not read what its
+predecessor wrote), each rank may write:
 
 ==================  ===================================================================================================
-``who/RANK``        its :class:`~tpkernels.comm.liveness.Identity`
 ``call/N/RANK``     its record of call N: the signature and local facts, or the reason for which it refused
-``failed/RANK``     its first failure on this group
 ``beat/RANK``       its heartbeat, written by the monitor
 ==================  ===================================================================================================
 
-Before they have met there is no prefix: ``tpkernels/meeting/RANK`` says who a rank is and, if so, why it gave up.
+Ranks that have met and ranks that have not must find each other's failures, so these are in one place without that
+prefix: ``tpkernels/meeting/RANK`` says who a rank is (:class:`~tpkernels.comm.liveness.Identity`) and, if so, why it
+failed; ``tpkernels/meeting/visits/RANK`` counts the groups that a rank has come to with this store, which tells what it
+says of this one from what it said of a predecessor.
 
 A signature is exchanged when it is new to a rank, and then trusted.  The monitor writes the record of a call that takes
 long, and compares: ranks that made two *known* but different calls are found that way, within about a second.
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,7 +35,18 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
 
-__all__ = ["Record", "announce", "diagnose", "exchange_records", "meet", "mismatch", "publish", "read", "refuse"]
+__all__ = [
+    "Record",
+    "announce",
+    "diagnose",
+    "exchange_records",
+    "failures",
+    "meet",
+    "mismatch",
+    "publish",
+    "read",
+    "refuse",
+]
 
 # A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
 HEARTBEAT_PATIENCE = 3.0
@@ -45,6 +57,7 @@ LOOK_EVERY = 0.02
 # A rank that closes its connection and has never come to the meeting is gone; one that has may be about to say why.
 AWAIT_EVIDENCE = 0.02
 _CARD_BYTES = 4096
+_T = TypeVar("_T")
 _MEETING = "tpkernels/meeting"
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
@@ -75,13 +88,12 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     if group.key is not None:
         return
     start = time.monotonic()
-    with suppress(RuntimeError):  # the store's host may have died: the data path, and its time-out, will tell
-        group.store.set(f"{_MEETING}/{group.rank}", json.dumps({"who": Identity.mine().to_json()}))
+    _come(group)
     others = [rank for rank in range(group.size) if rank != group.rank]
     device = transport.wire_device(group.backend, device)
     tag, sends = transport.call_tag(0), []
     if group.card is None:
-        group.card = _card(device)
+        group.card = _card(group, device)
         sends = [(peer, group.card) for peer in others]
     cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
     try:
@@ -89,6 +101,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         transport.wait_all(received)
         said = [json.loads(bytes(card.tolist()).rstrip(b"\0")) for card in cards]
         group.peers = tuple(Identity.from_json(one["who"]) for one in said)
+        group.visits = tuple(one["visit"] for one in said)
         group.key = f"tpkernels/{said[0]['token']}"
         refused = {rank: Record("", {}, one["refused"]) for rank, one in enumerate(said) if one["refused_call"] == call}
         # Before waiting for our sends: ranks that refused do not receive what was sent to them, yet.
@@ -98,7 +111,24 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         raise _blame_meeting(group, error, time.monotonic() - start) from error
 
 
-def _blame_meeting(group: Group, error: transport.TransportFailure, waited: float) -> PeerLost:
+def _come(group: Group) -> None:
+    """Say who this rank is, once, in the place where all ranks of the group look, met or not."""
+    if group.visits:
+        return
+    visit = 0
+    with suppress(RuntimeError):  # the store's host may have died: the data path, and its time-out, will tell
+        visit = group.store.add(f"{_MEETING}/visits/{group.rank}", 1)
+        _say(group, visit)
+    # Until the cards say better: ranks that make their groups together have come as often as this one.
+    group.visits = (visit,) * group.size
+
+
+def _say(group: Group, visit: int, failed: Mapping[str, Any] | None = None) -> None:
+    note = {"who": Identity.mine().to_json(), "visit": visit, "failed": failed}
+    group.store.set(f"{_MEETING}/{group.rank}", json.dumps(note))
+
+
+def _blame_meeting(group: Group, error: transport.TransportFailure, waited: float) -> CommunicationError:
     """Whom to blame for a meeting that failed; waits a little for evidence, as :func:`blame` does."""
     head = (
         f"rank {group.rank}: the ranks of group {group.name!r} did not meet for their first call "
@@ -107,34 +137,47 @@ def _blame_meeting(group: Group, error: transport.TransportFailure, waited: floa
     start = time.monotonic()
     patience = 0.0 if waited > 0.9 * group.timeout else min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
     while True:
-        gone = [rank for rank, state in _meeting(group).items() if Identity.from_json(state["who"]).is_dead()]
-        states = _meeting(group)  # in this order, see blame
-        dead = [rank for rank in gone if "failed" not in states.get(rank, {})]
+        present = _or_empty(lambda: _present(group))
+        gone = [rank for rank, one in present.items() if Identity.from_json(one["who"]).is_dead()]
+        notes = _or_empty(lambda: failures(group))  # in this order, see blame
+        dead = [rank for rank in gone if rank not in notes]
         if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {error}", ranks=dead)
-        for rank, state in states.items():
-            if rank != group.rank and "failed" in state:
-                note = state["failed"]
-                return PeerLost(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
-        never_came = error.peer is not None and error.peer not in states
+        if notes:
+            return _failed_first(head, notes)
+        never_came = error.peer is not None and error.peer not in present
         if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
             ranks = () if error.peer is None else (error.peer,)
             return PeerLost(f"{head}no word from rank {error.peer}: {error}", ranks=ranks)
         time.sleep(0.005)
 
 
-def _meeting(group: Group) -> dict[int, dict[str, Any]]:
-    """What the ranks say before they have met, by rank; a store whose host died knows nothing."""
-    try:
-        keys = {rank: f"{_MEETING}/{rank}" for rank in range(group.size)}
-        return {rank: json.loads(group.store.get(key)) for rank, key in keys.items() if group.store.check([key])}
-    except RuntimeError:
-        return {}
+def _present(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
+    """What the ranks that have come to this group say in the meeting's place, by rank."""
+    store = store or group.store
+    keys = {rank: f"{_MEETING}/{rank}" for rank in range(group.size)}
+    if not store.check(list(keys.values())):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    said = [json.loads(text) for text in store.multi_get(list(keys.values()))] if keys else []
+    return {rank: one for rank, one in zip(keys, said, strict=True) if one["visit"] == group.visits[rank]}
 
 
-def _card(device: torch.device, refused_call: int | None = None, reason: str = "") -> torch.Tensor:
+def failures(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
+    """The first failure of every other rank that has failed on this group, whether it or we had met the others."""
+    present = _present(group, store)
+    return {rank: one["failed"] for rank, one in present.items() if rank != group.rank and one["failed"] is not None}
+
+
+def _failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> CommunicationError:
+    """The error of a rank whose peers left ``notes`` of their own."""
+    rank, note = next(iter(notes.items()))
+    cls = _ERRORS.get(note["kind"], PeerLost)
+    return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
+
+
+def _card(group: Group, device: torch.device, refused_call: int | None = None, reason: str = "") -> torch.Tensor:
     """What a rank tells every other one when they meet."""
-    card = {"token": secrets.token_hex(8), "who": Identity.mine().to_json()}
+    card = {"token": secrets.token_hex(8), "who": Identity.mine().to_json(), "visit": group.visits[group.rank]}
     text = json.dumps({**card, "refused_call": refused_call, "refused": reason[: _CARD_BYTES // 8]}).encode()
     return torch.frombuffer(bytearray(text.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8).to(device)
 
@@ -174,7 +217,7 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
 
     def hopeless(waited: float) -> bool:
         """Whether a rank cannot come any more, or those that came disagree and the others had time to join in."""
-        if any(peer.is_dead() for peer in group.peers) or read(group, "failed"):
+        if any(peer.is_dead() for peer in group.peers) or failures(group):
             return True
         present = {rank: Record.from_json(text) for rank, text in read(group, f"{part}/{call}").items()}
         return waited > AWAIT_OTHERS and mismatch(group, call, present) is not None
@@ -223,7 +266,7 @@ def mismatch(group: Group, call: int, records: Mapping[int, Record]) -> GroupMis
 
 
 def refuse(group: Group, signature: str, reason: str) -> None:
-    """Tell the peers, if they come to this call, that this rank refused its arguments.  Waits for nobody."""
+    """Tell the peers, if they come to this call, that this rank refused its arguments.  Waits for none of them."""
     with group.lock:
         call = group.calls
         group.calls += 1
@@ -232,7 +275,8 @@ def refuse(group: Group, signature: str, reason: str) -> None:
         elif group.card is None and group.backend == "gloo":
             # The store has no key for us before the ranks have met; a send that nobody waits for says it as well.
             # (NCCL would block its stream: there the peers learn of it when their time is up.)
-            group.card = _card(torch.device("cpu"), call, reason)
+            _come(group)
+            group.card = _card(group, torch.device("cpu"), call, reason)
             peers = [(rank, group.card) for rank in range(group.size) if rank != group.rank]
             group.unsent, _ = transport.exchange(group.pg, transport.call_tag(0), 0, peers, [])
 
@@ -248,10 +292,11 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
         if group.symmetric is not None:
             group.symmetric.abort()  # waits of ours that end tell the peers
         note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
-        key = f"{_MEETING if group.key is None else f'{group.key}/failed'}/{group.rank}"
-        text = json.dumps(note if group.key is not None else {"who": Identity.mine().to_json(), "failed": note})
+        _come(group)
         try:
-            group.store.set(key, text)
+            _say(group, group.visits[group.rank], note)
+            # The store answers in order: a peer that sees us gone from here on finds the note.
+            group.store.check([f"{_MEETING}/{group.rank}"])
         except RuntimeError as store_error:  # the store's host may be the very rank that died
             error.add_note(f"the store could not be told: {store_error}")
     return error
@@ -278,28 +323,26 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
     if waited > 0.9 * group.timeout:
         patience = 0.0 if all(peer.is_local for peer in group.peers) else max(1.5, min(patience, 0.1 * waited))
     deadline = time.monotonic() + patience
-    first_beats = _read_or_empty(group, "beat")
+    first_beats = _or_empty(lambda: read(group, "beat"))
     while True:
         # In this order: a rank that failed because of another leaves its note first and dies later, if at all.
         gone = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
-        notes = _read_or_empty(group, "failed")
+        notes = _or_empty(lambda: failures(group))
         dead = [rank for rank in gone if rank not in notes]
         if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
-        records = {rank: Record.from_json(text) for rank, text in _read_or_empty(group, f"call/{call}").items()}
+        texts = _or_empty(lambda: read(group, f"call/{call}"))
+        records = {rank: Record.from_json(text) for rank, text in texts.items()}
         records[group.rank] = Record(signature, {})
         difference = mismatch(group, call, records)
         if difference is not None:
             return difference
-        for rank, text in notes.items():
-            if rank != group.rank:
-                note = json.loads(text)
-                cls = _ERRORS.get(note["kind"], PeerLost)
-                return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
+        if notes:
+            return _failed_first(head, notes)
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    beats = _read_or_empty(group, "beat")
+    beats = _or_empty(lambda: read(group, "beat"))
     silent = [
         rank
         for rank in range(group.size)
@@ -320,10 +363,10 @@ def _head(group: Group, call: int, signature: str) -> str:
     return f"rank {group.rank}, call {call} on group {group.name!r} ({signature}): "
 
 
-def _read_or_empty(group: Group, what: str) -> dict[int, str]:
-    """Like :func:`read`; a store whose host died knows nothing."""
+def _or_empty(look: Callable[[], dict[int, _T]]) -> dict[int, _T]:
+    """What a look into the store finds; a store whose host died knows nothing."""
     try:
-        return read(group, what)
+        return look()
     except RuntimeError:
         return {}
 

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
+from tpkernels import fp8
 from tpkernels.comm import transport
 from tpkernels.comm.groups import Group
 from tpkernels.comm.shared_segments import SharedSegments
+from tpkernels.fp8 import Scaled
 
 __all__ = ["gemm_rates", "link_rates", "shared_rates"]
 
@@ -26,12 +29,12 @@ _LARGE_BYTES = 1024 * 1024
 def gemm_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """GEMM rate of this process in GFLOP/s, its fixed cost, and the rate at which a small GEMM streams its weight."""
     rows, columns, contraction = (256, 1024, 1024) if device.type == "cpu" else (4096, 4096, 4096)
-    weight = torch.ones(columns, contraction, dtype=dtype, device=device)
-    many = torch.ones(rows, contraction, dtype=dtype, device=device)
+    weight = torch.ones(columns, contraction, device=device).to(dtype)
+    many = torch.ones(rows, contraction, device=device).to(dtype)
     few, tiny, corner = many[:2], many[:1, :16], weight[:16, :16]
-    large_s = _time(lambda: torch.mm(many, weight.t()), device, repeats=3)
-    few_s = _time(lambda: torch.mm(few, weight.t()), device, repeats=5)
-    tiny_s = _time(lambda: torch.mm(tiny, corner.t()), device, repeats=9)
+    large_s = _time(_product(many, weight), device, repeats=3)
+    few_s = _time(_product(few, weight), device, repeats=5)
+    tiny_s = _time(_product(tiny, corner), device, repeats=9)
     return {
         "gemm_gflops": 2e-9 * rows * columns * contraction / large_s,
         "gemm_overhead_us": tiny_s * 1e6,
@@ -72,6 +75,16 @@ def shared_rates(segments: SharedSegments) -> dict[str, float]:
     segments.reserve(_LARGE_BYTES)
     copy_s = _time(lambda: segments.stage(whole), whole.device, repeats=5)
     return {"copy_gbytes": 1e-9 * _LARGE_BYTES / copy_s, "signal_us": 1e6 * min(exchange_s)}
+
+
+def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:
+    """The GEMM of the backends."""
+    if x.dtype != fp8.DTYPE:
+        return lambda: torch.mm(x, weight.t())
+    rows, columns = (Scaled(t, torch.ones(t.shape[0], 1, device=t.device)) for t in (x, weight))
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
+    matrix = Scaled(columns.numbers.t(), columns.scale.t())
+    return lambda: fp8.multiply(rows, matrix, out)
 
 
 def _ring(group: Group, tag: int, device: torch.device, num_bytes: int, repeats: int) -> tuple[float, float]:

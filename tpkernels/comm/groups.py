@@ -66,6 +66,8 @@ class Group:
     agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     checked: dict[Hashable, Any] = field(default_factory=dict)
     """Calls whose arguments this rank has checked, with their plans, by the arguments' facts."""
+    repeated: dict[Hashable, Any] = field(default_factory=dict)
+    """Calls of which a repetition needs no more than the exchange, by all that it may not differ in."""
     agreements: int = 0
     in_flight: InFlight | None = None
     started: dict[int, Hashable] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class Group:
     """What this rank has told its peers about itself."""
     unsent: list[Any] = field(default_factory=list)
     """Transfers of the card that nobody waits for; gloo forgets a send whose handle is gone."""
+    visits: tuple[int, ...] = ()
+    """How many groups each rank has come to with this store: tells what it says here from what it said of another."""
     peers: tuple[Identity, ...] = ()
     link: dict[str, float] | None = None
     """This rank's measured rates of the link and of shared memory."""
@@ -130,9 +134,14 @@ class Group:
         self.agreed[signature] = plan
         if len(self.agreed) > MAX_AGREED:
             self.agreed.popitem(last=False)
-            self.checked.clear()  # it must not remember what the ranks have forgotten
+            self.forget_arguments()  # they must not remember what the ranks have forgotten
         if len(self.checked) > MAX_AGREED:
-            self.checked.clear()
+            self.forget_arguments()
+
+    def forget_arguments(self) -> None:
+        """Have the arguments of the next call of each kind checked again."""
+        self.checked.clear()
+        self.repeated.clear()
 
 
 _groups: dict[str, Group] = {}
@@ -177,7 +186,7 @@ def group_name(group: GroupLike) -> str:
 def resolve(group: GroupLike | str) -> Group:
     """The state that belongs to a group; the same object for every call of this process."""
     seen = _seen.get(id(group))
-    if seen is not None and seen[0]() is group and seen[1].reference() is not None:
+    if seen is not None:  # of a group that lives: whatever ends takes its entries with it
         return seen[1]
     state = _resolve(process_group(group))
     if not isinstance(group, str):
@@ -210,6 +219,9 @@ def _forget_seen(key: int, gone: weakref.ReferenceType[GroupLike]) -> None:
 
 
 def _forget(name: str, gone: weakref.ReferenceType[dist.ProcessGroup]) -> None:
+    for key, (_, state) in list(_seen.items()):  # a mesh may outlive its group
+        if state.reference is gone:
+            del _seen[key]
     if name in _groups and _groups[name].reference is gone:
         del _groups[name]
 

@@ -14,6 +14,7 @@ take the ranks along. `timeout=None` puts no limit on how long a healthy job may
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import pickle
 import sys
@@ -27,7 +28,8 @@ from typing import Self, TypeVar
 
 import torch.distributed as dist
 
-from tpkernels.comm.rank_process import MASTER_ADDR, STOP_TIMEOUT_S, RankFailure, RankProcess, RankSetup
+from tpkernels import config
+from tpkernels.comm.rank_process import MASTER_ADDR, STOP_TIMEOUT_S, RankFailure, RankProcess, RankSetup, StartContext
 from tpkernels.errors import TpKernelsError
 
 T = TypeVar("T")
@@ -76,6 +78,7 @@ class RankTeam:
         exit_on_failure: bool,
         num_threads: int | None = None,
         deadline: float = math.inf,
+        context: StartContext | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -87,8 +90,9 @@ class RankTeam:
         try:
             for rank in range(nproc):
                 own = tuple(cores[rank * share : (rank + 1) * share]) if pinned else ()
-                setup = RankSetup(rank, nproc, self.store.port, os.getpid(), own, num_threads or share, exit_on_failure)
-                self.ranks.append(RankProcess(setup))
+                threads, environment = num_threads or share, config.inherited()
+                setup = RankSetup(rank, nproc, self.store.port, environment, own, threads, exit_on_failure)
+                self.ranks.append(RankProcess(setup, context or multiprocessing.get_context("spawn")))
             ready = self._collect(min(deadline, time.monotonic() + START_TIMEOUT_S), 0.0, True, "while starting")
         except BaseException:
             self.close()

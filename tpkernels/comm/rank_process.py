@@ -26,6 +26,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,8 @@ class RankSetup:
     rank: int
     world_size: int
     master_port: int
-    parent_pid: int
+    environment: dict[str, str]
+    """The parent's; a rank that a fork server starts would have the server's."""
     cores: tuple[int, ...]  # to pin to; empty leaves the affinity alone
     num_threads: int
     exit_on_failure: bool
@@ -80,7 +82,9 @@ class RankSetup:
 
 def write_rank_environment(setup: RankSetup) -> None:
     """Tell torch.distributed (env://) who this process is. The only place that writes the environment."""
+    os.environ.clear()
     os.environ.update(
+        setup.environment,
         RANK=str(setup.rank),
         LOCAL_RANK=str(setup.rank),
         WORLD_SIZE=str(setup.world_size),
@@ -93,11 +97,13 @@ def write_rank_environment(setup: RankSetup) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _die_with_parent(parent_pid: int) -> None:
+def _die_with_parent() -> None:
+    """A fork server, which is then the parent in the kernel's eyes, ends with the process that started it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the request took effect
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it died before the request took effect
         os._exit(1)
 
 
@@ -114,7 +120,7 @@ def _keep_freed_memory() -> None:
 
 
 def _rank_main(setup: RankSetup, commands: Connection, stacks: Connection) -> None:
-    _die_with_parent(setup.parent_pid)
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank quietly, even inside a blocking C++ wait
     faulthandler.enable(file=stacks.fileno())
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
@@ -192,11 +198,13 @@ def _write_frame(fd: int, body: bytes) -> None:
 # ---------------------------------------------------------------- in the parent
 
 
+StartContext = SpawnContext | ForkServerContext
+
+
 class RankProcess:
     """One rank as its parent sees it: the process, its command socket, and the pipe its stacks come through."""
 
-    def __init__(self, setup: RankSetup) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, setup: RankSetup, context: StartContext) -> None:
         self.rank = setup.rank
         self._commands, child_commands = context.Pipe(duplex=True)
         self._stacks, child_stacks = context.Pipe(duplex=False)

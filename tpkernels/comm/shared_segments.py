@@ -96,6 +96,10 @@ class SharedSegments:
         except self._module.ChannelError as error:
             raise self.translate(error) from None
 
+    def repeated_sum(self, fingerprint: int, text: str, shape: tuple[int, int], dtype: torch.dtype) -> RepeatedSum:
+        """The call that sums a matrix of this shape in place; there must be room for it."""
+        return RepeatedSum(self, self._module.RepeatedSum(self.channel, fingerprint, text, native_dtype(dtype), *shape))
+
     def translate(self, error: Exception) -> TransportFailure:
         """The transport's failure for the native one (kind, blamed ranks, call, epoch, message)."""
         kind, blamed, call, epoch, message = error.args
@@ -113,6 +117,18 @@ class SharedSegments:
         kinds = {GroupMismatch: failure.mismatch, CollectiveTimeout: failure.timeout, PeerLost: failure.peer_lost}
         mask = sum(1 << rank for rank in set(error.ranks))
         self.channel.poison(kinds.get(type(error), failure.other), mask, str(error))
+
+
+class RepeatedSum:
+    """See :class:`tpkernels.ops.contract.RepeatedSum`; its calls go straight to the compiled core."""
+
+    __slots__ = ("_segments", "finish", "start")
+
+    def __init__(self, segments: SharedSegments, compiled: Any) -> None:
+        self._segments, self.start, self.finish = segments, compiled.start, compiled.finish
+
+    def named(self, error: BaseException) -> BaseException:
+        return self._segments.translate(error) if isinstance(error, self._segments._module.ChannelError) else error
 
 
 @lru_cache(maxsize=16)
@@ -189,6 +205,7 @@ def ensure(group: Group, call: int) -> None:
 
 def _release(group: Group) -> None:
     group.shared = None
+    group.repeated.clear()
 
 
 def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> CommunicationError:
@@ -205,7 +222,7 @@ def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> C
 def _is_gone(group: Group, rank: int) -> bool:
     """Whether a rank will not come any more: its process is dead, or it has failed and said so."""
     try:
-        return group.peers[rank].is_dead() or bool(group.store.check([f"{group.key}/failed/{rank}"]))
+        return group.peers[rank].is_dead() or rank in agreement.failures(group)
     except RuntimeError:  # the store's host died; who that was shows in the processes
         return False
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES, Chunk, Failure, Kind
+from tpkernels.comm import cuda_group, cuda_native
+from tpkernels.comm.cuda_group import Failure, OneShot
+from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES, Chunk, Kind
 from tpkernels.comm.groups import Group
 from tpkernels.comm.symmetric_memory import Allocation, Device
 from tpkernels.comm.transport import TransportFailure
@@ -75,11 +76,11 @@ class Channel:
         """Local flags, by rank and chunk: copies tell the GEMM that a chunk has come, the GEMM that one may go."""
         self.counters = device.empty((group.size * MAX_CHUNKS,), torch.int32).zero_()
         device.synchronize()
-        self.group = cuda_native.Group(
+        self.group = cuda_group.Group(
             device.library, rank=group.rank, pads=self.pads, state=self._state.data_ptr(), timeout_s=group.timeout,
             alarm=alarm.address,
         )  # fmt: skip
-        self.pipeline = cuda_native.Pipeline(device.library, min(MAX_LANES, max(1, group.size - 1)))
+        self.pipeline = cuda_group.Pipeline(device.library, min(MAX_LANES, max(1, group.size - 1)))
         self.num_lanes = min(MAX_LANES, max(1, group.size - 1))
         self.slot = 0
         self._slots: Allocation | None = None
@@ -117,6 +118,20 @@ class Channel:
         assert self._slots is not None, "no slot was reserved"
         start = self.slot * self._slot_bytes + offset
         return [address + start for address in self._slots.addresses]
+
+    @property
+    def multicasts(self) -> bool:
+        """Whether a store can reach all ranks (NVLS); the same on every rank."""
+        return self._pads.multicast != 0
+
+    def one_shot(self, op: str, fingerprint: int) -> OneShot:
+        """A call in one kernel on the current slot, after :meth:`prepare`."""
+        assert self._slots is not None, "no slot was reserved"
+        multicast = self._slots.multicast
+        return OneShot(
+            self.op(op), self.slot, fingerprint & _MASK, self.addresses(),
+            multicast and multicast + self.slot * self._slot_bytes,
+        )  # fmt: skip
 
     def flag(self, index: int) -> int:
         """Address of a local flag."""

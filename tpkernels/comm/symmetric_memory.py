@@ -17,7 +17,7 @@ import importlib.util
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Allocation:
     addresses: tuple[int, ...]
     """Of every rank's bytes, as this rank addresses them."""
     multicast: int = 0
-    """Where a store reaches all ranks (NVLS), or 0. Nothing uses it yet."""
+    """Where a store reaches all ranks' bytes (NVLS), or 0; all ranks have it or none."""
     handle: Any = None
     """What else must live as long: it holds the mappings of the peers' memory."""
 
@@ -54,6 +54,8 @@ class Device(Protocol):
     library: cuda_native.Library
     kind: str
     """``torch.device.type`` of the tensors that it computes with."""
+    name: str
+    """The kind of GPU, as caches of measurements name it."""
     capability: int
     num_sms: int
 
@@ -83,6 +85,9 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait until everything enqueued on this device is done."""
 
+    def time_us(self, kernel: Callable[[], None]) -> float:
+        """Microseconds on the device of what a function enqueues; blocks the host."""
+
     def capturing(self) -> bool:
         """Whether the current stream records a graph."""
 
@@ -105,6 +110,7 @@ class CudaDevice:
         self._group, self._device, self._allocations = group, device, 0
         self._last_stream: torch.cuda.Stream | None = None
         properties = torch.cuda.get_device_properties(device)
+        self.name = _kind_of(properties)
         self.capability = 10 * properties.major + properties.minor
         self.num_sms = properties.multi_processor_count
 
@@ -124,18 +130,21 @@ class CudaDevice:
             made, problem = None, str(error).splitlines()[0]
         local.zero_()
         torch.cuda.synchronize(self._device)
-        self._agree(f"{number}/mapped", problem, TransportFailure)
+        # Kernels of sm_80 have no such stores, whatever the handle says.
+        multicast = made.multicast if made is not None and self.capability >= 90 else 0
+        everywhere = self._agree(f"{number}/mapped", problem, TransportFailure, multicast=multicast != 0)
         assert made is not None
-        return made
+        return replace(made, multicast=multicast if everywhere else 0)
 
-    def _agree(self, step: str, refusal: str | None, error: type[Exception]) -> None:
-        """All ranks have come here; raises on all of them if one had a reason."""
-        record = agreement.Record("symmetric memory", {"refusal": refusal})
+    def _agree(self, step: str, refusal: str | None, error: type[Exception], multicast: bool = False) -> bool:
+        """All ranks have come here; raises on all of them if one had a reason. Whether all have multicast."""
+        record = agreement.Record("symmetric memory", {"refusal": refusal, "multicast": multicast})
         records = agreement.exchange_records(self._group, 0, record, part=f"symmetric/{step}")
         refusals = {rank: found.facts["refusal"] for rank, found in enumerate(records) if found.facts["refusal"]}
         if refusals:
             listing = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
             raise error(f"symmetric memory cannot be had: {listing}")
+        return all(found.facts["multicast"] for found in records)
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
@@ -154,6 +163,14 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def time_us(self, kernel: Callable[[], None]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        kernel()
+        end.record()
+        end.synchronize()
+        return float(1e3 * begin.elapsed_time(end))
 
     def capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
@@ -265,11 +282,15 @@ def _cannot_load(device: torch.device) -> str | None:
     return None
 
 
+def _kind_of(properties: Any) -> str:
+    return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs"
+
+
 def _facts_of(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "uuid": str(properties.uuid),
-        "gpu": f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs",
+        "gpu": _kind_of(properties),
         "capability": 10 * properties.major + properties.minor,
         "torch": torch.__version__,
         "abi": cuda_native.ABI,

@@ -1,8 +1,9 @@
-"""A small GPT twice: in plain torch, and with the modules of tpkernels, sequence-parallel, with the same names.
+"""A small GPT twice: in plain torch, and with the modules of tpkernels, with the same names.
 
-Made under one seed, both start from the same weights: the modules initialise as their torch counterparts do.  The
-sizes are chosen so that they do not divide evenly: 127 positions, 773 hidden features, 257 tokens.  Heads stay whole on
-each rank, so their number (12) must be a multiple of the number of ranks.
+Made under one seed, both start from the same weights: the modules initialise as their torch counterparts do.  Called
+with tokens and targets, both give the mean loss.  The default sizes are chosen so that they do not divide evenly: 127
+positions, 773 hidden features, 257 tokens.  Heads stay whole on each rank, so their number must be a multiple of the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tpkernels.nn import (
     ParallelMLP,
     RowParallelLinear,
     replicate_parameters,
+    vocab_parallel_cross_entropy,
 )
 from tpkernels.partition import array_split_sizes
 
@@ -38,6 +40,13 @@ class Config:
     heads: int = 12
     d_ff: int = 773
     length: int = 127
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.width % self.heads:
+            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
 
     @property
     def head_size(self) -> int:
@@ -77,12 +86,11 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 class _PlainBlock(nn.Module):
@@ -108,40 +116,46 @@ class _PlainBlock(nn.Module):
 
 
 class ParallelGPT(nn.Module):
-    """Between the blocks each rank holds its part of the sequence; the logits are whole on every rank."""
+    """With sequence parallelism each rank holds its part of the sequence between the blocks, else all of it.
 
-    def __init__(self, config: Config, mesh: DeviceMesh) -> None:
+    The logits are cut over the vocabulary, and the loss is computed from the parts; it is equal on all ranks.
+    """
+
+    def __init__(self, config: Config, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.sequence_parallel = mesh, sequence_parallel
         self.embedding = replicate_parameters(_Embedding(config), mesh)
-        self.blocks = nn.ModuleList(_ParallelBlock(config, mesh) for _ in range(config.layers))
-        self.norm = LayerNorm(config.width, mesh, sequence_parallel=True)
+        self.blocks = nn.ModuleList(_ParallelBlock(config, mesh, sequence_parallel) for _ in range(config.layers))
+        self.norm = LayerNorm(config.width, mesh, sequence_parallel=sequence_parallel)
         self.head = ColumnParallelLinear(
-            config.width, VOCABULARY, mesh, bias=False, sequence_parallel=True, gather_output=True
+            config.width, VOCABULARY, mesh, bias=False, sequence_parallel=sequence_parallel
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        sizes = array_split_sizes(tokens.shape[1], self.mesh.size())
-        x = tpk.shard(self.embedding(tokens), self.mesh, dim=1, shard_sizes=sizes)
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        sizes = None
+        if self.sequence_parallel:
+            sizes = array_split_sizes(tokens.shape[1], self.mesh.size())
+            x = tpk.shard(x, self.mesh, dim=1, shard_sizes=sizes)
         for block in self.blocks:
             x = block(x, sizes)
-        logits: Tensor = self.head(self.norm(x), shard_sizes=sizes)
-        return logits
+        logits = self.head(self.norm(x), shard_sizes=sizes)
+        return vocab_parallel_cross_entropy(logits, targets, self.mesh, shard_sizes=self.head.shard_sizes)
 
 
 class _ParallelBlock(nn.Module):
-    def __init__(self, config: Config, mesh: DeviceMesh) -> None:
+    def __init__(self, config: Config, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         super().__init__()
         width, self.head_size = config.width, config.head_size
         unit = self.head_size
-        self.norm1 = LayerNorm(width, mesh, sequence_parallel=True)
-        self.norm2 = LayerNorm(width, mesh, sequence_parallel=True)
+        self.norm1 = LayerNorm(width, mesh, sequence_parallel=sequence_parallel)
+        self.norm2 = LayerNorm(width, mesh, sequence_parallel=sequence_parallel)
         outputs = {"query": width, "key": width, "value": width}
-        self.qkv = ColumnParallelLinears(width, outputs, mesh, sequence_parallel=True, unit=unit)
-        self.out = RowParallelLinear(width, width, mesh, sequence_parallel=True, unit=unit)
-        self.mlp = ParallelMLP(width, config.d_ff, mesh, activation="gelu", sequence_parallel=True)
+        self.qkv = ColumnParallelLinears(width, outputs, mesh, sequence_parallel=sequence_parallel, unit=unit)
+        self.out = RowParallelLinear(width, width, mesh, sequence_parallel=sequence_parallel, unit=unit)
+        self.mlp = ParallelMLP(width, config.d_ff, mesh, activation="gelu", sequence_parallel=sequence_parallel)
 
-    def forward(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
         query, key, value = self.qkv(self.norm1(x), shard_sizes=sizes)  # one gather for the three
         heads = _attention(query, key, value, self.head_size)
         x = x + self.out(heads, shard_sizes=sizes)

@@ -1,6 +1,6 @@
 """Second part of the demo: the same training run in one process and on all ranks, from one seed.
 
-Owns: the training loop, the bound on how far the two loss curves may differ.
+Owns: the bound on how far the two loss curves may differ.
 
 The bound.  Both runs do the same arithmetic in fp32 and add in different orders, so they part by rounding, and training
 amplifies it.  How much is measured, not assumed: the one process trains a second time with every initial weight moved
@@ -14,27 +14,23 @@ whose gradient is not summed, is 23 times over the bound, and positions swapped 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.demo.gpt import Config, ParallelGPT, PlainGPT
+from tpkernels.demo.loop import Recipe, Trainer
 from tpkernels.demo.text import Batches, corpus
 
 __all__ = ["Curve", "TrainingReport", "run_training"]
 
 BATCH = 12
-LEARNING_RATE = 2e-3
-WARMUP_STEPS = 8
-MAX_NORM = 1.0
 BOUND_FACTOR = 8.0
 
 OnStep = Callable[[int, float], None]
@@ -137,23 +133,12 @@ def run_training(mesh: DeviceMesh, steps: int, seed: int, progress: Callable[[st
 
 def train(model: nn.Module, batches: Batches, steps: int, on_step: OnStep) -> Curve:
     """Nothing here knows whether the model is parallel."""
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
-    losses, norms, seconds = [], [], []
-    for step in range(steps):
-        start = time.perf_counter()
-        tokens, targets = batches[step]
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-        seconds.append(time.perf_counter() - start)
-        on_step(step, losses[-1])
-    return Curve(tuple(losses), tuple(norms), tuple(seconds))
+    trainer = Trainer(model, batches, Recipe())
+    found = []
+    for number in range(steps):
+        found.append(trainer.step(number))
+        on_step(number, found[-1].loss)
+    return Curve(tuple(s.loss for s in found), tuple(s.norm for s in found), tuple(s.seconds for s in found))
 
 
 def _seeded(kind: Callable[..., nn.Module], seed: int, *args: object) -> nn.Module:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
-from tpkernels.kernels.operands import ScaleKind, check_operands, is_transposed, operand, scale_kind
+from tpkernels.kernels.operands import ScaleKind, check_operands, is_transposed, operand, row_stride, scale_kind
 from tpkernels.kernels.signals import current_call, has_failed, order_descriptor_loads, own_rank, wait_at_least
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
@@ -66,6 +66,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     stride_wn,
     stride_wk,
     stride_out,
+    stride_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -104,7 +105,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             _finish(
                 acc, acc_up, first_column, row, rows, n,
-                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out,
+                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
                 BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
             )  # fmt: skip
 
@@ -125,6 +126,7 @@ def _finish(  # type: ignore[no-untyped-def]
     scale_weight,
     scale_weight_up,
     stride_out,
+    stride_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -143,13 +145,15 @@ def _finish(  # type: ignore[no-untyped-def]
             _finish(
                 left if half == 0 else right, left_up if half == 0 else right_up,
                 first_column + half * (BLOCK_N // 2), row, rows, n,
-                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out,
+                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
                 BLOCK_M, BLOCK_N // 2, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
             )  # fmt: skip
     else:
-        acc = scaled(acc, scale_whole, scale_weight, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
+        acc = scaled(acc, scale_whole, scale_weight, stride_scale, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
         if DUAL:
-            acc_up = scaled(acc_up, scale_whole, scale_weight_up, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
+            acc_up = scaled(
+                acc_up, scale_whole, scale_weight_up, stride_scale, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N
+            )
         if HAS_BIAS:
             acc = with_bias(acc, bias, first_column, n, BLOCK_N)
             if DUAL:
@@ -195,7 +199,7 @@ def all_gather_matmul(
     """Launch on the current stream, into `out` [M, N] (and `preactivation`, laid out alike).
 
     whole [M, K] and weight [N, K] have any strides along M and N; whole's K is contiguous, weight's where it can be.
-    Scales (fp8 operands) are fp32: one element each, or one per row of whole and of weight.
+    Scales (fp8 operands) are fp32: one element each, or one per row of whole (any stride) and of weight.
 
     A rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them.
 
@@ -226,6 +230,7 @@ def all_gather_matmul(
             out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
             arrivals.order, arrivals.signals, arrivals.group, arrivals.op,
             num_row_tiles, n, k, whole.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
+            row_stride(scale_whole, scale),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
             EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors,
             TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,

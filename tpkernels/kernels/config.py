@@ -2,15 +2,16 @@
 
 Equal arguments give equal configurations on every rank, which ranks rely on: the chunk count is part of the protocol,
 and tile sizes decide the last bits of a result. Numbers here come from arithmetic (shared memory, registers, waves) and
-from what compiles without spills (tests/kernels/resources.json); they have not been measured on a GPU yet.
+from what compiles without spills (tests/kernels/resources.json); they have not been measured on a GPU yet. Whoever
+measures gives his :class:`Tiles`, and the rest follows from them; `candidates` are those worth measuring.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
-__all__ = ["DTYPES", "MAX_REGISTERS", "GemmConfig", "configure"]
+__all__ = ["DTYPES", "MAX_REGISTERS", "GemmConfig", "Tiles", "candidates", "configure"]
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
@@ -20,6 +21,66 @@ MAX_REGISTERS = 255
 MAX_CHUNKS = 8  # more hide no more: what stays exposed is one chunk
 # A copy of less is dominated by its fixed cost: at 400 GB/s, 256 KiB take 0.7 us, starting the copy 1 to 2 us.
 MIN_CHUNK_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The part of a configuration that can be measured on one GPU: how large a tile is, and how a CTA works on it.
+
+    Raises:
+        ValueError: a number that no kernel can be launched with.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, legal in _LEGAL.items():
+            value = getattr(self, name)
+            if type(value) is not int or value not in legal:
+                raise ValueError(f"{name} ({value!r}) must be one of {', '.join(map(str, legal))}")
+
+    def refusal(self, capability: int, dtype: str, dual: bool = False) -> str | None:
+        """Why a GPU cannot run these, or not without spilling registers; None if it can."""
+        weights = 2 if dual else 1
+        columns = self.block_n * weights
+        num_bytes = (self.block_m + columns) * self.block_k * DTYPES[dtype] * self.num_stages
+        limit = 1024 * _shared_kib(capability)
+        if num_bytes > limit:
+            return f"tiles take {num_bytes} bytes of shared memory, sm_{capability} has {limit}"
+        sums, most = self.block_m * columns // (32 * self.num_warps), 16 * weights if dtype == "float32" else 128
+        if sums > most:
+            return f"tiles take {sums} sums in a thread's registers, at most {most} of {dtype} products fit"
+        return None
+
+
+_LEGAL = {
+    "block_m": (16, 32, 64, 128, 256),
+    "block_n": (16, 32, 64, 128, 256),
+    "block_k": (16, 32, 64, 128, 256),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5, 6),
+}
+
+
+def _shared_kib(capability: int) -> int:
+    """Shared memory that a CTA can have; 86, 89, 120 and 121 have less than the large GPUs of their generation."""
+    return 163 if capability in (80, 87) else 227 if 90 <= capability < 120 else 99
+
+
+def candidates(tiles: Tiles, *, capability: int, dtype: str) -> tuple[Tiles, ...]:
+    """`tiles`, and those that differ from it by one step in one number and fit the GPU."""
+    found = [tiles]
+    for name, legal in _LEGAL.items():
+        place = legal.index(getattr(tiles, name))
+        for other in legal[max(0, place - 1) : place] + legal[place + 1 : place + 2]:
+            near = replace(tiles, **{name: other})
+            if near.refusal(capability, dtype) is None:
+                found.append(near)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -42,6 +103,10 @@ class GemmConfig:
     descriptors: bool
     precision: str = "ieee"
 
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(self.block_m, self.block_n, self.block_k, self.num_warps, self.num_stages)
+
 
 def configure(
     *,
@@ -57,16 +122,17 @@ def configure(
     pointers: bool = False,
     allow_tf32: bool = False,
     reserved_sms: int = 0,
+    tiles: Tiles | None = None,
 ) -> GemmConfig:
     """The configuration of one fused GEMM.
 
     capability: 80, 90, 100, ...; m, n, k: of this rank's GEMM, m over all ranks; moved_row_bytes: bytes of one row that
     travel (K of the gathered input, N of the partial sums); dual: two weights at once (SwiGLU); pointers: the operands
     do not fit descriptors (`operands.descriptors_fit`), as a weight that is contiguous along N; reserved_sms: left to
-    reducers or collectives that run at the same time.
+    reducers or collectives that run at the same time; tiles: measured ones, instead of those of this function.
 
     Raises:
-        ValueError: no such dtype, or one that the GPU does not have.
+        ValueError: no such dtype, or one that the GPU does not have; tiles that it cannot run.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype ({dtype!r}) must be one of {', '.join(map(repr, DTYPES))}")
@@ -81,18 +147,16 @@ def configure(
         )
     shard = -(-m // world_size)
     descriptors = not pointers and capability >= 90 and dtype != "float32" and k > 0 and k * DTYPES[dtype] % 16 == 0
-    block_m, block_n, block_k, num_warps, num_stages = _tile(capability, shard, n, dtype, dual, descriptors)
+    if tiles is None:
+        tiles = Tiles(*_tile(capability, shard, n, dtype, dual, descriptors))
+    elif refusal := tiles.refusal(capability, dtype, dual):
+        raise ValueError(f"{tiles}: {refusal}")
     num_programs = num_sms - reserved_sms
-    num_chunks = _num_chunks(shard, n, block_m, block_n, num_programs, moved_row_bytes)
+    num_chunks = _num_chunks(shard, n, tiles.block_m, tiles.block_n, num_programs, moved_row_bytes)
     return GemmConfig(
-        block_m=block_m,
-        block_n=block_n,
-        block_k=block_k,
-        group_m=max(
-            1, min(8, -(-shard // num_chunks) // block_m)
-        ),  # a group that ends with its chunk waits for no later one
-        num_warps=num_warps,
-        num_stages=num_stages,
+        **asdict(tiles),
+        # A group that ends with its chunk waits for no later one.
+        group_m=max(1, min(8, -(-shard // num_chunks) // tiles.block_m)),
         num_programs=num_programs,
         num_chunks=num_chunks,
         descriptors=descriptors,

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
-from tpkernels.kernels.operands import check_operands, is_transposed, operand, scale_kind
+from tpkernels.kernels.operands import check_operands, is_transposed, operand, row_stride, scale_kind
 from tpkernels.kernels.signals import announce, count_tile, current_call, has_failed
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
@@ -58,6 +58,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     stride_wk,
     stride_addend,
     stride_staging,
+    stride_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -87,6 +88,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
         base = tl.multiple_of(tl.load(staging + owner).to(tl.pointer_type(STAGING)), 16)
         _finish(
             acc, first_column, row, rows, offset, n, base, addend, scale_x, scale_weight, stride_addend, stride_staging,
+            stride_scale,
             BLOCK_M, BLOCK_N, HAS_ADDEND, SCALE,
         )  # fmt: skip
         if count_tile(counters + slot, chunk_tiles * num_column_tiles) != 0:
@@ -107,6 +109,7 @@ def _finish(  # type: ignore[no-untyped-def]
     scale_weight,
     stride_addend,
     stride_staging,
+    stride_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
@@ -118,11 +121,11 @@ def _finish(  # type: ignore[no-untyped-def]
         for half in tl.static_range(2):
             _finish(
                 left if half == 0 else right, first_column + half * (BLOCK_N // 2), row, rows, offset, n,
-                base, addend, scale_x, scale_weight, stride_addend, stride_staging,
+                base, addend, scale_x, scale_weight, stride_addend, stride_staging, stride_scale,
                 BLOCK_M, BLOCK_N // 2, HAS_ADDEND, SCALE,
             )  # fmt: skip
     else:
-        acc = scaled(acc, scale_x, scale_weight, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
+        acc = scaled(acc, scale_x, scale_weight, stride_scale, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
         if HAS_ADDEND:
             acc += load_tile(addend, row, rows, first_column, n, stride_addend, BLOCK_M, BLOCK_N)
         store_tile(base, acc, offset, rows, first_column, n, stride_staging, BLOCK_M, BLOCK_N)
@@ -189,6 +192,7 @@ def matmul_reduce_scatter(
             departures.order, departures.staging, departures.signals, departures.counters, departures.group,
             num_row_tiles, n, k, x.stride(0), weight.stride(0), weight.stride(1),
             0 if addend is None else addend.stride(0), departures.staging_stride,
+            row_stride(scale_x, scale),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
             EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors,
             TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,

@@ -16,6 +16,7 @@ __all__ = [
     "descriptors_fit",
     "is_transposed",
     "operand",
+    "row_stride",
     "scale_kind",
     "weight_descriptor_fits",
 ]
@@ -69,6 +70,11 @@ def operand(x: Tensor | None, block_rows: int, config: GemmConfig, transposed: b
     if transposed:
         return TensorDescriptor(x.T, list(x.T.shape), list(x.T.stride()), [config.block_k, block_rows])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_rows, config.block_k])
+
+
+def row_stride(scale: Tensor | None, kind: ScaleKind) -> int:
+    """Elements from one row's scale to the next one's."""
+    return scale.stride(0) if scale is not None and kind == "row" else 0
 
 
 def scale_kind(scale_a: Tensor | None, scale_b: Tensor | None, m: int, n: int) -> ScaleKind:

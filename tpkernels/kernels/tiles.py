@@ -155,14 +155,28 @@ def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def scaled(  # type: ignore[no-untyped-def]
-    acc, scale_a, scale_b, row, rows, first_column, n, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    acc,
+    scale_a,
+    scale_b,
+    stride_scale,
+    row,
+    rows,
+    first_column,
+    n,
+    SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """acc times the operands' scales. SCALE: "none", "tensor" (one fp32 each), "row" (one per row of A and of B)."""
+    """acc times the operands' scales. SCALE: "none", "tensor" (one fp32 each), "row" (one per row of A and of B).
+
+    Those of A lie `stride_scale` apart, because gathered rows bring theirs along.
+    """
     if SCALE == "tensor":
         acc = acc * (tl.load(scale_a) * tl.load(scale_b))
     if SCALE == "row":
         m_offsets, n_offsets = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
-        of_rows = tl.load(scale_a + row + m_offsets, mask=m_offsets < rows, other=0.0)
+        places = scale_a + (row + m_offsets).to(tl.int64) * stride_scale
+        of_rows = tl.load(places, mask=m_offsets < rows, other=0.0)
         of_columns = tl.load(scale_b + n_offsets, mask=n_offsets < n, other=0.0)
         acc = acc * of_rows[:, None] * of_columns[None, :]
     return acc

@@ -14,17 +14,18 @@ Parameters are DTensors, ``Shard(0)``.  Their gradients are local: nothing is le
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import local, tp_mesh
-from tpkernels.ops import all_gather, all_gather_matmul, copy_matmul
-from tpkernels.ops.contract import ACTIVATIONS, activation_forward
+from tpkernels.nn.shared_input import SharedInput, run_together
+from tpkernels.ops import all_gather
+from tpkernels.ops.contract import ACTIVATIONS
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 
@@ -57,6 +58,8 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     cut_dim = 0
+    shared: SharedInput | None = None
+    """The layers that read the same tensor as this one, and run with it."""
 
     def __init__(
         self,
@@ -126,23 +129,48 @@ class ColumnParallelLinear(ParallelLinear):
         )
         return module._take(linear, mesh)
 
-    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
-        """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
-        if self._is_local(x, shard_sizes):
-            y = F.linear(x, self._matrix(), local(self.bias))
-            return y if self.activation is None else activation_forward(self.activation, y)
-        return _forward([self], x, shard_sizes)[0]
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None, source: Tensor | None = None) -> Tensor:
+        """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal.
 
-    def _is_local(self, x: Tensor, shard_sizes: Sequence[int] | None) -> bool:
-        """Whether this is one linear that needs neither peers nor checks: inference on a plain replicated x."""
-        return (
-            type(x) is Tensor
-            and not (torch.is_grad_enabled() or self.sequence_parallel or self.gather_output or shard_sizes)
-            and x.dim() > 1
-            and x.shape[-1] == self.in_features
-            and x.dtype == self.weight.dtype
-            and x.is_contiguous()  # else torch might add the bias in a second rounding
-        )
+        ``source``: the tensor that layers of one :class:`SharedInput` were called with, where x was made from it.
+        """
+        y = self._inferred(x, shard_sizes)
+        if y is not None:
+            return y
+        self.check(x, shard_sizes)
+        if self.shared is not None:
+            return self.shared.run(self, x, x if source is None else source, shard_sizes)
+        return run_together([self], x, self.mesh, shard_sizes)[0]
+
+    def check(self, x: Tensor, shard_sizes: Sequence[int] | None) -> None:
+        """Refuse an x of other features, on every rank."""
+        self._check_input(x, self.in_features, "a column layer takes all of them", shard_sizes)
+
+    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """This rank's part of the weight, ``[out_r, in]``, and of the bias."""
+        return [(self._matrix(), local(self.bias))]
+
+    def joined(self, outputs: list[Tensor]) -> Tensor:
+        """The output: as it is, or gathered."""
+        (y,) = outputs
+        if not self.gather_output:
+            return y
+        return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)
+
+    def _inferred(self, x: Tensor, shard_sizes: Sequence[int] | None) -> Tensor | None:
+        """Inference on a plain replicated x: one linear without peers.  None where it is more, or torch refuses."""
+        if type(x) is not Tensor or shard_sizes is not None or is_grad_enabled():
+            return None
+        if self.sequence_parallel or self.gather_output:
+            return None
+        parts = self._plain_parts()
+        if parts is None or not x.is_contiguous():  # torch might add the bias in a second rounding
+            return None
+        try:
+            y = F.linear(x, parts[1], parts[2])
+        except RuntimeError:  # our error says more
+            return None
+        return y if self.activation is None else ACTIVATIONS[self.activation].forward(y)
 
     def _op(self) -> str:
         return "all_gather_matmul" if self.sequence_parallel else "matmul_all_reduce"
@@ -238,36 +266,16 @@ class ColumnParallelLinears(nn.Module):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> list[Tensor]:
         """One output per layer; ``shard_sizes`` as for one layer."""
-        return _forward(self.layers, x, shard_sizes)
-
-
-def _forward(layers: Sequence[ColumnParallelLinear], x: Tensor, shard_sizes: Sequence[int] | None) -> list[Tensor]:
-    """Layers of equal options on one x: one gather, or one all-reduce of dx, for all of them."""
-    first = layers[0]
-    first._check_input(x, first.in_features, "a column layer takes all of them", shard_sizes)
-    mesh = first.mesh
-    if x.dim() == 1:  # the ops take rows
-        return [y[0] for y in _forward(layers, x.unsqueeze(0), shard_sizes)]
-    weights = [layer._matrix() for layer in layers]
-    biases = [local(layer.bias) for layer in layers]
-    common: dict[str, Any] = {"activation": first.activation, "implementation": first.implementation}
-    if first.sequence_parallel:
-        outputs = all_gather_matmul(
-            x,
-            weights,
-            mesh,
-            bias=biases,
-            gather_dim=first.sequence_dim,
-            shard_sizes=shard_sizes,
-            save_gathered=first.save_gathered,
-            **common,
-        )
-    else:
-        outputs = copy_matmul(x, weights, mesh, bias=biases, **common)
-    return [
-        all_gather(y, mesh, dim=-1, shard_sizes=layer.shard_sizes, replicated_grad=True) if layer.gather_output else y
-        for layer, y in zip(layers, outputs, strict=True)
-    ]
+        layers, outputs = self.layers, []
+        for layer in layers:
+            y = layer._inferred(x, shard_sizes)
+            if y is None:
+                break
+            outputs.append(y)
+        else:
+            return outputs
+        layers[0].check(x, shard_sizes)
+        return run_together(layers, x, layers[0].mesh, shard_sizes)
 
 
 def _check_names(names: Mapping[str, object], unit: int | Mapping[str, int]) -> None:

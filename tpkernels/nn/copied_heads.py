@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
-from tpkernels.ops import all_gather_matmul, copy_matmul, copy_to_group
+from tpkernels.nn.shared_input import SharedInput, run_together
+from tpkernels.ops import copy_to_group
 
 __all__ = ["CopiedHeadsLinear"]
 
@@ -89,25 +90,27 @@ class CopiedHeadsLinear(nn.Module):
         """The one-dimensional mesh that the parameters live on."""
         return mesh_of(self.weight)
 
-    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
-        """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
+    activation: str | None = None
+    save_gathered = False
+    shared: SharedInput | None = None
+    """The layers that read the same tensor as this one, and run with it."""
+
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None, source: Tensor | None = None) -> Tensor:
+        """``shard_sizes`` and ``source`` as for :class:`ColumnParallelLinear`."""
+        if self.shared is not None:
+            return self.shared.run(self, x, x if source is None else source, shard_sizes)
+        return run_together([self], x, self.mesh, shard_sizes)[0]
+
+    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The rows of this rank's heads, of weight and bias."""
         mesh = self.mesh
-        weight, bias = self._rows(self.weight, mesh), self._rows(self.bias, mesh)
+        weight = self._rows(self.weight, mesh)
         assert weight is not None
-        if self.sequence_parallel:
-            return cast(
-                Tensor,
-                all_gather_matmul(
-                    x,
-                    weight,
-                    mesh,
-                    bias=bias,
-                    gather_dim=self.sequence_dim,
-                    shard_sizes=shard_sizes,
-                    implementation=self.implementation,
-                ),
-            )
-        return cast(Tensor, copy_matmul(x, weight, mesh, bias=bias, implementation=self.implementation))
+        return [(weight, self._rows(self.bias, mesh))]
+
+    def joined(self, outputs: list[Tensor]) -> Tensor:
+        """The output as it is."""
+        return outputs[0]
 
     def _rows(self, parameter: nn.Parameter | None, mesh: DeviceMesh) -> Tensor | None:
         """This rank's heads of a parameter, output features first."""

@@ -12,6 +12,9 @@ With M tokens, d_model = H1 and d_ff = H2, all cut evenly (they need not be), on
     p = u @ down^T                  [M/Y, H1]                   nothing
     y = reduce-scatter p over X     [M/Y, H1/X]                 (X-1)/X of p arrive; y has the layout of x
 
+With a gate ("swiglu", "geglu") gate and up are one parameter ``[2, H2, H1]``, cut as up is: one gather of x, one of the
+weights and one GEMM serve both, backward too, and u = act(gate) * up.
+
 Y is an axis of data parallelism: its ranks have different rows, and the weights' gradients are summed over it.  (8, 1)
 is fully sharded data parallelism, (1, 4) a tensor parallelism whose activations are cut by features.  Every transfer
 belongs to a GEMM that hides it: see :mod:`tpkernels.ops.mesh_matmul`.
@@ -21,6 +24,7 @@ belongs to a GEMM that hides it: see :mod:`tpkernels.ops.mesh_matmul`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -31,6 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpkernels import dispatch, partition
 from tpkernels.comm.groups import group_name
+from tpkernels.nn.mlp import GATED
 from tpkernels.nn.parameters import as_parameter, local, mesh_of
 from tpkernels.ops import copy_to_group
 from tpkernels.ops.contract import ACTIVATIONS, activation_forward
@@ -44,37 +49,61 @@ Placements = tuple[Shard | Replicate, Shard | Replicate]
 
 
 class _Part(nn.Module):
-    """The parameters of one linear layer, under the names that ``nn.Linear`` has."""
+    """The parameters of one linear layer, under the names that ``nn.Linear`` has; of two, stacked in front."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, weight: Placements) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], mesh: DeviceMesh, cut: tuple[int, int]) -> None:
+        """``cut``: the dimensions of a linear's weight that are cut over Y and X."""
         super().__init__()
-        self.weight = _cut_parameter(linear.weight, mesh, weight)
-        bias = cast("nn.Parameter | None", linear.bias)
-        self.bias = None if bias is None else _cut_parameter(bias, mesh, (Replicate(), Shard(0)))
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        stacked = int(len(linears) > 1)
+        y_cut, x_cut = (Shard(dim + stacked) for dim in cut)
+        self.weight = _cut_parameter(_stack(weights), mesh, (y_cut, x_cut))
+        bias = None if cast("Tensor | None", biases[0]) is None else _stack(biases)
+        self.bias = None if bias is None else _cut_parameter(bias, mesh, (Replicate(), Shard(stacked)))
+
+    def matrices(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of the weight as ``[out, in]``, and of the bias; of two linears one below the other."""
+        weight, bias = cast(Tensor, local(self.weight)), local(self.bias)
+        if weight.dim() == 2:
+            return weight, bias
+        return weight.flatten(0, 1), None if bias is None else bias.flatten()
 
     def extra_repr(self) -> str:
         weight = cast(DTensor, self.weight)
         return f"{tuple(weight.shape)}, of which {tuple(weight.to_local().shape)}, bias={self.bias is not None}"
 
 
+def _stack(parameters: Sequence[Tensor]) -> Tensor:
+    """One as it is; several in a new first dimension, trained if the first is."""
+    if len(parameters) == 1:
+        return parameters[0]
+    for parameter in parameters:
+        _refuse_cut(parameter)
+    return torch.stack([parameter.detach() for parameter in parameters]).requires_grad_(parameters[0].requires_grad)
+
+
 class MeshMLP2D(nn.Module):
     """``y = down(act(up(x)))`` on a mesh of two axes (Y, X); x and y are ``[..., H1/X]``, other rows for each y.
+
+    With a gate ``y = down(act(gate(x)) * up(x))``.
 
     ==================  ==================================  ============================
     parameter           shape of the whole                  cut over Y, X
     ==================  ==================================  ============================
     ``up.weight``       ``[d_ff, d_model]``                 ``Shard(1)``, ``Shard(0)``
     ``up.bias``         ``[d_ff]``                          ``Replicate()``, ``Shard(0)``
+    ``gate_up.weight``  ``[2, d_ff, d_model]``              ``Shard(2)``, ``Shard(1)``  (with a gate, instead of up)
+    ``gate_up.bias``    ``[2, d_ff]``                       ``Replicate()``, ``Shard(1)``
     ``down.weight``     ``[d_model, d_ff]``                 ``Shard(0)``, ``Shard(1)``
     ``down.bias``       ``[d_model]``                       ``Replicate()``, ``Shard(0)``
     ==================  ==================================  ============================
 
     Args:
         mesh: a DeviceMesh of two axes, the first of which is Y (other rows), the second X (features).
-        activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+        activation: None, "relu", "gelu", "gelu_tanh", "silu", or, with a gate, "swiglu" or "geglu".
         num_slices: slices of a weight's gather, of which all but the first hide behind a GEMM; default: by size.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`, for the fused GEMMs.
 
@@ -82,8 +111,8 @@ class MeshMLP2D(nn.Module):
     one y must be the same on its X ranks, and their number may differ between y.
 
     Gradients of the parameters are sums over Y: where every y has a loss of its own rows, the gradients are those of
-    the losses' sum, and there is nothing left to reduce.  A new module's weights equal those of two ``nn.Linear`` made
-    under the same seed.
+    the losses' sum, and there is nothing left to reduce.  A new module's weights equal those of ``nn.Linear`` made
+    under the same seed in the order (gate,) up, down.
 
     Raises:
         ValueError: bad arguments, with names and values; x of other features (the peers raise GroupMismatch).
@@ -106,9 +135,11 @@ class MeshMLP2D(nn.Module):
         for name, value in (("d_model", d_model), ("d_ff", d_ff)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        up = nn.Linear(d_model, d_ff, bias, device=device, dtype=dtype)
+        _check(mesh, activation, num_slices, implementation)
+        wide = 2 if activation in GATED else 1  # (gate,) up
+        first = [nn.Linear(d_model, d_ff, bias, device=device, dtype=dtype) for _ in range(wide)]
         down = nn.Linear(d_ff, d_model, bias, device=device, dtype=dtype)
-        self._take(up, down, mesh, activation, num_slices, implementation)
+        self._take(first, down, mesh, activation, num_slices, implementation)
 
     @classmethod
     def from_linears(
@@ -117,46 +148,48 @@ class MeshMLP2D(nn.Module):
         down: nn.Linear,
         mesh: DeviceMesh,
         *,
+        gate: nn.Linear | None = None,
         activation: str | None = "gelu",
         num_slices: int | None = None,
         implementation: str = "auto",
     ) -> Self:
         """The same block, cut; copies this rank's parts, which every rank must hold equally; the linears stay."""
+        _check(mesh, activation, num_slices, implementation)
+        if (gate is not None) != (activation in GATED):
+            raise ValueError(f"activation {activation!r} {'needs a' if gate is None else 'has no'} gate")
         if up.out_features != down.in_features or up.in_features != down.out_features:
             raise ValueError(
                 f"up ({up.in_features} -> {up.out_features}) and down ({down.in_features} -> {down.out_features}) "
                 "do not fit"
             )
+        if gate is not None and (gate.weight.shape, gate.bias is None) != (up.weight.shape, up.bias is None):
+            raise ValueError(
+                f"gate ({gate.in_features} -> {gate.out_features}, bias={gate.bias is not None}) must be as up is "
+                f"({up.in_features} -> {up.out_features}, bias={up.bias is not None})"
+            )
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._take(up, down, mesh, activation, num_slices, implementation)
+        module._take([up] if gate is None else [gate, up], down, mesh, activation, num_slices, implementation)
         return module.train(up.training)
 
     def _take(
         self,
-        up: nn.Linear,
+        first: Sequence[nn.Linear],
         down: nn.Linear,
         mesh: DeviceMesh,
         activation: str | None,
         num_slices: int | None,
         implementation: str,
     ) -> None:
-        _check_mesh(mesh)
-        if activation is not None and activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
-        if num_slices is not None and num_slices < 1:
-            raise ValueError(f"num_slices must be at least 1, got {num_slices}")
-        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
-            dispatch.check_name(op, implementation)
-        self.d_model, self.d_ff = up.in_features, up.out_features
+        self.d_model, self.d_ff = down.out_features, down.in_features
         self.activation, self.num_slices, self.implementation = activation, num_slices, implementation
-        self.up = _Part(up, mesh, (Shard(1), Shard(0)))
-        self.down = _Part(down, mesh, (Shard(0), Shard(1)))
+        self.add_module("gate_up" if len(first) > 1 else "up", _Part(first, mesh, (1, 0)))
+        self.down = _Part([down], mesh, (0, 1))
 
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh (Y, X) that the parameters live on."""
-        return mesh_of(self.up.weight)
+        return mesh_of(self.down.weight)
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -164,11 +197,16 @@ class MeshMLP2D(nn.Module):
         return chunk_sizes(self.d_model, self.mesh.size(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self._layer("gather_both_matmul", x, self.up, 1)
-        return self._layer("gather_matmul_scatter", activation_forward(self.activation, hidden), self.down, 0)
+        if self.activation in GATED:
+            wide = self._layer("gather_both_matmul", x, cast(_Part, self.gate_up), 1)
+            gate, up = wide.tensor_split(2, dim=-1)
+            hidden = activation_forward(GATED[self.activation], gate) * up
+        else:
+            hidden = activation_forward(self.activation, self._layer("gather_both_matmul", x, cast(_Part, self.up), 1))
+        return self._layer("gather_matmul_scatter", hidden, self.down, 0)
 
     def _layer(self, op: str, x: Tensor, part: _Part, w_dim: int) -> Tensor:
-        mesh, weight, bias = self.mesh, local(part.weight), local(part.bias)
+        mesh, (weight, bias) = self.mesh, part.matrices()
         y_group, x_group = mesh.get_group(0), mesh.get_group(1)
         if bias is not None and bias.requires_grad:
             bias = copy_to_group(bias, y_group)  # other rows on each y: the gradient is their sum
@@ -192,6 +230,17 @@ class MeshMLP2D(nn.Module):
         return text + (f", implementation={self.implementation!r}" if self.implementation != "auto" else "")
 
 
+def _check(mesh: object, activation: str | None, num_slices: int | None, implementation: str) -> None:
+    _check_mesh(mesh)
+    known = [*sorted(ACTIVATIONS), *GATED]
+    if activation is not None and activation not in known:
+        raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
+    if num_slices is not None and num_slices < 1:
+        raise ValueError(f"num_slices must be at least 1, got {num_slices}")
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        dispatch.check_name(op, implementation)
+
+
 def _check_mesh(mesh: object) -> None:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         what = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
@@ -200,10 +249,14 @@ def _check_mesh(mesh: object) -> None:
         raise ValueError(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
 
 
-def _cut_parameter(full: Tensor, mesh: DeviceMesh, placements: Placements) -> nn.Parameter:
-    """This rank's part of ``full``, which all ranks hold equally; only that part is copied."""
+def _refuse_cut(full: Tensor) -> None:
     if isinstance(full, DTensor):
         raise ValueError(f"the linear's parameter is a DTensor already (placements {full.placements})")
+
+
+def _cut_parameter(full: Tensor, mesh: DeviceMesh, placements: Placements) -> nn.Parameter:
+    """This rank's part of ``full``, which all ranks hold equally; only that part is copied."""
+    _refuse_cut(full)
     part = full.detach()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -235,12 +288,21 @@ class MovedBytes:
 
 
 def mesh_mlp_bytes(
-    tokens: int, d_model: int, d_ff: int, y: int, x: int, *, itemsize: int = 2, backward: bool = True
+    tokens: int,
+    d_model: int,
+    d_ff: int,
+    y: int,
+    x: int,
+    *,
+    gated: bool = False,
+    itemsize: int = 2,
+    backward: bool = True,
 ) -> dict[str, MovedBytes]:
     """What one rank receives for a block on ``y * x`` ranks and ``tokens`` rows of all of them; sizes that divide.
 
     ``"2d"`` is :class:`MeshMLP2D` on the mesh (y, x).  ``"1d"`` is :class:`ParallelMLP` with sequence parallelism over
     all ranks.  ``"1d x dp"`` is it over x ranks, with the gradients of y replicas summed by a ring all-reduce.
+    ``gated``: a weight more, and no activations more.
     Reductions count what arrives at their owner: the partial sums of all others.
     """
     ranks, unit = y * x, itemsize
@@ -249,7 +311,8 @@ def mesh_mlp_bytes(
     over_y = weight // x * (y - 1) // y  # one gather or scatter of an x's weight
     over_all = tokens * d_model * (ranks - 1) // ranks
     # forward: x, y.  backward: dy for both of down's gradients, dx, and x again for up's
-    activations, weights, gradients = (5, 4, 2) if backward else (2, 2, 0)
+    matrices = 3 if gated else 2
+    activations, weights, gradients = (5, 2 * matrices, matrices) if backward else (2, matrices, 0)
     return {
         "2d": MovedBytes(activations * over_x * unit, weights * over_y * unit, gradients * over_y * unit),
         "1d": MovedBytes(activations * over_all * unit, 0, 0),

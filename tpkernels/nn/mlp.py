@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
+from tpkernels.nn.parallel_linear import bare
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.ops.contract import ACTIVATIONS, activation_forward
@@ -163,15 +164,14 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
-        hidden: Tensor
-        if self.activation in GATED:
-            assert isinstance(self.gate_up, ColumnParallelLinears)
-            gate, up = self.gate_up(x, shard_sizes=shard_sizes)
-            hidden = activation_forward(GATED[self.activation], gate) * up
-        else:
-            assert isinstance(self.up, ColumnParallelLinear)
-            hidden = self.up(x, shard_sizes=shard_sizes)
-        y: Tensor = self.down(hidden, shard_sizes=shard_sizes)
+        between = None if self.activation is None else GATED.get(self.activation)
+        # Both before the first GEMM, which leaves cold caches to what comes after it.
+        first, down = bare(self._modules["up" if between is None else "gate_up"]), bare(self._modules["down"])
+        hidden: Tensor = first(x, shard_sizes=shard_sizes)
+        if between is not None:
+            gate, up = hidden
+            hidden = activation_forward(between, gate) * up
+        y: Tensor = down(hidden, shard_sizes=shard_sizes)
         return y
 
     def extra_repr(self) -> str:

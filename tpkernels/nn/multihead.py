@@ -22,9 +22,12 @@ from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.random import sharded_rng
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.shared_input import run_together
 from tpkernels.ops import all_gather
 
 __all__ = ["ParallelMultiheadAttention", "why_not_parallel"]
+
+_PROJECTIONS = ("query", "key", "value")
 
 
 def why_not_parallel(attention: nn.MultiheadAttention, world_size: int) -> str | None:
@@ -74,7 +77,7 @@ class ParallelMultiheadAttention(nn.Module):
         module.dropout, module.batch_first = attention.dropout, attention.batch_first
         weight = attention.in_proj_weight
         bias: nn.Parameter | None = attention._parameters["in_proj_bias"]
-        for index, name in enumerate(("query", "key", "value")):
+        for index, name in enumerate(_PROJECTIONS):
             linear = nn.Linear(module.embed_dim, module.embed_dim, bias=False, device="meta")
             start = index * module.embed_dim
             linear.weight = _rows(weight, start, module.embed_dim)
@@ -99,6 +102,11 @@ class ParallelMultiheadAttention(nn.Module):
         """The one-dimensional mesh that the parameters live on."""
         return self.out_proj.mesh
 
+    def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """As :meth:`PackedColumnParallelLinear.packed_parameters`."""
+        kinds = ("weight",) if self.query.bias is None else ("weight", "bias")
+        return {f"in_proj_{kind}": (0, tuple(f"{name}.{kind}" for name in _PROJECTIONS)) for kind in kinds}
+
     def forward(
         self,
         query: Tensor,
@@ -111,12 +119,20 @@ class ParallelMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention``; masks are the whole model's, a mask per head too."""
+        if key is query and value is query:
+            runs: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
+        else:
+            runs = ((0,), (1, 2)) if value is key else ((0,), (1,), (2,))
         batched = query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        q, k, v = (self._heads(layer(x)) for layer, x in ((self.query, query), (self.key, key), (self.value, value)))
+        layers, inputs = (self.query, self.key, self.value), (query, key, value)
+        projected: list[Tensor] = []
+        for run in runs:  # one sum of the gradient for all that read one tensor
+            projected += run_together([layers[i] for i in run], inputs[run[0]], self.mesh, None)
+        q, k, v = map(self._heads, projected)
         mask = self._mask(q, k, key_padding_mask, attn_mask, batched)
         if mask is None and is_causal:
             raise ValueError("is_causal=True is a hint about attn_mask, which must be given, too (as in torch)")

@@ -21,6 +21,7 @@ from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import tp_mesh
+from tpkernels.nn.shared_input import SharedInput
 
 __all__ = ["PackedColumnParallelLinear"]
 
@@ -54,6 +55,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
             raise ValueError(f"segments {list(segments)} must be positive and sum to out_features ({out_features})")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
+        module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
+        module.save_gathered, module.implementation = save_gathered, implementation
         mesh = tp_mesh(group)
         start = 0
         for index, size in enumerate(segments):
@@ -69,6 +72,14 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
             start += size
         return module.train(linear.training)
 
+    sequence_parallel: bool
+    sequence_dim: int
+    save_gathered: bool
+    implementation: str
+    activation: str | None = None
+    shared: SharedInput | None = None
+    """The layers that read the same tensor as this one, and run with it."""
+
     @property
     def segments(self) -> tuple[int, ...]:
         return tuple(layer.out_features for layer in self.layers)
@@ -78,9 +89,31 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         """Of the first part: for code that asks a layer for its dtype or device."""
         return self.layers[0].weight
 
-    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:  # type: ignore[override]
-        """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
-        return torch.cat(super().forward(x, shard_sizes=shard_sizes), dim=-1)
+    def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """The parameters of the layer that was cut: along which dimension which of this one's make them up."""
+        parts = range(len(self.layers))
+        features = 1 if self.layers[0].transposed else 0
+        packed = {"weight": (features, tuple(f"part{index}.weight" for index in parts))}
+        if self.layers[0].bias is not None:
+            packed["bias"] = 0, tuple(f"part{index}.bias" for index in parts)
+        return packed
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, shard_sizes: Sequence[int] | None = None, source: Tensor | None = None
+    ) -> Tensor:
+        """``shard_sizes`` and ``source`` as for :class:`ColumnParallelLinear`."""
+        if self.shared is None:
+            return self.joined(super().forward(x, shard_sizes=shard_sizes))
+        self.layers[0].check(x, shard_sizes)
+        return self.shared.run(self, x, x if source is None else source, shard_sizes)
+
+    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """This rank's part of each segment's weight and bias."""
+        return [part for layer in self.layers for part in layer.parts()]
+
+    def joined(self, outputs: list[Tensor]) -> Tensor:
+        """The output: this rank's parts of the segments."""
+        return torch.cat(outputs, dim=-1)
 
 
 def _part(linear: nn.Module, start: int, size: int) -> nn.Module:

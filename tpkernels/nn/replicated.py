@@ -70,6 +70,8 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         parameter: Tensor | None = self._parameters[name]
         if not isinstance(parameter, DTensor):  # a caller put a plain tensor in its place (functional_call)
             return parameter
+        if parameter.device_mesh.ndim > 1:  # at rest in FSDP2, which asks for the parameter itself
+            return parameter
         tensor = parameter.to_local()
         return copy_to_group(tensor, mesh_of(parameter)) if sum_gradients and tensor.requires_grad else tensor
 

@@ -39,6 +39,7 @@ from tpkernels.ops.checks import (
 from tpkernels.ops.contract import AllGatherMatmul, MatmulReduceScatter, activation_backward, activation_forward
 from tpkernels.ops.library import call, call_backward, define, wants_grad
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
+from tpkernels.ops.scaled_matmul import all_gather_scaled_matmul
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
 from tpkernels.partition import Layout
 
@@ -51,6 +52,9 @@ def all_gather_matmul(
     group: GroupLike,
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     gather_dim: int = 0,
     shard_sizes: Sequence[int] | None = None,
@@ -67,22 +71,29 @@ def all_gather_matmul(
     =============  =============================================  ==================================================
     argument       shape                                          notes
     =============  =============================================  ==================================================
-    ``x_shard``    ``[..., shard_sizes[rank], ..., K]``           fp32, bf16, fp16 or fp64; any strides
+    ``x_shard``    ``[..., shard_sizes[rank], ..., K]``           fp32, bf16, fp16, fp64, or fp8 (e4m3); any strides
     ``weight``     ``[N_i, K]``, one or several                   this rank's rows; N_i may differ between ranks
     ``bias``       ``[N_i]`` or None, one per weight              this rank's part
-    ``y_i``        ``[..., sum(shard_sizes), ..., N_i]``          contiguous, dtype of x
+    ``scale_x``    ``[..., shard_sizes[rank], ..., 1]`` or 1      fp32, for fp8: per row of x_shard, or one for all
+    ``scale_w...`` ``[N_i, 1]`` or 1, one per weight              fp32, for fp8: per row of the weight, or one for all
+    ``y_i``        ``[..., sum(shard_sizes), ..., N_i]``          contiguous; dtype of x, for fp8 ``out_dtype``
     =============  =============================================  ==================================================
 
     Args:
+        scale_x, scale_weight: x and weight are fp8, and stand for ``x * scale_x`` and ``weight * scale_weight``;
+            :func:`tpkernels.quantize_fp8` makes both.  Scales of x are gathered along.  No gradient.
+        out_dtype: of fp8 calls: bfloat16 (default), float16 or float32; y is rounded once.  Biases have it.
         gather_dim: the dimension of x that is cut over the ranks; the last one gathers features (K).
         shard_sizes: size of every rank's shard; needed, on every rank, when they are not all equal.
         activation: None, "relu", "gelu", "gelu_tanh" or "silu", applied to every output.
-        return_gathered: also return the gathered x (differentiable).
+        return_gathered: also return the gathered x (differentiable); of an fp8 x its scales as well, gathered along
+            ``gather_dim``.
         save_gathered: keep the gathered x for the backward pass instead of gathering it again.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
     Returns:
-        y for one weight, a list of y for a sequence; with ``return_gathered`` a tuple (that, gathered x).
+        y for one weight, a list of y for a sequence; with ``return_gathered`` a tuple (that, gathered x), for fp8
+        (that, gathered x, gathered scale_x).
 
     Raises:
         ValueError: bad arguments; nothing was sent.
@@ -98,6 +109,14 @@ def all_gather_matmul(
     check_local("x_shard", x_shard, group=group)
     check_local("weight", *weights, group=group)
     check_local("bias", *biases, group=group)
+    if scale_x is not None or scale_weight is not None or out_dtype is not None:
+        results = all_gather_scaled_matmul(
+            x_shard, weights, biases, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
+            activation=activation, gather_dim=gather_dim, shard_sizes=shard_sizes, return_gathered=return_gathered,
+            implementation=implementation,
+        )  # fmt: skip
+        y = results[0] if single else results[: len(weights)]
+        return (y, *results[len(weights) :]) if return_gathered else y
     pg = process_group(group)
     if pg.size() == 1:
         check_common("all_gather_matmul", x_shard, implementation, activation)

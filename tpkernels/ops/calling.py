@@ -7,7 +7,7 @@ and selects the implementation from agreed facts; later calls of the same signat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -19,10 +19,22 @@ from tpkernels.comm import agreement, calibration, monitor, shared_segments, sym
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
-from tpkernels.ops.contract import Context
+from tpkernels.ops.contract import Context, RepeatedSum
 from tpkernels.partition import Layout
 
-__all__ = ["Known", "Signature", "explain", "facts_of", "run", "run_known", "start"]
+__all__ = [
+    "Known",
+    "Repeated",
+    "Signature",
+    "exchange",
+    "explain",
+    "facts_of",
+    "repeatable",
+    "run",
+    "run_known",
+    "start",
+    "sum_again",
+]
 
 _T = TypeVar("_T")
 _SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE", "zero_cta": "NCCL_ZERO_CTA"}
@@ -38,11 +50,12 @@ class Signature(NamedTuple):
     columns: int
     implementation: str
     detail: str = ""
+    out_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         kind = "feature" if self.layout.feature else "row"
         text = (
-            f"{self.op}(dtype={str(self.dtype).removeprefix('torch.')}, device={self.device}, "
+            f"{self.op}(dtype={dispatch.dtype_text(self.dtype, self.out_dtype)}, device={self.device}, "
             f"{kind} shards={list(self.layout.sizes)}, outer={self.layout.outer}, inner={self.layout.inner}, "
             f"columns={self.columns}, implementation={self.implementation!r}"
         )
@@ -66,6 +79,7 @@ class _Plan:
     explanation: Explanation
     text: str
     fingerprint: int
+    agreed: Any
 
     def context(self, group: Group, call: int) -> Context:
         return Context(
@@ -77,6 +91,7 @@ class _Plan:
             self.explanation.problem,
             self.explanation.costs,
             self.forced_chunks,
+            self.agreed,
         )
 
 
@@ -88,6 +103,16 @@ class Known:
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.plan: _Plan | None = None
+
+
+class Repeated:
+    """A call of which a repetition needs no more than its arithmetic and ``sum``."""
+
+    __slots__ = ("finish", "signature", "start", "sum")
+
+    def __init__(self, signature: Signature, repeated: RepeatedSum) -> None:
+        self.signature, self.sum = signature, repeated
+        self.start, self.finish = repeated.start, repeated.finish
 
 
 def run(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Any:
@@ -123,6 +148,36 @@ def run_known(group: Group, known: Known, local: int, arguments: Any, device: to
             return plan.implementation.run(plan.context(group, call), arguments)
         except BaseException as error:  # noqa: BLE001 - _fail raises what it means
             _fail(group, call, signature, error)
+        finally:
+            group.in_flight = outer
+
+
+def repeatable(group: Group, known: Known, arguments: Any) -> Repeated | None:
+    """What repetitions of the call that was just made need instead of :func:`run_known`; None: that very function."""
+    plan = known.plan
+    if plan is None or plan.implementation.repeat is None:
+        return None
+    rest = plan.implementation.repeat(plan.context(group, 0), arguments)
+    return None if rest is None else Repeated(known.signature, rest)
+
+
+def sum_again(group: Group, repeated: Repeated, product: Tensor, bias: Tensor | None) -> None:
+    """:func:`run_known` of a call that was made before, from its product on, which becomes its result.
+
+    The monitor learns of it only when it waits for a peer: what takes microseconds is never looked at.
+    """
+    with group.lock:
+        if group.poison is not None:
+            group.raise_if_poisoned()
+        outer, call = group.in_flight, group.calls
+        group.calls = call + 1
+        try:
+            address, extra = product.data_ptr(), 0 if bias is None else bias.data_ptr()
+            if not repeated.start(address, extra):
+                group.enter(call, repeated.signature)
+                repeated.finish(address, extra)
+        except BaseException as error:  # noqa: BLE001 - _fail raises what it means
+            _fail(group, call, repeated.signature, repeated.sum.named(error))
         finally:
             group.in_flight = outer
 
@@ -210,9 +265,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
     implementation, explanation = dispatch.select(problem, signature.implementation, costs)
     layout = signature.layout
-    chunks = settings.num_chunks or partition.num_chunks(
-        layout.max_shard_rows, signature.columns * signature.dtype.itemsize
-    )
+    chunks = settings.num_chunks or partition.num_chunks(layout.max_shard_rows, problem.row_bytes)
     group.agreements += 1
     identity = 1 + group.agreements % (transport.MAX_SIGNATURES - 1)
     text = str(signature)
@@ -220,7 +273,8 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     text = shared_segments.header_text(text, fingerprint)
     chunks = min(chunks, max(1, layout.max_shard_rows))
     forced = settings.num_chunks is not None
-    plan = _Plan(identity, implementation, chunks, forced, explanation, text, fingerprint)
+    agreed = None if implementation.agree is None else implementation.agree(group, call, problem, layout)
+    plan = _Plan(identity, implementation, chunks, forced, explanation, text, fingerprint, agreed)
     group.remember(signature, plan)
     return plan
 
@@ -242,6 +296,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         co_located=group.co_located,
         no_shared_memory=group.no_shared_memory,
         no_symmetric_memory=group.why_not_symmetric(device.type),
+        out_dtype=signature.out_dtype,
     )
 
 
@@ -271,13 +326,23 @@ def _slowest(costs: list[Costs]) -> Costs:
     )
 
 
-def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group | None, device: str) -> Explanation:
+def explain(
+    op: str,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    group: Group | None,
+    device: str,
+) -> Explanation:
     """See :func:`tpkernels.explain`; a collective call, because "auto" rests on costs that the ranks agree on."""
-    problem = Problem(op, m, n, k, dtype, 1, device, "none")
+    problem = Problem(op, m, n, k, dtype, 1, device, "none", out_dtype=out_dtype)
     if group is None or group.size == 1:
         return dispatch.select(problem, "auto", Costs())[1]
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    name = f"explain({op}, m={m}, n={n}, k={k}, {dtype})"
+    name = f"explain({op}, m={m}, n={n}, k={k}, {dispatch.dtype_text(dtype, out_dtype)})"
 
     _check_settings(group, name)
 
@@ -299,3 +364,21 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
         no_symmetric_memory=group.why_not_symmetric(device),
     )
     return dispatch.select(problem, "auto", costs)[1]
+
+
+def exchange(group: Group, what: str, facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Every rank's ``facts`` (what JSON can say), in rank order; ``what`` names the step that all ranks are in.
+
+    Raises:
+        GroupMismatch, PeerLost, CollectiveTimeout: as :func:`run`; the group is poisoned.
+    """
+    if group.size == 1:
+        return [facts]
+    device = torch.device("cuda", torch.cuda.current_device()) if group.backend == "nccl" else torch.device("cpu")
+
+    def work(call: int) -> list[Mapping[str, Any]]:
+        agreement.meet(group, call, device)
+        monitor.ensure_running()
+        return [record.facts for record in agreement.exchange_records(group, call, agreement.Record(what, facts))]
+
+    return _guarded(group, what, work)

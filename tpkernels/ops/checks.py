@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpkernels import dispatch
+from tpkernels import dispatch, fp8
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.ops.contract import ACTIVATIONS
@@ -20,12 +20,15 @@ __all__ = [
     "check_common",
     "check_dim",
     "check_local",
+    "check_out_dtype",
+    "check_scales",
     "check_shard_sizes",
     "check_weights",
     "plain_linear",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_local(name: str, *tensors: object, group: GroupLike | None = None) -> None:
@@ -42,18 +45,32 @@ def check_local(name: str, *tensors: object, group: GroupLike | None = None) -> 
         raise ValueError(reason)
 
 
-def check_common(op: str, x: Tensor, implementation: str, activation: str | None = None) -> None:
+def check_common(
+    op: str, x: Tensor, implementation: str, activation: str | None = None, *, scaled: bool = False
+) -> None:
+    """``scaled``: x is fp8, and has a scale."""
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dimensions [rows, K], got shape {tuple(x.shape)}")
-    if x.dtype not in DTYPES:
+    if scaled and x.dtype != fp8.DTYPE:
+        raise ValueError(f"scale_x, scale_weight and out_dtype go with x and weight of {fp8.DTYPE}, got x of {x.dtype}")
+    if x.dtype == fp8.DTYPE and not scaled:
+        raise ValueError(f"x of {x.dtype} needs scale_x and scale_weight; tpkernels.quantize_fp8 returns both")
+    if x.dtype not in DTYPES and not scaled:
         raise ValueError(f"x must be one of {_names(DTYPES)}, got {x.dtype}")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
     dispatch.check_name(op, implementation)
 
 
-def check_weights(x: Tensor, k: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-    """Weights ``[N, k]`` and biases ``[N]`` in the dtype and on the device of ``x``."""
+def check_weights(
+    x: Tensor,
+    k: int,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> None:
+    """Weights ``[N, k]`` and biases ``[N]`` like ``x`` in dtype and device; biases in ``out_dtype`` if it is given."""
     if not weights:
         raise ValueError("weight must be a tensor or a non-empty sequence of tensors")
     if len(biases) != len(weights):
@@ -69,7 +86,32 @@ def check_weights(x: Tensor, k: int, weights: Sequence[Tensor], biases: Sequence
             name = f"bias[{i}]" if len(weights) > 1 else "bias"
             if bias.shape != (weight.shape[0],):
                 raise ValueError(f"{name} must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-            _check_same(name, bias, x)
+            if out_dtype is not None and bias.dtype != out_dtype:
+                raise ValueError(f"{name} must have the dtype of the result (out_dtype={out_dtype}), got {bias.dtype}")
+            _check_same(name, bias, x, dtype=out_dtype)
+
+
+def check_scales(x: Tensor, weights: Sequence[Tensor], scale_x: Tensor, scale_weights: Sequence[Tensor]) -> None:
+    """fp32 scales of fp8 operands: one element, or one per row of x and of each weight."""
+    _check_scale("scale_x", scale_x, x, x)
+    if len(scale_weights) != len(weights):
+        raise ValueError(f"scale_weight must have one entry per weight ({len(weights)}), got {len(scale_weights)}")
+    for i, (scale, weight) in enumerate(zip(scale_weights, weights, strict=True)):
+        _check_scale(f"scale_weight[{i}]" if len(weights) > 1 else "scale_weight", scale, weight, x)
+
+
+def _check_scale(name: str, scale: Tensor, of: Tensor, x: Tensor) -> None:
+    per_row = (*of.shape[:-1], 1)
+    if scale.shape != per_row and scale.numel() != 1:
+        raise ValueError(
+            f"{name} must have one element (per tensor) or shape {per_row} (per row), got {tuple(scale.shape)}"
+        )
+    _check_same(name, scale, x, dtype=torch.float32)
+
+
+def check_out_dtype(out_dtype: torch.dtype) -> None:
+    if out_dtype not in SCALED_OUT_DTYPES:
+        raise ValueError(f"out_dtype must be one of {_names(SCALED_OUT_DTYPES)}, got {out_dtype}")
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,8 +164,10 @@ def as_list(value: Tensor | Sequence[Tensor | None] | None, count: int) -> list[
     return list(value)
 
 
-def _check_same(name: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.dtype != x.dtype:
+def _check_same(name: str, tensor: Tensor, x: Tensor, *, dtype: torch.dtype | None = None) -> None:
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if dtype is None and tensor.dtype != x.dtype:
         raise ValueError(f"{name} must have the dtype of x ({x.dtype}), got {tensor.dtype}")
     if tensor.device != x.device:
         raise ValueError(f"{name} must be on the device of x ({x.device}), got {tensor.device}")

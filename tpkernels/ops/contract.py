@@ -2,7 +2,9 @@
 
 Ops check their arguments, agree with the other ranks and flatten every tensor to two dimensions; a backend sees only
 the dataclasses below.  Matrices are ``[contraction, columns]`` views (the transpose of an ``nn.Linear`` weight in the
-forward pass, the weight itself in the gradient), with whatever strides they have.
+forward pass, the weight itself in the gradient), with whatever strides they have.  In fp8 calls they are
+:class:`~tpkernels.fp8.Scaled`, as are the ``xs`` of reducing ops, and ``out_dtype`` stands where else the dtype of x
+does: results, biases and what is sent of partials have it.
 
 All implementations must: leave their inputs alone; return fresh tensors; accumulate over ranks in fp32 (fp64 for
 fp64), in rank order, rounding once; accept shards of zero rows; and report a failed wait as
@@ -13,14 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpkernels import fp8
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Problem
+from tpkernels.fp8 import Operand, Scaled
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -33,6 +37,7 @@ __all__ = [
     "MatmulAllReduce",
     "MatmulReduceScatter",
     "ReduceScatter",
+    "RepeatedSum",
     "activation_backward",
     "activation_forward",
     "nothing",
@@ -55,6 +60,8 @@ class Context(NamedTuple):
     costs: Costs
     forced_chunks: bool = False
     """Whether the user asked for ``num_chunks``; else a backend may cut otherwise, if it does so on all ranks."""
+    agreed: Any = None
+    """What the implementation's ``agree`` returned, see :class:`~tpkernels.dispatch.Implementation`."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +80,24 @@ class AllGather:
 class AllGatherMatmul:
     """outs[i] = activation(whole @ matrices[i] + biases[i]), whole = concat over ranks of ``x``.
 
-    ``run`` returns a :class:`Gathered`.
+    ``run`` returns a :class:`Gathered`.  An fp8 ``x`` has the rows of bytes that :func:`tpkernels.fp8.pack` makes, and
+    so has the whole, whose ``layout`` is in bytes where it is one of features; see :meth:`operand`.
     """
 
     x: Tensor
     layout: Layout
-    matrices: Sequence[Tensor]
+    matrices: Sequence[Operand]
     biases: Sequence[Tensor | None]
     activation: str | None = None
     keep_whole: bool = False
     keep_preactivation: bool = False
+    out_dtype: torch.dtype | None = None
+    packed: tuple[int, ...] = ()
+    """Numbers in a packed row: K, or every rank's part of it where features are gathered."""
+
+    def operand(self, rows: Tensor) -> Operand:
+        """What a GEMM takes of gathered rows."""
+        return fp8.unpack(rows, self.packed) if self.packed else rows
 
 
 @dataclass
@@ -106,12 +121,19 @@ class MatmulReduceScatter:
     depends on this rank's arithmetic has been posted: work for the time until the peers' partials arrive.
     """
 
-    xs: Sequence[Tensor]
-    matrices: Sequence[Tensor]
+    xs: Sequence[Operand]
+    matrices: Sequence[Operand]
     layout: Layout
     bias: Tensor | None = None
     addend: Tensor | None = None
     meanwhile: Callable[[], None] = nothing
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and on the device of the result."""
+        x = self.xs[0]
+        return x.like(self.out_dtype) if isinstance(x, Scaled) else x
 
     @property
     def columns(self) -> int:
@@ -121,10 +143,37 @@ class MatmulReduceScatter:
 class MatmulAllReduce(NamedTuple):
     """out = sum over ranks of (sum_i xs[i] @ matrices[i]) + bias, equal bit for bit on all ranks."""
 
-    xs: Sequence[Tensor]
-    matrices: Sequence[Tensor]
+    xs: Sequence[Operand]
+    matrices: Sequence[Operand]
     bias: Tensor | None = None
     meanwhile: Callable[[], None] = nothing
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and on the device of the result."""
+        x = self.xs[0]
+        return x.like(self.out_dtype) if isinstance(x, Scaled) else x
+
+
+class RepeatedSum(Protocol):
+    """What ``repeat`` returns for :class:`MatmulAllReduce`: the call from the partial product on, in place.
+
+    The product is contiguous, on the CPU, with the rows, columns and dtype of the call that this repeats; the bias is
+    one row of that or, by address 0, none.  Ranks may differ in whether they ``run`` a call or repeat it.
+    """
+
+    def start(self, product: int, bias: int, /) -> bool:
+        """True: the sum over the ranks + bias has replaced the product at this address.  False: ``finish`` it."""
+        ...
+
+    def finish(self, product: int, bias: int, /) -> None:
+        """Wait for the late peers; for as long as any wait may take."""
+        ...
+
+    def named(self, error: BaseException) -> BaseException:
+        """The failure that an error of the two means."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels import dispatch
+from tpkernels import dispatch, fp8
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.dispatch import Explanation
 from tpkernels.ops import calling
-from tpkernels.ops.checks import DTYPES
+from tpkernels.ops.checks import DTYPES, check_out_dtype
 
 __all__ = ["explain"]
 
 
-def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: GroupLike) -> Explanation:
+def explain(
+    op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: GroupLike, out_dtype: torch.dtype | None = None
+) -> Explanation:
     """Which implementation ``"auto"`` picks for a GEMM of m x n x k over the whole group, with every reason.
 
     Collective: the choice rests on costs that the ranks measure and agree on, so every rank must call it.
@@ -22,25 +24,33 @@ def explain(op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: Group
 
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or a collective's name.
+        dtype: of the operands; float8_e4m3fn for the ops with a GEMM, which then return ``out_dtype`` (default bf16).
         m, n, k: global sizes: each rank runs m x n/W x k when gathering and m x n x k/W when reducing.
 
     Raises:
-        ValueError: unknown op, negative size or unsupported dtype.
+        ValueError: unknown op, negative size or unsupported dtypes.
     """
     state = resolve(group)
     try:
-        _check(op, m, n, k, dtype)
+        _check(op, m, n, k, dtype, out_dtype)
     except ValueError as error:
         agreement.refuse(state, f"explain({op})", str(error))
         raise
     device = "cuda" if state.backend == "nccl" else "cpu"
-    return calling.explain(op, m=m, n=n, k=k, dtype=dtype, group=state, device=device)
+    if dtype == fp8.DTYPE:
+        out_dtype = out_dtype or torch.bfloat16
+    return calling.explain(op, m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, group=state, device=device)
 
 
-def _check(op: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def _check(op: str, m: int, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
     dispatch.implementations(op)
     for name, value in (("m", m), ("n", n), ("k", k)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
+    if dtype == fp8.DTYPE and "matmul" in op:
+        check_out_dtype(torch.bfloat16 if out_dtype is None else out_dtype)
+        return
+    if out_dtype is not None:
+        raise ValueError(f"out_dtype is for GEMMs of float8_e4m3fn, got op={op!r}, dtype={dtype}, {out_dtype=}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {[str(d) for d in DTYPES]}, got {dtype}")

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tpkernels.comm import timeline
+
 __all__ = ["Sink", "accumulate", "linear", "sink_of", "sinks_of", "weight_gradients", "with_sink"]
 
 UPCAST_ROWS = 1024
@@ -82,6 +84,11 @@ def sinks_of(weights: Iterable[Tensor]) -> list[Sink | None]:
 
 def weight_gradients(dzs: Sequence[Tensor], x: Tensor, sinks: Sequence[Sink | None] | None) -> list[Tensor | None]:
     """dz^T x of ``[rows, N]`` and ``[rows, K]`` for each weight, or what autograd is given in its place."""
+    with timeline.span("gemm of weight gradients", "gemm"):
+        return _products(dzs, x, sinks)
+
+
+def _products(dzs: Sequence[Tensor], x: Tensor, sinks: Sequence[Sink | None] | None) -> list[Tensor | None]:
     pairs = zip(dzs, sinks or [None] * len(dzs), strict=True)
     return [torch.mm(dz.t(), x) if sink is None else sink.add(dz, x) for dz, sink in pairs]
 
@@ -114,7 +121,7 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w, needs_b = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = (rows @ weight).view(x.shape) if needs_x else None
-        dws = weight_gradients([rows], x.reshape(-1, x.shape[-1]), [ctx.sink]) if needs_w else [None]
+        dws = _products([rows], x.reshape(-1, x.shape[-1]), [ctx.sink]) if needs_w else [None]
         return dx, dws[0], rows.sum(0) if needs_b else None
 
 

@@ -11,14 +11,15 @@ Backward.  Every rank continues with the same y, so dy is the same everywhere an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels.comm import agreement
+from tpkernels.comm import agreement, timeline
 from tpkernels.comm.groups import Group, GroupLike, group_name, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
@@ -26,6 +27,7 @@ from tpkernels.ops.checks import check_common, check_local, check_weights, plain
 from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.library import call_backward, define, is_plain
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
+from tpkernels.ops.scaled_matmul import scaled_matmul_all_reduce
 from tpkernels.ops.shapes import flat
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -33,7 +35,15 @@ __all__ = ["matmul_all_reduce", "rows_layout"]
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group: GroupLike, *, bias: Tensor | None = None, implementation: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    group: GroupLike,
+    *,
+    bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
     """Multiply and sum over the group; chunks of the partial leave while the next are computed.
 
@@ -44,21 +54,33 @@ def matmul_all_reduce(
     =============  ======================  ==============================================
     argument       shape                   notes
     =============  ======================  ==============================================
-    ``x``          ``[..., K_r]``          fp32, bf16, fp16 or fp64; any strides
+    ``x``          ``[..., K_r]``          fp32, bf16, fp16, fp64, or fp8 (e4m3); any strides
     ``weight``     ``[N, K_r]``            this rank's columns; K_r may differ between ranks
     ``bias``       ``[N]`` or None         equal on all ranks; added once, after the sum
-    ``y``          ``[..., N]``            contiguous, dtype of x, equal on all ranks
+    ``scale_x``    ``[..., 1]`` or 1       fp32, for fp8: per row of x, or one for all
+    ``scale_w...`` ``[N, 1]`` or 1         fp32, for fp8: per row of the weight, or one for all
+    ``y``          ``[..., N]``            contiguous, equal on all ranks; dtype of x, for fp8 ``out_dtype``
     =============  ======================  ==============================================
 
+    Scales and ``out_dtype`` as in :func:`tpkernels.matmul_reduce_scatter`.
     The gradient that arrives for y must be the same on every rank, as it is when all ranks compute the same loss.
 
     Raises:
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
+    if scale_x is not None or scale_weight is not None or out_dtype is not None:
+        check_local("x", x, group=group)
+        check_local("weight", weight, group=group)
+        check_local("bias", bias, group=group)
+        return scaled_matmul_all_reduce(
+            x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
+            implementation=implementation,
+        )  # fmt: skip
     state = resolve(group)
     if state.size > 1 and is_plain(x, weight, weight if bias is None else bias):
-        return _run(state, x, weight, bias, implementation)
+        y = again(state, x, weight, bias, implementation)
+        return _run(state, x, weight, bias, implementation) if y is None else y
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
@@ -66,6 +88,30 @@ def matmul_all_reduce(
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
     return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))
+
+
+def again(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor | None:
+    """The op for plain arguments (:func:`is_plain`) like those of an earlier small call; None if there was none.
+
+    Host work is what a decoding step has beside its GEMMs, and finds cold caches: this asks for no more than decides.
+    The weight's dtype and device are left to ``F.linear``; where that refuses, the long way says why.
+    """
+    repeated = group.repeated.get(_repetition(x, weight, bias, implementation))
+    if repeated is None or timeline.active() or not (x.is_cpu and x.is_contiguous()):
+        return None
+    if bias is not None and not (bias.is_cpu and bias.is_contiguous()):
+        return None
+    try:
+        y = F.linear(x, weight)
+    except RuntimeError:
+        return None
+    calling.sum_again(group, repeated, y, bias)
+    return y
+
+
+def _repetition(x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Hashable:
+    facts = None if bias is None else (bias.shape, bias.dtype)
+    return ("matmul_all_reduce", implementation, x.shape, weight.shape, x.dtype, facts)
 
 
 @lru_cache(maxsize=256)
@@ -97,7 +143,12 @@ def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implement
         )
         group.checked[facts] = known
     arguments = MatmulAllReduce([x if x.dim() == 2 and x.is_contiguous() else flat(x)], [weight.t()], bias)
+    first = known.plan is None
     y: Tensor = calling.run_known(group, known, x.shape[-1], arguments, x.device)
+    if first:
+        repeated = calling.repeatable(group, known, arguments)
+        if repeated is not None:
+            group.repeated[_repetition(x, weight, bias, implementation)] = repeated
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
@@ -27,6 +28,7 @@ from tpkernels.ops.checks import check_common, check_dim, check_local, check_sha
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
 from tpkernels.ops.library import call, call_backward, define
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
+from tpkernels.ops.scaled_matmul import scaled_matmul_reduce_scatter
 from tpkernels.ops.shapes import flat, start_gather
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -39,6 +41,9 @@ def matmul_reduce_scatter(
     group: GroupLike,
     *,
     bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     scatter_dim: int = 0,
     shard_sizes: Sequence[int] | None = None,
     implementation: str = "auto",
@@ -52,13 +57,17 @@ def matmul_reduce_scatter(
     =============  =============================================  ==================================================
     argument       shape                                          notes
     =============  =============================================  ==================================================
-    ``x``          ``[..., M, ..., K_r]``                         fp32, bf16, fp16 or fp64; any strides
+    ``x``          ``[..., M, ..., K_r]``                         fp32, bf16, fp16, fp64, or fp8 (e4m3); any strides
     ``weight``     ``[N, K_r]``                                   this rank's columns; K_r may differ between ranks
     ``bias``       ``[N]`` or None                                equal on all ranks; added once, after the sum
-    ``y``          ``[..., shard_sizes[rank], ..., N]``           contiguous, dtype of x
+    ``scale_x``    ``[..., M, ..., 1]`` or 1                      fp32, for fp8: per row of x, or one for all
+    ``scale_w...`` ``[N, 1]`` or 1                                fp32, for fp8: per row of the weight, or one for all
+    ``y``          ``[..., shard_sizes[rank], ..., N]``           contiguous; dtype of x, for fp8 ``out_dtype``
     =============  =============================================  ==================================================
 
     Args:
+        scale_x, scale_weight, out_dtype: of fp8 operands, as in :func:`tpkernels.all_gather_matmul`; each rank has
+            scales of its own slice of K.  Partials travel in ``out_dtype``.
         scatter_dim: the dimension of the product that is cut over the ranks; the last one scatters features (N).
         shard_sizes: size of every rank's shard; default ``numpy.array_split`` (10 rows over 3 ranks: 4, 3, 3).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
@@ -72,6 +81,11 @@ def matmul_reduce_scatter(
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
+    if scale_x is not None or scale_weight is not None or out_dtype is not None:
+        return scaled_matmul_reduce_scatter(
+            x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
+            scatter_dim=scatter_dim, shard_sizes=shard_sizes, implementation=implementation,
+        )  # fmt: skip
     pg = process_group(group)
     if pg.size() == 1:
         check_common("matmul_reduce_scatter", x, implementation)

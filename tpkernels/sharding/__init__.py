@@ -1,18 +1,32 @@
 """Sharding of whole models: ``make_plan`` finds out how, ``parallelize`` does it; the styles that plans are made of."""
 
 from tpkernels.sharding.apply import parallelize
+from tpkernels.sharding.checkpoint import Loaded, full_state_dict, load_full_state_dict, load_pretrained
+from tpkernels.sharding.clipping import clip_grad_norm_
+from tpkernels.sharding.data_parallel import data_parallel
+from tpkernels.sharding.export import save_pretrained
 from tpkernels.sharding.infer import make_plan
 from tpkernels.sharding.plan import ShardingPlan
+from tpkernels.sharding.snapshots import load_snapshot, save_snapshot
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
 
 __all__ = [
     "Column",
     "CopiedHeads",
     "Features",
+    "Loaded",
     "Replicate",
     "Row",
     "ShardingPlan",
     "Vocabulary",
+    "clip_grad_norm_",
+    "data_parallel",
+    "full_state_dict",
+    "load_full_state_dict",
+    "load_pretrained",
+    "load_snapshot",
     "make_plan",
     "parallelize",
+    "save_pretrained",
+    "save_snapshot",
 ]

@@ -34,8 +34,9 @@ from tpkernels.nn.row import RowParallelLinear
 from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
-from tpkernels.sharding.randomness import differ_between
+from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.sequence import run_sequence_parallel
+from tpkernels.sharding.shared import share_inputs
 from tpkernels.sharding.sources import match
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary, as_style
 
@@ -108,9 +109,10 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         for key, (_, value) in plan.attributes.items():
             name, _, attribute = key.rpartition(".")
             setattr(modules[name], attribute, value)
-        run_sequence_parallel(plan, modules, tp)
-        for opener, closer in plan.random:
-            differ_between(modules[opener], modules[closer], tp)
+        share_inputs(plan.shared, model, modules)
+        forks = run_sequence_parallel(plan, modules, tp)
+        forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
+        leave_on_errors(model, forks)
     return model
 
 

@@ -48,14 +48,20 @@ def make_entries(
     attributes: Mapping[tuple[str, str], int],
     random: tuple[tuple[str, str], ...],
     rows: Mapping[str, int] | None,
+    untrained: frozenset[str],
+    shared: tuple[tuple[str, ...], ...],
     group: DeviceMesh | None,
     stream: Stream,
     notes: tuple[str, ...],
 ) -> ShardingPlan:
-    """The plan that carries out ``chosen`` and keeps everything else whole."""
+    """The plan that carries out ``chosen`` and keeps everything else whole.
+
+    ``rows``: what goes into each layer; ``untrained``: layers whose input needs no gradient.
+    """
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
+    leaders = {name: names[0].rpartition(".")[2] for names in shared for name in names[1:]}
     seen: set[int] = set()
     entries: list[Entry] = []
     for name, module in model.named_modules():
@@ -69,7 +75,8 @@ def make_entries(
             cuts.append(_cut(key, parameter, dim, picked.style, world_size, id(parameter) in seen))
             seen.add(id(parameter))
         count = None if rows is None else rows.get(name, 0)
-        traffic = traffic_of(picked.style, layer_of(module), own, count, world_size)
+        leader, needs_dx = leaders.get(name), name not in untrained
+        traffic = traffic_of(picked.style, layer_of(module), own, count, world_size, leader, needs_dx)
         implementation = _implementation(traffic.op, picked.style, layer_of(module), own, count, group)
         entries.append(
             Entry(
@@ -101,6 +108,8 @@ def make_entries(
         tuple(stream.whole),
         tuple(stream.local),
         stream.random,
+        shared,
+        stream.gathered_bytes * (world_size - 1) // world_size,
         notes,
     )
 
@@ -164,20 +173,33 @@ def _cut(
 
 
 def traffic_of(
-    style: Style, layer: Layer | None, parameters: Mapping[str, torch.Tensor], rows: int | None, world_size: int
+    style: Style,
+    layer: Layer | None,
+    parameters: Mapping[str, torch.Tensor],
+    rows: int | None,
+    world_size: int,
+    leader: str | None = None,
+    needs_dx: bool = True,
 ) -> Traffic:
-    """Collectives of a style, with the bytes that a rank sends when all ranks exchange ``rows`` rows at best."""
+    """Collectives of a style, with the bytes that a rank sends when all ranks exchange ``rows`` rows at best.
+
+    ``leader``: the layer with which this one shares its input, and all that is sent for it.
+    """
     weights = sum(p.numel() * p.element_size() for p in parameters.values())
-    if isinstance(style, Heads):
-        moved = ("all-reduce of y", "-") if style.inner else ("-", "all-reduce of dx")
-        return Traffic(*moved, None, None)
-    if isinstance(style, Replicate) or layer is None:
+    if isinstance(style, Replicate) or (layer is None and not isinstance(style, Heads)):
         summed = isinstance(style, Replicate) and style.sequence_parallel and bool(parameters)
         once = 2 * weights * (world_size - 1) // world_size if summed else 0
         return Traffic("-", "all-reduce of dw" if summed else "-", once, None)
     item = next(iter(parameters.values())).element_size()
-    wide_in, wide_out = layer.in_features * item, layer.out_features * item
+    if layer is None:  # attention as wide as what goes in
+        wide_in = wide_out = next(iter(parameters.values())).shape[-1] * item
+    else:
+        wide_in, wide_out = layer.in_features * item, layer.out_features * item
     forward, backward = _collectives(style)
+    if leader is not None:
+        forward, backward = ([move for move in moves if move[1] not in ("x", "dx")] for moves in (forward, backward))
+    if not needs_dx:
+        backward = [move for move in backward if move[1] != "dx" or move[0] == "reduce-scatter"]
     passes = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
     total = 0
     for collective, what in (*forward, *backward):
@@ -191,7 +213,7 @@ def traffic_of(
         op = "matmul_reduce_scatter" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Vocabulary):
         op = "all_reduce"
-    return Traffic(_words(forward), _words(backward), sent, op)
+    return Traffic(_words(forward, leader), _words(backward, leader), sent, op)
 
 
 Moves = list[tuple[str, str]]
@@ -223,11 +245,14 @@ def _collectives(style: Style) -> tuple[Moves, Moves]:
         forward.append(("all-reduce", "y"))
     elif isinstance(style, Features) and style.gather_output:
         forward.append(("all-gather", "y"))
+    elif isinstance(style, Heads):
+        (forward if style.inner else backward).append(("all-reduce", "y" if style.inner else "dx"))
     return forward, backward
 
 
-def _words(moves: Moves) -> str:
-    return ", ".join(f"{collective} of {what}" for collective, what in moves) or "-"
+def _words(moves: Moves, leader: str | None) -> str:
+    words = [f"{collective} of {what}" for collective, what in moves]
+    return ", ".join([f"with {leader}", *words] if leader is not None else words) or "-"
 
 
 def _implementation(

@@ -40,6 +40,8 @@ class Stream:
     layers: dict[str, bool] = field(default_factory=dict)
     """Columns and rows of groups: whether they take, or give, a part of the sequence."""
     random: bool = False
+    gathered_bytes: int = 0
+    """Of whole tensors made from parts of the residual, or of its gradient, in one pass forward and backward."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -124,6 +126,8 @@ class _Flow(Session):
         self._suspended: list[dict[int, Split]] = []
         self._local: list[str] = []
         self._shape: tuple[int, ...] = ()
+        self._inputs: set[int] = set()
+        """Of the model, which need no gradient."""
 
     def _around(self, names: list[str]) -> str:
         """The innermost module around the layers of one block; a layer alone is its own."""
@@ -138,6 +142,7 @@ class _Flow(Session):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self.set_origin(leaf, None)
+                self._inputs.add(id(leaf))
         with self.shadow.running(self):
             self.shadow.model(*args, **kwargs)
 
@@ -154,6 +159,8 @@ class _Flow(Session):
                     raise Unproven(f"between blocks the residual becomes whole before {name}")
                 self._shape = tuple(x.shape)
                 self._splits[id(x)] = self._sequence()
+                if id(x) not in self._inputs:
+                    self._gathers(x)  # its gradient
         if name in self.whole or (name in self.blocks and name in self.whole):
             self._suspend(tensors_in((args, kwargs)))
         elif self._is_local(name, args):
@@ -174,6 +181,7 @@ class _Flow(Session):
                 raise Unproven(f"{name} does not give the residual cut along the sequence")
             if any(id(tensor) in self._splits for tensor in tensors):
                 raise Unproven(f"{name} gives more than the residual cut along the sequence")
+            self._gathers(tensors[0])
             self._splits.clear()
             self.stack = None
 
@@ -191,7 +199,8 @@ class _Flow(Session):
         """Inside of a module that takes everything whole."""
         self._suspended.append(dict(self._splits))
         for tensor in tensors:
-            self._splits.pop(id(tensor), None)
+            if self._splits.pop(id(tensor), None) is not None:
+                self._gathers(tensor)
 
     def _resume(self, output: Any) -> None:
         self._splits = self._suspended.pop()
@@ -199,6 +208,10 @@ class _Flow(Session):
             if tuple(tensor.shape[:2]) != self._shape[:2]:
                 raise Unproven(f"what a module that is whole gives, {list(tensor.shape)}, is not along the sequence")
             self._splits[id(tensor)] = self._sequence()
+            self._gathers(tensor)  # its gradient
+
+    def _gathers(self, tensor: Tensor) -> None:
+        self.stream.gathered_bytes += tensor.numel() * tensor.element_size()
 
     def _sequence(self) -> Split:
         return Split(1, (self._shape[1],))
@@ -218,6 +231,8 @@ class _Flow(Session):
             if split is not None:
                 self._note(self.stream.whole, name)
                 self._splits[id(out)] = split
+                self._gathers(x)
+                self._gathers(out)  # its gradient
             return out
         if role == "column":
             self._agree(name, split is not None)

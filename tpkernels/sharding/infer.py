@@ -29,6 +29,8 @@ from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.sharding.replay import Role
+from tpkernels.sharding.rows import count_rows, untrained_in
+from tpkernels.sharding.shared import find_shared
 from tpkernels.sharding.sources import Hints, hints_for, override_styles
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
 
@@ -126,14 +128,17 @@ class _Planner:
             reason = "whole, but works on parts: its gradients are summed"
             self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
         stream = self._cut_sequence() if sequence_parallel else Stream([])
-        rows = self.observation.recording.layer_rows if self.traced else None  # type: ignore[union-attr]
+        recording = self.observation.recording if self.observation is not None else None
+        styles = {name: chosen.style for name, chosen in self.chosen.items()}
         return make_entries(
             self.model,
             self.world_size,
             self.chosen,
             attributes=self.attributes,
             random=tuple(self.decision.random),
-            rows=rows,
+            rows=None if recording is None else count_rows(recording),
+            untrained=frozenset() if recording is None else untrained_in(recording),
+            shared=() if recording is None else find_shared(recording, styles),
             group=group,
             stream=stream,
             notes=(*self._notes(), *stream.notes),

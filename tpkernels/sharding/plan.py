@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpkernels.sharding.styles import Replicate, Style, style_from_dict, style_to_dict
+from tpkernels.sharding.styles import Column, CopiedHeads, Replicate, Style, style_from_dict, style_to_dict
 
 __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
 
-FORMAT, VERSION = "tpkernels.ShardingPlan", 1
+FORMAT, VERSION = "tpkernels.ShardingPlan", 2
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,10 @@ class ShardingPlan:
     """Modules inside them that work on a part of it as on all."""
     sequence_random: bool = False
     """Dropout works on the residual: ranks draw different random numbers for their parts."""
+    shared: tuple[tuple[str, ...], ...] = ()
+    """Layers that read the same tensor: one gather of it, or one sum of its gradient, is for all of them."""
+    residual_bytes: int | None = 0
+    """With sequence parallelism: sent by one rank to make the residual whole where modules take it so."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -129,8 +133,8 @@ class ShardingPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one rank sends in a forward and a backward pass over the example."""
-        return sum(entry.wire_bytes or 0 for entry in self.entries)
+        """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
+        return (self.residual_bytes or 0) + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
     def styles(self) -> dict[str, Style]:
@@ -224,9 +228,20 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
         key: _texts(body[key]) for key in ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "notes")
     }
     random = tuple((_text(opener), _text(closer)) for opener, closer in body["random"])
+    shared = tuple(_texts(names) for names in body["shared"])
+    _check_shared(shared, {entry.path: entry.style for entry in entries})
     if type(body["world_size"]) is not int or body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
-    return ShardingPlan(**body | lists | {"entries": tuple(entries), "attributes": attributes, "random": random})
+    found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared}
+    return ShardingPlan(**body | lists | found)
+
+
+def _check_shared(shared: tuple[tuple[str, ...], ...], styles: Mapping[str, Style]) -> None:
+    for names in shared:
+        modes = {getattr(styles.get(name), "sequence_parallel", None) for name in names}
+        columns = all(isinstance(styles.get(name), Column | CopiedHeads) for name in names)
+        if len(names) < 2 or len(set(names)) < len(names) or not columns or len(modes) > 1:
+            raise ValueError(f"{list(names)} cannot share an input: they must be column layers of one mode")
 
 
 def _check_keys(what: str, value: Any, kind: Any) -> None:

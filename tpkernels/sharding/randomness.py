@@ -3,10 +3,13 @@
 Between a column layer and the row layer that ends its group the default generator runs on a seed of this rank's, drawn
 from what all ranks share; after it the shared stream goes on where it was, however many numbers each rank drew.  The
 seed is drawn anew in every pass, so that activation checkpointing, which sets the generator back, draws it again.
+
+A forward pass that raises in between leaves the shared stream behind as well (:func:`leave_on_errors`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels.nn.parameters import mesh_of
 from tpkernels.nn.random import _mix
 
-__all__ = ["differ_between"]
+__all__ = ["Fork", "differ_between", "leave_on_errors"]
 
 SEEDS = 2**62
 
@@ -53,6 +56,10 @@ class Fork:
             torch.set_rng_state(self.shared)
         self.shared = None
 
+    def forget(self) -> None:
+        """Not to be left any more: checkpointing sets the generator back itself when it stops in the middle."""
+        self.shared = None
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pause(self) -> None:
         """The shared stream for a while; :meth:`resume` goes on with this rank's."""
@@ -74,11 +81,11 @@ class Fork:
         return before
 
 
-def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> None:
+def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> Fork:
     """From the end of ``opener`` to the start of ``closer``, in training, each rank draws its own random numbers."""
-    if mesh.size() == 1:
-        return
     fork = Fork()
+    if mesh.size() == 1:
+        return fork
 
     def opened(module: nn.Module, args: Any, output: Tensor) -> None:
         if module.training:
@@ -90,6 +97,24 @@ def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> No
 
     opener.register_forward_hook(opened)
     closer.register_forward_pre_hook(closing)
+    return fork
+
+
+def leave_on_errors(model: nn.Module, forks: Sequence[Fork]) -> None:
+    """A forward pass of ``model`` that raises ends with the shared stream, from which its next pass draws its seeds."""
+    if not forks:
+        return
+
+    def start(module: nn.Module, args: Any) -> None:
+        for fork in forks:
+            fork.forget()
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        for fork in reversed(forks):
+            fork.leave()
+
+    model.register_forward_pre_hook(start)
+    model.register_forward_hook(end, always_call=True)
 
 
 def _mesh(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:

@@ -68,8 +68,9 @@ class _Stack:
         return whole if x.dim() == 3 else whole.reshape(x.shape)
 
 
-def run_sequence_parallel(plan: ShardingPlan, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
-    """Install the hooks of a plan whose layers are swapped already."""
+def run_sequence_parallel(plan: ShardingPlan, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> list[Fork]:
+    """Install the hooks of a plan whose layers are swapped already; the regions with random numbers of a rank's own."""
+    forks: list[Fork] = []
     stacks: dict[str, list[str]] = {}
     for block in plan.sequence_blocks:
         stacks.setdefault(block.rpartition(".")[0], []).append(block)
@@ -89,6 +90,9 @@ def run_sequence_parallel(plan: ShardingPlan, modules: Mapping[str, nn.Module], 
             if name.startswith(inside) or name in blocks:
                 _make_whole(stack, modules[name])
         modules[blocks[-1]].register_forward_hook(_leave(stack))
+        if stack.fork is not None:
+            forks.append(stack.fork)
+    return forks
 
 
 def _enter(stack: _Stack) -> Any:
@@ -122,12 +126,13 @@ def _join(stack: _Stack, layer: nn.Module) -> None:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal flat
         (x,) = args
+        extra = {"shard_sizes": stack.sizes} | ({} if is_row else {"source": x})
         flat = x.dim() == 2
         if isinstance(x, DTensor):
             x = stack.part(x)
         elif flat:
             x = x.view(*stack.shape[:2], x.shape[-1])
-        return (x,), {**kwargs, "shard_sizes": stack.sizes}
+        return (x,), {**kwargs, **extra}
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         y: Tensor = stack.wrap(output) if is_row else output
@@ -166,11 +171,12 @@ def _make_whole(stack: _Stack, module: nn.Module) -> None:
     depth: list[bool] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        found: list[DTensor] = []
+        found: dict[int, Tensor] = {}
 
         def whole(x: DTensor) -> Tensor:
-            found.append(x)
-            return stack.gather(x)
+            if id(x) not in found:  # one gather, and one object, where a tensor is several arguments
+                found[id(x)] = stack.gather(x)
+            return found[id(x)]
 
         args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
         depth.append(bool(found))

@@ -282,6 +282,8 @@ class Recording(Session):
         self.layer_rows: dict[str, int] = {}
         """Rows of each layer's input, over all calls."""
         self.layer_inputs: dict[str, list[int]] = {}
+        self.layer_reads: dict[str, list[tuple[int, int]]] = {}
+        """Of each call of a layer: which tensor it read, and the node that had last written it."""
         self._node_of: dict[int, int] = {}
         self._noise: set[int] = set()
         self._open: list[Scope] = []
@@ -328,6 +330,7 @@ class Recording(Session):
         self.nodes.append(Node(inputs, layer=name))
         self._node_of[id(out)] = len(self.nodes) - 1
         self.layer_inputs.setdefault(name, []).extend(inputs)
+        self.layer_reads.setdefault(name, []).append((id(x), self._node_of.get(id(x), -1)))
         rows = x.numel() if layer.kind == "embedding" else x.numel() // max(1, x.shape[-1])
         self.layer_rows[name] = self.layer_rows.get(name, 0) + rows
         self.events.append(Event(None, [Shape(x.shape)], {}, [Shape(shape)], layer=name))
@@ -344,6 +347,11 @@ class Recording(Session):
                 scope.stop = len(self.events)
                 self.scopes.append(scope)
                 return
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one that the model was called with."""
+        node = self._node_of.get(id(tensor))
+        return node is not None and self.nodes[node].is_input
 
     def _link(self, tensors: list[Tensor], outputs: list[Tensor], random: bool) -> None:
         """Add the op to the graph; noise is what random ops made and no activation went into."""

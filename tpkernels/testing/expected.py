@@ -1,5 +1,7 @@
 """What the fused ops and their gradients must return, given what every rank holds; results are judged by `numeric`.
 
+The operands of fp8 calls are `Bounded.scaled(numbers, scale)`, and `dtype` is the result's.
+
 Each check takes one rank's result and the operands of all ranks (exact, in the dtype they were passed in), computes the
 unfused reference in fp64, and raises `BoundExceeded` naming the worst place. `expected_*` return the `Bounded` itself,
 for chains: feed it as an operand of the next step (`expected_all_gather_matmul(...)` of a `Bounded` input), or into
@@ -48,9 +50,11 @@ def expected_all_gather_matmul(
     dtype: torch.dtype,
     bias: Operand | None = None,
     activation: str | None = None,
+    input_rounded: bool = True,
 ) -> Bounded:
+    """input_rounded: whether what goes into the activation may be rounded to `dtype` before, which fp8 ops do not."""
     product = Bounded.sum_of_products([x_full], [weight], bias=bias, dtype=dtype)
-    return product.activation(activation, dtype=dtype).rounded(dtype)
+    return product.activation(activation, dtype=dtype, input_rounded=input_rounded).rounded(dtype)
 
 
 def expected_matmul_all_reduce(
@@ -67,7 +71,7 @@ def expected_matmul_all_reduce(
 
 
 def expected_matmul_reduce_scatter(
-    x_parts: Sequence[Tensor],
+    x_parts: Sequence[Operand],
     w_parts: Sequence[Operand],
     *,
     rank: int,
@@ -80,7 +84,7 @@ def expected_matmul_reduce_scatter(
     """scatter_dim: any dim of the output; None for shard_sizes is the array_split cut."""
     last = x_parts[0].dim() - 1
     dim = scatter_dim % (last + 1)
-    total = w_parts[0].shape[0] if dim == last and isinstance(w_parts[0], Tensor) else x_parts[0].shape[dim]
+    total = w_parts[0].shape[0] if dim == last else x_parts[0].shape[dim]
     sizes = array_split_sizes(total, len(x_parts)) if shard_sizes is None else tuple(shard_sizes)
     start, length = offsets(sizes)[rank], sizes[rank]
     if dim != last:  # only this rank's rows: the reference costs a share of the work

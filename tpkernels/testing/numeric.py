@@ -85,6 +85,19 @@ class Bounded:
         value = x.detach().double()
         return Bounded(value, torch.zeros_like(value))
 
+    @staticmethod
+    def scaled(numbers: Tensor, scale: Tensor) -> Bounded:
+        """fp8 numbers and their scale, per row ([..., 1]) or of one element, which may be applied in fp32 once."""
+        value = numbers.detach().double() * scale.detach().double()
+        return Bounded(value, _unit_roundoff(torch.float32) * value.abs())
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    def dim(self) -> int:
+        return self.value.dim()
+
     @property
     def largest(self) -> Tensor:
         """How large the computed value can be in magnitude."""
@@ -107,7 +120,8 @@ class Bounded:
 
     def rows(self) -> Bounded:
         """The 2-D view of all leading dimensions against the last."""
-        return Bounded(self.value.reshape(-1, self.value.shape[-1]), self.error.reshape(-1, self.error.shape[-1]))
+        shape = math.prod(self.value.shape[:-1]), self.value.shape[-1]
+        return Bounded(self.value.reshape(shape), self.error.reshape(shape))
 
     @staticmethod
     def sum_of_products(
@@ -178,6 +192,15 @@ class Bounded:
         """Raise `BoundExceeded` unless `actual`, whose dtype is the one rounded to, is within the bound everywhere."""
         assert_within_bound(actual, self.value, self.error, what)
 
+    def worst_ratio(self, actual: Tensor) -> float:
+        """The largest |actual - value| / (1.01 error) of all elements; `check` passes up to 1."""
+        if actual.shape != self.value.shape:
+            return math.inf
+        if actual.numel() == 0:
+            return 0.0
+        value, limit = actual.detach().double().cpu(), SLACK * self.error.cpu()
+        return float(_ratios(value, self.value.cpu(), limit, torch.finfo(actual.dtype).max).max())
+
 
 def assert_within_bound(actual: Tensor, reference64: Tensor, bound: Tensor, what: str = "result") -> None:
     """Raise `BoundExceeded` unless |actual - reference64| <= 1.01 bound everywhere, NaN and Inf in the same places.
@@ -189,32 +212,39 @@ def assert_within_bound(actual: Tensor, reference64: Tensor, bound: Tensor, what
         raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(reference64.shape)}")
     if actual.numel() == 0:
         return
-    value = actual.detach().double().cpu()
-    reference, bound = reference64.cpu(), bound.cpu()
-    limit = SLACK * bound
-    error = (value - reference).abs()
-    # Inf - Inf and an infinite bound must not make a non-finite place pass: those are compared for equality alone.
-    within = (error <= limit) & reference.isfinite() & value.isfinite()
-    same_nonfinite = (value.isnan() & reference.isnan()) | (value.isinf() & (value == reference))
-    overflowed = value.isinf() & (value.sign() == reference.sign()) & reference.isfinite()
-    overflowed &= reference.abs() + limit > torch.finfo(actual.dtype).max
-    wrong = ~(within | same_nonfinite | overflowed)
+    value, reference, limit = actual.detach().double().cpu(), reference64.cpu(), SLACK * bound.cpu()
+    ratios = _ratios(value, reference, limit, torch.finfo(actual.dtype).max)
+    wrong = ratios > 1
     if not wrong.any():
         return
-    excess = torch.where(wrong, (error / limit).nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
-    index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), wrong.shape))
+    index = tuple(int(i) for i in torch.unravel_index(ratios.argmax(), wrong.shape))
     places = wrong.nonzero()
     box = tuple((int(low), int(high) + 1) for low, high in zip(places.amin(0), places.amax(0), strict=True))
     raise BoundExceeded(
         f"{what}: {len(places)} of {wrong.numel()} elements ({len(places) / wrong.numel():.2%}) exceed the bound, "
         f"all within [{', '.join(f'{low}:{high}' for low, high in box)}]; worst at {list(index)}: "
         f"actual {float(value[index])!r}, reference {float(reference[index])!r}, "
-        f"|difference| {float(error[index]):.3e}, bound {float(limit[index]):.3e}, ratio {float(excess[index]):.3g} "
-        f"({actual.dtype}, shape {tuple(actual.shape)})",
+        f"|difference| {float((value - reference)[index].abs()):.3e}, bound {float(limit[index]):.3e}, "
+        f"ratio {float(ratios[index]):.3g} ({actual.dtype}, shape {tuple(actual.shape)})",
         index=index,
         count=len(places),
         box=box,
     )
+
+
+def _ratios(value: Tensor, reference: Tensor, limit: Tensor, largest: float) -> Tensor:
+    """|value - reference| / limit; 0 where both are the same NaN or Inf, Inf where one of them alone is not finite."""
+    error = (value - reference).abs()
+    # Inf - Inf and an infinite bound must not make a non-finite place pass: those are compared for equality alone.
+    within = (error <= limit) & reference.isfinite() & value.isfinite()
+    same_nonfinite = (value.isnan() & reference.isnan()) | (value.isinf() & (value == reference))
+    overflowed = value.isinf() & (value.sign() == reference.sign()) & reference.isfinite()
+    overflowed &= reference.abs() + limit > largest
+    ratios = error / limit
+    wrong = ratios.nan_to_num(nan=math.inf, posinf=math.inf)
+    wrong = torch.where(wrong > 1, wrong, math.inf)  # not within for another reason
+    ratios = torch.where(within, ratios.nan_to_num(nan=0.0), wrong)  # 0 / 0: exactly right, and required to be
+    return torch.where(same_nonfinite | overflowed, 0.0, ratios)
 
 
 def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "result", *, either_zero: bool = False) -> None:

@@ -13,11 +13,13 @@ of the failed call may still be under way in the old one.
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import random
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -42,20 +44,35 @@ class RanksFailed(LaunchError):
         return {failure.rank: failure.exception for failure in self.failures}
 
 
+def fork_server() -> ForkServerContext:
+    """What starts processes by forking one that has imported torch and this package, and has done nothing else.
+
+    There is one per process that asks. It starts with the first process, and ends with the one that asked.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tpkernels", __name__])
+    return context
+
+
 class WorkerPool:
     """`nproc` rank processes with a gloo default group, one thread each, kept between calls.
 
     pin: give each rank a core of its own (for timings; needs `nproc` cores).
     group_timeout: seconds of the default group's collectives.
+    forked: start ranks in milliseconds (:func:`fork_server`) instead of new interpreters in seconds. What modules read
+    from the environment while they are imported, as Triton does, is then what it was when the first such pool started.
 
     Not thread-safe. Use it as a context manager or call `close`; workers also die with this process.
     """
 
-    def __init__(self, nproc: int, *, group_timeout: float = GROUP_TIMEOUT_S, pin: bool = False) -> None:
+    def __init__(
+        self, nproc: int, *, group_timeout: float = GROUP_TIMEOUT_S, pin: bool = False, forked: bool = False
+    ) -> None:
         check_nproc(nproc)
         self.nproc = nproc
         self._group_timeout = group_timeout
         self._pin = pin
+        self._context = fork_server() if forked else None
         self._team: RankTeam | None = None
         self._generation = 0
 
@@ -144,7 +161,9 @@ class WorkerPool:
         if self._team is not None and any(rank.has_ended() for rank in self._team.ranks):
             self.close()  # a worker died between calls
         if self._team is None:
-            self._team = RankTeam(self.nproc, pin=self._pin, exit_on_failure=False, num_threads=1)
+            self._team = RankTeam(
+                self.nproc, pin=self._pin, exit_on_failure=False, num_threads=1, context=self._context
+            )
             self._generation = 0
             self.renew()
         return self._team
@@ -205,12 +224,12 @@ def _run_seeded(call: bytes) -> object:
 class Pools:
     """Pools by world size, started when first asked for. At most `limit` are alive: the oldest used makes room."""
 
-    def __init__(self, *, limit: int = 3) -> None:
-        self._limit = limit
+    def __init__(self, *, limit: int = 3, forked: bool = False) -> None:
+        self._limit, self._forked = limit, forked
         self._pools: dict[int, WorkerPool] = {}
 
     def __call__(self, nproc: int) -> WorkerPool:
-        pool = self._pools.pop(nproc, None) or WorkerPool(nproc)
+        pool = self._pools.pop(nproc, None) or WorkerPool(nproc, forked=self._forked)
         self._pools[nproc] = pool  # now the most recently used
         for oldest in list(self._pools)[: -self._limit]:
             self._pools.pop(oldest).close()

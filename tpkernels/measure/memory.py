@@ -1,4 +1,4 @@
-"""What the memory tests share: the bytes that torch's allocator has handed out at most while something ran."""
+"""The bytes of tensors that something needs at most while it runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import Callable
 
 import torch
 
+__all__ = ["peak_bytes"]
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes of CPU tensors alive at one time beyond those alive at the start, as the profiler saw them."""
+
+def peak_bytes(work: Callable[[], object], device: torch.device | None = None) -> int:
+    """The most bytes of tensors alive at one time beyond those at the start; on the CPU as the profiler saw them."""
     gc.collect()
+    if device is not None and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None

@@ -1,0 +1,191 @@
+"""One rank's part of `tpkernels profile`: a small decoder trained in three ways from one seed, step by step in turns.
+
+    no TP          rank 0 alone, in plain torch; the other ranks wait
+    TP             sequence parallel, every op with implementation="unfused"
+    TP + overlap   the same with implementation="auto"
+
+Both keep the gathered input of a column layer for the backward pass, as torch's autograd would.
+
+Owns: the step, its clock, the peak of memory, the recorded timelines, and the verdict on the curves.
+
+Refuses: times of a training that is not the same.  Losses and global gradient norms of the three must agree.  How far
+rounding may take them apart is measured: rank 0 trains once more with every initial weight moved to a neighbouring
+number of its dtype.  The largest difference that this makes, plus the rounding of the value itself, is the size of a
+difference that means nothing; the ranks may be off by `FACTOR` times that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpkernels.comm import timeline
+from tpkernels.measure.gpt import GPT, ParallelGPT, Sizes
+from tpkernels.measure.memory import peak_bytes
+from tpkernels.measure.trace import RankTrace
+
+__all__ = ["FACTOR", "METHODS", "Curve", "Training", "train_in_turns"]
+
+NO_TP, TP, OVERLAP = METHODS = ("no TP", "TP", "TP + overlap")
+FACTOR = 8.0
+LEARNING_RATE = 1e-3
+RECORDED = 3
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every rank trains; crosses process boundaries."""
+
+    sizes: Sizes
+    steps: int = 10
+    warmup: int = 2
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+
+
+@dataclass
+class Curve:
+    """One way of training on one rank: of each step the loss, the global norm of its gradient, and the seconds."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    """Of tensors: weights, optimizer state, and the most that a step had alive beside them."""
+
+    def difference(self, other: Curve, what: str) -> float:
+        pairs: Iterable[tuple[float, float]] = zip(getattr(self, what), getattr(other, what), strict=True)
+        differences = [abs(a - b) for a, b in pairs]
+        return math.inf if any(map(math.isnan, differences)) else float(max(differences))
+
+
+@dataclass
+class RankResult:
+    """`curves` has "shifted", too, on rank 0, for the bound."""
+
+    curves: dict[str, Curve]
+    traces: list[RankTrace]
+
+
+def bound(curves: Mapping[str, Curve], what: str) -> float:
+    """How far losses or norms, both fp32, may differ from those of the one process; see the module docstring."""
+    alone = curves[NO_TP]
+    values: list[float] = getattr(alone, what)
+    rounding = torch.finfo(torch.float32).eps * max(map(abs, values))
+    return FACTOR * (alone.difference(curves["shifted"], what) + rounding)
+
+
+class _Trainee:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
+
+    def step(self, tokens: Tensor, labels: Tensor) -> tuple[float, float]:
+        loss = self.model(tokens, labels)
+        loss.backward()
+        gradients = [p.grad.float() for p in self.model.parameters() if p.grad is not None]
+        norm: Any = nn.utils.get_total_norm(gradients)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def held_bytes(self) -> int:
+        state = (value for state in self.optimizer.state.values() for value in state.values())
+        tensors = [*self.model.parameters(), *(value for value in state if isinstance(value, Tensor))]
+        return sum(one.numel() * one.element_size() for one in map(_local, tensors))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGroup) -> RankResult:
+    """Train the three in turns; a collective call.  On `control` the ranks wait for each other before every step."""
+    rank, device = mesh.get_local_rank(), torch.device(training.device)
+    torch.manual_seed(training.seed)
+    plain = GPT(training.sizes).to(device, training.dtype)
+    trainees = {
+        TP: _Trainee(ParallelGPT.from_plain(plain, mesh, save_gathered=True, implementation="unfused")),
+        OVERLAP: _Trainee(ParallelGPT.from_plain(plain, mesh, save_gathered=True)),
+    }
+    shifted = _Trainee(_shifted(copy.deepcopy(plain), training.seed)) if rank == 0 else None
+    if rank == 0:
+        trainees[NO_TP] = _Trainee(plain)
+    curves, count = {name: Curve() for name in METHODS}, training.warmup + training.steps
+    for number in range(count):
+        data = [one.to(device) for one in _batch(training, number)]
+        first = number % len(METHODS)
+        for name in METHODS[first:] + METHODS[:first]:
+            dist.barrier(control)
+            _timed(curves[name], trainees.get(name), data)
+    if shifted is not None:
+        curves["shifted"] = Curve()
+        for number in range(count):
+            _timed(curves["shifted"], shifted, [one.to(device) for one in _batch(training, number)])
+    data = [one.to(device) for one in _batch(training, count)]
+    works = {name: functools.partial(trainee.step, *data) for name, trainee in trainees.items()}
+    for name in METHODS:
+        dist.barrier(control)
+        if name in works:
+            curves[name].peak_bytes = trainees[name].held_bytes() + peak_bytes(works[name], device)
+    traces = []
+    for number, name in itertools.product(range(RECORDED), METHODS):
+        dist.barrier(control)
+        if name in works:
+            traces.append(_recorded(f"{name}, step {number}", rank, works[name], device))
+    return RankResult(curves, traces)
+
+
+def _timed(curve: Curve, trainee: _Trainee | None, data: list[Tensor]) -> None:
+    if trainee is None:
+        return
+    start = time.perf_counter()
+    loss, norm = trainee.step(*data)  # both are read, so the device has finished all but the optimizer
+    if data[0].device.type == "cuda":
+        torch.cuda.synchronize()
+    curve.seconds.append(time.perf_counter() - start)
+    curve.losses.append(loss)
+    curve.norms.append(norm)
+
+
+def _batch(training: Training, number: int) -> tuple[Tensor, Tensor]:
+    """Tokens of which each determines the next, with noise: something to learn, equal on all ranks."""
+    sizes, generator = training.sizes, torch.Generator().manual_seed(training.seed * 1_000_003 + number)
+    shape = sizes.batch, sizes.length + 1
+    noise = torch.randint(sizes.vocabulary, shape, generator=generator)
+    tokens = torch.arange(shape[1]) * 7 + torch.randint(sizes.vocabulary, (shape[0], 1), generator=generator)
+    mixed = torch.where(torch.rand(shape, generator=generator) < 0.1, noise, tokens % sizes.vocabulary)
+    return mixed[:, :-1], mixed[:, 1:].contiguous()
+
+
+@torch.no_grad()
+def _shifted(model: nn.Module, seed: int) -> nn.Module:
+    """Each weight moved to a neighbouring number of its dtype, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        up = (torch.rand(parameter.shape, generator=generator) < 0.5).to(parameter.device)
+        target = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+        parameter.copy_(torch.nextafter(parameter, target))
+    return model
+
+
+def _recorded(label: str, rank: int, work: Callable[[], object], device: torch.device) -> RankTrace:
+    start = timeline.now()
+    with timeline.recording() as recorded:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return RankTrace(rank, label, start, timeline.now(), recorded.events)

@@ -1,0 +1,138 @@
+"""Column layers on one input: query, key and value, or gate and up, as one op.
+
+Owns: :func:`run_together`, which feeds any number of column layers with one gather of x, or with one sum of its
+gradient; and :class:`SharedInput`, which does so for layers that a model's own code calls one after the other::
+
+    first call     y_1, ..., y_n = all_gather_matmul(x, [w_1, ..., w_n])
+    other calls    take the y that waits for them
+
+A result belongs to one tensor object, at one version, in one grad mode: whoever comes with another one computes anew.
+Results wait no longer than it takes to call all layers; what an error leaves behind goes with the next call, or with
+:meth:`SharedInput.forget`.
+
+Assumes that all ranks call the same layers in the same order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.nn.parameters import mesh_of
+from tpkernels.ops import all_gather_matmul, copy_matmul
+
+__all__ = ["ColumnLike", "SharedInput", "run_together"]
+
+
+class ColumnLike(Protocol):
+    """What a column layer says of itself; layers that run together agree in all but their weights."""
+
+    sequence_parallel: bool
+    sequence_dim: int
+    implementation: str
+    save_gathered: bool
+    activation: str | None
+
+    @property
+    def weight(self) -> Any: ...
+
+    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weights ``[N_i, K]`` that this rank multiplies x with, and their biases."""
+        ...
+
+    def joined(self, outputs: list[Tensor]) -> Tensor:
+        """The layer's output from its parts' outputs."""
+        ...
+
+
+def run_together(
+    layers: Sequence[ColumnLike], x: Tensor, mesh: DeviceMesh, shard_sizes: Sequence[int] | None
+) -> list[Tensor]:
+    """Outputs of layers of equal options on one x: one gather, or one all-reduce of dx, for all of them."""
+    if x.dim() == 1:  # the ops take rows
+        return [y[0] for y in run_together(layers, x.unsqueeze(0), mesh, shard_sizes)]
+    first = layers[0]
+    parts = [layer.parts() for layer in layers]
+    weights = [weight for some in parts for weight, _ in some]
+    biases = [bias for some in parts for _, bias in some]
+    common: dict[str, Any] = {"bias": biases, "activation": first.activation, "implementation": first.implementation}
+    if first.sequence_parallel:
+        outputs = all_gather_matmul(
+            x,
+            weights,
+            mesh,
+            gather_dim=first.sequence_dim,
+            shard_sizes=shard_sizes,
+            save_gathered=first.save_gathered,
+            **common,
+        )
+    else:
+        outputs = copy_matmul(x, weights, mesh, **common)
+    rest = iter(outputs)
+    return [layer.joined([next(rest) for _ in some]) for layer, some in zip(layers, parts, strict=True)]
+
+
+class SharedInput:
+    """Layers that a model calls one after the other on one tensor; the first call runs them all.
+
+    Their hooks run at their own calls.  Layers that turn out to be called with different tensors go apart, with a
+    warning: their values are right either way, but each call would compute for all.
+    """
+
+    def __init__(self, names: Sequence[str], layers: Sequence[ColumnLike]) -> None:
+        self.names, self.layers = tuple(names), tuple(layers)
+        self.apart = False
+        self._key: tuple[Any, ...] = ()
+        self._waiting: dict[int, Tensor] = {}
+        self._unused = 0
+        """Calls that computed for all since a layer last took what waited for it."""
+
+    def run(self, layer: ColumnLike, x: Tensor, source: Tensor, shard_sizes: Sequence[int] | None) -> Tensor:
+        """The output of ``layer``; ``source`` is the tensor that the model's code gave, x what became of it."""
+        mesh = mesh_of(layer.weight)
+        if self.apart or not self._is_worth_it(layer, mesh):
+            return run_together([layer], x, mesh, shard_sizes)[0]
+        index = next(i for i, other in enumerate(self.layers) if other is layer)
+        key = _key(source)
+        if index in self._waiting and self._key[0] is source and self._key[1:] == key[1:]:
+            y = self._waiting.pop(index)
+            self._unused = 0
+            if not self._waiting:
+                self.forget()
+            return y
+        self._unused += 1
+        if self._unused > len(self.layers):
+            self._part()
+            return run_together([layer], x, mesh, shard_sizes)[0]
+        outputs = run_together(self.layers, x, mesh, shard_sizes)
+        self._key, self._waiting = key, {i: y for i, y in enumerate(outputs) if i != index}
+        return outputs[index]
+
+    def forget(self) -> None:
+        """Drop what waits: nobody will come for it."""
+        self._key, self._waiting = (), {}
+
+    def _is_worth_it(self, layer: ColumnLike, mesh: DeviceMesh) -> bool:
+        """Something is sent, and every layer's weights are there (FSDP2 may hold them in parts until their call)."""
+        sends = layer.sequence_parallel or torch.is_grad_enabled()
+        return sends and all(mesh_of(other.weight) == mesh for other in self.layers)
+
+    def _part(self) -> None:
+        self.apart = True
+        self.forget()
+        warnings.warn(
+            f"{', '.join(self.names)} read one tensor when the plan was made, and different ones now: each gathers or "
+            "sums by itself from here on; make the plan with example_inputs that take the same way",
+            stacklevel=3,
+        )
+
+
+def _key(source: Tensor) -> tuple[Any, ...]:
+    """What must be the same for a result to be of this call; the compiler sees writes to a tensor by itself."""
+    tracked = not torch.compiler.is_compiling() and not source.is_inference()
+    return source, source._version if tracked else 0, torch.is_grad_enabled()

@@ -1,0 +1,108 @@
+"""Data parallelism around a tensor-parallel model: replicas, or parameters sharded over them.
+
+Both are torch's FSDP2, which keeps DTensor parameters what they are and averages their gradients over the mesh's "dp"
+axis while the backward pass runs.  ``torch.nn.parallel.DistributedDataParallel`` does not serve: it cannot flatten
+parameters that are DTensors, and where it turns them into local tensors, gradient norms and checkpoints are wrong.
+
+Owns which modules form a unit of communication.  Refuses models with parameters that are no DTensors: optimizers and
+``clip_grad_norm_`` would refuse the mixture later, or compute a wrong norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+__all__ = ["data_parallel"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def data_parallel(
+    model: M,
+    mesh: DeviceMesh,
+    *,
+    shard: bool = False,
+    units: Iterable[nn.Module] | None = None,
+    policy: MixedPrecisionPolicy | None = None,
+) -> M:
+    """Make a tensor-parallel model data-parallel over ``mesh["dp"]``, in place; returns it.
+
+    ::
+
+        loss_d = model(batch of replica d)            parameter.grad = mean over replicas of the gradients of loss_d
+
+    ===============  ==============================  ==========================================
+    per rank         ``shard=False`` (DDP)           ``shard=True`` (FSDP2)
+    ===============  ==============================  ==========================================
+    parameters       this TP rank's                  1 / dp of them, cut along their first dim
+    forward pass     sends nothing more              all-gathers each unit's parameters
+    backward pass    all-reduces each unit's         gathers again, reduce-scatters gradients
+    ===============  ==============================  ==========================================
+
+    Args:
+        mesh: a mesh with axes "dp" and "tp" (``tpk.init(dp=..., tp=...)``); "dp" may have one rank.
+        units: modules whose parameters travel together, beside what is left for ``model`` itself; default: the members
+            of its ``nn.ModuleList`` s, which are the blocks of most models.  Each must be called as a module.
+        policy: torch's.  ``MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` computes in
+            bf16 while the parameters, which the optimizer works on, stay fp32 masters.
+
+    Call it after ``tpk.parallelize`` and before the optimizer is made: parameters become DTensors on the axes
+    ("dp", "tp").  Of several micro-batches only the last one's backward pass needs to communicate:
+    ``model.set_requires_gradient_sync(False)`` before the others.
+
+    Raises:
+        ValueError: a mesh without these axes, parameters that are no DTensors or live on another mesh, a unit that is
+            no part of ``model``, a second call.
+    """
+    names = mesh.mesh_dim_names or ()
+    if "dp" not in names or "tp" not in names:
+        raise ValueError(
+            f'mesh must have the axes "dp" and "tp", got {names or mesh.ndim}: use tpk.init(dp=..., tp=...)'
+        )
+    _check_parameters(model, mesh)
+    chosen = list(_blocks(model) if units is None else units)
+    foreign = [unit for unit in chosen if all(unit is not module for module in model.modules())]
+    if foreign:
+        raise ValueError(f"{len(foreign)} of {len(chosen)} units are no part of the model, one is {foreign[0]}")
+    policy = policy or MixedPrecisionPolicy()
+    modules: list[nn.Module] = [*(unit for unit in chosen if unit is not model), model]
+    for unit in modules:
+        if shard:
+            fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)
+        else:
+            # Here, because it is torch's own business where this lives: what needs it not, must not fail with it.
+            from torch.distributed._composable.replicate_with_fsdp import replicate
+
+            replicate(unit, mesh=mesh["dp"], mp_policy=policy)
+    return model
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists; a list has no forward pass, and so is no unit itself."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (member for member in child if any(True for _ in member.parameters()))
+        else:
+            yield from _blocks(child)
+
+
+def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name} is no DTensor: call tpk.parallelize(model, mesh) first, which cuts what its plan "
+                "names and replicates the rest"
+            )
+        if parameter.device_mesh.ndim > 1:
+            raise ValueError(f"parameter {name} is data-parallel already, on {parameter.device_mesh}")
+        if parameter.device_mesh != mesh["tp"]:
+            raise ValueError(
+                f'parameter {name} lives on {parameter.device_mesh}, not on the axis "tp" of {mesh}: parallelize the '
+                "model with the same mesh"
+            )

@@ -1,0 +1,53 @@
+"""Fingerprints of tensors that ranks compute from their parts.
+
+::
+
+    digest(T) = sum over elements of  bits(T[i, j, ...]) * w(0, i) * w(1, j) * ...   mod 2^64,   w odd
+
+The digests of disjoint parts add up to that of the whole, however it was cut, so that no rank needs more than its own
+part to find out with the others whether all of it is what was written.  Any single changed element changes the digest
+(odd numbers have inverses mod 2^64); other damage goes unseen once in about 2^64 cases.  This is a check against damage
+and mistakes, not a signature: whoever may write the tensors may write their digests, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["MODULUS", "digest_of"]
+
+BLOCK = 1 << 20
+"""Elements that are worked on at a time: a product of 8 bytes for each.  Smaller blocks start threads too often."""
+MODULUS = 1 << 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's
+
+
+def digest_of(part: Tensor, offsets: Sequence[int]) -> int:
+    """What ``part``, whose first element lies at ``offsets`` in the whole, adds to the digest."""
+    if not part.numel():
+        return 0
+    if part.is_complex():
+        part, offsets = torch.view_as_real(part), [*offsets, 0]
+    if part.dim() < 2:
+        part, offsets = part.reshape(1, -1), [0, *offsets, *([0] if part.dim() == 0 else [])]
+    places = enumerate(zip(offsets, part.shape, strict=True))
+    weights = [_weights(dim, start, size, part.device) for dim, (start, size) in places]
+    rows = max(1, BLOCK // max(1, part[0].numel()))
+    total = 0
+    for start in range(0, part.shape[0], rows):
+        block = part[start : start + rows].contiguous().view(_BITS[part.element_size()])
+        for weight in reversed(weights[1:]):
+            block = torch.mul(block, weight).sum(-1)
+        total += int((block * weights[0][start : start + rows]).sum())
+    return total % MODULUS
+
+
+def _weights(dim: int, start: int, size: int, device: torch.device) -> Tensor:
+    x = (torch.arange(start, start + size, device=device) + ((dim + 1) << 48)) * _MIX[0]
+    x = (x ^ (x >> 30)) * _MIX[1]
+    x = (x ^ (x >> 27)) * _MIX[2]
+    return (x ^ (x >> 31)) | 1
