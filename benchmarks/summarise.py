@@ -74,6 +74,32 @@ def one_host_section(path: Path, content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def never_slower_section(path: Path, content: dict[str, Any]) -> list[str]:
+    lines = ["### Is auto ever slower? (P7, P9)", "", *_origin(path, next(iter(content.values()))), ""]
+    lines += ["| | problems | auto / unfused: median | worst | slower beyond noise | P7 | within 3 % of the fastest | "]
+    lines[-1] += "estimates within 15 % | P9 | n |"
+    lines += ["|---|---:|---:|---:|---:|---|---:|---:|---|---:|"]
+    for key, part in content.items():
+        place, world = key.rsplit("-", 1)
+        found, hosts = part["summary"], {"host": "one host", "netlab": f"hosts at {part['setup']['rate']}"}[place]
+        lines.append(
+            f"| {hosts}, {world} ranks | {found['problems']} | {found['median']:.3f} | {found['worst']:.3f} | "
+            f"{found['slower_beyond_noise']} | {'met' if found['P7_met'] else 'missed'} | "
+            f"{found['auto_is_fastest_or_within_3_percent']} | {found['estimates_within_15_percent']:.0%} | "
+            f"{'met' if found['P9_met'] else 'missed'} | {part['setup']['repeats']} |"
+        )
+    slower = [row for part in content.values() for row in part["results"] if row["interval"][0] > 1.03]
+    if slower:
+        lines += ["", "Slower beyond noise:", ""]
+    for row in slower:
+        low, high = row["interval"]
+        lines.append(
+            f"- {row['place']}, {row['world_size']} ranks, {row['op']} {row['shape_MxKxN']}: "
+            f"{row['auto_over_unfused']:.2f} [{low:.2f}, {high:.2f}], auto chose `{row['chosen']}`"
+        )
+    return [*lines, ""]
+
+
 def one_host_overview() -> str:
     """The second table of the project's README.md."""
     lines = ["| problem | GEMM, us | torch, us | `shared_memory`, us | torch / ours | ours / GEMM |"]
@@ -107,7 +133,12 @@ def _milliseconds(times: dict[str, Any] | None) -> str:
 
 def sections() -> str:
     lines: list[str] = []
-    order = {"overlap": overlap_section, "one-host": one_host_section, "overhead": overhead_section}
+    order = {
+        "overlap": overlap_section,
+        "one-host": one_host_section,
+        "overhead": overhead_section,
+        "never-slower": never_slower_section,
+    }
     for kind, section in order.items():
         found = [(path, json.loads(path.read_text())) for path in HERE.glob(f"results/*{kind}*.json")]
         for path, content in sorted(found, key=lambda pair: -_rate(pair[1])):
@@ -132,7 +163,7 @@ def overview() -> str:
 
 
 def _rate(content: dict[str, Any]) -> float:
-    match = re.fullmatch(r"([\d.]+)([mg])bit", str(content["setup"].get("rate", "")))
+    match = re.fullmatch(r"([\d.]+)([mg])bit", str(content.get("setup", {}).get("rate", "")))
     return float(match[1]) * {"m": 1, "g": 1000}[match[2]] if match else 0.0
 
 

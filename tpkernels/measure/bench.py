@@ -115,14 +115,17 @@ def main(args: argparse.Namespace) -> int:
     Raises: ValueError for arguments that contradict each other; what the ranks raise.
     """
     place = config.torchrun_environment()
-    if place is not None and (args.netlab or args.nproc):
+    if place is not None and (args.netlab or args.nproc is not None):
         raise ValueError("--netlab and --nproc start ranks themselves; leave them out under torchrun")
     if args.delay and not args.netlab:
         raise ValueError("--delay is a property of the network lab; give --netlab RATE too")
     if args.suite == "standard" and not (args.shape or args.out or args.json):
         args.out = "bench-standard"
     device = _device(args)
-    nproc = place.world_size if place is not None else args.nproc or _default_nproc(device)
+    usual = 2 if device == "cpu" else torch.cuda.device_count()
+    nproc = place.world_size if place is not None else usual if args.nproc is None else args.nproc
+    if nproc < 1:
+        raise ValueError(f"--nproc must be at least 1, got {nproc}")
     plan = make_plan(args, nproc)
     for folder in [args.out, plan.json and str(Path(plan.json).parent)]:
         if folder:
@@ -247,6 +250,7 @@ def time_case(case: Case, plan: Plan, control: dist.ProcessGroup | None = None) 
         chunks=case.problem.num_chunks,
         notes=notes,
         failures=failures,
+        estimates_us={c.name: c.estimate_us for c in case.explanation.candidates if c.estimate_us is not None},
     )
 
 
@@ -346,10 +350,6 @@ def _all_outputs(mine: RankOutput) -> list[RankOutput]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
-
-
-def _default_nproc(device: str) -> int:
-    return torch.cuda.device_count() if device == "cuda" else 2
 
 
 def _report(args: argparse.Namespace, plan: Plan, outputs: Sequence[RankOutput]) -> None:

@@ -45,6 +45,8 @@ class CaseResult:
     """Who was left out, and why."""
     failures: dict[str, str] = field(default_factory=dict)
     """Our implementations whose result was wrong, which were not timed."""
+    estimates_us: dict[str, float] = field(default_factory=dict)
+    """What auto expected of each implementation that can run this; it takes the smallest."""
 
     def median(self, name: str) -> float | None:
         return self.times[name].median if name in self.times else None
@@ -103,6 +105,7 @@ class CaseResult:
             "exposed_ms": None if self.exposed_seconds is None else self.exposed_seconds * 1e3,
             "left_out": self.notes,
             "failures": self.failures,
+            "estimates_ms": {name: estimate / 1e3 for name, estimate in self.estimates_us.items()},
             "times": {name: measurement_to_json(measurement) for name, measurement in self.times.items()},
         }
 
