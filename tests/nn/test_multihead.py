@@ -104,3 +104,27 @@ def test_attention_that_cannot_be_cut_is_refused(ranks: Pools) -> None:
     heads, width, own = ranks(2).run(refusals, timeout=LIMIT_S)[0]
     assert "3 heads, which do not divide over 2 ranks" in heads
     assert "another width" in width and "keys and values of its own" in own
+
+
+def kept_for_backward(need_weights: bool) -> int:
+    """The most elements that a tensor has which the attention itself keeps for its backward pass."""
+    _, parallel = pair(batch_first=True)
+    x = torch.randn(BATCH, 50, WIDTH).double().requires_grad_()
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    mask = torch.ones(50, 50, dtype=torch.bool).triu(1)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        parallel(x, x, x, attn_mask=mask, need_weights=need_weights)
+    return max(sizes)
+
+
+def test_scores_are_kept_only_where_weights_are_asked_for(ranks: Pools) -> None:
+    """Otherwise torch's fused attention runs, which also rounds once where the steps by themselves round each."""
+    scores = BATCH * HEADS // 2 * 50 * 50
+    assert ranks(2).run(kept_for_backward, True, timeout=LIMIT_S) == [scores] * 2
+    for kept in ranks(2).run(kept_for_backward, False, timeout=LIMIT_S):
+        assert kept < scores / 2, kept

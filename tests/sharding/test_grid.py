@@ -23,6 +23,7 @@ from tests.nn.reference import LIMIT_S, tp_mesh, whole
 from tests.sharding import zoo
 from tests.sharding.compare import held_bytes, pieces_of
 from tests.sharding.judge import FACTOR, allowed, worst_ratio
+from tests.sharding.switches import switch_alike
 from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.testing.spawn import Pools
@@ -44,11 +45,6 @@ RESIDUAL_DROPOUT: dict[str, dict[str, float]] = {
 """Families that drop nothing that is cut, given this: their random numbers are the unsharded model's."""
 
 
-SMOOTH: dict[str, dict[str, str]] = {"opt": {"activation_function": "gelu"}, "t5": {"feed_forward_proj": "gelu"}}
-"""In bf16, where the input of a relu that is almost 0 may round to either side and with it a gradient come or go: no
-bound on roundings covers that."""
-
-
 @dataclass(frozen=True)
 class Cell:
     """One way to use one model."""
@@ -68,6 +64,7 @@ SLICE = {
         Cell("llama", True, "fp32", "compile"),
         Cell("t5", True, "fp32", "checkpoint"),
         Cell("bert", False, "fp32", "dropout"),
+        Cell("transformer", False, "bf16", "checkpoint"),
     ],
     3: [Cell("qwen2", True, "fp32", "train"), Cell("opt", False, "fp32", "train")],
 }
@@ -84,30 +81,21 @@ def grid() -> list[Cell]:
     return cells
 
 
-def _without_relu(model: nn.Module, dtype: str) -> nn.Module:
-    """torch's own transformer, for the reason that ``SMOOTH`` gives."""
-    for module in model.modules() if dtype == "bf16" else ():
-        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            module.activation = nn.functional.gelu
-    return model
-
-
 class Runs:
     """The exact, the plain and the parallel model of a cell, all from the same weights."""
 
     def __init__(self, cell: Cell, spoil: Callable[[nn.Module], None] | None = None) -> None:
         self.cell, dtype = cell, DTYPES[cell.dtype]
         options = {"dropout": 0.3, **RESIDUAL_DROPOUT[cell.name]} if cell.mode == "dropout" else {"dropout": 0.0}
-        changes = SMOOTH.get(cell.name, {}) if cell.dtype == "bf16" else {}
-        self.exact, self.plain, self.model = (
-            _without_relu(zoo.build(cell.name, dtype, **options, **changes), cell.dtype) for _ in range(3)
-        )
+        self.exact, self.plain, self.model = (zoo.build(cell.name, dtype, **options) for _ in range(3))
         self.exact.double()
         self.given, self.given64 = zoo.inputs(cell.name, dtype), zoo.inputs(cell.name, dtype)
         self.given64 = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
                         for k, v in self.given64.items()}  # fmt: skip
         self.plan = tpk.make_plan(self.model, tp_mesh(), sequence_parallel=cell.sequence)
         tpk.parallelize(self.model, tp_mesh(), self.plan)
+        if cell.dtype == "bf16":
+            switch_alike(self.exact, self.plain, self.model)
         if spoil is not None:
             spoil(self.model)
         self.worst: dict[str, float] = {}

@@ -10,6 +10,7 @@ Dropout of attention weights draws other numbers on every rank; the rest is as i
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -136,14 +137,17 @@ class ParallelMultiheadAttention(nn.Module):
         mask = self._mask(q, k, key_padding_mask, attn_mask, batched)
         if mask is None and is_causal:
             raise ValueError("is_causal=True is a hint about attn_mask, which must be given, too (as in torch)")
-        scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        dropped = weights
-        if self.training and self.dropout > 0:
-            with sharded_rng(self.mesh):
-                dropped = F.dropout(weights, self.dropout)
-        y = self.out_proj((dropped @ v).transpose(1, 2).flatten(2))
-        shown = self._shown(dropped, average_attn_weights) if need_weights else None
+        rate = self.dropout if self.training else 0.0
+        weights = None
+        with sharded_rng(self.mesh) if rate else nullcontext():
+            if need_weights:
+                scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
+                weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+                context = weights @ v
+            else:  # as torch: its scores and their softmax are fp32 where numbers are bf16
+                context = F.scaled_dot_product_attention(q, k, v, mask, rate)
+        y = self.out_proj(context.transpose(1, 2).flatten(2))
+        shown = None if weights is None else self._shown(weights, average_attn_weights)
         if not batched:
             return y[0], None if shown is None else shown[0]
         return y if self.batch_first else y.transpose(0, 1), shown

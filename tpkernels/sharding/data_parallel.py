@@ -1,8 +1,13 @@
 """Data parallelism around a tensor-parallel model: replicas, or parameters sharded over them.
 
 Both are torch's FSDP2, which keeps DTensor parameters what they are and averages their gradients over the mesh's "dp"
-axis while the backward pass runs.  ``torch.nn.parallel.DistributedDataParallel`` does not serve: it cannot flatten
-parameters that are DTensors, and where it turns them into local tensors, gradient norms and checkpoints are wrong.
+axis while the backward pass runs.  The class ``torch.nn.parallel.DistributedDataParallel`` cannot do this (torch 2.13):
+
+- its constructor broadcasts the parameters, which raises "Operator c10d.broadcast_.default does not have a sharding
+  strategy registered", or for uneven cuts "Cannot flatten unevenly sharded tensor";
+- with ``init_sync=False`` the first backward pass raises "got mixed torch.Tensor and DTensor";
+- torch's private way around (``_pre_dp_module_transform``) hides the parameters: after one forward pass of a model that
+  ``parallelize_module`` made, ``named_parameters()`` and ``state_dict()`` are empty.
 
 Owns which modules form a unit of communication.  Refuses models with parameters that are no DTensors: optimizers and
 ``clip_grad_norm_`` would refuse the mixture later, or compute a wrong norm.
