@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tpkernels as tpk
+from tpkernels.comm import gloo_threads
 from tpkernels.measure.cases import Case, Shape, torch_all_gather, torch_reduce_scatter
 from tpkernels.testing.numeric import Bounded
 
@@ -98,9 +99,10 @@ class MlpBlock:
             self._transfer.comm_only()
 
     def torch_baseline(self) -> Gradients:
-        h = F.gelu(F.linear(_Gather.apply(self.x_shard, self.group), self.w1_shard))
-        y = _Scatter.apply(F.linear(h, self.w2_shard), self.group)
-        return self._with_gradients(y)
+        with gloo_threads.as_torch_made_them():
+            h = F.gelu(F.linear(_Gather.apply(self.x_shard, self.group), self.w1_shard))
+            y = _Scatter.apply(F.linear(h, self.w2_shard), self.group)
+            return self._with_gradients(y)
 
     def ours(self, implementation: str, *, save_gathered: bool = True) -> Callable[[], Gradients]:
         """save_gathered: keep the gathered x for dW1, as the torch baseline does; else it crosses the wire again."""

@@ -34,6 +34,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tpkernels as tpk
+from tpkernels.comm import gloo_threads
 from tpkernels.measure import report
 from tpkernels.measure.cases import Case, Shape
 from tpkernels.measure.timing import Measurement, measure
@@ -73,9 +74,10 @@ def reduce_case(shape: tuple[int, int], group: dist.ProcessGroup, repeats: int) 
     rounding = torch.finfo(DTYPE).eps / 2 * exact.abs() * 1.01
 
     def gloo() -> Tensor:
-        y = x.clone()  # ours leaves its input alone, too
-        dist.all_reduce(y, group=group)
-        return y
+        with gloo_threads.as_torch_made_them():
+            y = x.clone()  # ours leaves its input alone, too
+            dist.all_reduce(y, group=group)
+            return y
 
     candidates: dict[str, Callable[[], object]] = {
         "copy": lambda: x.clone(),
@@ -152,9 +154,13 @@ def decode_case(rows: int, mesh: Any, repeats: int) -> dict[str, Any]:
         if name != "gemm":
             bound.check(result, f"decode {name}")
 
+    def by_dtensor() -> Tensor:
+        with gloo_threads.as_torch_made_them():
+            return _ready(dtensor(x))
+
     candidates: dict[str, Callable[[], object]] = {
         "gemm": lambda: F.linear(F.gelu(F.linear(x, up)), down),
-        "dtensor": lambda: _ready(dtensor(x)),
+        "dtensor": by_dtensor,
         "shared_memory": lambda: ours(x),
     }
     with torch.no_grad():

@@ -5,6 +5,8 @@ calls us.  Everything else is an argument of the function it concerns.
 
 ==========================  =========================================================================================
 ``TPKERNELS_CALIBRATE``     ``0``: "auto" uses built-in costs instead of measuring the group once (default ``1``)
+``TPKERNELS_BATCH_GLOO``    ``0``: leave gloo's threads in the scheduling class that torch made them in, in which they
+                            may take the core from the thread that computes (default ``1``; Linux)
 ``TPKERNELS_NUM_CHUNKS``    forces the chunk count of ``chunked`` (at most 100) and ``symmetric`` (at most 64); must be
                             equal on all ranks
 ``TPKERNELS_NCCL_MAX_CTAS``  caps the CTAs of NCCL groups that :func:`tpkernels.init` creates, so that transfers leave
@@ -41,6 +43,7 @@ class Config:
     nccl_zero_cta: bool = False
     tune: bool = False
     cache_dir: Path | None = None
+    batch_gloo: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         nccl_zero_cta=_flag(environ, "TPKERNELS_NCCL_ZERO_CTA", default=False),
         tune=_flag(environ, "TPKERNELS_TUNE", default=False),
         cache_dir=_folder(environ, "TPKERNELS_CACHE_DIR"),
+        batch_gloo=_flag(environ, "TPKERNELS_BATCH_GLOO", default=True),
         overlapping_devices=environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
     )
 

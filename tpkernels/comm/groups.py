@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from tpkernels import config
+from tpkernels.comm import gloo_threads
 from tpkernels.errors import CommunicationError, GroupPoisoned
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def _resolve(pg: dist.ProcessGroup) -> Group:
         reference, name, pg.rank(), pg.size(), dist.get_backend(pg), _timeout_seconds(pg), pg.get_group_store()
     )
     _groups[name] = created
+    gloo_threads.settle()
     return created
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import tpkernels as tpk
 from tpkernels import dispatch, partition
+from tpkernels.comm import gloo_threads
 from tpkernels.testing.numeric import Bounded
 
 FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -159,14 +160,15 @@ class Case:
         return None
 
     def torch_baseline(self) -> Tensor:
-        """What a user writes without us."""
-        if self.gathers:
-            return F.linear(torch_all_gather(self.x, self.group), self.weight)
-        partial = F.linear(self.x, self.weight)
-        if self.op == "matmul_reduce_scatter":
-            return torch_reduce_scatter(partial, self.group)
-        dist.all_reduce(partial, group=self.group)
-        return partial
+        """What a user writes without us, with gloo's threads as they are without us."""
+        with gloo_threads.as_torch_made_them():
+            if self.gathers:
+                return F.linear(torch_all_gather(self.x, self.group), self.weight)
+            partial = F.linear(self.x, self.weight)
+            if self.op == "matmul_reduce_scatter":
+                return torch_reduce_scatter(partial, self.group)
+            dist.all_reduce(partial, group=self.group)
+            return partial
 
     def ours(self, implementation: str) -> Callable[[], Tensor]:
         group: Any = self.group
