@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tests.ops.support import new_group
+from tests.backends.contract import exact_cases, judge_all
+from tests.ops.support import GATHER, SCATTER, new_group
 from tpkernels.backends import shared_memory
 from tpkernels.comm import shared_segments
 from tpkernels.comm.groups import resolve
@@ -141,4 +142,16 @@ def test_a_rank_that_cannot_share_makes_all_say_why(ranks: Pools) -> None:
 def test_few_rows_are_gathered_first_because_each_gemm_reads_the_whole_weight(m: int, first: bool) -> None:
     costs = Costs(gemm_gflops=200.0, gemm_overhead_us=3.0, weight_gbytes=10.0, copy_gbytes=5.0, measured=True)
     problem = Problem("all_gather_matmul", m, 4096, 4096, torch.bfloat16, 2, co_located=True, no_shared_memory=None)
-    assert shared_memory._gather_first(problem, costs) is first
+    assert shared_memory._in_one_gemm(problem, costs) is first
+
+
+def judge_one_way(cases: list[Any], one_gemm: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_in_one_gemm", lambda problem, costs: one_gemm)
+        judge_all(cases, "unfused", 3)
+
+
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+@pytest.mark.parametrize("one_gemm", [True, False])
+def test_both_ways_are_exact_whatever_the_costs_say(ranks: Pools, op: str, one_gemm: bool) -> None:
+    ranks(3).run(judge_one_way, exact_cases(op, "shared_memory", 3), one_gemm)

@@ -4,11 +4,11 @@ All-gather: each rank stages its shard once in its segment, multiplies its own s
 the peers' shards *in place*: nothing is gathered.  When the rows are so few that reading the weight once per shard
 costs more than copying, the rows are gathered first; that choice is a function of costs the ranks agreed on.
 Reduce-scatter: the GEMM writes the rows of another owner straight into this rank's segment and signals; the owner sums
-all partials in place, in rank order and fp32, chunk by chunk behind its own GEMM.  All-reduce: one shot for little
-data (everybody sums everything), else reduce-scatter and all-gather in place.
+all partials in place, in rank order and fp32, chunk by chunk behind its own GEMM; few rows are one GEMM here, too.
+All-reduce: one shot for little data (everybody sums everything), else reduce-scatter and all-gather in place.
 
-Memory: a call stages one shard (gather), the rows of the other owners (reduce-scatter), or one partial (all-reduce),
-twice, because slots alternate.  The gathered tensor exists only where it was asked for.
+Memory: a call stages one shard (gather), the rows of the other owners (reduce-scatter; of few rows all), or one partial
+(all-reduce), twice, because slots alternate.  The gathered tensor exists only where it was asked for, or of few rows.
 
 Results equal those of ``unfused`` bit for bit wherever the library's GEMM computes a row independently of how many
 there are.  Protocol, failures and their detection: ``csrc/README.md``.
@@ -65,7 +65,7 @@ _ALIGNMENT = 64
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     segments, layout = _segments(context), call.layout
-    in_place = not layout.feature and not _gather_first(context.problem, context.costs)
+    in_place = not layout.feature and not _in_one_gemm(context.problem, context.costs)
     whole = whole_like(call.x, layout) if call.keep_whole or not in_place else None
     epilogue = Epilogue(call)
     segments.reserve(_largest_shard(layout, call.x))
@@ -89,6 +89,32 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    if _in_one_gemm(context.problem, context.costs):
+        return _sum_after_one_gemm(context, call)
+    return _sum_owner_by_owner(context, call)
+
+
+def _sum_after_one_gemm(context: Context, call: MatmulReduceScatter) -> Tensor:
+    segments, layout, like = _segments(context), call.layout, call.like
+    rank, rows, columns = segments.rank, call.xs[0].shape[0], call.matrices[0].shape[1]
+    own = like.new_empty(layout.shard_rows(rank), layout.sizes[rank] if layout.feature else columns)
+    bias, first = _contiguous(call.bias), offsets(layout.sizes)[rank]
+    starts = [(o * sum(layout.sizes) + first) * layout.inner * columns for o in range(max(1, layout.outer))]
+    starts = [first] if layout.feature else starts
+    segments.reserve(rows * columns * like.element_size())
+    with segments.call(context.fingerprint, context.text) as channel:
+        _multiply(call.xs, call.matrices, segments.view(rank, (rows, columns), like.dtype), call.addend)
+        channel.signal()
+        call.meanwhile()
+        for start, out in zip(starts, own.chunk(len(starts)) if own.shape[0] else [own] * len(starts), strict=True):
+            channel.reduce_slots(
+                native_dtype(like.dtype), start * like.element_size(), columns, *out.shape, 1, _address(bias),
+                out.data_ptr(), out.shape[1],
+            )  # fmt: skip
+    return own
+
+
+def _sum_owner_by_owner(context: Context, call: MatmulReduceScatter) -> Tensor:
     """Owner o is the ((o - r) mod W)-th that rank r computes for, and waits for so many of its signals."""
     segments, layout, like = _segments(context), call.layout, call.like
     rank, size = segments.rank, segments.size
@@ -188,9 +214,9 @@ def _partial(call: MatmulAllReduce, start: int, stop: int, partial: Tensor) -> N
     _multiply([x[start:stop] for x in call.xs], call.matrices, partial[start:stop])
 
 
-def _multiply(xs: Sequence[Operand], matrices: Sequence[Operand], out: Tensor) -> None:
-    """out = sum_i xs[i] @ matrices[i]; several accumulate in the dtype of ``out``."""
-    bias = None
+def _multiply(xs: Sequence[Operand], matrices: Sequence[Operand], out: Tensor, addend: Tensor | None = None) -> None:
+    """out = sum_i xs[i] @ matrices[i] + addend; several accumulate in the dtype of ``out``."""
+    bias = addend
     with timeline.span("gemm", "gemm"):
         for x, matrix in zip(xs, matrices, strict=True):
             gemm(x, matrix, out, bias)
@@ -278,12 +304,15 @@ def _largest_shard(layout: Layout, x: Tensor) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _gather_first(problem: Problem, costs: Costs) -> bool:
-    """Whether one GEMM over gathered rows is expected to beat a GEMM per shard."""
-    return _gathered_us(problem, costs) < costs.gemm_us(problem, calls=problem.world_size)
+def _in_one_gemm(problem: Problem, costs: Costs) -> bool:
+    """Whether one GEMM, and copying the rows for it or behind it, is expected to beat a GEMM per shard.
+
+    By more than the memory that it takes is worth.
+    """
+    return _in_one_gemm_us(problem, costs) < 0.98 * costs.gemm_us(problem, calls=problem.world_size)
 
 
-def _gathered_us(problem: Problem, costs: Costs) -> float:
+def _in_one_gemm_us(problem: Problem, costs: Costs) -> float:
     return costs.gemm_us(problem) + costs.copy_us(problem.wire_bytes, 0)
 
 
@@ -302,12 +331,14 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _estimate(problem: Problem, costs: Costs) -> float:
-    share = problem.wire_bytes / max(1, problem.world_size - 1)
     if problem.op == "all_gather_matmul":
-        gemm = min(costs.gemm_us(problem, calls=problem.world_size), _gathered_us(problem, costs))
-        return gemm + costs.copy_us(share)
-    gemm = costs.gemm_us(problem, calls=problem.world_size if "scatter" in problem.op else 1) if problem.flops else 0.0
-    return gemm + costs.copy_us(2 * problem.wire_bytes)
+        return _either_way_us(problem, costs) + costs.copy_us(problem.wire_bytes / (problem.world_size - 1))
+    gemm = _either_way_us(problem, costs) if problem.op == "matmul_reduce_scatter" else costs.gemm_us(problem)
+    return (gemm if problem.flops else 0.0) + costs.copy_us(2 * problem.wire_bytes)
+
+
+def _either_way_us(problem: Problem, costs: Costs) -> float:
+    return min(costs.gemm_us(problem, calls=problem.world_size), _in_one_gemm_us(problem, costs))
 
 
 _REPEATS = {"matmul_all_reduce": repeat_matmul_all_reduce}
