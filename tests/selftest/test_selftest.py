@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ import torch
 
 import tpkernels as tpk
 from tpkernels import cli, ops, selftest
+from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import native
 from tpkernels.comm.transport import Transfer
+from tpkernels.dispatch import Costs
+from tpkernels.ops import calling
 from tpkernels.selftest.compare import Row, implementations_of, merge
 from tpkernels.testing.faults import corrupt_receives
 from tpkernels.testing.numeric import Bounded
@@ -63,12 +68,14 @@ def test_every_op_and_module_is_compared_in_every_implementation(
             assert row["verdict"] == ("ok" if name in ABLE else "refused"), row
             assert name not in ABLE or (0 < row["worst"] <= 1 and name in row["ran"]), row
             assert name not in ABLE[1:] or row["bitwise"] == row["compared"] // 2, row
+            assert name != "symmetric" or row["refused"] == ["symmetric memory serves CUDA tensors"], row
     for what in ("ColumnParallelLinear", "RowParallelLinear", "ParallelMLP", "GPT of parts", "GPT, parallelize"):
         for how in ("", ", sequence parallel"):
             row = rows[what + how, "auto"]
             assert row["verdict"] == "ok" and 0 < row["worst"] <= 1 and row["ran"], row
     printed = capsys.readouterr().out
-    assert "all right" in printed and "refused: symmetric memory serves CUDA tensors" in printed
+    # Not more of it: how wide the column is depends on what "auto" chose, whose names stand in another one.
+    assert "all right" in printed and "refused: " in printed
 
 
 def run_with_fault(options: selftest.Options) -> list[Row]:
@@ -78,10 +85,15 @@ def run_with_fault(options: selftest.Options) -> list[Row]:
         if transfer.tensor.is_floating_point() and transfer.tensor.dim() == 2 and len(transfer.tensor):
             transfer.tensor[0] = 0
 
-    if tpk.init(device="cpu", timeout=60)["tp"].get_local_rank() != 1:
-        return selftest.run_rank(options)
-    with corrupt_receives(lose):
-        return selftest.run_rank(options)
+    state = resolve(tpk.init(device="cpu", timeout=60)["tp"])
+    # Whatever this machine measures: what the backward pass of "shared_memory" gathers by itself sends no messages.
+    memory_wins = Costs(copy_gbytes=1e3, signal_us=0.01, link_gbytes=1e-3, link_latency_us=1e5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calling, "_agreed_costs", lambda *args: memory_wins)
+        patch.setattr(state, "agreed", OrderedDict())
+        patch.setattr(state, "checked", {})
+        with corrupt_receives(lose) if state.rank == 1 else nullcontext():
+            return selftest.run_rank(options)
 
 
 def test_a_seeded_fault_ends_in_exit_code_1_and_its_rows_are_named(
