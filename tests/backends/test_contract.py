@@ -5,14 +5,17 @@ Parametrised from the registry: an implementation that is registered tomorrow is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tpkernels as tpk
 from tests.backends.contract import BASE, COLLECTIVES, exact_cases, judge_all, ops_of, refusals
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case, new_group
+from tpkernels.backends import chunked
 from tpkernels.comm.native import why_not
-from tpkernels.dispatch import OPS
+from tpkernels.dispatch import OPS, Costs, Problem
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
 
@@ -136,3 +139,23 @@ def test_bias_is_added_once_after_the_reduction(ranks: Pools, world: int, name: 
             for rows in (gathered, scattered, reduced):
                 assert torch.equal(rows, b[None]), f"rank {rank}, {shape}: {rows}"
             assert torch.equal(features, b[None].tensor_split(world, 1)[rank]), f"rank {rank}, {shape}: features"
+
+
+def judge_with_rounds(cases: list[Case], one: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "_in_one_round", lambda problem, costs: one)
+        judge_all(cases, "unfused", 3)
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_an_all_reduce_is_exact_in_one_round_and_in_two(ranks: Pools, one: bool) -> None:
+    ranks(3).run(judge_with_rounds, exact_cases(REDUCE, "chunked", 3), one)
+
+
+def test_the_number_of_rounds_follows_the_link() -> None:
+    """One round sends (W - 1) S, two send 2 (W - 1) / W S: it is latency against bytes."""
+    problem = Problem(REDUCE, 64, 512, 512, torch.bfloat16, 4)
+    for gbytes, latency_us, one in ((0.1, 50.0, False), (0.1, 5000.0, True), (10.0, 50.0, True)):
+        costs = Costs(link_gbytes=gbytes, link_latency_us=latency_us)
+        assert chunked._in_one_round(problem, costs) is one, (gbytes, latency_us)
+        assert chunked._in_one_round(replace(problem, world_size=2), costs), "the bytes are the same for two ranks"

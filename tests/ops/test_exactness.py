@@ -54,7 +54,7 @@ def test_integers_are_exact_at_any_chunk_count(ranks: Pools, world: int, num_chu
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_large_all_reduce_in_two_phases_is_exact(ranks: Pools, world: int) -> None:
-    """Above 256 KiB, with more than two ranks, an all-reduce is a reduce-scatter and a gather."""
+    """With more than two ranks an all-reduce of this size is a reduce-scatter and a gather."""
     cases = [
         Case(REDUCE, (rows, 64), ns=(300,), dtype=dtype, integers=True, bias=True, implementation=name)
         for rows in (500, 1001)

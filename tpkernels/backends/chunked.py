@@ -32,8 +32,6 @@ __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 # A GEMM of fewer rows leaves most of a GPU idle: 1024 rows and 2048 columns are 64 tiles of 128 x 256, for 132 SMs. Not
 # measured yet.
 MIN_CUDA_CHUNK_ROWS = 1024
-# Below this size the whole partial goes to everybody: one message time instead of two.
-ONE_SHOT_BYTES = 256 * 1024
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
@@ -107,17 +105,23 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
-    """Sum of all partials on every rank: one-shot for two ranks or little data, else reduce-scatter + all-gather."""
+    """Sum of all partials on every rank: in one round where that is expected to be quicker, else in two."""
     like = call.like
     rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
     layout = Layout(1, array_split_sizes(rows, context.group.size), 1)
     context = _with_chunks(context, layout)
     out = like.new_empty(rows, columns)
-    if context.group.size == 2 or rows * columns * like.element_size() <= ONE_SHOT_BYTES:
+    if _in_one_round(context.problem, context.costs):
         _all_reduce_one_shot(context, call, layout, out)
     else:
         _all_reduce_two_phases(context, call, layout, out)
     return out
+
+
+def _in_one_round(problem: Problem, costs: Costs) -> bool:
+    """Whether everybody gets the whole partial: more bytes than by reduce-scatter and all-gather, one latency less."""
+    whole = problem.m * problem.row_bytes * (problem.world_size - 1)
+    return costs.link_us(whole, 1) <= costs.link_us(problem.wire_bytes, 2)
 
 
 def _all_reduce_one_shot(context: Context, call: MatmulAllReduce, layout: Layout, out: Tensor) -> None:
@@ -199,12 +203,15 @@ def _estimate(problem: Problem, costs: Costs) -> float:
     """Transfers run beside the GEMM except for one chunk at an end, and take their share of the processor."""
     peers = problem.world_size - 1
     chunks = _num_chunks(problem.device, -(-problem.m // problem.world_size), problem.num_chunks)
-    pieces = 1 + chunks * peers
+    pieces, num_bytes, rounds = 1 + chunks * peers, problem.wire_bytes, 1
+    if problem.op == "matmul_all_reduce":
+        once = _in_one_round(problem, costs)
+        num_bytes, rounds = (problem.m * problem.row_bytes * peers, 1) if once else (num_bytes, 2)
     gemm = costs.gemm_us(problem, pieces)
-    link = costs.link_us(problem.wire_bytes, 0)
-    posts = pieces * 0.3 * costs.link_latency_us
+    link = costs.link_us(num_bytes, 0)
+    posts = rounds * pieces * 0.3 * costs.link_latency_us
     busy = gemm + costs.link_cpu * link + posts
-    exposed = link / (chunks * peers) + costs.link_latency_us
+    exposed = link / (chunks * peers) + rounds * costs.link_latency_us
     tail = exposed if problem.op != "all_gather_matmul" else 0.0
     head = max(0.0, exposed - gemm / problem.world_size) if problem.op == "all_gather_matmul" else 0.0
     return max(busy + tail * (1 - costs.link_cpu), link) + head
