@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -228,7 +230,7 @@ def test_a_process_group_or_the_tp_axis_of_a_mesh_is_a_group(ranks: Pools) -> No
 def errors(what: str) -> None:
     mesh = tp_mesh()
     if what == "unit":
-        ColumnParallelLinear(640, 640, mesh, unit=64)
+        ColumnParallelLinear(640, 640, mesh, unit=60)
     elif what == "unit of input":
         RowParallelLinear(640, 640, mesh, unit=60)
     elif what == "activation":
@@ -266,7 +268,7 @@ def errors(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("unit", r"out_features \(640\) in units of 64 over 3 ranks .* \[256, 256, 128\], .* \[214, 214, 2"),
+        ("unit", r"out_features \(640\) must be a multiple of unit \(60\)"),
         ("unit of input", r"in_features \(640\) must be a multiple of unit \(60\)"),
         ("activation", "activation must be None or one of .*'tanh'"),
         ("implementation", "implementation.*fast"),
@@ -288,6 +290,75 @@ def test_bad_arguments_are_refused_on_every_rank_with_names_and_values(ranks: Po
         assert isinstance(error, ValueError), error
         with pytest.raises(ValueError, match=message):
             raise error
+
+
+class Turned(nn.Module):
+    """A layer with a weight ``[in, out]``, as GPT-2 has them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(linear.weight.detach().t().contiguous()),
+            nn.Parameter(linear.bias.detach()),
+        )
+
+
+def units_stay_together(turned: bool) -> None:
+    """10 units of 4 features, which ``torch.chunk`` of the features would cut: 4, 4, 2 and 3, 3, 3, 1 of them."""
+    mesh = tp_mesh()
+    rank, world = mesh.get_local_rank(), mesh.size()
+    torch.manual_seed(1)
+    reference = Reference(7, 40, True, torch.float64)
+    up, down = (Turned(linear) if turned else linear for linear in (reference.up, reference.down))
+    columns = ColumnParallelLinear.from_linear(up, mesh, unit=4)
+    rows = RowParallelLinear.from_linear(down, mesh, unit=4)
+    sizes = chunk_sizes(10, world)
+    assert columns.shard_sizes == rows.shard_sizes == chunk_sizes(40, world, 4) == tuple(4 * size for size in sizes)
+    assert columns.weight.shape == ((7, 10, 4) if turned else (10, 4, 7)) and columns.bias is not None
+    assert columns.bias.shape == (10, 4) and rows.weight.shape == ((10, 4, 7) if turned else (7, 10, 4))
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    x_too, g = x.detach().clone().requires_grad_(), torch.randn(5, 7, dtype=torch.float64)
+    hidden = columns(x_too)
+    close(hidden, reference.up(x).split([4 * size for size in sizes], -1)[rank], "this rank's units")
+    y, expected = rows(hidden.tanh()), reference.down(reference.up(x).tanh())
+    close(y, expected, "y")
+    with torch.no_grad():
+        for _ in range(2):  # the second time by the short way
+            close(rows(columns(x_too.detach()).tanh()), expected, "y without gradients")
+    y.backward(g)
+    expected.backward(g)
+    assert x.grad is not None and x_too.grad is not None
+    close(x_too.grad, x.grad, "dx")
+    for layer, linear in ((columns, reference.up), (rows, reference.down)):
+        assert linear.weight.grad is not None and layer.bias is not None
+        dw = whole(layer.weight.grad).flatten(*((1, 2) if (layer is rows) is not turned else (0, 1)))
+        close(dw.t() if turned else dw, linear.weight.grad, "dw")
+        close(whole(layer.bias.grad).flatten(), whole(linear.bias.grad), "db")
+    gathered = ColumnParallelLinear.from_linear(up, mesh, unit=4, gather_output=True)
+    close(gathered(x), reference.up(x), "gathered")
+    torch.manual_seed(3)
+    gathered.reset_parameters()
+    torch.manual_seed(3)
+    fresh = nn.Linear(7, 40, dtype=torch.float64)
+    close(gathered(x), fresh(x), "after reset_parameters")
+    split = RowParallelLinear.from_linear(down, mesh, unit=4, split_input=True)
+    close(split(reference.up(x).tanh()), expected, "split input")
+    if not turned:
+        weight: Any = columns.weight
+        weight.main_grad, weight.grad = torch.zeros(weight.to_local().shape, dtype=torch.float64), None
+        columns(x_too.detach()).sum().backward()
+        assert weight.grad is None, "the GEMM added to main_grad"
+        close(weight.main_grad, x.detach().sum(0).expand(weight.main_grad.shape), "main_grad")
+
+
+def units_in_both_layouts() -> None:
+    for turned in (False, True):
+        units_stay_together(turned)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_units_that_do_not_divide_stay_together(ranks: Pools, world: int) -> None:
+    ranks(world).run(units_in_both_layouts, timeout=LIMIT_S)
 
 
 def bias_on_every_rank() -> None:

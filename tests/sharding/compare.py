@@ -52,16 +52,18 @@ def pieces_of(model: nn.Module, name: str, whole: Tensor) -> list[Piece]:
     found = parts_of(model, name)
     dim, start = 0, 0
     if len(found) > 1 and whole.dim() > 1:
-        dim = 0 if found[0].shape[1] == whole.shape[1] else 1
+        dim = 0 if found[0].shape[-1] == whole.shape[1] else 1
     pieces: list[Piece] = []
     for part in found:
+        count = part.numel() // (whole.numel() // whole.shape[dim]) if len(found) > 1 else 0
 
-        def cut(tensor: Tensor, part: DTensor = part, start: int = start) -> Tensor:
+        def cut(tensor: Tensor, part: DTensor = part, start: int = start, count: int = count) -> Tensor:
             tensor = tensor.detach()
-            return part_of(tensor.narrow(dim, start, part.shape[dim]) if len(found) > 1 else tensor, part)
+            tensor = tensor.narrow(dim, start, count) if len(found) > 1 else tensor
+            return part_of(tensor.reshape(part.shape), part)  # heads may be a dimension of their own
 
         pieces.append((part, cut))
-        start += part.shape[dim] if part.dim() else 0
+        start += count
     return pieces
 
 

@@ -20,7 +20,7 @@ import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.sharding import zoo
 from tests.sharding.compare import held_bytes
-from tests.sharding.test_snapshots import pairs, place
+from tests.sharding.test_snapshots import pairs
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.testing.spawn import Pools
 
@@ -32,7 +32,7 @@ ONE_BLOCK = {"gpt2": {"n_layer": 1}, "mistral": {"num_hidden_layers": 1}, "bert"
 
 
 def build(name: str, **changes: Any) -> nn.Module:
-    return zoo.build(name, torch.float32, **(ONE_BLOCK.get(name, {}) | changes))
+    return zoo.build(name, torch.float32, **(ONE_BLOCK.get(name.removesuffix(" 10"), {}) | changes))
 
 
 def parallel(name: str, sequence: bool = False, **changes: Any) -> nn.Module:
@@ -75,7 +75,7 @@ def whole_states(cases: list[tuple[str, bool]]) -> dict[str, list[str]]:
     ("world", "cases"),
     [
         (2, [("gpt2", True), ("mistral", False), ("conv_lstm", False)]),
-        (3, [("bert", True), ("transformer", False), ("gpt2", False)]),
+        (3, [("bert 10", True), ("transformer 10", False), ("gpt2 10", False)]),
     ],
 )
 def test_a_whole_state_dict_is_the_unsharded_models_and_loads_back(
@@ -83,7 +83,11 @@ def test_a_whole_state_dict_is_the_unsharded_models_and_loads_back(
 ) -> None:
     """Packed and transposed layers, tied heads, copied heads, torch's attention, buffers; the residual cut or not."""
     if full:
-        cases = [(name, sequence) for name in (*zoo.FAMILIES, "nested", "attention") for sequence in (False, True)]
+        cases = [
+            (name, sequence)
+            for name in (*zoo.FAMILIES, *zoo.UNEVEN, "nested", "attention 10")
+            for sequence in (False, True)
+        ]
     for wrong in ranks(world).run(whole_states, cases, timeout=2 * LIMIT_S):
         assert not any(wrong.values()), wrong
 
@@ -107,7 +111,7 @@ def test_a_packed_parameter_in_the_wrong_order_is_noticed(ranks: Pools) -> None:
 
 def from_meta(name: str, folder: str, exported: str, dtype: torch.dtype) -> list[str]:
     """A model that never had weights, filled from a checkpoint, beside one that had them; then written anew."""
-    plain: Any = zoo.build(name, dtype, **ONE_BLOCK[name])
+    plain: Any = zoo.build(name, dtype, **ONE_BLOCK[name.removesuffix(" 10")])
     real = tpk.parallelize(type(plain).from_pretrained(folder, dtype=dtype).eval(), tp_mesh())
     with torch.device("meta"):
         model = type(plain)._from_config(plain.config, dtype=dtype).eval()
@@ -132,15 +136,15 @@ def from_meta(name: str, folder: str, exported: str, dtype: torch.dtype) -> list
     return wrong
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral", "bert"])
+@pytest.mark.parametrize(("world", "name"), [(2, "gpt2"), (2, "mistral"), (3, "bert 10")])
 def test_a_model_without_weights_reads_its_slices_alone_and_writes_a_checkpoint_for_transformers(
-    ranks: Pools, tmp_path: Path, name: str
+    ranks: Pools, tmp_path: Path, world: int, name: str
 ) -> None:
     dtype = torch.bfloat16 if name == "mistral" else torch.float32
-    plain: Any = zoo.build(name, dtype, **ONE_BLOCK[name])
+    plain: Any = zoo.build(name, dtype, **ONE_BLOCK[name.removesuffix(" 10")])
     folder, exported = tmp_path / "given", tmp_path / "exported"
     plain.save_pretrained(folder, max_shard_size="8KB" if name == "mistral" else "5GB")
-    for wrong in ranks(2).run(from_meta, name, str(folder), str(exported), dtype, timeout=LIMIT_S):
+    for wrong in ranks(world).run(from_meta, name, str(folder), str(exported), dtype, timeout=LIMIT_S):
         assert not wrong
     assert len(list(exported.glob("*.safetensors"))) > 1
     transformers = importlib.import_module("transformers")
@@ -293,17 +297,17 @@ def steps_and_norms(name: str) -> list[str]:
             generator = torch.Generator().manual_seed(step)
             for p in plain.parameters():
                 p.grad = torch.randn(p.shape, generator=generator)
-            for p, part, like, dim, start in pairs(model, plain):
+            for p, part, place in pairs(model, plain):
                 assert p.grad is not None
                 cut = DTensor.from_local(
-                    place(p.grad, part, like, dim, start).clone(), part.device_mesh, part.placements, run_check=False,
+                    place(p.grad).clone(), part.device_mesh, part.placements, run_check=False,
                     shape=part.shape, stride=part.stride(),
                 )  # fmt: skip
                 part.grad = cut
             for optimizer in optimizers:
                 optimizer.step()
-        for key, (p, part, like, dim, start) in enumerate(pairs(model, plain)):
-            mine, theirs = part.to_local(), place(p, part, like, dim, start)
+        for key, (p, part, place) in enumerate(pairs(model, plain)):
+            mine, theirs = part.to_local(), place(p)
             # The fused kernel rounds otherwise where a vector of numbers ends, and a shard ends elsewhere.
             near = kind == "adamw fused" and bool(((mine - theirs).abs() <= 2**-20 * (theirs.abs() + 0.01)).all())
             if not near and not torch.equal(mine, theirs):
@@ -349,6 +353,6 @@ def steps_and_norms(name: str) -> list[str]:
 
 
 def test_optimizers_step_as_unsharded_bit_by_bit_and_norms_are_the_whole_models(ranks: Pools) -> None:
-    for world, name in ((2, "gpt2"), (3, "mistral")):
+    for world, name in ((2, "gpt2"), (3, "mistral 10")):
         for wrong in ranks(world).run(steps_and_norms, name, timeout=LIMIT_S):
             assert not wrong, (world, wrong)

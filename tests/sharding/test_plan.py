@@ -50,7 +50,7 @@ def test_the_strategy_of_rules_takes_every_layer_by_itself() -> None:
 def test_a_packed_projection_is_cut_by_segments_and_the_count_of_heads_is_localised() -> None:
     plan = tpk.make_plan(zoo.Attention(), 2)
     assert plan["qkv"].style == Column(segments=(24, 24, 24))
-    assert plan.attributes == {"num_heads": (4, 2)}
+    assert plan.attributes == {"num_heads": (4, (2, 2))}
     assert "4 heads, 2 per rank" in plan["qkv"].reason
 
 
@@ -131,7 +131,7 @@ def test_a_plan_leaves_the_model_and_the_random_numbers_alone() -> None:
 def test_key_value_heads_that_do_not_divide_are_copied() -> None:
     plan = tpk.make_plan(zoo.build("qwen2"), 4)
     assert plan["model.layers.0.self_attn.k_proj"].style == CopiedHeads(heads=2, copies=4)
-    assert plan.attributes["model.layers.0.self_attn.num_key_value_groups"] == (6, 3)
+    assert plan.attributes["model.layers.0.self_attn.num_key_value_groups"] == (6, (3, 3, 3, 3))
     assert tpk.make_plan(zoo.build("qwen2"), 2)["model.layers.0.self_attn.k_proj"].style == Column()
 
 

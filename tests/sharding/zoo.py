@@ -163,6 +163,35 @@ OTHERS = {
 }
 """Architectures that nothing in the package knows."""
 
+TEN = {"hidden_size": 40, "num_attention_heads": 10}
+UNEVEN = {
+    "bert 10": text("BertForMaskedLM", "BertConfig", **(DECODER | TEN)),
+    "gpt2 10": text("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCABULARY, n_embd=40, n_layer=2, n_head=10),
+    "opt 10": text("OPTForCausalLM", "OPTConfig", **(FAMILIES["opt"].options | TEN | {"word_embed_proj_dim": 40})),
+    "llama 10": text("LlamaForCausalLM", "LlamaConfig", True, **(DECODER | TEN), num_key_value_heads=5),
+    "qwen2 10": text("Qwen2ForCausalLM", "Qwen2Config", True, **(DECODER | TEN), num_key_value_heads=2),
+    "qwen3 10": text("Qwen3ForCausalLM", "Qwen3Config", True, **(DECODER | TEN), num_key_value_heads=5, head_dim=4),
+    "mistral 10": text(
+        "MistralForCausalLM", "MistralConfig", True, **(DECODER | TEN), num_key_value_heads=1, head_dim=4
+    ),
+    "t5 10": text(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        True,
+        inputs="pair",
+        **(FAMILIES["t5"].options | {"num_heads": 10, "d_kv": 4}),
+    ),
+    "gpt_neox 10": text("GPTNeoXForCausalLM", "GPTNeoXConfig", **(DECODER | TEN)),
+    "bart 10": text(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        inputs="pair",
+        **(BLOCKS | {"d_model": 40, "encoder_attention_heads": 10, "decoder_attention_heads": 10}),
+        **SPECIAL,
+    ),
+}
+"""Ten heads, which do not divide over 3 or 4 ranks, with 10, 5, 2 or 1 for keys and values."""
+
 
 class Block(nn.Module):
     """A residual MLP whose layers stand in a dict, and which its owner also keeps in a list of its own."""
@@ -232,22 +261,24 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 13), nn.GELU(), nn.Linear(13, 6), nn.Tanh(), nn.Linear(6, 17), nn.Linear(17, 3))
 
 
-def transformer() -> nn.Module:
-    return nn.Transformer(24, 4, 1, 1, 38, dropout=0.0, batch_first=True)
+def transformer(width: int = 24, heads: int = 4) -> nn.Module:
+    return nn.Transformer(width, heads, 1, 1, 38, dropout=0.0, batch_first=True)
 
 
+KINDS = FAMILIES | OTHERS | UNEVEN
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "nested": Nested,
     "conv_lstm": ConvLSTM,
     "attention": Attention,
     "transformer": transformer,
+    "attention 10": lambda: Attention(40, 10),
+    "transformer 10": lambda: transformer(40, 10),
 }
 
 
 def is_single(name: str) -> bool:
-    kind = FAMILIES.get(name) or OTHERS.get(name)
-    return kind is not None and kind.single
+    return name not in PLAIN and KINDS[name].single
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, *, dropout: float | None = None, **changes: Any) -> nn.Module:
@@ -256,7 +287,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, *, dropout: float | Non
     if name in PLAIN:
         model = PLAIN[name]()
     else:
-        kind = FAMILIES.get(name) or OTHERS[name]
+        kind = KINDS[name]
         transformers = importlib.import_module("transformers")
         config = getattr(transformers, kind.config)(**(kind.options | changes))
         for key, rate in vars(config).items() if dropout is not None else ():
@@ -279,13 +310,14 @@ def inputs(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     def ids(length: int) -> Tensor:
         return torch.randint(3, VOCABULARY, (BATCH, length), generator=generator)
 
-    if name == "transformer":
-        return {"src": floats(BATCH, LENGTH, 24), "tgt": floats(BATCH, OTHER_LENGTH, 24)}
+    if name.startswith("transformer"):
+        width = 40 if name.endswith("10") else 24
+        return {"src": floats(BATCH, LENGTH, width), "tgt": floats(BATCH, OTHER_LENGTH, width)}
     if name in PLAIN:
-        shapes = {"conv_lstm": (BATCH, 5, 64), "attention": (BATCH, LENGTH, 24)}
+        shapes = {"conv_lstm": (BATCH, 5, 64), "attention": (BATCH, LENGTH, 24), "attention 10": (BATCH, LENGTH, 40)}
         key = {"mlp": "input"}.get(name, "x")
         return {key: floats(*shapes.get(name, (BATCH, LENGTH, 6)))}
-    kind = FAMILIES.get(name) or OTHERS[name]
+    kind = KINDS[name]
     if kind.inputs == "image":
         return {"pixel_values": floats(BATCH, 3, 16, 16)}
     if kind.inputs == "audio":

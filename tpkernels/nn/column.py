@@ -22,7 +22,7 @@ from torch import Tensor, is_grad_enabled, nn
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
-from tpkernels.nn.parameters import local, tp_mesh
+from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_together
 from tpkernels.ops import all_gather
 from tpkernels.ops.contract import ACTIVATIONS
@@ -48,7 +48,9 @@ class ColumnParallelLinear(ParallelLinear):
             in ``[S, B, H]``.
         gather_output: continue with the whole y on every rank; all ranks must then compute the same from it.
         save_gathered: keep the gathered x for the backward pass instead of gathering it again.
-        unit: features that stay together, for example a head's; refused where ``torch.chunk`` would cut them.
+        unit: features that stay together, for example a head's.  Where ``torch.chunk`` of the features would cut them,
+            the units are cut as it cuts, and the parameters have a dimension for them: weight ``[units, unit, in]``,
+            bias ``[units, unit]`` (10 units over 4 ranks: 3, 3, 3, 1).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
     Raises:
@@ -148,7 +150,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """This rank's part of the weight, ``[out_r, in]``, and of the bias."""
-        return [(self._matrix(), local(self.bias))]
+        return [(self._matrix(), self._vector())]
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output: as it is, or gathered."""

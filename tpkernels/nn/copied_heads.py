@@ -5,7 +5,8 @@
     rows = weight rows of the heads that this rank's queries need
     y_r  = x @ weight[rows]^T + bias[rows],   dw = sum over ranks of what each rank's rows got
 
-There are ``copies`` heads in all, as many on every rank; head i of them is head ``i * heads // copies`` of the model.
+There are ``copies`` heads in all, cut over the ranks as ``torch.chunk`` cuts; head i of them is head
+``i * heads // copies`` of the model.
 """
 
 from __future__ import annotations
@@ -22,12 +23,22 @@ from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_together
 from tpkernels.ops import copy_to_group
+from tpkernels.partition import chunk_sizes, offsets
 
-__all__ = ["CopiedHeadsLinear"]
+__all__ = ["CopiedHeadsLinear", "check_copies"]
+
+
+def check_copies(name: str, out_features: int, heads: int, copies: int, world_size: int) -> None:
+    """Refuse copies of heads that are no whole number of each, or leave a rank without any."""
+    if heads < 1 or out_features % heads or copies % heads or 0 in chunk_sizes(copies, world_size):
+        raise ValueError(
+            f"{name}heads ({heads}) must divide out_features ({out_features}), and copies ({copies}) be a multiple of "
+            f"heads of which torch.chunk gives each of {world_size} ranks some"
+        )
 
 
 class CopiedHeadsLinear(nn.Module):
-    """A replicated projection of ``heads`` heads that gives this rank ``copies / world_size`` of ``copies`` heads.
+    """A replicated projection of ``heads`` heads that gives this rank its part of ``copies`` heads.
 
     x and y are as for :class:`ColumnParallelLinear` with ``copies`` heads of output features.  Parameters are
     replicated DTensors; their gradients are summed over the group, complete and equal on all ranks.
@@ -51,15 +62,11 @@ class CopiedHeadsLinear(nn.Module):
         """The same layer; every rank must hold equal weights.
 
         Raises:
-            ValueError: ``heads`` do not divide the features, or ranks and heads do not divide ``copies``.
+            ValueError: ``heads`` divide neither features nor ``copies``, or a rank would have none of these.
         """
         mesh = tp_mesh(group)
         in_features, out_features = features_of(linear)
-        if heads < 1 or out_features % heads or copies % heads or copies % mesh.size():
-            raise ValueError(
-                f"heads ({heads}) must divide out_features ({out_features}), and copies ({copies}) be a multiple of "
-                f"heads and of the {mesh.size()} ranks"
-            )
+        check_copies("", out_features, heads, copies, mesh.size())
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.in_features, module.out_features = in_features, out_features
@@ -121,9 +128,13 @@ class CopiedHeadsLinear(nn.Module):
             whole = copy_to_group(whole, mesh)
         if self.transposed and whole.dim() == 2:
             whole = whole.t()
-        mine, features = self.copies // mesh.size(), self.out_features // self.heads
-        first = mesh.get_local_rank() * mine
-        heads = [index * self.heads // self.copies for index in range(first, first + mine)]
+        sizes, rank, features = (
+            chunk_sizes(self.copies, mesh.size()),
+            mesh.get_local_rank(),
+            self.out_features // self.heads,
+        )
+        first = offsets(sizes)[rank]
+        heads = [index * self.heads // self.copies for index in range(first, first + sizes[rank])]
         return torch.cat([whole.narrow(0, head * features, features) for head in heads])
 
     def extra_repr(self) -> str:

@@ -25,6 +25,7 @@ from tpkernels.nn.random import sharded_rng
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.shared_input import run_together
 from tpkernels.ops import all_gather
+from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = ["ParallelMultiheadAttention", "why_not_parallel"]
 
@@ -33,8 +34,10 @@ _PROJECTIONS = ("query", "key", "value")
 
 def why_not_parallel(attention: nn.MultiheadAttention, world_size: int) -> str | None:
     """Why the heads of ``attention`` cannot be cut over ``world_size`` ranks, or None."""
-    if attention.num_heads % world_size:
-        return f"has {attention.num_heads} heads, which do not divide over {world_size} ranks"
+    sizes = chunk_sizes(attention.num_heads, world_size)
+    if 0 in sizes:
+        each = "/".join(map(str, sizes))
+        return f"has {attention.num_heads} heads: over {world_size} ranks as torch.chunk cuts ({each}) some have none"
     if not attention._qkv_same_embed_dim:
         return "has keys or values of another width"
     if attention.bias_k is not None or attention.add_zero_attn:
@@ -62,7 +65,7 @@ class ParallelMultiheadAttention(nn.Module):
         """The same attention, cut; every rank must hold equal weights.
 
         Raises:
-            ValueError: the heads do not divide over the ranks, or an option that is not there.
+            ValueError: a rank would be without a head, or an option that is not there.
         """
         mesh = tp_mesh(group)
         why = why_not_parallel(attention, mesh.size())
@@ -83,9 +86,11 @@ class ParallelMultiheadAttention(nn.Module):
             start = index * module.embed_dim
             linear.weight = _rows(weight, start, module.embed_dim)
             linear.register_parameter("bias", None if bias is None else _rows(bias, start, module.embed_dim))
-            column = ColumnParallelLinear.from_linear(linear, mesh, implementation=implementation)
+            column = ColumnParallelLinear.from_linear(linear, mesh, unit=module.head_dim, implementation=implementation)
             module.add_module(name, column)
-        module.out_proj = RowParallelLinear.from_linear(attention.out_proj, mesh, implementation=implementation)
+        module.out_proj = RowParallelLinear.from_linear(
+            attention.out_proj, mesh, unit=module.head_dim, implementation=implementation
+        )
         return module.train(attention.training)
 
     embed_dim: int
@@ -102,6 +107,11 @@ class ParallelMultiheadAttention(nn.Module):
     def mesh(self) -> DeviceMesh:
         """The one-dimensional mesh that the parameters live on."""
         return self.out_proj.mesh
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Heads of each rank."""
+        return chunk_sizes(self.num_heads, self.mesh.size())
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """As :meth:`PackedColumnParallelLinear.packed_parameters`."""
@@ -168,14 +178,14 @@ class ParallelMultiheadAttention(nn.Module):
             mask = _additive(attention, q.dtype)
             if mask.dim() == 3:  # one per batch and head
                 mask = mask.view(q.shape[0], self.num_heads, *mask.shape[1:])
-                mine = self.num_heads // self.mesh.size()
-                mask = mask.narrow(1, self.mesh.get_local_rank() * mine, mine)
+                rank = self.mesh.get_local_rank()
+                mask = mask.narrow(1, offsets(self.heads)[rank], self.heads[rank])
             total = mask if total is None else total + mask
         return total
 
     def _shown(self, weights: Tensor, average: bool) -> Tensor:
         """All heads' weights, or their mean."""
-        whole = all_gather(weights.contiguous(), self.mesh, dim=1, replicated_grad=True)
+        whole = all_gather(weights.contiguous(), self.mesh, dim=1, shard_sizes=self.heads, replicated_grad=True)
         return whole.mean(1) if average else whole
 
     def extra_repr(self) -> str:

@@ -40,15 +40,16 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         group: GroupLike,
         *,
         segments: Sequence[int],
+        units: Sequence[int] = (),
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         save_gathered: bool = False,
         implementation: str = "auto",
     ) -> Self:
-        """The same layer, cut; ``linear`` as for :meth:`ColumnParallelLinear.from_linear`.
+        """The same layer, cut; ``linear`` as for :meth:`ColumnParallelLinear.from_linear`, ``units`` one per segment.
 
         Raises:
-            ValueError: ``segments`` do not add up to the output features.
+            ValueError: ``segments`` do not add up to the output features, or are not made of ``units``.
         """
         _, out_features = features_of(linear)
         if sum(segments) != out_features or any(size < 1 for size in segments):
@@ -59,13 +60,14 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         module.save_gathered, module.implementation = save_gathered, implementation
         mesh = tp_mesh(group)
         start = 0
-        for index, size in enumerate(segments):
+        for index, (size, unit) in enumerate(zip(segments, units or (1,) * len(segments), strict=True)):
             layer = ColumnParallelLinear.from_linear(
                 _part(linear, start, size),
                 mesh,
                 sequence_parallel=sequence_parallel,
                 sequence_dim=sequence_dim,
                 save_gathered=save_gathered,
+                unit=unit,
                 implementation=implementation,
             )
             module.add_module(f"part{index}", layer)

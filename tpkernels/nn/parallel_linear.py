@@ -18,7 +18,8 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
-from tpkernels.nn.parameters import check_unit, local, mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.nn.parameters import check_unit, has_units, local, mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes
 
 __all__ = ["ParallelLinear", "bare", "features_of"]
@@ -36,6 +37,8 @@ class ParallelLinear(nn.Module):
     """The dimension of ``[out, in]`` that is cut: 0 for columns of the product, 1 for its contraction."""
     transposed = False
     """The weight is kept as ``[in, out]``, as the Conv1D of Hugging Face's GPT-2 keeps it."""
+    by_unit = False
+    """What is cut has a dimension for units and one for what is in them: ``[units, unit]`` instead of ``[out]``."""
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ class ParallelLinear(nn.Module):
         dispatch.check_name(self._op(), implementation)
         mesh = tp_mesh(group)
         cut, total = ("out_features", out_features) if self.cut_dim == 0 else ("in_features", in_features)
-        check_unit(cut, total, unit, mesh.size())
+        check_unit(cut, total, unit)
+        self.by_unit = has_units(total, unit, mesh.size())
         self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), mesh)
 
     def _take(self, linear: nn.Module, mesh: DeviceMesh) -> Self:
@@ -71,11 +75,11 @@ class ParallelLinear(nn.Module):
         for name, parameter in linear.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(f"the linear's {name} is a DTensor already (placements {parameter.placements})")
-        self.weight = shard_parameter(weight, mesh, self._stored(self.cut_dim), requires_grad=weight.requires_grad)
+        self.weight = self._shard(weight, mesh, self._stored(self.cut_dim))
         if bias is None:
             self.register_parameter("bias", None)
         elif self.cut_dim == 0:
-            self.bias = shard_parameter(bias, mesh, 0, requires_grad=bias.requires_grad)
+            self.bias = self._shard(bias, mesh, 0)
         else:
             self.bias = replicate_parameter(bias, mesh, requires_grad=bias.requires_grad)
         return self.train(linear.training)
@@ -84,11 +88,34 @@ class ParallelLinear(nn.Module):
         """Where dimension ``dim`` of ``[out, in]`` is in the weight."""
         return 1 - dim if self.transposed else dim
 
+    def _shard(self, full: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+        trained, full = full.requires_grad, full.detach()
+        return shard_parameter(
+            full.unflatten(dim, (-1, self.unit)) if self.by_unit else full, mesh, dim, requires_grad=trained
+        )
+
+    def parameters_by_unit(self) -> dict[str, int]:
+        """Which parameters have a dimension for units, and the one before which dimension of the plain layer's."""
+        if not self.by_unit:
+            return {}
+        weight = {"weight": self._stored(self.cut_dim)}
+        return weight if self.bias is None or self.cut_dim == 1 else weight | {"bias": 0}
+
+    def _flat(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.flatten(dim, dim + 1) if self.by_unit else tensor
+
     def _matrix(self) -> Tensor:
         """This rank's part of the weight, ``[out, in]``."""
         weight = local(self.weight)
         assert weight is not None
+        if self.by_unit:
+            weight = with_sink(self._flat(weight, self._stored(self.cut_dim)), self.weight)
         return weight.t() if self.transposed else weight
+
+    def _vector(self) -> Tensor | None:
+        """What this rank adds: its part of a bias that is cut."""
+        bias = local(self.bias)
+        return bias if bias is None or self.cut_dim == 1 else self._flat(bias, 0)
 
     def _plain_parts(self) -> tuple[DeviceMesh, Tensor, Tensor | None] | None:
         """Mesh, this rank's weight ``[out, in]`` and bias, without gradients; None where they are no mere DTensors.
@@ -99,8 +126,11 @@ class ParallelLinear(nn.Module):
         weight, bias = parameters.get("weight"), parameters.get("bias", _ELSEWHERE)
         if type(weight) is not DTensor or not (bias is None or type(bias) is DTensor):
             return None
-        matrix = weight._local_tensor.t() if self.transposed else weight._local_tensor
-        return weight._spec.mesh, matrix, None if bias is None else bias._local_tensor
+        matrix, vector = weight._local_tensor, None if bias is None else bias._local_tensor
+        if self.by_unit:
+            matrix = self._flat(matrix, self._stored(self.cut_dim))
+            vector = vector if vector is None or self.cut_dim == 1 else self._flat(vector, 0)
+        return weight._spec.mesh, matrix.t() if self.transposed else matrix, vector
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -111,7 +141,7 @@ class ParallelLinear(nn.Module):
     def shard_sizes(self) -> tuple[int, ...]:
         """Features that each rank holds: of the output of a column layer, of the input of a row layer."""
         total = self.out_features if self.cut_dim == 0 else self.in_features
-        return chunk_sizes(total, self.mesh.size())
+        return chunk_sizes(total, self.mesh.size(), self.unit)
 
     def reset_parameters(self) -> None:
         """Initialise anew like ``nn.Linear``, equal to it under the same seed; all ranks must have the same seed."""
@@ -121,10 +151,10 @@ class ParallelLinear(nn.Module):
         )
         with torch.no_grad():
             full = fresh.weight.t() if self.transposed else fresh.weight
-            weight.copy_(shard_parameter(full, self.mesh, self._stored(self.cut_dim)))
+            weight.copy_(self._shard(full, self.mesh, self._stored(self.cut_dim)))
             if bias is not None:
                 cut = self.cut_dim == 0
-                part = shard_parameter(fresh.bias, self.mesh, 0) if cut else replicate_parameter(fresh.bias, self.mesh)
+                part = self._shard(fresh.bias, self.mesh, 0) if cut else replicate_parameter(fresh.bias, self.mesh)
                 bias.copy_(part)
 
     def extra_repr(self) -> str:

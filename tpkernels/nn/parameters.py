@@ -4,7 +4,8 @@ Owns: how a full tensor becomes this rank's part, and back to a local tensor in 
 
 Sharded sizes follow ``torch.chunk`` (10 over 4 ranks: 3, 3, 3, 1; 3 over 4: 1, 1, 1, 0), because that is what
 ``DTensor``'s ``Shard`` means: ``full_tensor()``, distributed checkpoints, optimizers and ``clip_grad_norm_`` are then
-exact for every size.  Refuses any other cut, for example 10 heads over 3 ranks by whole heads where that differs.
+exact for every size.  A cut in larger units that differs from that, for example 10 heads of 64 features over 3 ranks by
+whole heads, has a dimension for the units: ``[10, 64, ...]``, which is what ``Shard`` cuts then.
 
 Modules keep no mesh of their own: they ask their weight, so that ``copy.deepcopy``, ``.to()`` and FSDP2's replacement
 of parameters need no help.
@@ -24,7 +25,16 @@ from tpkernels.comm.groups import GroupLike
 from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes, offsets
 
-__all__ = ["as_parameter", "check_unit", "local", "mesh_of", "replicate_parameter", "shard_parameter", "tp_mesh"]
+__all__ = [
+    "as_parameter",
+    "check_unit",
+    "has_units",
+    "local",
+    "mesh_of",
+    "replicate_parameter",
+    "shard_parameter",
+    "tp_mesh",
+]
 
 
 def tp_mesh(group: GroupLike) -> DeviceMesh:
@@ -48,17 +58,15 @@ def tp_mesh(group: GroupLike) -> DeviceMesh:
     return group
 
 
-def check_unit(what: str, total: int, unit: int, world_size: int) -> None:
-    """Refuse a cut in multiples of ``unit`` (a head's features) that ``Shard`` cannot express."""
+def check_unit(what: str, total: int, unit: int) -> None:
+    """Refuse a cut in multiples of ``unit`` (a head's features) of what is not made of them."""
     if unit < 1 or total % unit:
         raise ValueError(f"{what} ({total}) must be a multiple of unit ({unit})")
-    by_unit, by_chunk = chunk_sizes(total, world_size, unit), chunk_sizes(total, world_size)
-    if by_unit != by_chunk:
-        raise ValueError(
-            f"{what} ({total}) in units of {unit} over {world_size} ranks would be cut into {list(by_unit)}, but a "
-            f"sharded parameter is cut into {list(by_chunk)} (torch.chunk, as DTensor's Shard defines it): use a "
-            f"number of ranks that divides the {total // unit} units, or fewer ranks for this layer"
-        )
+
+
+def has_units(total: int, unit: int, world_size: int) -> bool:
+    """Whether a cut in multiples of ``unit`` is another one than ``Shard``'s, and needs a dimension for the units."""
+    return chunk_sizes(total, world_size, unit) != chunk_sizes(total, world_size)
 
 
 def shard_parameter(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: bool = True) -> nn.Parameter:

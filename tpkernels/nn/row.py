@@ -43,7 +43,8 @@ class RowParallelLinear(ParallelLinear):
     x is what a column layer of as many features gives without ``gather_output``, or anything elementwise of it.  In the
     default mode the gradient that arrives must be equal on all ranks, as it is when all compute the same loss.
 
-    Arguments are those of :class:`ColumnParallelLinear`; ``unit`` is about the input features.  With ``split_input`` x
+    Arguments are those of :class:`ColumnParallelLinear`; ``unit`` is about the input features: the weight is
+    ``[out, units, unit]`` where they have a dimension of their own.  With ``split_input`` x
     is the whole ``[..., in]``, equal on all ranks, and each rank takes its features of it (their gradient is gathered):
     a layer of its own, that needs no column layer before it.
     """

@@ -70,6 +70,8 @@ def sink_of(weight: Tensor) -> Sink | None:
         return None
     if isinstance(main_grad, DTensor):
         main_grad = main_grad.to_local()
+    if main_grad.dim() > weight.dim() and main_grad.numel() == weight.numel():
+        main_grad = main_grad.view(weight.shape)  # of a parameter with a dimension for units
     if main_grad.shape != weight.shape:
         raise ValueError(
             f"main_grad must have the shape of the weight on this rank {tuple(weight.shape)}, got "

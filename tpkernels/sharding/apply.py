@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from tpkernels import dispatch
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear
-from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
@@ -106,9 +106,9 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
             replicate_parameters(modules[name], tp, sequence_parallel=style.sequence_parallel, converted=converted)
     replicate_parameters(model, tp, converted=converted)
     if isinstance(plan, ShardingPlan):
-        for key, (_, value) in plan.attributes.items():
+        for key, (_, values) in plan.attributes.items():
             name, _, attribute = key.rpartition(".")
-            setattr(modules[name], attribute, value)
+            setattr(modules[name], attribute, values[tp.get_local_rank()])
         share_inputs(plan.shared, model, modules)
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
@@ -154,30 +154,21 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
         raise ValueError(f"module {name!r} {why}")
     op = "all_reduce"
     if isinstance(style, Column):
-        _check_column(name, layer, style, tp)
+        _check_column(name, layer, style)
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Row):
-        check_unit(f"{name}: in_features", layer.in_features, style.unit, tp.size())
+        check_unit(f"{name}: in_features", layer.in_features, style.unit)
         op = "matmul_reduce_scatter" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, CopiedHeads):
-        if (
-            style.heads < 1
-            or layer.out_features % style.heads
-            or style.copies % style.heads
-            or style.copies % tp.size()
-        ):
-            raise ValueError(
-                f"{name}: heads ({style.heads}) must divide out_features ({layer.out_features}), and copies "
-                f"({style.copies}) be a multiple of heads and of the {tp.size()} ranks"
-            )
+        check_copies(f"{name}: ", layer.out_features, style.heads, style.copies, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     if not isinstance(style, Features | Replicate):
         dispatch.check_name(op, style.implementation)
     return layer
 
 
-def _check_column(name: str, layer: Layer, style: Column, tp: DeviceMesh) -> None:
-    check_unit(f"{name}: out_features", layer.out_features, style.unit, tp.size())
+def _check_column(name: str, layer: Layer, style: Column) -> None:
+    check_unit(f"{name}: out_features", layer.out_features, style.unit)
     if style.segments:
         if sum(style.segments) != layer.out_features or min(style.segments) < 1:
             raise ValueError(
@@ -185,7 +176,12 @@ def _check_column(name: str, layer: Layer, style: Column, tp: DeviceMesh) -> Non
                 f"({layer.out_features})"
             )
         if style.gather_output or style.unit != 1:
-            raise ValueError(f"{name}: segments go with neither gather_output nor unit")
+            raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
+    if style.units:
+        if len(style.units) != len(style.segments):
+            raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
+        for size, unit in zip(style.segments, style.units, strict=True):
+            check_unit(f"{name}: a segment", size, unit)
 
 
 def _check_sharing(
@@ -224,7 +220,7 @@ def _check_sharing(
 
 def _tie_kind(style: Style, layer: Layer) -> str | None:
     """Layers of one kind can have one weight."""
-    rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments)
+    rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
     return "rows" if rows and layer.kind != "conv1d" else None
 
 
@@ -255,11 +251,11 @@ def _replacements(
 def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     options = asdict(style)
     if isinstance(style, Column):
-        segments = options.pop("segments")
-        if not segments:
-            return ColumnParallelLinear.from_linear(old, tp, **options)
-        kept = {key: value for key, value in options.items() if key not in ("gather_output", "unit")}
-        return PackedColumnParallelLinear.from_linear(old, tp, segments=segments, **kept)
+        one = ("gather_output", "unit") if style.segments else ("segments", "units")
+        for option in one:
+            del options[option]
+        kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear
+        return kind.from_linear(old, tp, **options)
     if isinstance(style, Row):
         return RowParallelLinear.from_linear(old, tp, **options)
     if isinstance(style, CopiedHeads):

@@ -32,7 +32,7 @@ from tpkernels.sharding.filling import (
     device_of,
     targets_of,
 )
-from tpkernels.sharding.originals import Box, Original, check_real, originals_of, unique, whole_of
+from tpkernels.sharding.originals import Box, Original, check_real, originals_of, unique
 from tpkernels.sharding.safetensors_files import SafetensorsFiles
 from tpkernels.sharding.together import Ranks, add_up, check_same
 
@@ -59,7 +59,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, T
     assert originals is not None
     wholes: dict[str, Tensor] = {}
     for original in unique(originals):
-        whole = whole_of([part.tensor for part in original.parts], original.dim)
+        whole = original.whole()
         if rank is None or dist.get_rank() == rank:
             wholes[original.name] = whole
     return {name: wholes[original.name] for name, original in originals.items() if original.name in wholes}

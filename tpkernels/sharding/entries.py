@@ -45,7 +45,7 @@ def make_entries(
     world_size: int,
     chosen: Mapping[str, Chosen],
     *,
-    attributes: Mapping[tuple[str, str], int],
+    attributes: Mapping[tuple[str, str], tuple[int, ...]],
     random: tuple[tuple[str, str], ...],
     rows: Mapping[str, int] | None,
     untrained: frozenset[str],
@@ -161,13 +161,15 @@ def _cut(
 ) -> ParameterCut:
     shape = tuple(parameter.shape)
     shapes = []
+    features: tuple[int, ...] = ()
+    if dim is not None:
+        features = chunk_sizes(shape[dim], world_size)
+        if isinstance(style, Column | Row | Heads):
+            features = style.local_features(shape[dim], world_size)
     for rank in range(world_size):
         local = list(shape)
         if dim is not None:
-            segments = style.segments if isinstance(style, Column) and style.segments else (shape[dim],)
-            if isinstance(style, Heads) and not style.inner:
-                segments = (shape[dim] // 3,) * 3
-            local[dim] = sum(chunk_sizes(size, world_size)[rank] for size in segments)
+            local[dim] = features[rank]
         shapes.append(tuple(local))
     return ParameterCut(name, shape, dim, tuple(shapes), parameter.element_size(), tied)
 

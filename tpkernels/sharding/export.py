@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpkernels.sharding.originals import Original, check_real, originals_of, unique, whole_of
+from tpkernels.sharding.originals import Original, check_real, originals_of, unique
 from tpkernels.sharding.safetensors_files import file_name, write_file, write_index
 from tpkernels.sharding.together import Ranks
 
@@ -56,7 +56,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_file_bytes: int
     for number, file in enumerate(files):
         tensors: dict[str, Tensor] = {}
         for original in file:  # every rank gathers, whatever becomes of the files
-            whole = whole_of([part.tensor for part in original.parts], original.dim)
+            whole = original.whole()
             if writes and failure is None:
                 tensors[original.name] = whole.cpu().contiguous()
         if writes and failure is None:

@@ -62,7 +62,8 @@ def commit(model: nn.Module, targets: Sequence[Target], buffers: Buffers) -> Non
     real: dict[int, Tensor] = {}
     for target in targets:
         if not target.tensor.is_meta:
-            local_of(target.tensor).copy_(target.staged)
+            local = local_of(target.tensor)
+            local.copy_(target.staged.view(local.shape))
         elif isinstance(target.tensor, DTensor):
             _materialise(target.tensor, target.staged)
         else:
@@ -76,9 +77,10 @@ def commit(model: nn.Module, targets: Sequence[Target], buffers: Buffers) -> Non
 
 
 def as_real(like: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is cut as ``like`` is, of which this rank holds ``part``."""
+    """A tensor that is cut as ``like`` is, of which this rank holds ``part`` (in the original's dimensions)."""
     if not isinstance(like, DTensor):
         return part
+    part = part.view(local_of(like).shape)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

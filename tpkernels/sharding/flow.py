@@ -307,7 +307,7 @@ class _Flow(Session):
                 mixed(args[index])
 
         # One rank: the rules then ask nothing of the length of the sequence, which need not divide.
-        call = Call(whole, whole, (named, named), splits_of, [Shape(t.shape) for t in outputs], 1, mix)
+        call = Call(whole, whole, (named, named), splits_of, [Shape(t.shape) for t in outputs], 1, 0, mix)
         answer = rule(call)
         return answer if isinstance(answer, list) else [answer] * len(outputs)
 

@@ -22,6 +22,7 @@ from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.multihead import why_not_parallel
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
+from tpkernels.partition import chunk_sizes
 from tpkernels.sharding.entries import Chosen, make_entries
 from tpkernels.sharding.examples import Observation, observe
 from tpkernels.sharding.flow import Stream, follow
@@ -30,6 +31,7 @@ from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.rows import count_rows, untrained_in
+from tpkernels.sharding.search import Attributes
 from tpkernels.sharding.shared import find_shared
 from tpkernels.sharding.sources import Hints, hints_for, override_styles
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
@@ -106,7 +108,7 @@ class _Planner:
         self.traced = observation is not None and observation.recording is not None
         self.chosen: dict[str, Chosen] = {}
         self.decision = Decision()
-        self.attributes: dict[tuple[str, str], int] = {}
+        self.attributes: Attributes = {}
 
     def plan(self, group: DeviceMesh | None, sequence_parallel: bool) -> ShardingPlan:
         kept = self._kept()
@@ -174,9 +176,13 @@ class _Planner:
             inner = f"{name}.out_proj" if name else "out_proj"
             why = why_not_parallel(module, self.world_size) or unswappable(module)
             if why is None and not any(n in self._tied() for n in (name, inner)) and inner not in self.chosen:
-                reason = f"{module.num_heads} heads, {module.num_heads // self.world_size} per rank"
-                self.chosen[name] = Chosen(Heads(), "rule", reason)
-                self.chosen[inner] = Chosen(Heads(inner=True), "rule", f"goes with {name}")
+                sizes, unit = chunk_sizes(module.num_heads, self.world_size), 1
+                each = str(sizes[0])
+                if len(set(sizes)) > 1:
+                    each, unit = f"{'/'.join(map(str, sizes))}", module.head_dim
+                reason = f"{module.num_heads} heads, {each} per rank{' as torch.chunk cuts' if unit > 1 else ''}"
+                self.chosen[name] = Chosen(Heads(unit=unit), "rule", reason)
+                self.chosen[inner] = Chosen(Heads(inner=True, unit=unit), "rule", f"goes with {name}")
             elif why is not None:
                 self.chosen[name] = Chosen(Replicate(), "default", why)
 
@@ -220,11 +226,14 @@ class _Planner:
         style: Style
         for name, style in self.forced.items():
             if isinstance(style, Column) and not style.gather_output and name in self.layers:
-                loose[name] = Role("column", style.segments or (self.layers[name].out_features,))
+                total = self.layers[name].out_features
+                pieces = self._pieces(total, style.unit) if not style.segments else 0
+                loose[name] = Role("column", style.segments or (total,), pieces=pieces)
             elif isinstance(style, Features) and not style.gather_output and name in self.layers:
                 loose[name] = Role("column", (self.layers[name].out_features,))
             elif isinstance(style, Row) and not style.split_input and name in self.layers:
-                loose[name] = Role("row", (self.layers[name].in_features,))
+                total = self.layers[name].in_features
+                loose[name] = Role("row", (total,), pieces=self._pieces(total, style.unit))
             else:
                 excluded[name] = "is overridden"
         self.decision = decide(self.observation, self.world_size, excluded, loose)
@@ -238,11 +247,13 @@ class _Planner:
         for group, proof in self.decision.proven.items():
             self.attributes |= proof.attributes
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
-            each = f"{proof.heads} heads, {proof.heads // self.world_size} per rank" if proof.heads else "by features"
             for name in group.columns:
                 sizes = proof.segments[name]
-                style = Column(segments=sizes if len(sizes) > 1 else ())
-                reason = f"{each}, until {rows}"
+                units = tuple(size // proof.pieces if proof.pieces else 1 for size in sizes)
+                style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes)
+                if len(sizes) > 1 and proof.pieces:
+                    style = replace(style, units=units)
+                reason = f"{proof.each(self.world_size)}, until {rows}"
                 if self.layers[name].kind == "embedding":
                     style = Features()
                 if name in proof.copies:
@@ -251,11 +262,22 @@ class _Planner:
                     reason = f"{copies.heads} key-value heads for {self.world_size} ranks: whole on every rank"
                 self._choose(name, style, reason)
             for name in group.rows:
+                unit = self.layers[name].in_features // proof.pieces if proof.pieces else 1
                 self._choose(
                     name,
-                    Row(),
+                    Row(unit=unit),
                     f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
                 )
+
+    def _pieces(self, total: int, unit: int) -> int:
+        """Of how many pieces a cut in multiples of ``unit`` is, where it is another one than by features."""
+        if (
+            unit <= 1
+            or total % unit
+            or chunk_sizes(total, self.world_size, unit) == chunk_sizes(total, self.world_size)
+        ):
+            return 0
+        return total // unit
 
     def _choose(self, name: str, style: Style, reason: str) -> None:
         """What the data flow proves, under the name of the first source that says the same."""
@@ -264,9 +286,10 @@ class _Planner:
             if isinstance(asked, Row) != isinstance(style, Row):
                 raise ValueError(f"the override of {name!r} conflicts with the data flow, where it {reason}")
             if isinstance(asked, Column) and isinstance(style, Column):
-                style = replace(asked, segments=style.segments)
+                unit = style.unit if style.unit > 1 else asked.unit
+                style = replace(asked, segments=style.segments, unit=unit, units=style.units)
             elif isinstance(asked, Row):
-                style = asked
+                style = replace(asked, unit=style.unit) if isinstance(style, Row) and style.unit > 1 else asked
             self.chosen[name] = Chosen(style, "override", f"asked for, and proven by data flow: {reason}")
         elif self.hints is not None and name in self.hints.styles:
             said = self.hints.styles[name][0]
@@ -301,7 +324,7 @@ class _Planner:
             for attribute in attributes:
                 value = getattr(self.modules[name], attribute, None)
                 if isinstance(value, int) and value % self.world_size == 0:
-                    self.attributes[name, attribute] = value // self.world_size
+                    self.attributes[name, attribute] = (value // self.world_size,) * self.world_size
 
     def _by_rule(self, name: str, layer: Layer) -> Chosen:
         refused = [

@@ -5,6 +5,9 @@ Owns: :class:`Split`, and its way through ``view``.  Knows nothing of models, op
 A dimension may consist of several runs (*segments*, the query, key and value parts of a packed projection), each of
 which is cut into one contiguous part per rank as ``torch.chunk`` cuts.  Merging dimensions makes segments, too: heads
 ``(B, H)`` cut in H, seen as one dimension of ``B * H``, are B segments of H.
+
+Where heads do not divide over the ranks, a segment is cut in *pieces* that stay whole: 10 heads of 4 features over 4
+ranks are 12, 12, 12 and 4 features.  However the segment is viewed, it is made of the same pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from math import prod
 
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["Split", "Unproven", "through_view"]
+__all__ = ["Split", "Unproven", "share", "through_view"]
 
 
 class Unproven(Exception):
@@ -36,21 +39,24 @@ class Split:
 
     dim: int
     segments: tuple[int, ...]
+    pieces: int = 0
+    """Of which each segment is made, and which are not cut; 0: the elements."""
 
-    def local_segments(self, world_size: int, rank: int = 0) -> tuple[int, ...]:
-        return tuple(chunk_sizes(size, world_size)[rank] for size in self.segments)
+    def local_segments(self, world_size: int, rank: int) -> tuple[int, ...]:
+        return tuple(share(size, world_size, self.pieces)[rank] for size in self.segments)
 
-    def local_shape(self, shape: Sequence[int], world_size: int, rank: int = 0) -> tuple[int, ...]:
+    def local_shape(self, shape: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
         cut = sum(self.local_segments(world_size, rank))
         return (*shape[: self.dim], cut, *shape[self.dim + 1 :])
 
     def at(self, dim: int) -> Split:
-        return Split(dim, self.segments)
+        return Split(dim, self.segments, self.pieces)
 
-    def even(self, world_size: int) -> bool:
-        return all(size % world_size == 0 for size in self.segments)
+    def whole_pieces(self, world_size: int) -> bool:
+        """Whether every multiple of the segments is cut where they are."""
+        return bool(self.pieces) or all(size % world_size == 0 for size in self.segments)
 
-    def part(self, start: int, stop: int, world_size: int) -> tuple[Split, int, int]:
+    def part(self, start: int, stop: int, world_size: int, rank: int) -> tuple[Split, int, int]:
         """The segments that make up ``[start, stop)`` of the whole, and the range of the local tensor that they are.
 
         Raises:
@@ -60,8 +66,13 @@ class Split:
         if start not in ends or stop not in ends or start >= stop:
             raise Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is no whole number of parts")
         first, last = ends.index(start), ends.index(stop)
-        local = (0, *accumulate(self.local_segments(world_size)))
-        return Split(self.dim, self.segments[first:last]), local[first], local[last]
+        local = (0, *accumulate(self.local_segments(world_size, rank)))
+        return Split(self.dim, self.segments[first:last], self.pieces), local[first], local[last]
+
+
+def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
+    """What each rank has of ``size`` elements that are made of ``pieces``."""
+    return chunk_sizes(size, world_size, size // pieces if pieces else 1)
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], world_size: int) -> Split:
@@ -77,27 +88,38 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], worl
         wide = [dim for dim in range(first, last) if after[dim] != 1]
         if len(wide) <= 1:  # the dimension itself, with or without dimensions of size 1 around it
             return split.at(wide[0] if wide else first)
-    if (outer > 1 or inner > 1) and not split.even(world_size):
+    if (outer > 1 or inner > 1) and not split.whole_pieces(world_size):
         raise Unproven(f"{list(split.segments)} do not divide over {world_size} ranks", count=min(split.segments))
     flat = tuple(size * inner for size in split.segments) * outer
     if len([size for size in sizes if size != 1]) <= 1:
-        return Split(next((d for d in range(first, last) if after[d] != 1), first), flat)
+        return Split(next((d for d in range(first, last) if after[d] != 1), first), flat, split.pieces)
     if len(set(flat)) != 1:
         raise Unproven(f"runs of different sizes {list(flat)} are viewed as {list(sizes)}")
-    return _unflatten(flat[0], first, sizes, world_size)
+    return _unflatten(flat[0], split.pieces, first, sizes, world_size)
 
 
-def _unflatten(run: int, first: int, sizes: Sequence[int], world_size: int) -> Split:
+def _unflatten(run: int, pieces: int, first: int, sizes: Sequence[int], world_size: int) -> Split:
     """Runs of ``run`` elements, each cut over the ranks, viewed as dimensions ``sizes`` starting at ``first``."""
     for index, size in enumerate(sizes):
         inner = prod(sizes[index + 1 :])
         count = run // inner
         if run % inner or size == 1 or (size * inner) % run or count < 2:
             continue
-        if count % world_size:
-            raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
-        return Split(first + index, (count,) * (size * inner // run))
+        if pieces and count % pieces:
+            raise Unproven(f"{count} heads are cut where {pieces} pieces are", count=count)
+        if not pieces and count % world_size:
+            raise Unproven(
+                f"{count} heads do not divide over {world_size} ranks{_why_not(count, world_size)}", count=count
+            )
+        return Split(first + index, (count,) * (size * inner // run), pieces)
     raise Unproven(f"runs of {run} viewed as {list(sizes)} are not whole along one dimension")
+
+
+def _why_not(count: int, world_size: int) -> str:
+    """Why these heads are not cut unevenly either."""
+    sizes = chunk_sizes(count, world_size)
+    empty = 0 in sizes and count >= world_size
+    return f" ({'/'.join(map(str, sizes))}, as torch.chunk cuts, leaves some without any)" if empty else ""
 
 
 def _group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:

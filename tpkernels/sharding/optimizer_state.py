@@ -133,9 +133,14 @@ def _slots(name: str, original: Original, held: Sequence[Tensor]) -> list[Slot]:
     parameters = tuple(part.tensor for part in original.parts)
     key = f"optimizer.{original.name}.{name}"
     if all(tensor.shape == parameter.shape for tensor, parameter in zip(held, parameters, strict=True)):
-        parts = tuple(Part(tensor, part.start) for tensor, part in zip(held, original.parts, strict=True))
+        parts = tuple(Part(tensor, part.start, part.units) for tensor, part in zip(held, original.parts, strict=True))
         whole = Original(key, original.shape, held[0].dtype, original.dim, parts)
         return [Slot(name, original, parameters, whole)]
+    if any(part.units is not None for part in original.parts):
+        raise ValueError(
+            f"{name} of {original.name} is not shaped like its parameter, which this model keeps by heads that do not "
+            "divide over its ranks: no other number of ranks could load it, so it is neither saved nor loaded"
+        )
     names = [key] if len(held) == 1 else [f"{key}.part{index}" for index in range(len(held))]
     return [
         Slot(name, original, (parameter,), Original(one, tuple(tensor.shape), tensor.dtype, 0, (Part(tensor, 0),)))

@@ -2,7 +2,9 @@
 
 Owns: original names and shapes, what they are made of, and where a rank's part lies in them.  A parameter that was cut
 is a DTensor of the original shape.  One that was packed (query, key and value in one) has become several, which its
-module tells by ``packed_parameters()``.  Tied names stay tied: the first is the tensor's, the others are its aliases.
+module tells by ``packed_parameters()``, and one that is cut by heads that do not divide has a dimension for them, which
+its module tells by ``parameters_by_unit()``.  Tied names stay tied: the first is the tensor's, the others are its
+aliases.
 
 Assumes that all ranks hold the same model, cut alike.  Refuses models that were not parallelized, and state that is no
 tensor.
@@ -10,7 +12,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from tpkernels.nn.parallel_linear import ParallelLinear
 
 __all__ = [
     "Box",
@@ -29,7 +33,6 @@ __all__ = [
     "meshes_of",
     "originals_of",
     "unique",
-    "whole_of",
 ]
 
 
@@ -51,6 +54,42 @@ class Part:
 
     tensor: Tensor
     start: int
+    units: int | None = None
+    """The dimension of the original for which the tensor has two, units and what is in them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor, with the original's dimensions."""
+        return self._merged(self.tensor.shape)
+
+    @property
+    def box(self) -> Box:
+        """Where this rank's share lies in a tensor of ``shape``."""
+        box = box_of(self.tensor)
+        if self.units is None:
+            return box
+        unit = self.tensor.shape[self.units + 1]
+        assert box.sizes[self.units + 1] == unit, "units are cut"
+        offsets = [offset * unit if dim == self.units else offset for dim, offset in enumerate(box.offsets)]
+        del offsets[self.units + 1]
+        return Box(tuple(offsets), self._merged(box.sizes))
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's share, with the original's dimensions."""
+        mine = local_of(self.tensor)
+        return mine.reshape(self._merged(mine.shape))
+
+    def whole(self) -> Tensor:
+        """A tensor of ``shape``, gathered from all ranks; on the only rank of a mesh it may be the very tensor."""
+        tensor = self.tensor.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.reshape(self.shape)
+
+    def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        if self.units is None:
+            return tuple(sizes)
+        return (*sizes[: self.units], sizes[self.units] * sizes[self.units + 1], *sizes[self.units + 2 :])
 
 
 @dataclass(frozen=True)
@@ -70,14 +109,19 @@ class Original:
     def names(self) -> tuple[str, ...]:
         return self.name, *self.aliases
 
-    def box(self, part: Part, tensor: Tensor | None = None) -> Box:
-        """Where this rank's share of ``part`` (or of a ``tensor`` of its shape, such as its momentum) lies."""
-        box = box_of(part.tensor if tensor is None else tensor)
+    def box(self, part: Part) -> Box:
+        """Where this rank's share of ``part`` lies."""
+        box = part.box
         if len(self.parts) == 1:
             return box
         offsets = list(box.offsets)
         offsets[self.dim] += part.start
         return Box(tuple(offsets), box.sizes)
+
+    def whole(self) -> Tensor:
+        """The original, gathered from all ranks: a copy, equal everywhere."""
+        wholes = [part.whole() for part in self.parts]
+        return torch.cat(wholes, self.dim) if len(wholes) > 1 else wholes[0].clone()
 
 
 def originals_of(model: nn.Module) -> dict[str, Original]:
@@ -95,9 +139,9 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
     strange = [name for name, value in held.items() if not isinstance(value, Tensor)]
     if strange:
         raise ValueError(f"the model keeps state that is no tensor: {strange}")
-    packed, inner = _packed(model)
+    packed, inner, units = _packed(model)
     names: dict[tuple[int, ...], list[str]] = {}
-    parts: dict[tuple[int, ...], tuple[int, list[Tensor]]] = {}
+    parts: dict[tuple[int, ...], tuple[int, list[tuple[Tensor, int | None]]]] = {}
     for key in held:
         name = inner.get(key, key)
         dim, keys = packed.get(name, (0, (key,)))
@@ -105,7 +149,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
             tensors = [cast(Tensor, held[one]) for one in keys]
             identity = tuple(id(tensor) for tensor in tensors)
             names.setdefault(identity, []).append(name)
-            parts[identity] = dim, tensors
+            parts[identity] = dim, [(tensor, units.get(one)) for tensor, one in zip(tensors, keys, strict=True)]
     made = {identity: _original(names[identity], *parts[identity]) for identity in names}
     by_name = {name: original for original in made.values() for name in original.names}
     order = dict.fromkeys(inner.get(key, key) for key in held)
@@ -124,27 +168,33 @@ def unique(originals: Mapping[str, Original]) -> list[Original]:
     return [original for name, original in originals.items() if name == original.name]
 
 
-def _original(names: list[str], dim: int, tensors: list[Tensor]) -> Original:
-    shape, starts = list(tensors[0].shape), [0]
-    if len(tensors) > 1:
-        for tensor in tensors:
-            starts.append(starts[-1] + tensor.shape[dim])
-        shape[dim] = starts[-1]
-    parts = tuple(Part(tensor, start) for tensor, start in zip(tensors, starts, strict=False))
-    return Original(names[0], tuple(shape), tensors[0].dtype, dim, parts, tuple(names[1:]))
+def _original(names: list[str], dim: int, tensors: list[tuple[Tensor, int | None]]) -> Original:
+    parts: list[Part] = []
+    start = 0
+    for tensor, units in tensors:
+        parts.append(Part(tensor, start, units))
+        start += parts[-1].shape[dim] if len(tensors) > 1 else 0
+    shape = list(parts[0].shape)
+    if len(parts) > 1:
+        shape[dim] = start
+    return Original(names[0], tuple(shape), tensors[0][0].dtype, dim, tuple(parts), tuple(names[1:]))
 
 
-def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], dict[str, str]]:
-    """Packed originals: dimension and the keys that make them up; and the original that such a key belongs to."""
+def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], dict[str, str], dict[str, int]]:
+    """Packed originals: dimension and the keys that make them up; the original that such a key belongs to; and which
+    keys have a dimension for units."""
     packed: dict[str, tuple[int, tuple[str, ...]]] = {}
     inner: dict[str, str] = {}
+    units: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         tell = getattr(module, "packed_parameters", None)
         prefix = f"{path}." if path else ""
+        if isinstance(module, ParallelLinear):
+            units |= {prefix + name: dim for name, dim in module.parameters_by_unit().items()}
         for name, (dim, keys) in (tell() if callable(tell) else {}).items():
             packed[prefix + name] = dim, tuple(prefix + key for key in keys)
             inner |= {prefix + key: prefix + name for key in keys}
-    return packed, inner
+    return packed, inner, units
 
 
 def box_of(tensor: Tensor) -> Box:
@@ -158,18 +208,6 @@ def box_of(tensor: Tensor) -> Box:
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``, without a place in a graph; writing to it changes ``tensor``."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def whole_of(tensors: list[Tensor], dim: int) -> Tensor:
-    """The original that these tensors make up, gathered from all ranks: a copy, equal everywhere."""
-    wholes = [
-        cast(DTensor, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-        for tensor in tensors
-    ]
-    if len(wholes) > 1:
-        return torch.cat(wholes, dim)
-    # The only rank of a mesh, or one of replicas, gets its very tensor.
-    return wholes[0].clone() if isinstance(tensors[0], DTensor) else wholes[0]
 
 
 def meshes_of(model: nn.Module) -> list[DeviceMesh]:

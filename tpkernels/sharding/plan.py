@@ -22,7 +22,7 @@ from tpkernels.sharding.styles import Column, CopiedHeads, Replicate, Style, sty
 
 __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
 
-FORMAT, VERSION = "tpkernels.ShardingPlan", 2
+FORMAT, VERSION = "tpkernels.ShardingPlan", 3
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class ShardingPlan:
     world_size: int
     sequence_parallel: bool
     entries: tuple[Entry, ...]
-    attributes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Attributes of modules that count features or heads: the model's value, one rank's value."""
+    attributes: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Attributes of modules that count features or heads: the model's value, and that of each rank."""
     random: tuple[tuple[str, str], ...] = ()
     """Pairs of layers between which ranks draw different random numbers."""
     idle_ties: tuple[str, ...] = ()
@@ -223,7 +223,10 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
         known: dict[str, Any] = {"style": style_from_dict(item["style"]), "parameters": tuple(cuts)}
         texts = {key: _text(item[key]) for key in ("path", "kind", "source", "reason", "implementation")}
         entries.append(Entry(**{**item, **known, **texts, "aliases": _texts(item["aliases"])}))
-    attributes = {_text(key): (int(whole), int(local)) for key, (whole, local) in body["attributes"].items()}
+    attributes = {_text(key): (int(whole), _sizes(ranks)) for key, (whole, ranks) in body["attributes"].items()}
+    for key, (_, ranks) in attributes.items():
+        if len(ranks) != body["world_size"]:
+            raise ValueError(f"attribute {key} has values for {len(ranks)} ranks")
     lists = {
         key: _texts(body[key]) for key in ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "notes")
     }

@@ -8,15 +8,15 @@ found: a group that it blames is given up, and the replay repeated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from tpkernels.sharding.examples import Observation
 from tpkernels.sharding.groups import Group, find_groups
 from tpkernels.sharding.layout import Unproven
-from tpkernels.sharding.replay import Replay, Role
-from tpkernels.sharding.search import Attributes, Proof, Search
+from tpkernels.sharding.replay import Replay, Role, unlike_ranks
+from tpkernels.sharding.search import Attributes, Proof, Search, Whole
 from tpkernels.sharding.trace import Recording, Scope, Shadow
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
@@ -119,14 +119,18 @@ class _Decider:
         for groups in waiting.values():
             used = {name for group in self.decision.proven for name in (*group.columns, *group.rows)}
             error = self.decision.refused[groups[0]]
-            if error.count or any(used & {*group.columns, *group.rows} for group in groups):
+            pieces = error.count if self.search.can_be_cut(error.count) else 0
+            if error.count != pieces or any(used & {*group.columns, *group.rows} for group in groups):
                 continue
             if _size(groups[0]) > SMALL_GROUP and len(groups) == 1 and groups[0].columns[0] in self.shadow.layers:
                 continue  # the residual stream of a whole model: no layout carries features through its norms
             scopes = [self.search.scope_of(group) for group in groups]
             segments = [{n: (self.shadow.layers[n].out_features,) for n in group.columns} for group in groups]
-            for attributes in islice(self.search.attribute_sets(scopes, self.world_size), JOINT_ATTEMPTS):
-                trial = {g: Proof(s, attributes) for g, s in zip(groups, segments, strict=True)}
+            pairs = list(zip(groups, segments, strict=True))
+            if not all(self.search.fits(group, sizes, pieces) for group, sizes in pairs):
+                continue
+            for attributes in islice(self.search.attribute_sets(scopes, self.world_size, pieces), JOINT_ATTEMPTS):
+                trial = {group: Proof(sizes, attributes, heads=pieces, pieces=pieces) for group, sizes in pairs}
                 try:
                     self._replay(self.decision.proven | trial)
                 except Unproven:
@@ -175,25 +179,33 @@ class _Decider:
     def _replay(self, proofs: Mapping[Group, Proof]) -> Replay:
         roles: dict[str, Role] = {}
         attributes: Attributes = {}
-        whole: Attributes = {}
+        whole: Whole = {}
         widths: dict[str, int] = {}
         for number, (group, proof) in enumerate(proofs.items()):
-            roles |= self.search.roles(group, proof.segments, number)
+            roles |= self.search.roles(group, proof.segments, number, proof.pieces)
             attributes |= proof.attributes
             whole |= proof.whole_attributes
             widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
         for name, role in self.forced.items():
-            roles.setdefault(name, Role(role.kind, role.segments, len(proofs)))
+            roles.setdefault(name, replace(role, group=len(proofs)))
         recording = self.recording
         if widths:
             recording = Recording(self.shadow, whole, widths)
             recording.run(self.observation.args, self.observation.kwargs)
-        replay = Replay(self.shadow, recording, roles, attributes, self.world_size)
-        try:
-            replay.run_model(self.observation.args, self.observation.kwargs)
-        except Unproven as error:
-            raise _Blamed(error, replay.blame) from error
-        return replay
+        replays = [
+            Replay(self.shadow, recording, roles, attributes, self.world_size, rank)
+            for rank in unlike_ranks(roles, self.world_size)
+        ]
+        for replay in replays:
+            try:
+                replay.run_model(self.observation.args, self.observation.kwargs)
+            except Unproven as error:
+                raise _Blamed(error, replay.blame) from error
+        if any(replay.partial != replays[0].partial for replay in replays):
+            raise _Blamed(
+                Unproven("ranks of different sizes would have gradients of different kinds"), range(len(proofs))
+            )
+        return replays[0]
 
     def _random_pairs(self) -> list[tuple[str, str]]:
         """Where dropout works on parts: from the first column that runs to the row that ends its group."""
@@ -246,4 +258,5 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
         {(moved(name), attribute): value for (name, attribute), value in proof.whole_attributes.items()},
         {names[name]: copies for name, copies in proof.copies.items()},
         proof.heads,
+        proof.pieces,
     )

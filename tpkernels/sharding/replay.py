@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tpkernels.sharding.layout import Split, Unproven
+from tpkernels.sharding.layout import Split, Unproven, share
 from tpkernels.sharding.rules import RULES, Call, pointwise
 from tpkernels.sharding.trace import (
     TRANSPARENT,
@@ -34,7 +34,7 @@ from tpkernels.sharding.trace import (
     tensors_in,
 )
 
-__all__ = ["Replay", "Role"]
+__all__ = ["Replay", "Role", "unlike_ranks"]
 
 aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
@@ -44,16 +44,27 @@ _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, at
 class Role:
     """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
 
-    ``group`` is blamed where the cut cannot be proven.
+    ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
     """
 
     kind: str
     segments: tuple[int, ...]
     group: int = 0
+    pieces: int = 0
+
+    def split(self, dim: int) -> Split:
+        return Split(dim, self.segments, self.pieces)
+
+
+def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
+    """The first of all ranks that have equal numbers of pieces: what holds for them holds for all."""
+    pieces = sorted({role.pieces for role in roles.values() if role.pieces})
+    firsts = {tuple(share(count, world_size)[rank] for count in pieces): rank for rank in reversed(range(world_size))}
+    return sorted(firsts.values())
 
 
 class Replay(Session):
-    """One rank's run next to ``recording``.
+    """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
     column layer that stay together.
@@ -64,11 +75,12 @@ class Replay(Session):
         shadow: Shadow,
         recording: Recording,
         roles: Mapping[str, Role],
-        attributes: Mapping[tuple[str, str], int],
+        attributes: Mapping[tuple[str, str], tuple[int, ...]],
         world_size: int,
+        rank: int,
     ) -> None:
-        super().__init__(shadow, attributes)
-        self.recording, self.roles, self.world_size = recording, roles, world_size
+        super().__init__(shadow, {key: values[rank] for key, values in attributes.items()})
+        self.recording, self.roles, self.world_size, self.rank = recording, roles, world_size, rank
         self.origins = dict(recording.origins)
         self.partial: set[str] = set()
         self.heads: dict[int, int] = {}
@@ -140,7 +152,7 @@ class Replay(Session):
         if answers is None:
             answers = [self._constant(Shape(outputs[0].shape), event.outputs[0])]
         for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
-            expected = shape if answer is None else answer.local_shape(shape, self.world_size)
+            expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
             if tuple(output.shape) != tuple(expected):
                 raise Unproven(f"{packet} gives {list(output.shape)} where one rank's part is {list(expected)}")
             if answer is None and func._schema.is_mutable and id(output) in self._splits:
@@ -196,7 +208,7 @@ class Replay(Session):
             if isinstance(tensor, Tensor):
                 self._mixed(tensor)
 
-        call = Call(event.whole, local[0], (named, local[1]), splits, event.outputs, self.world_size, mix)
+        call = Call(event.whole, local[0], (named, local[1]), splits, event.outputs, self.world_size, self.rank, mix)
         try:
             answer = rule(call)
         except Unproven as error:
@@ -214,18 +226,21 @@ class Replay(Session):
         if local == whole:
             return None
         differ = [dim for dim in range(len(whole)) if len(local) != len(whole) or local[dim] != whole[dim]]
-        if len(differ) != 1 or local[differ[0]] * self.world_size != whole[differ[0]]:
-            raise Unproven(f"a constant of {list(local)} is no part of one of {list(whole)}")
-        return Split(differ[0], (whole[differ[0]],))
+        for pieces in (0, *sorted({role.pieces for role in self.roles.values() if role.pieces})):
+            if len(differ) != 1 or whole[differ[0]] % (pieces or self.world_size):
+                continue
+            if share(whole[differ[0]], self.world_size, pieces)[self.rank] == local[differ[0]]:
+                return Split(differ[0], (whole[differ[0]],), pieces)
+        raise Unproven(f"a constant of {list(local)} is no part of one of {list(whole)}")
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         self.blame = self._groups.get(id(x), self.blame)
-        event, role, layer = self._next(None, name), self.roles.get(name), self.shadow.layers[name]
+        event, role = self._next(None, name), self.roles.get(name)
         split, whole_in, whole_out = self._splits.get(id(x)), event.whole[0], event.outputs[0]
         last = len(whole_in) - 1
         if role is not None and role.kind == "row":
             self.blame = frozenset([role.group])
-            if split != Split(last, (layer.in_features,)):
+            if split != role.split(last):
                 raise Unproven(f"the input of {name} is {_how(split)}, not cut by features in one piece")
             shape, answer = tuple(whole_out), None
             self._open = False
@@ -234,8 +249,8 @@ class Replay(Session):
                 raise Unproven(f"the input of {name} is {_how(split)}, which takes it whole")
             if tuple(x.shape) != tuple(whole_in):
                 raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(whole_in)}")
-            answer = Split(len(whole_out) - 1, role.segments) if role is not None else None
-            shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size)
+            answer = role.split(len(whole_out) - 1) if role is not None else None
+            shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size, self.rank)
             self._open |= answer is not None
         if self.has_origin(x):
             self._complete |= self.origin(x) or set()

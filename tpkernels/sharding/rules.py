@@ -31,10 +31,11 @@ class Call:
         splits: Sequence[Any],
         outputs: Sequence[tuple[int, ...]],
         world_size: int,
+        rank: int,
         mix: Callable[[int], None],
     ) -> None:
         self.whole, self.local, self.kwargs = whole, local, kwargs
-        self.splits, self.outputs, self.world_size = splits, outputs, world_size
+        self.splits, self.outputs, self.world_size, self.rank = splits, outputs, world_size, rank
         self.mix = mix
         """Tell that replicated argument i meets parts: its gradient is a sum over the ranks."""
 
@@ -65,18 +66,18 @@ def _dim(dim: int, ndim: int) -> int:
 def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None], mix: Callable[[int], None]) -> Split:
     """Broadcast arguments: those that are cut agree, those that are whole have size 1 where the others are cut."""
     ndim = max(len(shape) for shape in shapes)
-    cuts = {(ndim - len(shape) + s.dim, s.segments) for shape, s in zip(shapes, splits, strict=True) if s is not None}
+    cuts = {s.at(ndim - len(shape) + s.dim) for shape, s in zip(shapes, splits, strict=True) if s is not None}
     if len(cuts) != 1:
-        raise Unproven(f"arguments are cut in different ways: {sorted(cuts)}")
-    dim, segments = cuts.pop()
+        raise Unproven(f"arguments are cut in different ways: {', '.join(sorted(map(str, cuts)))}")
+    cut = cuts.pop()
     for index, (shape, split) in enumerate(zip(shapes, splits, strict=True)):
-        place = dim - (ndim - len(shape))
+        place = cut.dim - (ndim - len(shape))
         if split is not None:
             continue
         if place >= 0 and shape[place] != 1:
-            raise Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {dim}")
+            raise Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {cut.dim}")
         mix(index)
-    return Split(dim, segments)
+    return cut
 
 
 def _view(call: Call) -> Answer:
@@ -127,7 +128,7 @@ def _slice(call: Call) -> Answer:
     for local, size in ((False, shape[dim]), (True, call.local[0][dim])):
         start, stop = call.value(2, "start", None, local=local), call.value(3, "end", None, local=local)
         bounds.append(slice(start, stop).indices(size)[:2])
-    part, low, high = split.part(*bounds[0], call.world_size)
+    part, low, high = split.part(*bounds[0], call.world_size, call.rank)
     if bounds[1] != (low, high):
         raise Unproven(f"a slice takes {list(bounds[1])} of one rank's part, {[low, high]} would be right")
     return part
@@ -150,7 +151,7 @@ def _pieces(call: Call) -> Answer:
     found: list[Split | None] = []
     start = 0
     for output in call.outputs:
-        part, _, _ = split.part(start, start + output[dim], call.world_size)
+        part, _, _ = split.part(start, start + output[dim], call.world_size, call.rank)
         found.append(part)
         start += output[dim]
     return found
@@ -170,8 +171,10 @@ def _cat(call: Call) -> Answer:
     dim = _dim(call.value(1, "dim", 0), len(shapes[0]))
     if len({split.dim for split in splits}) != 1:
         raise Unproven("tensors cut in different dimensions are concatenated")
+    if len({split.pieces for split in splits}) != 1:
+        raise Unproven("tensors cut in different pieces are concatenated")
     if dim == splits[0].dim:
-        return Split(dim, tuple(size for split in splits for size in split.segments))
+        return Split(dim, tuple(size for split in splits for size in split.segments), splits[0].pieces)
     if len(set(splits)) != 1:
         raise Unproven("tensors cut in different ways are concatenated")
     first: Split = splits[0]
@@ -191,7 +194,7 @@ def _repeat(call: Call) -> Answer:
     repeats = call.whole[1]
     call.same((1, "repeats"))
     dim = call.cut().dim + len(repeats) - call.rank_of()
-    return Split(dim, call.cut().segments * repeats[dim])
+    return Split(dim, call.cut().segments * repeats[dim], call.cut().pieces)
 
 
 def _repeat_interleave(call: Call) -> Answer:
@@ -201,9 +204,9 @@ def _repeat_interleave(call: Call) -> Answer:
         raise Unproven("elements of a cut tensor are repeated unevenly")
     if _dim(call.value(2, "dim", 0), call.rank_of()) != split.dim:
         return split
-    if not split.even(call.world_size):
+    if not split.whole_pieces(call.world_size):
         raise Unproven(f"{list(split.segments)} do not divide over {call.world_size} ranks", count=min(split.segments))
-    return Split(split.dim, tuple(size * times for size in split.segments))
+    return Split(split.dim, tuple(size * times for size in split.segments), split.pieces)
 
 
 def _along(position: int, name: str) -> Callable[[Call], Answer]:
@@ -248,13 +251,14 @@ def _norm(call: Call) -> Answer:
 
 
 def _mm(call: Call) -> Answer:
-    a, b = call.splits[0], call.splits[1]
+    a: Split | None = call.splits[0]
+    b: Split | None = call.splits[1]
     if a is not None and a.dim == 0 and b is None:
         call.mix(1)
-        return Split(0, a.segments)
+        return a
     if b is not None and b.dim == 1 and a is None:
         call.mix(0)
-        return Split(1, b.segments)
+        return b
     raise Unproven("a product sums over the dimension that is cut")
 
 
@@ -265,19 +269,20 @@ def _addmm(call: Call) -> Answer:
         raise Unproven("a whole matrix is added to a product that is cut")
     call.mix(0)
     call.mix(2)
-    return Split(0, call.splits[1].segments)
+    return call.cut(1)
 
 
 def _bmm(call: Call, first: int = 0) -> Answer:
-    a, b = call.splits[first], call.splits[first + 1]
+    a: Split | None = call.splits[first]
+    b: Split | None = call.splits[first + 1]
     if a is not None and a == b and a.dim == 0:
-        return Split(0, a.segments)
+        return a
     if a is not None and b is None and a.dim == 1:
         call.mix(first + 1)
-        return Split(1, a.segments)
+        return a
     if b is not None and a is None and b.dim == 2:
         call.mix(first)
-        return Split(2, b.segments)
+        return b
     raise Unproven("a batched product mixes parts of different ranks")
 
 
@@ -291,9 +296,10 @@ def _baddbmm(call: Call) -> Answer:
 def _attention(call: Call) -> Answer:
     """Scaled dot product attention of q, k, v ``[B, H, S, D]``, cut by heads; the mask is whole or cut alike."""
     q, k, v = (call.cut(index) for index in range(3))
-    if not (q.dim == k.dim == v.dim and q.dim in (0, 1) and k.segments == v.segments and len(q.segments) == 1):
+    if not (k == v and q.at(k.dim) == q and q.pieces == k.pieces and q.dim in (0, 1) and len(q.segments) == 1):
         raise Unproven("queries, keys and values are cut in different ways")
-    if q.segments[0] % k.segments[0] or not (q.even(call.world_size) and k.even(call.world_size)):
+    whole = q.whole_pieces(call.world_size) and k.whole_pieces(call.world_size)
+    if q.segments[0] % k.segments[0] or not whole:
         count = min(q.segments[0], k.segments[0])
         raise Unproven(f"{count} heads do not divide over {call.world_size} ranks", count=count)
     masks = [i for i in range(3, len(call.whole)) if isinstance(call.whole[i], tuple)]
@@ -313,7 +319,7 @@ def _attention(call: Call) -> Answer:
 def _mask(call: Call, shape: tuple[int, ...], split: Split | None, q: Split, mix: Callable[[], None]) -> None:
     place = q.dim - (call.rank_of() - len(shape))
     if split is not None:
-        if split.dim != place or split.segments != q.segments:
+        if split != q.at(place):
             raise Unproven("the attention mask is cut in another way than the queries")
     elif place >= 0 and shape[place] != 1:
         raise Unproven("the attention mask is whole and different for every head")
@@ -362,6 +368,7 @@ def _vector_norm(call: Call) -> Answer:
         [call.cut()],
         call.outputs,
         call.world_size,
+        call.rank,
         call.mix,
     )
     return _reduce(moved)

@@ -3,6 +3,9 @@
 Owns: the hypotheses.  A model's code may count on sizes that a rank does not have: attributes such as ``num_heads``,
 and the layout of packed projections.  Attributes of one rank's value, layouts of segments, and copies of key-value
 heads are guesses; the replay decides, so that a wrong guess costs time and nothing else.
+
+Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts where each rank gets some; then ranks differ in
+their sizes and attributes, and a proof is a replay for each kind of rank.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import torch
 
 from tpkernels.partition import chunk_sizes
 from tpkernels.sharding.groups import Group
-from tpkernels.sharding.layout import Unproven
-from tpkernels.sharding.replay import Replay, Role
+from tpkernels.sharding.layout import Unproven, share
+from tpkernels.sharding.replay import Replay, Role, unlike_ranks
 from tpkernels.sharding.trace import Recording, Scope, Shadow, Shape
 
-__all__ = ["Copies", "Proof", "Search"]
+__all__ = ["Attributes", "Copies", "Proof", "Search", "Whole"]
 
-Attributes = dict[tuple[str, str], int]
+Attributes = dict[tuple[str, str], tuple[int, ...]]
+"""By module and name: the value on each rank."""
+Whole = dict[tuple[str, str], int]
 MAX_BITS = 6
 MAX_ATTEMPTS = 160
 NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad")
@@ -47,11 +52,21 @@ class Proof:
 
     segments: Mapping[str, tuple[int, ...]]
     attributes: Attributes
-    """One rank's values."""
-    whole_attributes: Attributes = field(default_factory=dict)
+    whole_attributes: Whole = field(default_factory=dict)
     """Values of the whole model that copies of key-value heads change."""
     copies: Mapping[str, Copies] = field(default_factory=dict)
     heads: int = 0
+    pieces: int = 0
+    """Where heads do not divide: how many there are to be cut, of query or of key and value."""
+
+    def each(self, world_size: int) -> str:
+        """What a rank has."""
+        if not self.heads:
+            return "by features"
+        if not self.pieces:
+            return f"{self.heads} heads, {self.heads // world_size} per rank"
+        sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
+        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts"
 
 
 class Search:
@@ -62,6 +77,8 @@ class Search:
         self._calls = {scope.name: scope for scope in reversed(recording.scopes)}
         self._queries = 0
         """The largest number of heads that the attempts of one group saw."""
+        self._counts: dict[int, Unproven] = {}
+        """Numbers of heads that stood against the attempts of one group, in order."""
 
     def scope_of(self, group: Group) -> Scope:
         """The innermost module that was called and holds all layers of the group."""
@@ -91,39 +108,114 @@ class Search:
         """
         scope = self.scope_of(group)
         failures: list[Unproven] = []
-        self._queries = 0
-        for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures)):
+        self._queries, self._counts = 0, {}
+        proof = self._try_all(group, scope, failures)
+        if proof is not None:
+            return proof
+        counted = [failure for failure in failures if failure.count]
+        known = dict(self._counts)
+        for heads in dict.fromkeys([failure.count for failure in counted] + [1]):
+            proof = self._with_copies(group, scope, heads, lcm(heads, self.world_size))
+            if proof is not None:
+                return proof
+        proof = self._unevenly(group, scope) or self._uneven_copies(group, scope)
+        if proof is not None:
+            return proof
+        if counted:  # of query, key and value in one, "3 heads" are these
+            raise max(counted[:1] + list(known.values()), key=lambda failure: failure.count)
+        likely = [failure.reason for failure in known.values() if failure.count >= self.world_size]
+        raise Unproven(likely[0]) if likely else failures[0]
+
+    def _try_all(self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0) -> Proof | None:
+        """The first hypothesis that holds; why the others do not is added to ``failures``."""
+        for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures, pieces)):
             if number >= MAX_ATTEMPTS:
                 break
             try:
-                heads = self._attempt(self.recording, scope, group, segments, attributes, self.world_size)
+                heads = self._attempt(self.recording, scope, group, segments, attributes, self.world_size, pieces)
             except Unproven as error:
                 failures.append(error)
                 continue
-            return Proof(segments, attributes, heads=heads)
-        counted = [failure for failure in failures if failure.count]
-        for heads in dict.fromkeys([failure.count for failure in counted] + [1]):
-            proof = self._with_copies(group, scope, heads)
+            return Proof(segments, attributes, heads=heads, pieces=pieces)
+        return None
+
+    def _unevenly(self, group: Group, scope: Scope) -> Proof | None:
+        """Some ranks with more heads than others; a number that fails may tell the right one (key-value heads)."""
+        tried = set[int]()
+        while True:
+            numbers = dict.fromkeys([*self._counts, *self._named(scope)])
+            pieces = next((count for count in numbers if count not in tried and self.can_be_cut(count)), 0)
+            if not pieces:
+                return None
+            tried.add(pieces)
+            proof = self._try_all(group, scope, [], pieces)
             if proof is not None:
                 return proof
-        raise counted[0] if counted else failures[0]
+
+    def _named(self, scope: Scope) -> list[int]:
+        """What the modules themselves call numbers of heads."""
+        prefix = f"{scope.name}." if scope.name else ""
+        inside = [
+            module for name, module in self.shadow.modules.items() if name == scope.name or name.startswith(prefix)
+        ]
+        named = [(key, value) for module in inside for key, value in vars(module).items() if type(value) is int]
+        return [value for key, value in named if "heads" in key or key == "n_head"]
+
+    def _uneven_copies(self, group: Group, scope: Scope) -> Proof | None:
+        """As many copies of key-value heads as go evenly with the queries, and unevenly over the ranks."""
+        sizes = sorted({self.shadow.layers[name].out_features for name in group.columns})
+        for queries in [*self._counts] if len(sizes) == 2 else []:
+            heads = sizes[0] * queries // sizes[1]
+            if sizes[1] % queries or heads < 1 or sizes[0] * queries % sizes[1] or queries % heads:
+                continue
+            total = next((t for t in range(2 * heads, queries + 1, heads) if not queries % t and self.can_be_cut(t)), 0)
+            proof = self._with_copies(group, scope, heads, total) if total else None
+            if proof is not None:
+                return proof
+        return None
+
+    def can_be_cut(self, pieces: int) -> bool:
+        """Whether ``torch.chunk`` gives every rank some of them, and not all the same."""
+        return pieces > 0 and pieces % self.world_size > 0 and 0 not in chunk_sizes(pieces, self.world_size)
 
     def hypotheses(
-        self, group: Group, scope: Scope, failures: list[Unproven]
+        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0
     ) -> Iterator[tuple[dict[str, tuple[int, ...]], Attributes]]:
         """Layouts by attributes, likely ones first; a layout whose heads do not divide is given up at once."""
         for segments, guessed in self._layouts(group, scope):
-            for attributes in self.attribute_sets([scope], self.world_size):
+            if not self.fits(group, segments, pieces):
+                failures.append(
+                    Unproven(f"{pieces} heads do not make up {[list(s) for s in segments.values()]} features")
+                )
+                continue
+            for attributes in self.attribute_sets([scope], self.world_size, pieces):
                 before = len(failures)
                 yield segments, attributes
                 if any(failure.count for failure in failures[before:]):
+                    for failure in failures[before:]:
+                        self._counts.setdefault(failure.count or 0, failure)
+                    self._counts.pop(0, None)
                     if guessed:  # the number of heads of a layout that the model may not have
                         failures[before:] = [Unproven(failure.reason) for failure in failures[before:]]
                     break
 
-    def roles(self, group: Group, segments: Mapping[str, tuple[int, ...]], number: int = 0) -> dict[str, Role]:
-        found = {name: Role("column", segments[name], number) for name in group.columns}
-        return found | {name: Role("row", (self.shadow.layers[name].in_features,), number) for name in group.rows}
+    def fits(self, group: Group, segments: Mapping[str, tuple[int, ...]], pieces: int) -> bool:
+        """Whether the layers' features are made of ``pieces``, and the tables' columns are these."""
+        layers = self.shadow.layers
+        if not pieces:
+            return True
+        tables = [sum(segments[name]) for name in group.columns if layers[name].kind == "embedding"]
+        sizes = [size for some in segments.values() for size in some] + [
+            layers[name].in_features for name in group.rows
+        ]
+        return all(size % pieces == 0 for size in sizes) and all(size == pieces for size in tables)
+
+    def roles(
+        self, group: Group, segments: Mapping[str, tuple[int, ...]], number: int = 0, pieces: int = 0
+    ) -> dict[str, Role]:
+        found = {name: Role("column", segments[name], number, pieces) for name in group.columns}
+        rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
+        return found | {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
 
     def _attempt(
         self,
@@ -133,15 +225,18 @@ class Search:
         segments: Mapping[str, tuple[int, ...]],
         attributes: Attributes,
         world_size: int,
+        pieces: int = 0,
     ) -> int:
         """The number of heads, or 0."""
-        replay = Replay(self.shadow, recording, self.roles(group, segments), attributes, world_size)
-        try:
-            replay.run_scope(scope)
-        finally:
-            self._queries = max(self._queries, replay.heads.get(0, 0))
+        roles = self.roles(group, segments, pieces=pieces)
+        for rank in unlike_ranks(roles, world_size):
+            replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
+            try:
+                replay.run_scope(scope)
+            finally:
+                self._queries = max(self._queries, replay.heads.get(0, 0))
         for name, sizes in segments.items():
-            if any(0 in chunk_sizes(size, world_size) for size in sizes):
+            if any(0 in share(size, world_size, pieces) for size in sizes):
                 raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
         return replay.heads.get(0, 0)
 
@@ -180,16 +275,17 @@ class Search:
             found.append(tuple(b - a for a, b in pairwise(ends)))
         return [sizes for sizes in found if sum(sizes) == size]
 
-    def attribute_sets(self, scopes: Sequence[Scope], world_size: int) -> Iterator[Attributes]:
-        """Sets of attributes that could be numbers of features or heads, with one rank's values; small sets first."""
-        bits = self._bits(scopes, world_size) if world_size > 1 else []
+    def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
+        """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
+        pieces = pieces or world_size
+        bits = self._bits(scopes, pieces) if world_size > 1 else []
         for count in range(len(bits) + 1):
             for chosen in combinations(bits, count):
-                yield {key: value // world_size for bit in chosen for key, value in bit.items()}
+                yield {key: share(value, world_size, pieces) for bit in chosen for key, value in bit.items()}
 
-    def _bits(self, scopes: Sequence[Scope], world_size: int) -> list[Attributes]:
+    def _bits(self, scopes: Sequence[Scope], pieces: int) -> list[Whole]:
         numbers: set[int] = set()
-        found: dict[tuple[type, str, int], Attributes] = {}
+        found: dict[tuple[type, str, int], Whole] = {}
         for scope in scopes:
             for event in self.recording.events[scope.start : scope.stop]:
                 numbers.update(*event.outputs)
@@ -197,7 +293,7 @@ class Search:
             for name, module in self.shadow.modules.items():
                 inside = name == scope.name or name.startswith(prefix)
                 for attribute, value in vars(module).items() if inside and name not in self.shadow.layers else ():
-                    if type(value) is not int or value < 2 or value % world_size or value not in numbers:
+                    if type(value) is not int or value < 2 or value % pieces or value not in numbers:
                         continue
                     if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
                         continue
@@ -205,7 +301,7 @@ class Search:
         ranked = sorted(found, key=lambda key: ("head" not in key[1] or "dim" in key[1] or "size" in key[1], key[1]))
         return [found[key] for key in ranked[:MAX_BITS]]
 
-    def _with_copies(self, group: Group, scope: Scope, heads: int) -> Proof | None:
+    def _with_copies(self, group: Group, scope: Scope, heads: int, total: int) -> Proof | None:
         """Grouped queries whose key-value heads do not divide: every rank computes those that its queries need.
 
         Copies of a head stand next to each other, as the model's own repetition of heads for its queries does; that it
@@ -216,14 +312,14 @@ class Search:
         if not narrow or len({sizes[name] for name in narrow}) > 1 or sizes[narrow[0]] % heads:
             return None
         features = sizes[narrow[0]] // heads
-        queries, total = widest // features, lcm(heads, self.world_size)
-        if widest % features or queries % total or queries != self._queries:
+        queries = widest // features
+        if widest % features or queries % total or queries not in (self._queries, *self._counts):
             return None  # where queries were not seen as so many heads, features would be taken for heads
         segments = {name: (size,) for name, size in sizes.items()}
         if heads > 1 and not self._provable(group, scope, segments, heads):
             return None
-        module = self.shadow.modules[scope.name]
-        whole: Attributes = {}
+        module, pieces = self.shadow.modules[scope.name], total if total % self.world_size else 0
+        whole: Whole = {}
         if getattr(module, "num_key_value_groups", None) == queries // heads:
             whole[scope.name, "num_key_value_groups"] = queries // total
         counted = getattr(module, "num_key_value_heads", None) == heads
@@ -235,15 +331,16 @@ class Search:
         except (RuntimeError, ValueError, TypeError, AssertionError):
             return None
         segments |= {name: (total * features,) for name in narrow}
-        for chosen in self.attribute_sets([scope], self.world_size):
-            attributes = whole | chosen
+        for chosen in self.attribute_sets([scope], self.world_size, pieces):
+            attributes = {key: (value,) * self.world_size for key, value in whole.items()} | chosen
             if counted:
-                attributes[scope.name, "num_key_value_heads"] = total // self.world_size
+                attributes[scope.name, "num_key_value_heads"] = share(total, self.world_size, total)
             try:
-                self._attempt(recording, copied, group, segments, attributes, self.world_size)
+                self._attempt(recording, copied, group, segments, attributes, self.world_size, pieces)
             except Unproven:
                 continue
-            return Proof(segments, attributes, whole, dict.fromkeys(narrow, Copies(heads, total, features)), queries)
+            copies = dict.fromkeys(narrow, Copies(heads, total, features))
+            return Proof(segments, attributes, whole, copies, queries, pieces)
         return None
 
     def _provable(self, group: Group, scope: Scope, segments: Mapping[str, tuple[int, ...]], world_size: int) -> bool:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.nn.parameters import shard_parameter
 from tpkernels.sharding.filling import Target
-from tpkernels.sharding.originals import Original, local_of, whole_of
+from tpkernels.sharding.originals import Original, local_of
 
 __all__ = [
     "as_written",
@@ -48,13 +48,15 @@ FORMAT, VERSION, MANIFEST = "tpkernels.snapshot", 1, "snapshot.json"
 
 
 def as_written(original: Original) -> Tensor:
-    """The tensor of an original's shape that is given to DCP; one number as a vector.  Collective for packed ones."""
-    if len(original.parts) == 1:
+    """The tensor of an original's shape that is given to DCP; one number as a vector.
+
+    Collective for packed ones, and those that have a dimension for units.
+    """
+    if len(original.parts) == 1 and original.parts[0].units is None:
         tensor = original.parts[0].tensor.detach()
         return local_of(tensor).reshape(1) if tensor.dim() == 0 else tensor
-    tensors = [part.tensor for part in original.parts]
-    whole = whole_of(tensors, original.dim)
-    mesh = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
+    whole, tensor = original.whole(), original.parts[0].tensor
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
     return whole if mesh is None or mesh.ndim > 1 else shard_parameter(whole, mesh, original.dim).detach()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+from tpkernels.partition import chunk_sizes
+
 __all__ = [
     "STYLES",
     "Column",
@@ -30,7 +32,7 @@ class Column:
     """Replace a linear by a :class:`tpkernels.nn.ColumnParallelLinear`; the fields are its arguments.
 
     With ``segments`` (the sizes of query, key and value, say) by a
-    :class:`tpkernels.nn.PackedColumnParallelLinear`.
+    :class:`tpkernels.nn.PackedColumnParallelLinear`; ``units`` are then what ``unit`` is otherwise, one per segment.
     """
 
     sequence_parallel: bool = False
@@ -39,7 +41,14 @@ class Column:
     save_gathered: bool = False
     unit: int = 1
     segments: tuple[int, ...] = ()
+    units: tuple[int, ...] = ()
     implementation: str = "auto"
+
+    def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
+        """Of the ``total`` output features, those of each rank."""
+        sizes = self.segments or (total,)
+        units = self.units or (self.unit,) * len(sizes)
+        return _shares(sizes, units, world_size)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,10 @@ class Row:
     split_input: bool = False
     unit: int = 1
     implementation: str = "auto"
+
+    def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
+        """Of the ``total`` input features, those of each rank."""
+        return _shares((total,), (self.unit,), world_size)
 
 
 @dataclass(frozen=True)
@@ -82,11 +95,17 @@ class Features:
 class Heads:
     """Replace an ``nn.MultiheadAttention`` by a :class:`tpkernels.nn.ParallelMultiheadAttention`.
 
-    ``inner``: this is the output projection of one, which goes with it.
+    ``inner``: this is the output projection of one, which goes with it; ``unit``: features of a head.
     """
 
     inner: bool = False
+    unit: int = 1
     implementation: str = "auto"
+
+    def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
+        """Of the ``total`` features of query, key and value, or of the output projection, those of each rank."""
+        sizes = (total,) if self.inner else (total // 3,) * 3
+        return _shares(sizes, (self.unit,) * len(sizes), world_size)
 
 
 @dataclass(frozen=True)
@@ -164,6 +183,11 @@ def as_style(key: str, value: object, *, embedding: bool = False) -> Style:
     if embedding and isinstance(style, Row):
         return Vocabulary(style.implementation)
     return style
+
+
+def _shares(sizes: tuple[int, ...], units: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    cuts = [chunk_sizes(size, world_size, unit) for size, unit in zip(sizes, units, strict=True)]
+    return tuple(map(sum, zip(*cuts, strict=True)))
 
 
 def _from_torch(key: str, style: ColwiseParallel | RowwiseParallel | SequenceParallel) -> Style:

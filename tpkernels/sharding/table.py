@@ -71,6 +71,8 @@ def _style(style: Style) -> str:
     for option, value in options.items():
         if option == "segments":
             name += f" {'|'.join(map(str, value))}"
+        elif option == "units":
+            name += f" units={'|'.join(map(str, value))}"
         else:
             name += f" {option}" if value is True else f" {option}={value}"
     return name
@@ -87,8 +89,9 @@ def _totals(plan: ShardingPlan) -> list[str]:
         f"sent per rank in one step: {_bytes(plan.wire_bytes)}"
         + (f", of which {_bytes(plan.residual_bytes)} to make the residual whole" if plan.residual_bytes else ""),
     ]
-    for key, (whole, local) in plan.attributes.items():
-        lines.append(f"attribute {key}: {whole} -> {local}")
+    for key, (number, locals_) in plan.attributes.items():
+        each = "/".join(map(str, locals_ if len(set(locals_)) > 1 else locals_[:1]))
+        lines.append(f"attribute {key}: {number} -> {each}")
     if plan.random:
         lines.append(f"dropout differs by rank between: {', '.join(f'{a} .. {b}' for a, b in plan.random)}")
     return lines + [f"note: {note}" for note in plan.notes]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.ops.calling import exchange
 from tpkernels.sharding.digests import MODULUS, digest_of
-from tpkernels.sharding.originals import Original, local_of, meshes_of
+from tpkernels.sharding.originals import Original, meshes_of
 
 __all__ = ["Ranks", "add_up", "check_same"]
 
@@ -88,7 +88,7 @@ class Ranks:
         for original in originals:
             for part in original.parts:
                 if self.counts(part.tensor):
-                    share = digest_of(local_of(part.tensor), original.box(part).offsets)
+                    share = digest_of(part.local, original.box(part).offsets)
                     shares[original.name] = (shares.get(original.name, 0) + share) % MODULUS
         return add_up(self.exchange(f"{what}: digests", {"shares": shares}))
 
