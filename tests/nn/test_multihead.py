@@ -14,7 +14,8 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-WIDTH, HEADS, BATCH, QUERIES, KEYS = 24, 4, 3, 5, 7
+WIDTH, HEADS, BATCH, QUERIES, KEYS = 20, 5, 3, 4, 7
+"""5 heads are 3 and 2 on two ranks, 2, 2 and 1 on three: weights have a dimension for heads there."""
 
 
 def pair(**options: Any) -> tuple[nn.MultiheadAttention, ParallelMultiheadAttention]:
@@ -61,12 +62,13 @@ def equals_torchs() -> None:
         for mine, reference in zip(leaves[1], leaves[0], strict=True):
             close(whole(mine.grad), whole(reference.grad), f"gradient of an input of call {number}")
         parts = [parallel.query, parallel.key, parallel.value]
-        grads = torch.cat([whole(part.weight.grad) for part in parts])
+        grads = torch.cat([whole(part.weight.grad).reshape(WIDTH, WIDTH) for part in parts])
         close(grads, whole(plain.in_proj_weight.grad), f"gradient of the projections of call {number}")
-        close(whole(parallel.out_proj.weight.grad), whole(plain.out_proj.weight.grad), f"output of call {number}")
+        output = whole(parallel.out_proj.weight.grad).reshape(WIDTH, WIDTH)
+        close(output, whole(plain.out_proj.weight.grad), f"output of call {number}")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_attention_with_cut_heads_equals_torchs(ranks: Pools, world: int) -> None:
     ranks(world).run(equals_torchs, timeout=LIMIT_S)
 
@@ -82,14 +84,14 @@ def drops() -> tuple[Tensor, Tensor, Tensor]:
 def test_dropout_differs_between_the_heads_of_two_ranks(ranks: Pools) -> None:
     (y, zeros, number), other = ranks(2).run(drops, timeout=LIMIT_S)
     assert torch.equal(y, other[0]) and torch.equal(zeros, other[1]) and torch.equal(number, other[2])
-    assert not torch.equal(zeros[:, :2], zeros[:, 2:])
+    assert not torch.equal(zeros[:, :2], zeros[:, 3:])
     assert 0.3 < zeros.double().mean() < 0.7
 
 
 def refusals() -> list[str]:
     found = []
     for attention in (
-        nn.MultiheadAttention(6, 3),
+        nn.MultiheadAttention(6, 1),
         nn.MultiheadAttention(4, 2, kdim=3),
         nn.MultiheadAttention(4, 2, add_zero_attn=True),
     ):
@@ -102,7 +104,7 @@ def refusals() -> list[str]:
 
 def test_attention_that_cannot_be_cut_is_refused(ranks: Pools) -> None:
     heads, width, own = ranks(2).run(refusals, timeout=LIMIT_S)[0]
-    assert "3 heads, which do not divide over 2 ranks" in heads
+    assert "1 heads: over 2 ranks as torch.chunk cuts (1/0) some have none" in heads
     assert "another width" in width and "keys and values of its own" in own
 
 
@@ -124,7 +126,7 @@ def kept_for_backward(need_weights: bool) -> int:
 
 def test_scores_are_kept_only_where_weights_are_asked_for(ranks: Pools) -> None:
     """Otherwise torch's fused attention runs, which also rounds once where the steps by themselves round each."""
-    scores = BATCH * HEADS // 2 * 50 * 50
-    assert ranks(2).run(kept_for_backward, True, timeout=LIMIT_S) == [scores] * 2
+    scores = [BATCH * heads * 50 * 50 for heads in (3, 2)]
+    assert ranks(2).run(kept_for_backward, True, timeout=LIMIT_S) == scores
     for kept in ranks(2).run(kept_for_backward, False, timeout=LIMIT_S):
-        assert kept < scores / 2, kept
+        assert kept < min(scores) / 2, kept

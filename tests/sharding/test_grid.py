@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gloo
 
 STEPS = 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-HAS_BLOCKS = (*zoo.FAMILIES, "transformer")
+HAS_BLOCKS = (*zoo.FAMILIES, *zoo.UNEVEN, "transformer", "transformer 10")
 """Models with a residual that can be cut along the sequence."""
 RESIDUAL_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"attention_probs_dropout_prob": 0.0},
@@ -66,14 +66,14 @@ SLICE = {
         Cell("bert", False, "fp32", "dropout"),
         Cell("transformer", False, "bf16", "checkpoint"),
     ],
-    3: [Cell("qwen2", True, "fp32", "train"), Cell("opt", False, "fp32", "train")],
+    3: [Cell("qwen2", True, "fp32", "train"), Cell("opt 10", False, "fp32", "train")],
 }
 
 
 def grid() -> list[Cell]:
     cells = []
     for name, sequence, dtype, mode in product(
-        (*zoo.FAMILIES, *zoo.PLAIN), (False, True), DTYPES, ("train", "compile", "checkpoint", "dropout")
+        (*zoo.FAMILIES, *zoo.UNEVEN, *zoo.PLAIN), (False, True), DTYPES, ("train", "compile", "checkpoint", "dropout")
     ):
         drops = mode == "dropout"
         if (not sequence or name in HAS_BLOCKS) and (not drops or (name in RESIDUAL_DROPOUT and not sequence)):
