@@ -58,6 +58,8 @@ class Problem:
     """Why the ranks have no symmetric memory; None if they have."""
     out_dtype: torch.dtype | None = None
     """Of the result and of partials, if it is another one: of fp8 calls."""
+    activation: str | None = None
+    """What follows the product; of a gated one, ``n`` are the columns of both products."""
 
     @property
     def row_bytes(self) -> int:

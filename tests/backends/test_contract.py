@@ -16,6 +16,7 @@ from tests.ops.support import GATHER, REDUCE, SCATTER, Case, new_group
 from tpkernels.backends import chunked
 from tpkernels.comm.native import why_not
 from tpkernels.dispatch import OPS, Costs, Problem
+from tpkernels.ops.contract import GATED
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
 
@@ -87,6 +88,7 @@ def test_real_numbers_are_within_the_bound_of_fp64(ranks: Pools, world: int, nam
                 cases.append(small(op, name, integers=False, dtype=dtype).but(shape=shape, dim=len(shape) - 2))
         if op == GATHER:
             cases += [cases[-1].but(activation=activation) for activation in ("relu", "gelu", "gelu_tanh", "silu")]
+            cases += [cases[-1].but(activation=gated, ns=(9, 9)) for gated in GATED]
     ranks(world).run(judge_all, cases, "values", 2)
 
 

@@ -21,8 +21,6 @@ pytest.importorskip("triton")
 import tpkernels as tpk
 from tests.backends.contract import BASE, COLLECTIVES, JUDGES, exact_cases, parts_of, run
 from tests.backends.emulated import Emulation
-from tests.cuda.emulator import build
-from tests.kernels.interpreter import why_not
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case
 from tpkernels.backends import moves, symmetric
@@ -31,7 +29,7 @@ from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.contract import AllGather
+from tpkernels.ops.contract import GATED, AllGather
 from tpkernels.partition import Layout
 from tpkernels.testing.numeric import BoundExceeded, assert_bitwise_equal
 from tpkernels.testing.payload import payload
@@ -43,23 +41,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATIENCE_S = 180.0  # of one call on all ranks; alone on two cores the longest takes 10
 FORCED: dict[str, Any] = {"implementation": "symmetric"}
 EVEN = BASE.but(shape=(12, 24), **FORCED)  # equal shards for 2, 3 and 4 ranks
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    """Ranks in which Triton interprets."""
-    if why_not():
-        pytest.skip(why_not())
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        made = Pools()
-        yield made
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    folder = tmp_path_factory.mktemp("emulated")
-    return Emulation(str(build(folder)), str(folder))
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -97,6 +78,8 @@ def test_real_numbers_are_within_the_bound_of_fp64(pools: Pools, emulation: Emul
     cases = [case.but(sizes=None) if case.op != GATHER else case for case in cases]
     gathers = [case for case in cases if case.op == GATHER and case.dtype == torch.bfloat16]
     cases += [gathers[0].but(activation=name, call=1) for name in ("relu", "gelu", "gelu_tanh", "silu")]
+    cases += [gathers[0].but(activation=name, ns=(18, 18), call=2) for name in GATED]
+    cases.append(gathers[1].but(activation="swiglu", ns=(18, 18), bias=(False, True), dtype=torch.float16))
     cases += [gathers[1].but(ns=(70, 3), bias=(True, False), activation="silu", return_gathered=True, own_ns=True)]
     cases = [case.but(sizes=None if case.shape[case.axis] % world == 0 else uneven(case, world)) for case in cases]
     settings = replace(emulation, late_us=500, capability=90, multicast=world == 2)  # and descriptors, where they fit

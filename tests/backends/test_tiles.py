@@ -164,8 +164,9 @@ def test_the_lowest_rank_that_knows_tiles_which_run_is_followed(ranks: Ranks) ->
 
 def test_a_key_names_all_that_a_measurement_depends_on(ranks: Ranks) -> None:
     others = [replace(GEMM, **{name: value}) for name, value in (
-        ("gathers", False), ("m", 8), ("n", 8), ("k", 8), ("dtype", torch.float16), ("world_size", 2))]  # fmt: skip
-    assert len({tuning.key_of(gemm, ranks.device) for gemm in (GEMM, *others)}) == 7
+        ("gathers", False), ("m", 8), ("n", 8), ("k", 8), ("dtype", torch.float16), ("world_size", 2),
+        ("out_dtype", torch.float16), ("activation", "silu"), ("activation", "swiglu"))]  # fmt: skip
+    assert len({tuning.key_of(gemm, ranks.device) for gemm in (GEMM, *others)}) == 10
     assert ranks.device.name in ranks.key and "triton" in ranks.key
 
 
@@ -231,15 +232,22 @@ def test_tiles_are_agreed_for_calls_that_run_a_fused_kernel_alone(op: str, monke
     (offer,) = [o for o in symmetric.dispatch.implementations(op) if o.name == "symmetric"]
     assert offer.agree is not None
     large = Problem(op, 4096, 4096, 4096, torch.bfloat16, 4)
-    offer.agree(None, 1, large, LAYOUT)
+    device = Recorder()
+    group: Any = SimpleNamespace(symmetric=SimpleNamespace(device=device))
+    offer.agree(group, 1, large, LAYOUT)
     assert asked == [LAYOUT]
     few = Layout(1, (8,) * 4, 1)
-    offer.agree(None, 1, replace(large, m=32), few)
+    offer.agree(group, 1, replace(large, m=32), few)
     if op != "matmul_all_reduce":
-        offer.agree(None, 1, large, Layout.of((4096, 4096), 1, [1024] * 4))  # features
+        offer.agree(group, 1, large, Layout.of((4096, 4096), 1, [1024] * 4))  # features
     else:
-        offer.agree(None, 1, replace(large, n=8), LAYOUT)  # one shot
+        offer.agree(group, 1, replace(large, n=8), LAYOUT)  # one shot
+    fp8 = replace(large, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16)
+    offer.agree(group, 1, fp8, LAYOUT)  # a GPU without such a kernel
     assert asked == [LAYOUT]
+    device.capability = 89
+    offer.agree(group, 1, fp8, LAYOUT)
+    assert asked == [LAYOUT] * 2
 
 
 def launched(agreed: Tiles | None, n: int, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -249,7 +257,7 @@ def launched(agreed: Tiles | None, n: int, dtype: torch.dtype = torch.bfloat16) 
     )  # fmt: skip
     channel: Any = SimpleNamespace(device=Recorder())
     x, weight = torch.empty(4096, 1024, dtype=dtype), torch.empty(n, 1024, dtype=dtype)
-    return launches._config(context, channel, weight, x, launches._num_chunks(context, channel))
+    return launches._config(context, channel, (weight,), x, launches._num_chunks(context, channel))
 
 
 def test_agreed_tiles_reach_the_gemm_that_they_were_measured_for_and_chunks_follow_from_them() -> None:

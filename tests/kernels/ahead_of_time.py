@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.kernels.ptx_lint import lint
+from tpkernels.kernels.tiles import GATED
 
 TABLE = Path(__file__).with_name("resources.json")
 SHAPE = {"m": 8192, "n": 3584, "k": 4096, "world_size": 8}
@@ -96,6 +97,8 @@ def variants() -> list[Variant]:
             replace(gather, activation="gelu", bias=True),
             scatter,
             replace(gather, activation="swiglu", bias=True, sampled=capability == 90),
+            replace(gather, activation="swiglu", preactivation=True, sampled=False),
+            replace(gather, activation="geglu", bias=True, preactivation=True, sampled=capability == 90),
             replace(gather, even_k=False, pointers=True, bias=True, sampled=capability == 80),
             replace(gather, activation="gelu_tanh", bias=True, preactivation=True, sampled=False),
             replace(gather, dtype="float16", activation="silu", sampled=False),
@@ -113,6 +116,8 @@ def variants() -> list[Variant]:
             found += [
                 replace(gather, dtype="float8_e4m3fn", scale="row", bias=True, sampled=capability == 90),
                 replace(gather, dtype="float8_e4m3fn", scale="tensor", activation="swiglu", sampled=False),
+                replace(gather, activation="swiglu", pointers=True, preactivation=True, sampled=False),
+                replace(gather, activation="swiglu", transposed=True, sampled=False),
                 replace(gather, pointers=True, bias=True, sampled=False),
                 replace(scatter, dtype="float8_e4m3fn", scale="row", sampled=False),
             ]
@@ -127,7 +132,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         capability=variant.capability,
         num_sms={80: 108, 100: 148}.get(variant.capability, 132),
         dtype=variant.dtype,
-        dual=variant.activation == "swiglu",
+        dual=variant.activation in GATED,
         pointers=variant.pointers,
         moved_row_bytes=2 * shape["k"],
         **shape,
@@ -154,13 +159,14 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
     out = "bf16" if element == "fp8e4nv" else element
     if variant.kernel == "gather":
         kernel = importlib.import_module(f"{package}.all_gather_matmul").all_gather_matmul_kernel
-        dual = variant.activation == "swiglu"
+        dual = variant.activation in GATED
         types |= {
             "whole": matrix(config.block_m),
             "weight": matrix(config.block_n, variant.transposed),
-            "weight_up": matrix(config.block_n) if dual else None,
+            "weight_up": matrix(config.block_n, variant.transposed) if dual else None,
             "out": f"*{out}",
             "preactivation": f"*{out}" if variant.preactivation else None,
+            "preactivation_up": f"*{out}" if variant.preactivation and dual else None,
             "bias": f"*{out}" if variant.bias else None,
             "bias_up": f"*{out}" if variant.bias and dual else None,
             "scale_whole": "*fp32" if scaled else None,

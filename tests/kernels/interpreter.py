@@ -33,6 +33,8 @@ def why_not() -> str:
 
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    # Products are numpy's. OpenBLAS's kernels for Haswell and Zen compute a row otherwise at another place in its tile.
+    os.environ["OPENBLAS_CORETYPE"] = "Prescott"
     sys.setswitchinterval(0.0005)  # a kernel that polls must not starve the thread that it waits for
     import torch
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.kernels.interpreter import PACKAGE, load
 from tpkernels.partition import chunk_ranges, offsets
-from tpkernels.testing.numeric import Bounded, assert_bitwise_equal
+from tpkernels.testing.numeric import GATED, Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import payload
 
 PATIENCE = 400_000  # polls of the interpreter, about half a minute
@@ -170,18 +170,15 @@ def product(case: Case, x: Tensor, w: Tensor, bias: Tensor | None, sx: Tensor | 
 
 
 def expected_gather(case: Case, x: Tensor, parts: list[tuple[Tensor, Tensor | None, Tensor | None]],
-                    sx: Tensor | None) -> tuple[Bounded, Bounded]:  # fmt: skip
+                    sx: Tensor | None) -> tuple[list[Bounded], Bounded]:  # fmt: skip
     """(before, after) the activation, not yet rounded; `parts` are weight, bias and scale of gate and up."""
     sums = [product(case, x, w, bias, sx, sw) for w, bias, sw in parts]
     z = sums[0]
     if case.activation == "none":
-        return z, z
-    if case.activation != "swiglu":
-        return z, z.activation(case.activation, dtype=torch.float32, input_rounded=False)
-    gate, up = z.activation("silu", dtype=torch.float32, input_rounded=False), sums[1]
-    value = gate.value * up.value
-    error = gate.error * up.largest + gate.largest * up.error
-    return z, Bounded(value, error).rounded(torch.float32)
+        return sums, z
+    if case.activation not in GATED:
+        return sums, z.activation(case.activation, dtype=torch.float32, input_rounded=False)
+    return sums, z.gated(case.activation, sums[1], dtype=torch.float32, input_rounded=False)
 
 
 def gather(case: Case) -> list[Tensor]:
@@ -198,7 +195,7 @@ def gather(case: Case) -> list[Tensor]:
         whole, _ = padded(case.rows, case.k, case.dtype, device=case.device)
         start = offsets(case.shards)[case.rank]
         whole[start : start + case.shards[case.rank]] = case.place(x[start : start + case.shards[case.rank]])
-        names = ("gate", "up") if case.activation == "swiglu" else ("gate",)
+        names = ("gate", "up") if case.activation in GATED else ("gate",)
         sx = scales(case, "x", case.rows)
         parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         for name in names:
@@ -206,13 +203,15 @@ def gather(case: Case) -> list[Tensor]:
             bias = case.place(bias)
             parts.append((weights(case, call, name), bias if case.bias else None, scales(case, name, case.n)))
         out, margin = padded(case.rows, case.n, case.out_dtype or case.dtype, device=case.device)
-        before, _ = padded(case.rows, case.n, case.out_dtype or case.dtype, device=case.device)
+        before = [padded(case.rows, case.n, case.out_dtype or case.dtype, device=case.device)[0] for _ in names]
+        kept = before if case.preactivation else []
         up = parts[1] if len(parts) == 2 else (None, None, None)
         launch = partial(
             kernel.all_gather_matmul, whole, parts[0][0], out,
             kernel.Arrivals(case.order("all_gather"), signals, around.group, 7), case.config(),
             activation=case.activation, bias=parts[0][1], weight_up=up[0], bias_up=up[1], scale_whole=sx,
-            scale_weight=parts[0][2], scale_weight_up=up[2], preactivation=before if case.preactivation else None,
+            scale_weight=parts[0][2], scale_weight_up=up[2],
+            **dict(zip(("preactivation", "preactivation_up"), kept, strict=False)),
         )  # fmt: skip
         _run_beside(
             case, launch, threading.Thread(target=_arrive, args=(case, call, case.place(x), whole, signals, epoch))
@@ -220,10 +219,10 @@ def gather(case: Case) -> list[Tensor]:
         assert not around.failure.any(), around.told(case)
         rows_of_scale = [None if s is None else s.expand(n) for s, n in ((sx, case.rows), (parts[0][2], case.n))]
         full = [(w, b, None if s is None else s.expand(case.n)) for w, b, s in parts]
-        z, y = expected_gather(case, x, full, rows_of_scale[0])
+        sums, y = expected_gather(case, x, full, rows_of_scale[0])
         y.rounded(out.dtype).check(out, f"call {call}")
-        if case.preactivation:
-            z.rounded(out.dtype).check(before, f"preactivation of call {call}")
+        for name, z, found in zip(names, sums, kept, strict=False):
+            z.rounded(out.dtype).check(found, f"preactivation ({name}) of call {call}")
         assert_margin_untouched(margin, out)
         results.append(out.clone())
     return results

@@ -24,6 +24,7 @@ GATHER = {
     "fp16, silu": {"activation": "silu", "dtype": torch.float16, "rank": 2},
     "fp32, relu, transposed weight": {"activation": "relu", "dtype": torch.float32, "transposed": True, "rank": 1},
     "swiglu with halves": {"activation": "swiglu", "bias": True, "block": (16, 128, 16), "n": 150},
+    "geglu and both preactivations": {"activation": "geglu", "bias": True, "preactivation": True, "rank": 1},
     "descriptors": {"descriptors": True, "bias": True, "shards": (20, 37)},
     "descriptors, transposed weight": {"descriptors": True, "transposed": True, "shards": (20, 37)},
     "fp8, a scale per row": {**FP8, "scale": "row", "bias": True},
@@ -127,6 +128,10 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     "rows_of_the_next_tile": ("gather", "tiles.py", ("inside = (m_offsets[:, None] < rows) &", "inside ="), {}),
     "columns_past_k": ("gather", "tiles.py", ("< k - step * BLOCK_K", "< k - step * BLOCK_K + 8"), {}),
     "bf16_truncated": ("gather", "tiles.py", ("bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0"), {}),
+    "gate_and_up_exchanged": (
+        "gather", "all_gather_matmul.py", ("activate(acc, acc_up, ACTIVATION)", "activate(acc_up, acc, ACTIVATION)"),
+        {"activation": "swiglu"},
+    ),
     "scale_of_another_row": (
         "gather", "tiles.py", ("(row + m_offsets).to(tl.int64) * stride_scale", "m_offsets * stride_scale"),
         {**FP8, "scale": "row"},

@@ -20,8 +20,10 @@ import tpkernels as tpk
 from tests.ops.support import GATHER, PLACE, REDUCE, SCATTER, Case, new_group, operands
 from tpkernels import fp8
 from tpkernels.fp8 import DTYPE
+from tpkernels.ops.contract import GATED
 from tpkernels.testing.expected import (
     expected_all_gather_matmul,
+    expected_gated_matmul,
     expected_matmul_all_reduce,
     expected_matmul_reduce_scatter,
 )
@@ -88,7 +90,7 @@ def call(case: ScaledCase, x: Fp8, ws: Sequence[Fp8], bs: Sequence[Tensor | None
     settings |= {"gather_dim": case.dim, "shard_sizes": case.sizes, "activation": case.activation}
     result = tpk.all_gather_matmul(x[0], weight, group, return_gathered=case.return_gathered, **settings)
     y, *gathered = result if case.return_gathered else (result,)
-    return [*([y] if single else y), *gathered]
+    return [*([y] if isinstance(y, Tensor) else y), *gathered]
 
 
 def run(case: ScaledCase, parts: Parts, group: Any) -> list[Tensor]:
@@ -105,13 +107,19 @@ def _on(x: Fp8) -> Fp8:
 
 def judge(case: ScaledCase, parts: Parts, outs: Sequence[Tensor], rank: int) -> None:
     what = f"rank {rank}, {case}"
-    count = len(case.ns)
+    count = case.num_outputs
     assert all(out.is_contiguous() and out.dtype == case.dtype for out in outs[:count]), what
     xs, ws = [_exact(x) for x in parts.xs], [[_exact(w) for w in several] for several in parts.ws]
     if case.op == GATHER:
         whole = torch.cat(xs, case.axis)
         if case.return_gathered:
             _judge_gathered(case, parts, outs[count], outs[count + 1], what)
+        if case.activation in GATED:
+            expected_gated_matmul(
+                _once_rounded(whole), [_once_rounded(w) for w in ws[rank]], dtype=case.dtype, biases=parts.bs[rank],
+                activation=case.activation, input_rounded=False,
+            ).check(outs[0], what)  # fmt: skip
+            return
         for i, out in enumerate(outs[:count]):
             bias = parts.bs[rank][i]
             if case.integers:
@@ -212,6 +220,7 @@ def real_cases(name: str) -> list[ScaledCase]:
     found = [base.but(op=op, dtype=dtype) for op in SCALED for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     found += [base.but(activation=name, dtype=torch.float32) for name in ("relu", "gelu", "gelu_tanh", "silu")]
     found.append(base.but(shape=(20, 96), dim=1, activation="silu", per_x=("tensor",), per_w=("tensor",)))
+    found.append(base.but(ns=(40, 40), activation="swiglu", return_gathered=True, per_x=("tensor", "row")))
     return [case.but(call=number) for number, case in enumerate(found)]
 
 

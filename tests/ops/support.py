@@ -21,9 +21,11 @@ from torch.nn import functional as F
 
 import tpkernels as tpk
 from tpkernels.comm.native import native
+from tpkernels.ops.contract import GATED
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.expected import (
     expected_all_gather_matmul,
+    expected_gated_matmul,
     expected_matmul_all_reduce,
     expected_matmul_reduce_scatter,
 )
@@ -89,6 +91,10 @@ class Case:
             return self.sizes
         whole = self.ns[0] if self.op == SCATTER and self.axis == len(self.shape) - 1 else self.shape[self.axis]
         return array_split_sizes(whole, world)
+
+    @property
+    def num_outputs(self) -> int:
+        return 1 if self.activation in GATED else len(self.ns)
 
     def has_bias(self, i: int) -> bool:
         return self.bias[i] if isinstance(self.bias, tuple) else self.bias
@@ -164,10 +170,10 @@ def call(case: Case, own: tuple[Tensor, list[Tensor], list[Tensor | None]], grou
             **common,
         )
         y, gathered = result if case.return_gathered else (result, None)
-        return ([y] if single else y), gathered
+        return ([y] if isinstance(y, Tensor) else y), gathered
     if case.op == COPY:
         y = tpk.copy_matmul(x, weight, group, activation=case.activation, **common)
-        return ([y] if single else y), None
+        return ([y] if isinstance(y, Tensor) else y), None
     if case.op == SCATTER:
         y = tpk.matmul_reduce_scatter(x, weight, group, scatter_dim=case.dim, shard_sizes=case.sizes, **common)
         return [y], None
@@ -195,13 +201,18 @@ def run_and_check(case: Case, group: Any) -> list[Tensor]:
 
 def check_values(case: Case, parts: Operands, outs: list[Tensor], gathered: Tensor | None, rank: int) -> None:
     what = f"rank {rank}, {case}"
-    assert len(outs) == len(case.ns), what
+    assert len(outs) == case.num_outputs, what
     assert all(out.is_contiguous() for out in outs), f"{what}: strides"
     if case.op in (GATHER, COPY):
         whole = torch.cat(parts.xs, case.axis) if case.op == GATHER else parts.xs[rank]
         if case.return_gathered:
             assert gathered is not None
             assert_bitwise_equal(gathered, whole, f"{what}: gathered")
+        if case.activation in GATED:
+            expected_gated_matmul(
+                whole, parts.ws[rank], dtype=case.dtype, activation=case.activation, biases=parts.bs[rank]
+            ).check(outs[0], what)
+            return
         for i, out in enumerate(outs):
             w, b = parts.ws[rank][i], parts.bs[rank][i]
             if case.integers and case.activation in (None, "relu"):
@@ -271,12 +282,13 @@ def unfused_fp64(case: Case, parts: Operands) -> list[list[Tensor]]:
         "gelu": F.gelu,
         "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
         "silu": F.silu,
-    }[case.activation]
+    }[GATED.get(case.activation or "", case.activation)]
     if case.op in (GATHER, COPY):
         wholes = [torch.cat(parts.xs, case.axis)] * world if case.op == GATHER else [parts.xs[0]] * world
         results = []
         for rank in range(world):
-            outs = [act(F.linear(wholes[rank], w, b)) for w, b in zip(parts.ws[rank], parts.bs[rank], strict=True)]
+            outs = [F.linear(wholes[rank], w, b) for w, b in zip(parts.ws[rank], parts.bs[rank], strict=True)]
+            outs = [act(outs[0]) * outs[1]] if case.activation in GATED else [act(out) for out in outs]
             results.append([*outs, wholes[rank]] if case.return_gathered else outs)
         return results
     total = sum(F.linear(x, w[0]) for x, w in zip(parts.xs, parts.ws, strict=True))

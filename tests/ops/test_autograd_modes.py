@@ -86,6 +86,7 @@ def gradcheck() -> int:
     cases = [
         Case(GATHER, (2 * world, 3), ns=(2, 1), activation="gelu", return_gathered=True, **base),
         Case(GATHER, (2, world), dim=-1, ns=(2,), save_gathered=True, activation="gelu_tanh", **base),
+        Case(GATHER, (2 * world, 2), ns=(2, 2), activation="swiglu", **base),
         Case(SCATTER, (world + 1, 2 * world), ns=(2,), implementation="unfused", **base),
         Case(SCATTER, (2, world), ns=(world + 1,), dim=-1, **base),
         Case(REDUCE, (2, 2 * world), ns=(2,), **base),
@@ -105,7 +106,7 @@ def gradcheck() -> int:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_the_derivatives_of_the_whole_jobs_loss(ranks: Pools, world: int) -> None:
-    assert ranks(world).run(gradcheck, timeout=120) == [6] * world
+    assert ranks(world).run(gradcheck, timeout=120) == [7] * world
 
 
 # ---------------------------------------------------------------- no gradients, twice the gradient

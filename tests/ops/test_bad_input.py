@@ -112,6 +112,21 @@ BAD: dict[str, tuple[Call, str, bool]] = {
         r"activation must be None or one of .*'gelu'.*'silu'.*, got 'tanh'",
         True,
     ),
+    "a gate without an up": (
+        lambda g: tpk.all_gather_matmul(t(4, 8), t(5, 8), g, activation="swiglu"),
+        r"activation 'swiglu' takes two weights of one shape, \(gate, up\), got shapes \[\(5, 8\)\]",
+        True,
+    ),
+    "gate and up of two sizes": (
+        lambda g: tpk.all_gather_matmul(t(4, 8), [t(5, 8), t(6, 8)], g, activation="geglu"),
+        r"activation 'geglu' takes two weights of one shape, \(gate, up\), got shapes \[\(5, 8\), \(6, 8\)\]",
+        True,
+    ),
+    "gate and up of two sizes, nothing sent": (
+        lambda g: tpk.copy_matmul(t(4, 8), [t(5, 8), t(6, 8)], g, activation="swiglu"),
+        r"activation 'swiglu' takes two weights of one shape",
+        False,
+    ),
     "unknown implementation": (
         lambda g: tpk.all_gather_matmul(t(4, 8), t(5, 8), g, implementation="fused"),
         r"implementation.*'fused'|'fused'.*implementation",

@@ -140,6 +140,12 @@ def test_gradients_of_several_weights_activations_and_the_gathered_input(ranks: 
                 }
                 cases.append(fp64(GATHER, (12, 8), ns=(5, 3), bias=(True, False), own_ns=True, **options))
         cases.append(fp64(COPY, (2, 6, 8), ns=(5, 3), bias=(False, True), activation=activation, own_ns=True))
+    for number, gated in enumerate(("swiglu", "geglu")):
+        for save in (False, True):
+            options = {"activation": gated, "save_gathered": save, "return_gathered": save == bool(number)}
+            cases += in_all(fp64(GATHER, (12, 8), ns=(5, 5), bias=(True, False), own_ns=True, **options))
+        cases.append(fp64(GATHER, (3, 6), dim=-1, ns=(5, 5), activation=gated))
+        cases.append(fp64(COPY, (2, 6, 8), ns=(5, 5), activation=gated, own_ns=True))
     ranks(world).run(check_cases, cases, 2, [(True, True, True), (False, True, True), (True, False, False)])
 
 

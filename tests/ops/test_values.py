@@ -134,6 +134,22 @@ def test_every_activation_is_applied_after_the_bias(ranks: Pools, world: int) ->
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_a_gated_activation_makes_one_output_of_gate_and_up(ranks: Pools, world: int) -> None:
+    gated = Case(GATHER, (12, 16), ns=(7, 7), activation="swiglu")
+    cases = []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
+        for bias in (False, True, (True, False), (False, True)):
+            activation = ("swiglu", "geglu")[(number + world) % 2]
+            cases += in_all(gated.but(dtype=dtype, bias=bias, activation=activation, own_ns=bias is True), world)
+    sizes = (5, 0, 3, 4)[:world]
+    cases += in_all(gated.but(shape=(sum(sizes), 16), sizes=sizes, return_gathered=True, bias=True), world)
+    cases += in_all(gated.but(shape=(3, 5 * sum(sizes), 16), dim=1, sizes=tuple(5 * s for s in sizes)), world)
+    cases += in_all(gated.but(shape=(3, 12), dim=-1, bias=True, strided=True, activation="geglu"), world)
+    cases += in_all(gated.but(op=COPY, shape=(2, 5, 16), bias=True), world)
+    ranks(world).run(check_all, cases, 3)
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_inputs_need_not_be_contiguous(ranks: Pools, world: int) -> None:
     cases = []
     for op in FUSED:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tpkernels import fp8
 from tpkernels.comm import timeline
 from tpkernels.fp8 import Operand, Scaled
-from tpkernels.ops.contract import AllGatherMatmul, activation_forward
+from tpkernels.ops.contract import GATED, AllGatherMatmul, activation_forward
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -49,31 +49,57 @@ def gemm(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None = None) -
 
 
 class Epilogue:
-    """The outputs of one all-gather GEMM, filled row range by row range: GEMMs, biases, activation."""
+    """The outputs of one all-gather GEMM, filled row range by row range: GEMMs, biases, activation.
+
+    What goes into an activation and is not kept has rows for one ``fill`` only.
+    """
 
     def __init__(self, call: AllGatherMatmul, rows: int | None = None) -> None:
         """``rows``: of the outputs, by default those of the whole."""
         self.call, dtype = call, call.out_dtype or call.x.dtype
         rows = call.layout.total_rows if rows is None else rows
-        self.outs = [call.x.new_empty(rows, matrix.shape[1], dtype=dtype) for matrix in call.matrices]
+        outs = 1 if call.gated else len(call.matrices)
+        self.outs = [call.x.new_empty(rows, matrix.shape[1], dtype=dtype) for matrix in call.matrices[:outs]]
         keep = call.keep_preactivation and call.activation is not None
-        self.preactivations = [torch.empty_like(out) for out in self.outs] if keep else []
+        columns = [matrix.shape[1] for matrix in call.matrices] if keep else []
+        self.preactivations = [call.x.new_empty(rows, count, dtype=dtype) for count in columns]
+        self._scratch: Tensor | None = None
 
     def fill(self, x: Tensor, start: int) -> None:
         """Compute the rows of the whole that begin at ``start`` from their gathered input rows ``x``."""
         call, stop = self.call, start + x.shape[0]
         operand = call.operand(x)
+        if call.gated:
+            self._fill_gated(operand, start, stop)
+            return
         for i, (matrix, bias) in enumerate(zip(call.matrices, call.biases, strict=True)):
             out = self.outs[i][start:stop]
             if call.activation is None:
                 gemm(operand, matrix, out, bias)
                 continue
-            if call.packed:
-                before = torch.empty_like(out, dtype=torch.float32)  # sums are there in fp32: nothing rounds before
-            else:
-                before = self.preactivations[i][start:stop] if self.preactivations else out
+            before = self._before(i, out, start)
             gemm(operand, matrix, before, bias)
             out.copy_(activation_forward(call.activation, before))
+
+    def _fill_gated(self, operand: Operand, start: int, stop: int) -> None:
+        call, out = self.call, self.outs[0][start:stop]
+        gate, up = self._before(0, out, start), self._before(1, out, start)
+        for before, matrix, bias in zip((gate, up), call.matrices, call.biases, strict=True):
+            gemm(operand, matrix, before, bias)
+        assert call.activation is not None
+        torch.mul(activation_forward(GATED[call.activation], gate), up, out=out)
+
+    def _before(self, i: int, out: Tensor, start: int) -> Tensor:
+        """Where the rows of product i go that make ``out``: where they are kept, or the rows of ``out`` itself."""
+        if self.call.packed:
+            return torch.empty_like(out, dtype=torch.float32)  # sums are there in fp32: nothing rounds before
+        if self.preactivations:
+            return self.preactivations[i][start : start + out.shape[0]]
+        if i == 0 or not self.call.gated:
+            return out
+        if self._scratch is None or self._scratch.shape[0] < out.shape[0]:
+            self._scratch = torch.empty_like(out)
+        return self._scratch[: out.shape[0]]
 
     def fill_scattered(self, x: Tensor, index: Tensor) -> None:
         """The same for rows that lie apart: ``index`` names the row of the whole of each row of ``x``."""

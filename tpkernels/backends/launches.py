@@ -32,32 +32,48 @@ Launch = Callable[[], None]
 def gather_launches(
     context: Context, channel: Channel, call: AllGatherMatmul, whole: Tensor, epilogue: Epilogue
 ) -> tuple[list[Launch], int]:
-    """The GEMMs of one gather, one per weight, and the number of chunks that they expect of every shard."""
+    """The GEMMs of one gather, one per output, and the number of chunks that they expect of every shard."""
     from tpkernels.kernels import all_gather_matmul as kernel
 
     x, scale_x = _numbers(call.operand(whole))
     num_chunks = _num_chunks(context, channel)
     launches: list[Launch] = []
-    for i, matrix in enumerate(call.matrices):
-        numbers, scale_weight = _numbers(matrix)
-        weight, out, bias = numbers.t(), epilogue.outs[i], call.biases[i]
-        config = _config(context, channel, weight, x, num_chunks)
+    for i, out in enumerate(epilogue.outs):
+        parts = (0, 1) if call.gated else (i,)
+        operands = [_numbers(call.matrices[part]) for part in parts]
+        weights = _alike([numbers.t() for numbers, _ in operands])
+        biases = _all_or_none([call.biases[part] for part in parts], out)
+        config = _config(context, channel, weights, x, num_chunks)
         arrivals = kernel.Arrivals(
             order=_order(channel, "all_gather_order", call.layout, config), signals=channel.flags,
             group=_table(channel), op=channel.op("all_gather_matmul"),
         )  # fmt: skip
         settings: dict[str, Any] = {
             "activation": call.activation or "none",
-            "bias": None if bias is None else bias.contiguous(),
-            "preactivation": epilogue.preactivations[i] if epilogue.preactivations else None,
             "scale_whole": scale_x,
-            "scale_weight": scale_weight,
+            "weight_up": weights[1] if call.gated else None,
         }
-        launch = partial(kernel.all_gather_matmul, x, weight, out, arrivals, config, **settings)
-        operands = (x, weight, settings["bias"], settings["preactivation"], scale_weight)
-        _rehearse(channel, ("gather", config, settings["activation"]), operands, launch)
+        for suffix, part, bias, (_, scale) in zip(("", "_up"), parts, biases, operands, strict=False):
+            settings[f"bias{suffix}"], settings[f"scale_weight{suffix}"] = bias, scale
+            settings[f"preactivation{suffix}"] = epilogue.preactivations[part] if epilogue.preactivations else None
+        launch = partial(kernel.all_gather_matmul, x, weights[0], out, arrivals, config, **settings)
+        tensors = [x, weights[0], *(value for value in settings.values() if not isinstance(value, str))]
+        _rehearse(channel, ("gather", config, settings["activation"], call.out_dtype), tensors, launch)
         launches.append(launch)
     return launches, num_chunks
+
+
+def _alike(weights: Sequence[Tensor]) -> list[Tensor]:
+    """With equal strides, because one kernel walks gate and up: those of parameters are; others are copied."""
+    alike = len({weight.stride() for weight in weights}) == 1
+    return [weight if alike else weight.contiguous() for weight in weights]
+
+
+def _all_or_none(biases: Sequence[Tensor | None], like: Tensor) -> list[Tensor | None]:
+    """Of gate and up: zeros stand for one that is missing."""
+    if all(bias is None for bias in biases):
+        return list(biases)
+    return [like.new_zeros(like.shape[1]) if bias is None else bias.contiguous() for bias in biases]
 
 
 def scatter_launch(
@@ -72,7 +88,7 @@ def scatter_launch(
     (x, scale_x), (matrix, scale_weight), device = _numbers(call.xs[-1]), _numbers(call.matrices[-1]), channel.device
     weight = matrix.t()
     num_chunks = _num_chunks(context, channel)
-    config = _config(context, channel, weight, x, num_chunks)
+    config = _config(context, channel, (weight,), x, num_chunks)
     starts = [part.address - parts[0].address for part in parts]
     offsets = channel.remember(("starts", *starts), lambda: device.upload(starts, torch.int64))
     flags = [channel.flag(owner * num_chunks) for owner in range(channel.size)]
@@ -103,7 +119,7 @@ def _num_chunks(context: Context, channel: Channel) -> int:
     return min(context.num_chunks, config.num_chunks) if context.problem.m else 1
 
 
-def _config(context: Context, channel: Channel, weight: Tensor, x: Tensor, num_chunks: int) -> GemmConfig:
+def _config(context: Context, channel: Channel, weights: Sequence[Tensor], x: Tensor, num_chunks: int) -> GemmConfig:
     """Tiles for this rank's operands, which may lie otherwise than its peers' do.
 
     Measured tiles are for the GEMM of the whole problem; they serve where the pure function takes the two for alike.
@@ -111,8 +127,8 @@ def _config(context: Context, channel: Channel, weight: Tensor, x: Tensor, num_c
     from tpkernels.kernels.operands import descriptors_fit, weight_descriptor_fits
 
     device, usual = channel.device, gemm_of(context.problem)
-    own = replace(usual, n=weight.shape[0], k=x.shape[1], dtype=x.dtype)
-    pointers = not (descriptors_fit(x) and weight_descriptor_fits(weight))
+    own = replace(usual, n=weights[0].shape[0], k=x.shape[1], dtype=x.dtype)
+    pointers = not (descriptors_fit(x) and all(map(weight_descriptor_fits, weights)))
     found = own.configure(device, pointers=pointers)
     if context.agreed is not None and found.tiles == usual.configure(device).tiles:
         found = own.configure(device, pointers=pointers, tiles=context.agreed)

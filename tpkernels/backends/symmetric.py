@@ -58,6 +58,7 @@ from tpkernels.backends.moves import (
 from tpkernels.comm.cuda_native import MAX_CHUNKS
 from tpkernels.comm.groups import Group
 from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
+from tpkernels.comm.symmetric_memory import Device
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.kernels.config import Tiles
 from tpkernels.ops.contract import (
@@ -98,7 +99,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     epilogue = Epilogue(call)
     launches: list[Launch] = []
     num_chunks = 1
-    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS and _has_kernel(channel, call):
+    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS and _has_kernel(channel.device, call.out_dtype):
         launches, num_chunks = gather_launches(context, channel, call, whole, epilogue)
     _gather(channel, context, "all_gather_matmul", call.x, layout, whole, num_chunks, launches)
     if not launches:
@@ -109,7 +110,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     layout = call.layout
     channel, bias = _channels(context).main, _contiguous(call.bias)
-    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel, call):
+    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
         return _scatter(channel, context, "matmul_reduce_scatter", _product(call), layout, bias, call.meanwhile)
     return _fused_scatter(channel, context, "matmul_reduce_scatter", call, bias)
 
@@ -124,7 +125,7 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         out = _one_shot(channel, context, "matmul_all_reduce", partial, bias)
         call.meanwhile()
         return out
-    if layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel, call):
+    if layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
         own = _scatter(channel, context, "matmul_all_reduce", _product(as_scatter), layout, bias, call.meanwhile)
     else:
         own = _fused_scatter(channel, context, "matmul_all_reduce", as_scatter, bias)
@@ -324,9 +325,9 @@ def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> An
         return work(context, call)
 
 
-def _has_kernel(channel: Channel, call: AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce) -> bool:
+def _has_kernel(device: Device, out_dtype: torch.dtype | None) -> bool:
     """Whether the fused kernels run on this kind of GPU, which all ranks have; fp8 came with capability 8.9."""
-    return call.out_dtype is None or channel.device.capability >= FP8_CAPABILITY
+    return out_dtype is None or device.capability >= FP8_CAPABILITY
 
 
 def _is_one_shot(size: int, num_bytes: int) -> bool:
@@ -334,14 +335,15 @@ def _is_one_shot(size: int, num_bytes: int) -> bool:
 
 
 def _agree(group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
-    """Measured tiles for a call that runs a fused kernel, the same on every rank; none for fp8."""
-    if problem.out_dtype is not None:
-        return None
+    """Measured tiles for a call that runs a fused kernel, the same on every rank."""
     if problem.op == "matmul_all_reduce":
-        if _is_one_shot(problem.world_size, problem.m * problem.n * problem.dtype.itemsize):
+        if _is_one_shot(problem.world_size, problem.m * problem.row_bytes):
             return None
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
     if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS:
+        return None
+    assert group.symmetric is not None
+    if not _has_kernel(group.symmetric.device, problem.out_dtype):
         return None
     return tuning.agree(group, call, tuning.gemm_of(problem), layout)
 

@@ -5,8 +5,9 @@ entry of the lowest rank that has one which this kind of GPU can run.  Where non
 it, every rank measures the same candidates and all take those that are fastest on the slowest rank.  Else the pure
 function of :mod:`tpkernels.kernels.config` stays, and this module returns None.
 
-What is measured is the GEMM alone, with every chunk there: tile sizes, not overlap.  The number of chunks follows from
-the tiles by the pure function, which knows waves.
+What is measured is the GEMM with what follows it (scales, a bias, the activation; preactivations are not kept), with
+every chunk there: tile sizes, not overlap.  The number of chunks follows from the tiles by the pure function, which
+knows waves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels import config
+from tpkernels import config, fp8
 from tpkernels.backends import tile_cache
 from tpkernels.backends.tile_cache import Entry, TileCache
 from tpkernels.comm import agreement
@@ -30,6 +31,7 @@ from tpkernels.comm.symmetric_memory import Device
 from tpkernels.dispatch import Problem
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.kernels.config import GemmConfig, Tiles, candidates, configure
+from tpkernels.ops.contract import GATED
 from tpkernels.partition import Layout
 
 __all__ = ["Gemm", "agree", "gemm_of"]
@@ -41,7 +43,10 @@ ROUNDS = 7  # the first one compiles and warms up
 
 @dataclass(frozen=True)
 class Gemm:
-    """One rank's GEMM in a fused call, in numbers that are equal on all ranks: m rows over all of them."""
+    """One rank's GEMM in a fused call, in numbers that are equal on all ranks: m rows over all of them.
+
+    n: columns of the result; a gated activation has two weights of so many.
+    """
 
     gathers: bool
     m: int
@@ -50,10 +55,19 @@ class Gemm:
     dtype: torch.dtype
     world_size: int
     out_dtype: torch.dtype | None = None
+    activation: str | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.out_dtype or self.dtype
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
 
     @property
     def moved_row_bytes(self) -> int:
-        return self.k * self.dtype.itemsize if self.gathers else self.n * (self.out_dtype or self.dtype).itemsize
+        return self.k * self.dtype.itemsize if self.gathers else self.n * self.result_dtype.itemsize
 
     @property
     def allows_tf32(self) -> bool:
@@ -64,6 +78,9 @@ class Gemm:
         """The pure function's answer, or what follows from measured ``tiles``."""
         return _configure(self, device.capability, device.num_sms, tiles, pointers, self.allows_tf32)
 
+    def refusal(self, device: Device, tiles: Tiles) -> str | None:
+        return tiles.refusal(device.capability, _name(self.dtype), self.gated)
+
 
 @lru_cache(maxsize=1024)
 def _configure(
@@ -71,8 +88,8 @@ def _configure(
 ) -> GemmConfig:
     return configure(
         capability=capability, num_sms=num_sms, m=gemm.m, n=gemm.n, k=gemm.k, dtype=_name(gemm.dtype),
-        world_size=gemm.world_size, moved_row_bytes=gemm.moved_row_bytes, pointers=pointers, allow_tf32=allow_tf32,
-        reserved_sms=min(RESERVED_SMS, num_sms - 1), tiles=tiles,
+        world_size=gemm.world_size, moved_row_bytes=gemm.moved_row_bytes, dual=gemm.gated, pointers=pointers,
+        allow_tf32=allow_tf32, reserved_sms=min(RESERVED_SMS, num_sms - 1), tiles=tiles,
     )  # fmt: skip
 
 
@@ -80,7 +97,8 @@ def gemm_of(problem: Problem) -> Gemm:
     """The GEMM of a problem, as the rank with the largest part of the weight computes it."""
     size, gathers = problem.world_size, problem.op == "all_gather_matmul"
     n, k = (problem.n // size, problem.k) if gathers else (problem.n, -(-problem.k // size))
-    return Gemm(gathers, problem.m, n, k, problem.dtype, size, problem.out_dtype)
+    n = n // 2 if problem.activation in GATED else n
+    return Gemm(gathers, problem.m, n, k, problem.dtype, size, problem.out_dtype, problem.activation)
 
 
 def agree(group: Group, call: int, gemm: Gemm, layout: Layout) -> Tiles | None:
@@ -120,9 +138,11 @@ def key_of(gemm: Gemm, device: Device) -> str:
     """What a measurement depends on."""
     import triton
 
+    result = "" if gemm.out_dtype is None else f" -> {_name(gemm.out_dtype)}"
     return (
         f"{device.name}; triton {triton.__version__}; {'gather' if gemm.gathers else 'scatter'} m={gemm.m} n={gemm.n} "
-        f"k={gemm.k} {_name(gemm.dtype)} world={gemm.world_size}{' tf32' if gemm.allows_tf32 else ''}"
+        f"k={gemm.k} {_name(gemm.dtype)}{result} world={gemm.world_size}{' tf32' if gemm.allows_tf32 else ''}"
+        f"{f' {gemm.activation}' if gemm.activation else ''}"
     )
 
 
@@ -134,13 +154,13 @@ def _runnable(said: Any, gemm: Gemm, device: Device) -> Entry | None:
         entry = Entry.from_json(said)
     except ValueError:  # of a rank whose code is not ours
         return None
-    return entry if entry.tiles.refusal(device.capability, _name(gemm.dtype)) is None else None
+    return entry if gemm.refusal(device, entry.tiles) is None else None
 
 
 def _measured_together(group: Group, call: int, gemm: Gemm, layout: Layout, device: Device) -> Entry | None:
     """What is fastest on the slowest rank; None if every candidate failed somewhere."""
     usual = gemm.configure(device).tiles
-    tried = candidates(usual, capability=device.capability, dtype=_name(gemm.dtype))
+    tried = candidates(usual, capability=device.capability, dtype=_name(gemm.dtype), dual=gemm.gated)
     with device.current():
         times = _measure(gemm, layout, device, group.rank, tried)
     records = agreement.exchange_records(group, call, agreement.Record("tile times", {"us": times}), part="tile times")
@@ -180,12 +200,14 @@ class _Bench:
         from tpkernels.kernels.signals import group_table
 
         self._gemm, self._layout, self._device, self._rank = gemm, layout, device, rank
-        # Of numbers as they occur: on zeros a GPU draws less power, and is faster.
-        self._x, self._weight = (
-            device.empty(shape, torch.bfloat16).normal_().to(gemm.dtype)
-            for shape in ((gemm.m, gemm.k), (gemm.n, gemm.k))
-        )
-        self._out = device.empty((gemm.m * gemm.n + 16 * gemm.world_size,), gemm.dtype)
+        self._x, self._scale = self._random(gemm.m, gemm.k), None
+        self._weights = [self._random(gemm.n, gemm.k) for _ in range(2 if gemm.gated else 1)]
+        if gemm.dtype == fp8.DTYPE:
+            scale = device.empty((gemm.m, 1), torch.float32).fill_(1.0)
+            packed = fp8.split(fp8.pack(self._x, scale), (gemm.k,))[0] if gemm.gathers else fp8.Scaled(self._x, scale)
+            self._x, self._scale = packed.numbers, packed.scale  # as far apart as in a call
+        self._of_columns = device.empty((gemm.n,), torch.float32).fill_(1.0)
+        self._out = device.empty((gemm.m * gemm.n + 16 * gemm.world_size,), gemm.result_dtype)
         per_chunk = gemm.world_size * MAX_CHUNKS
         self._zeros = device.empty((STATE_BYTES + 2 * per_chunk,), torch.int32).zero_()
         self._counters, self._flags = self._zeros[STATE_BYTES:].split(per_chunk)
@@ -197,6 +219,10 @@ class _Bench:
     def launch(self, tiles: Tiles) -> Callable[[], None]:
         settings = self._gemm.configure(self._device, tiles=tiles)
         return self._gather(settings) if self._gemm.gathers else self._scatter(settings)
+
+    def _random(self, rows: int, columns: int) -> Tensor:
+        """Numbers as they occur: on zeros a GPU draws less power, and is faster."""
+        return self._device.empty((rows, columns), torch.bfloat16).normal_().to(self._gemm.dtype)
 
     def _order(self, make: Callable[..., Any], settings: GemmConfig) -> Tensor:
         from tpkernels.kernels import schedule
@@ -211,7 +237,15 @@ class _Bench:
         order = self._order(all_gather_order, settings)
         arrivals = kernel.Arrivals(order=order, signals=self._flags, group=self._table, op=0)
         out = self._out[: self._gemm.m * self._gemm.n].view(self._gemm.m, self._gemm.n)
-        return lambda: kernel.all_gather_matmul(self._x, self._weight, out, arrivals, settings)
+        scale = None if self._scale is None else self._of_columns
+        bias = self._of_columns.to(self._gemm.result_dtype)
+        settled: dict[str, Any] = {
+            "activation": self._gemm.activation or "none", "bias": bias, "scale_whole": self._scale,
+            "scale_weight": scale,
+        }  # fmt: skip
+        if self._gemm.gated:
+            settled |= {"weight_up": self._weights[1], "bias_up": bias, "scale_weight_up": scale}
+        return lambda: kernel.all_gather_matmul(self._x, self._weights[0], out, arrivals, settings, **settled)
 
     def _scatter(self, settings: GemmConfig) -> Callable[[], None]:
         from tpkernels.kernels import matmul_reduce_scatter as kernel
@@ -225,9 +259,12 @@ class _Bench:
         departures = kernel.Departures(
             order=self._order(reduce_scatter_order, settings), staging=device.upload(starts, torch.int64),
             signals=device.upload([self._flags.data_ptr()] * size, torch.int64), counters=self._counters,
-            group=self._table, staging_dtype=self._gemm.dtype, staging_stride=self._gemm.n,
+            group=self._table, staging_dtype=self._gemm.result_dtype, staging_stride=self._gemm.n,
         )  # fmt: skip
-        return lambda: kernel.matmul_reduce_scatter(self._x, self._weight, departures, settings)
+        scale = None if self._scale is None else self._of_columns
+        return lambda: kernel.matmul_reduce_scatter(
+            self._x, self._weights[0], departures, settings, scale_x=self._scale, scale_weight=scale
+        )
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:

@@ -10,7 +10,10 @@ of `schedule.all_gather_order`, and waits before the first tile of a remote chun
 results do not depend on it.
 
 Several weights on one gather are several launches: later ones find every signal set, and one kernel per shape keeps its
-own tile sizes. Gate and up projection of SwiGLU share the loads of `whole` in one launch (`weight_up`).
+own tile sizes. The two of a gated activation share the loads of `whole` in one launch (`weight_up`), and only their one
+output is stored, unless gradients need what both were:
+
+    out = act(whole @ weight^T + bias) * (whole @ weight_up^T + bias_up)            "swiglu": silu, "geglu": gelu
 
 A chunk that does not arrive in time is reported (signals.py); the kernel then ends, and `out` is void.
 """
@@ -30,8 +33,10 @@ from tpkernels.kernels.operands import ScaleKind, check_operands, is_transposed,
 from tpkernels.kernels.signals import current_call, has_failed, order_descriptor_loads, own_rank, wait_at_least
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
+    GATED,
     activate,
     halves,
+    is_gated,
     product,
     scaled,
     store_tile,
@@ -50,6 +55,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     weight_up,
     out,
     preactivation,
+    preactivation_up,
     bias,
     bias_up,
     scale_whole,
@@ -80,7 +86,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     KEEP_PREACTIVATION: tl.constexpr,
 ):
-    DUAL: tl.constexpr = ACTIVATION == "swiglu"
+    DUAL: tl.constexpr = is_gated(ACTIVATION)
     num_column_tiles = tl.cdiv(n, BLOCK_N)
     epoch = current_call(group, tl.int32)
     rank = own_rank(group)
@@ -105,7 +111,8 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             _finish(
                 acc, acc_up, first_column, row, rows, n,
-                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
+                out, preactivation, preactivation_up, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
+                stride_out, stride_scale,
                 BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
             )  # fmt: skip
 
@@ -120,6 +127,7 @@ def _finish(  # type: ignore[no-untyped-def]
     n,
     out,
     preactivation,
+    preactivation_up,
     bias,
     bias_up,
     scale_whole,
@@ -135,7 +143,7 @@ def _finish(  # type: ignore[no-untyped-def]
     KEEP_PREACTIVATION: tl.constexpr,
 ):
     """Scale, bias, activation and store, for at most FINISH_COLUMNS columns at a time."""
-    DUAL: tl.constexpr = ACTIVATION == "swiglu"
+    DUAL: tl.constexpr = is_gated(ACTIVATION)
     if BLOCK_N > FINISH_COLUMNS:
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         left_up, right_up = left, right
@@ -145,7 +153,8 @@ def _finish(  # type: ignore[no-untyped-def]
             _finish(
                 left if half == 0 else right, left_up if half == 0 else right_up,
                 first_column + half * (BLOCK_N // 2), row, rows, n,
-                out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
+                out, preactivation, preactivation_up, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
+                stride_out, stride_scale,
                 BLOCK_M, BLOCK_N // 2, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
             )  # fmt: skip
     else:
@@ -160,6 +169,8 @@ def _finish(  # type: ignore[no-untyped-def]
                 acc_up = with_bias(acc_up, bias_up, first_column, n, BLOCK_N)
         if KEEP_PREACTIVATION:
             store_tile(preactivation, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
+            if DUAL:
+                store_tile(preactivation_up, acc_up, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
         acc = activate(acc, acc_up, ACTIVATION)
         store_tile(out, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
 
@@ -194,11 +205,13 @@ def all_gather_matmul(
     scale_weight: Tensor | None = None,
     scale_weight_up: Tensor | None = None,
     preactivation: Tensor | None = None,
+    preactivation_up: Tensor | None = None,
     rehearsal: bool = False,
 ) -> None:
-    """Launch on the current stream, into `out` [M, N] (and `preactivation`, laid out alike).
+    """Launch on the current stream, into `out` [M, N] (and `preactivation`, and `..._up`, laid out alike).
 
     whole [M, K] and weight [N, K] have any strides along M and N; whole's K is contiguous, weight's where it can be.
+    weight_up has the strides of weight.
     Scales (fp8 operands) are fp32: one element each, or one per row of whole (any stride) and of weight.
 
     A rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them.
@@ -206,13 +219,23 @@ def all_gather_matmul(
     Raises:
         ValueError: operands that do not fit together, or that the kernel cannot take.
     """
-    dual = activation == "swiglu"
-    if dual != (weight_up is not None):
-        raise ValueError(f"weight_up goes with activation 'swiglu', and only with it; activation is {activation!r}")
-    if dual and preactivation is not None:
-        raise ValueError("preactivation is not kept for 'swiglu', which has two")
+    gated = activation in GATED
+    up = {"weight_up": weight_up is not None, "preactivation_up": preactivation_up is not None,
+          "bias_up": bias_up is not None, "scale_weight_up": scale_weight_up is not None}  # fmt: skip
+    pairs = {"weight_up": True, "preactivation_up": preactivation is not None, "bias_up": bias is not None,
+             "scale_weight_up": scale_weight is not None}  # fmt: skip
+    for name, given in up.items():
+        if given != (gated and pairs[name]):
+            raise ValueError(
+                f"{name} goes with a gated activation ({', '.join(GATED)}) and with {name[:-3]}, and only with both; "
+                f"activation is {activation!r}, {name} is {'given' if given else 'missing'}"
+            )
     (m, k), n = check_operands(whole, weight, out, config, activation), weight.shape[0]
-    for name, other in (("weight_up", weight_up), ("preactivation", preactivation)):
+    if weight_up is not None:
+        check_operands(whole, weight_up, out, config, activation)
+    for name, other in (
+        ("weight_up", weight_up), ("preactivation", preactivation), ("preactivation_up", preactivation_up),
+    ):  # fmt: skip
         like = weight if name == "weight_up" else out
         if other is not None and (other.shape != like.shape or other.stride() != like.stride()):
             raise ValueError(f"{name} {tuple(other.shape)} strides {other.stride()} must be laid out like its pair")
@@ -227,7 +250,7 @@ def all_gather_matmul(
             operand(whole, config.block_m, config),
             operand(weight, config.block_n, config, is_transposed(weight, config)),
             operand(weight_up, config.block_n, config, is_transposed(weight, config)),
-            out, preactivation, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
+            out, preactivation, preactivation_up, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
             arrivals.order, arrivals.signals, arrivals.group, arrivals.op,
             num_row_tiles, n, k, whole.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
             row_stride(scale_whole, scale),

@@ -52,6 +52,8 @@ class Tiles:
         if num_bytes > limit:
             return f"tiles take {num_bytes} bytes of shared memory, sm_{capability} has {limit}"
         sums, most = self.block_m * columns // (32 * self.num_warps), 16 * weights if dtype == "float32" else 128
+        if dtype == "float8_e4m3fn" and 90 <= capability < 100:
+            most //= 2  # products add up a second time outside of the tensor core
         if sums > most:
             return f"tiles take {sums} sums in a thread's registers, at most {most} of {dtype} products fit"
         return None
@@ -71,14 +73,14 @@ def _shared_kib(capability: int) -> int:
     return 163 if capability in (80, 87) else 227 if 90 <= capability < 120 else 99
 
 
-def candidates(tiles: Tiles, *, capability: int, dtype: str) -> tuple[Tiles, ...]:
+def candidates(tiles: Tiles, *, capability: int, dtype: str, dual: bool = False) -> tuple[Tiles, ...]:
     """`tiles`, and those that differ from it by one step in one number and fit the GPU."""
     found = [tiles]
     for name, legal in _LEGAL.items():
         place = legal.index(getattr(tiles, name))
         for other in legal[max(0, place - 1) : place] + legal[place + 1 : place + 2]:
             near = replace(tiles, **{name: other})
-            if near.refusal(capability, dtype) is None:
+            if near.refusal(capability, dtype, dual) is None:
                 found.append(near)
     return tuple(found)
 
@@ -127,9 +129,10 @@ def configure(
     """The configuration of one fused GEMM.
 
     capability: 80, 90, 100, ...; m, n, k: of this rank's GEMM, m over all ranks; moved_row_bytes: bytes of one row that
-    travel (K of the gathered input, N of the partial sums); dual: two weights at once (SwiGLU); pointers: the operands
-    do not fit descriptors (`operands.descriptors_fit`), as a weight that is contiguous along N; reserved_sms: left to
-    reducers or collectives that run at the same time; tiles: measured ones, instead of those of this function.
+    travel (K of the gathered input, N of the partial sums); dual: two weights at once (gated activations); pointers:
+    the operands do not fit descriptors (`operands.descriptors_fit`), as a weight that is contiguous along N;
+    reserved_sms: left to reducers or collectives that run at the same time; tiles: measured ones, instead of those of
+    this function.
 
     Raises:
         ValueError: no such dtype, or one that the GPU does not have; tiles that it cannot run.

@@ -27,8 +27,10 @@ from tpkernels.kernels.signals import INTERPRETED
 __all__ = [
     "ACTIVATIONS",
     "FINISH_COLUMNS",
+    "GATED",
     "activate",
     "halves",
+    "is_gated",
     "load_tile",
     "product",
     "scaled",
@@ -38,7 +40,8 @@ __all__ = [
     "with_bias",
 ]
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "swiglu")
+GATED = ("swiglu", "geglu")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", *GATED)
 
 FIELDS = tl.constexpr(_FIELDS)
 # What follows the product (addresses, masks, bias, scales) needs registers beside the accumulator; with a whole tile of
@@ -188,20 +191,26 @@ def with_bias(acc, bias, first_column, n, BLOCK_N: tl.constexpr):  # type: ignor
     return acc + tl.load(bias + n_offsets, mask=n_offsets < n, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.constexpr_function
+def is_gated(activation):  # type: ignore[no-untyped-def]
+    """Whether it takes two products, as those of GATED do."""
+    return activation in ("swiglu", "geglu")
+
+
 @triton.jit
 def activate(z, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """f(z) in fp32; "swiglu" is silu(z) * up."""
+    """f(z) in fp32; "swiglu" is silu(z) * up, "geglu" gelu(z) * up."""
     if ACTIVATION == "relu":
         z = tl.where(z < 0.0, 0.0, z)  # not a maximum, which would turn NaN into 0
-    if ACTIVATION == "gelu":
+    if ACTIVATION == "gelu" or ACTIVATION == "geglu":
         z = z * (0.5 + 0.5 * tl.erf(z * _SQRT_HALF))
     if ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u
         z = z / (1.0 + tl.exp((z + 0.044715 * z * z * z) * _MINUS_TWO_SQRT_2_OVER_PI))
-    if ACTIVATION == "silu":
+    if ACTIVATION == "silu" or ACTIVATION == "swiglu":
         z = z / (1.0 + tl.exp(-z))
-    if ACTIVATION == "swiglu":
-        z = z / (1.0 + tl.exp(-z)) * up
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+        z = z * up
     return z
 
 

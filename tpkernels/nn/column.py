@@ -23,9 +23,9 @@ from torch import Tensor, is_grad_enabled, nn
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import tp_mesh
-from tpkernels.nn.shared_input import SharedInput, run_together
+from tpkernels.nn.shared_input import SharedInput, run_gated, run_together
 from tpkernels.ops import all_gather
-from tpkernels.ops.contract import ACTIVATIONS
+from tpkernels.ops.contract import ACTIVATIONS, GATED, gate_forward
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 
@@ -187,8 +187,12 @@ class ColumnParallelLinears(nn.Module):
 
     ``out_features`` maps names to sizes; ``forward`` returns the outputs in that order, and each layer is a submodule
     under its name (``qkv.query.weight``), of which only the parameters are used: its hooks do not run.  ``unit`` is one
-    number for all, or one per name.  Everything else is as in :class:`ColumnParallelLinear`.
+    number for all, or one per name.  With the activation "swiglu" or "geglu" there are two layers of one size, and
+    ``forward`` returns ``act(first) * second``.  Everything else is as in :class:`ColumnParallelLinear`.
     """
+
+    gated: str | None = None
+    """The activation that makes one output of the two."""
 
     def __init__(
         self,
@@ -209,13 +213,14 @@ class ColumnParallelLinears(nn.Module):
         super().__init__()
         mesh = tp_mesh(group)
         _check_names(out_features, unit)
+        self.gated = _gated(activation, out_features)
         for name, size in out_features.items():
             layer = ColumnParallelLinear(
                 in_features,
                 size,
                 mesh,
                 bias=bias,
-                activation=activation,
+                activation=None if self.gated else activation,
                 sequence_parallel=sequence_parallel,
                 sequence_dim=sequence_dim,
                 save_gathered=save_gathered,
@@ -247,11 +252,12 @@ class ColumnParallelLinears(nn.Module):
         nn.Module.__init__(module)
         mesh = tp_mesh(group)
         _check_names(linears, unit)
+        module.gated = _gated(activation, {name: linear.out_features for name, linear in linears.items()})
         for name, linear in linears.items():
             layer = ColumnParallelLinear.from_linear(
                 linear,
                 mesh,
-                activation=activation,
+                activation=None if module.gated else activation,
                 sequence_parallel=sequence_parallel,
                 sequence_dim=sequence_dim,
                 save_gathered=save_gathered,
@@ -266,8 +272,8 @@ class ColumnParallelLinears(nn.Module):
         """The layers in the order of the outputs."""
         return [cast(ColumnParallelLinear, child) for child in self.children()]
 
-    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """One output per layer; ``shard_sizes`` as for one layer."""
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> list[Tensor] | Tensor:
+        """One output per layer, or the gated one; ``shard_sizes`` as for one layer."""
         layers, outputs = self.layers, []
         for layer in layers:
             y = layer._inferred(x, shard_sizes)
@@ -275,9 +281,22 @@ class ColumnParallelLinears(nn.Module):
                 break
             outputs.append(y)
         else:
-            return outputs
+            return gate_forward(self.gated, *outputs) if self.gated else outputs
         layers[0].check(x, shard_sizes)
+        if self.gated:
+            return run_gated(layers, self.gated, x, layers[0].mesh, shard_sizes)
         return run_together(layers, x, layers[0].mesh, shard_sizes)
+
+
+def _gated(activation: str | None, out_features: Mapping[str, int]) -> str | None:
+    """The gated activation, if it is one, and there are two layers of one size for it."""
+    if activation not in GATED:
+        return None
+    if len(out_features) != 2 or len(set(out_features.values())) != 1:
+        raise ValueError(
+            f"activation {activation!r} takes two layers of one size, gate and up, got {dict(out_features)}"
+        )
+    return activation
 
 
 def _check_names(names: Mapping[str, object], unit: int | Mapping[str, int]) -> None:

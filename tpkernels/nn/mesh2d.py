@@ -35,10 +35,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpkernels import dispatch, partition
 from tpkernels.comm.groups import group_name
-from tpkernels.nn.mlp import GATED
 from tpkernels.nn.parameters import as_parameter, local, mesh_of
 from tpkernels.ops import copy_to_group
-from tpkernels.ops.contract import ACTIVATIONS, activation_forward
+from tpkernels.ops.contract import ACTIVATIONS, GATED, activation_forward, gate_forward
 from tpkernels.ops.library import call
 from tpkernels.ops.mesh_matmul import Cut
 from tpkernels.partition import chunk_sizes, offsets
@@ -200,7 +199,7 @@ class MeshMLP2D(nn.Module):
         if self.activation in GATED:
             wide = self._layer("gather_both_matmul", x, cast(_Part, self.gate_up), 1)
             gate, up = wide.tensor_split(2, dim=-1)
-            hidden = activation_forward(GATED[self.activation], gate) * up
+            hidden = gate_forward(self.activation, gate, up)
         else:
             hidden = activation_forward(self.activation, self._layer("gather_both_matmul", x, cast(_Part, self.up), 1))
         return self._layer("gather_matmul_scatter", hidden, self.down, 0)

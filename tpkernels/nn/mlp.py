@@ -3,7 +3,7 @@
 ::
 
     "gelu" and the like    y = down(act(up(x)))
-    "swiglu", "geglu"      y = down(act(gate(x)) * up(x)),  act = silu or gelu; gate and up share one gather
+    "swiglu", "geglu"      y = down(act(gate(x)) * up(x)),  act = silu or gelu; gate, up and their product are one op
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.parallel_linear import bare
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.row import RowParallelLinear
-from tpkernels.ops.contract import ACTIVATIONS, activation_forward
+from tpkernels.ops.contract import ACTIVATIONS, GATED
 
-__all__ = ["GATED", "ParallelMLP"]
-
-GATED = {"swiglu": "silu", "geglu": "gelu"}
+__all__ = ["ParallelMLP"]
 
 
 class ParallelMLP(nn.Module):
@@ -64,6 +62,7 @@ class ParallelMLP(nn.Module):
                 {"gate": d_ff, "up": d_ff},
                 mesh,
                 bias=bias,
+                activation=activation,
                 sequence_parallel=sequence_parallel,
                 sequence_dim=sequence_dim,
                 save_gathered=save_gathered,
@@ -133,6 +132,7 @@ class ParallelMLP(nn.Module):
             first = ColumnParallelLinears.from_linears(
                 {"gate": gate, "up": up},
                 mesh,
+                activation=activation,
                 sequence_parallel=sequence_parallel,
                 sequence_dim=sequence_dim,
                 save_gathered=save_gathered,
@@ -164,13 +164,10 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
-        between = None if self.activation is None else GATED.get(self.activation)
         # Both before the first GEMM, which leaves cold caches to what comes after it.
-        first, down = bare(self._modules["up" if between is None else "gate_up"]), bare(self._modules["down"])
+        first = bare(self._modules["gate_up" if self.activation in GATED else "up"])
+        down = bare(self._modules["down"])
         hidden: Tensor = first(x, shard_sizes=shard_sizes)
-        if between is not None:
-            gate, up = hidden
-            hidden = activation_forward(between, gate) * up
         y: Tensor = down(hidden, shard_sizes=shard_sizes)
         return y
 

@@ -12,7 +12,7 @@ features). One gather, or one all-reduce of dx, serves all parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,12 +100,10 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
             packed["bias"] = 0, tuple(f"part{index}.bias" for index in parts)
         return packed
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, *, shard_sizes: Sequence[int] | None = None, source: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None, source: Tensor | None = None) -> Tensor:
         """``shard_sizes`` and ``source`` as for :class:`ColumnParallelLinear`."""
         if self.shared is None:
-            return self.joined(super().forward(x, shard_sizes=shard_sizes))
+            return self.joined(cast(list[Tensor], super().forward(x, shard_sizes=shard_sizes)))
         self.layers[0].check(x, shard_sizes)
         return self.shared.run(self, x, x if source is None else source, shard_sizes)
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels.nn.parameters import mesh_of
 from tpkernels.ops import all_gather_matmul, copy_matmul
 
-__all__ = ["ColumnLike", "SharedInput", "run_together"]
+__all__ = ["ColumnLike", "SharedInput", "run_gated", "run_together"]
 
 
 class ColumnLike(Protocol):
@@ -56,13 +56,34 @@ def run_together(
     """Outputs of layers of equal options on one x: one gather, or one all-reduce of dx, for all of them."""
     if x.dim() == 1:  # the ops take rows
         return [y[0] for y in run_together(layers, x.unsqueeze(0), mesh, shard_sizes)]
-    first = layers[0]
     parts = [layer.parts() for layer in layers]
+    rest = iter(_products(layers[0], parts, layers[0].activation, x, mesh, shard_sizes))
+    return [layer.joined([next(rest) for _ in some]) for layer, some in zip(layers, parts, strict=True)]
+
+
+def run_gated(
+    layers: Sequence[ColumnLike], activation: str, x: Tensor, mesh: DeviceMesh, shard_sizes: Sequence[int] | None
+) -> Tensor:
+    """``act(gate(x)) * up(x)`` of two layers of equal options and sizes, gate and up, in one op."""
+    if x.dim() == 1:
+        return run_gated(layers, activation, x.unsqueeze(0), mesh, shard_sizes)[0]
+    y: Tensor = _products(layers[0], [layer.parts() for layer in layers], activation, x, mesh, shard_sizes)
+    return y
+
+
+def _products(
+    first: ColumnLike,
+    parts: Sequence[Sequence[tuple[Tensor, Tensor | None]]],
+    activation: str | None,
+    x: Tensor,
+    mesh: DeviceMesh,
+    shard_sizes: Sequence[int] | None,
+) -> Any:
     weights = [weight for some in parts for weight, _ in some]
     biases = [bias for some in parts for _, bias in some]
-    common: dict[str, Any] = {"bias": biases, "activation": first.activation, "implementation": first.implementation}
+    common: dict[str, Any] = {"bias": biases, "activation": activation, "implementation": first.implementation}
     if first.sequence_parallel:
-        outputs = all_gather_matmul(
+        return all_gather_matmul(
             x,
             weights,
             mesh,
@@ -71,10 +92,7 @@ def run_together(
             save_gathered=first.save_gathered,
             **common,
         )
-    else:
-        outputs = copy_matmul(x, weights, mesh, **common)
-    rest = iter(outputs)
-    return [layer.joined([next(rest) for _ in some]) for layer, some in zip(layers, parts, strict=True)]
+    return copy_matmul(x, weights, mesh, **common)
 
 
 class SharedInput:

@@ -4,7 +4,7 @@ Forward, on rank r of W (x cut along ``gather_dim``, w by its rows)::
 
     x  = concat(x_0, ..., x_{W-1})            [M, K]
     z  = x @ w_r^T + b_r                      [M, N/W]
-    y  = activation(z)
+    y  = activation(z)                        "swiglu", of two weights: y = silu(z_gate) * z_up, likewise "geglu"
 
 Backward, with dz = dy * activation'(z)::
 
@@ -31,12 +31,21 @@ from tpkernels.ops.checks import (
     as_list,
     check_common,
     check_dim,
+    check_gate,
     check_local,
     check_shard_sizes,
     check_weights,
     plain_linear,
 )
-from tpkernels.ops.contract import AllGatherMatmul, MatmulReduceScatter, activation_backward, activation_forward
+from tpkernels.ops.contract import (
+    GATED,
+    AllGatherMatmul,
+    MatmulReduceScatter,
+    activation_backward,
+    activation_forward,
+    gate_backward,
+    gate_forward,
+)
 from tpkernels.ops.library import call, call_backward, define, wants_grad
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.scaled_matmul import all_gather_scaled_matmul
@@ -67,6 +76,7 @@ def all_gather_matmul(
     Unfused equation::
 
         y_i = activation(cat(all_gather(x_shard), gather_dim) @ weight_i^T + bias_i)
+        y   = silu(cat(...) @ gate^T + bias_gate) * (cat(...) @ up^T + bias_up)     "swiglu", weight = (gate, up)
 
     =============  =============================================  ==================================================
     argument       shape                                          notes
@@ -85,15 +95,16 @@ def all_gather_matmul(
         out_dtype: of fp8 calls: bfloat16 (default), float16 or float32; y is rounded once.  Biases have it.
         gather_dim: the dimension of x that is cut over the ranks; the last one gathers features (K).
         shard_sizes: size of every rank's shard; needed, on every rank, when they are not all equal.
-        activation: None, "relu", "gelu", "gelu_tanh" or "silu", applied to every output.
+        activation: None, "relu", "gelu", "gelu_tanh" or "silu", applied to every output; or "swiglu" or "geglu", which
+            take two weights of one shape, (gate, up), to one output ``act(gate) * up`` (act: "silu", "gelu").
         return_gathered: also return the gathered x (differentiable); of an fp8 x its scales as well, gathered along
             ``gather_dim``.
         save_gathered: keep the gathered x for the backward pass instead of gathering it again.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
     Returns:
-        y for one weight, a list of y for a sequence; with ``return_gathered`` a tuple (that, gathered x), for fp8
-        (that, gathered x, gathered scale_x).
+        y for one weight or a gated pair, a list of y for a sequence; with ``return_gathered`` a tuple (that, gathered
+        x), for fp8 (that, gathered x, gathered scale_x).
 
     Raises:
         ValueError: bad arguments; nothing was sent.
@@ -103,7 +114,7 @@ def all_gather_matmul(
     All ranks must call it in the same order.  On CUDA it enqueues on the current stream and does not synchronise the
     host.  Calls of several threads on one group are serialised.
     """
-    single = isinstance(weight, Tensor)
+    single = isinstance(weight, Tensor) or activation in GATED
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
     check_local("x_shard", x_shard, group=group)
@@ -115,16 +126,16 @@ def all_gather_matmul(
             activation=activation, gather_dim=gather_dim, shard_sizes=shard_sizes, return_gathered=return_gathered,
             implementation=implementation,
         )  # fmt: skip
-        y = results[0] if single else results[: len(weights)]
-        return (y, *results[len(weights) :]) if return_gathered else y
+        count = _num_outputs(activation, len(weights))
+        y = results[0] if single else results[:count]
+        return (y, *results[count:]) if return_gathered else y
     pg = process_group(group)
     if pg.size() == 1:
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())
+        check_gate(activation, weights)
         check_shard_sizes(shard_sizes, 1, own=(0, x_shard.shape[gather_dim]))
-        outs = [
-            activation_forward(activation, plain_linear(x_shard, w, b)) for w, b in zip(weights, biases, strict=True)
-        ]
+        outs = _activated(activation, [plain_linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)])
         y = outs[0] if single else outs
         return (y, x_shard) if return_gathered else y
     needs_grad = wants_grad(x_shard, *weights, *biases)
@@ -145,6 +156,16 @@ def all_gather_matmul(
     return (y, outputs[-1]) if return_gathered else y
 
 
+def _num_outputs(activation: str | None, num_weights: int) -> int:
+    return 1 if activation in GATED else num_weights
+
+
+def _activated(activation: str | None, products: Sequence[Tensor]) -> list[Tensor]:
+    if activation in GATED:
+        return [gate_forward(activation, *products)]
+    return [activation_forward(activation, product) for product in products]
+
+
 def _check(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -162,6 +183,7 @@ def _check(
     layout = gather_layout(x, dim, sizes, size)
     k = sum(layout.sizes) if layout.feature else x.shape[-1]
     check_weights(x, k, weights, biases)
+    check_gate(activation, weights)
     return dim, layout
 
 
@@ -191,7 +213,9 @@ def _kernel(
     arguments = AllGatherMatmul(
         x2d, layout, [w.t() for w in weights], bias_list, activation, keep_gathered, keep_preactivation
     )
-    signature = Signature("all_gather_matmul", x.dtype, x.device.type, layout, columns, implementation)
+    signature = Signature(
+        "all_gather_matmul", x.dtype, x.device.type, layout, columns, implementation, activation=activation
+    )
     result = calling.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
     shape = gathered_shape(x, dim, layout)
     outputs = [out.view(*shape[:-1], out.shape[1]) for out in (*result.outs, *result.preactivations)]
@@ -218,8 +242,10 @@ def _fake(
         x, weights, bias_list, pg.rank(), pg.size(), gather_dim, shard_sizes, activation, implementation
     )
     shape = gathered_shape(x, dim, layout)
-    copies = 2 if keep_preactivation and activation is not None else 1
-    outputs = [x.new_empty(*shape[:-1], w.shape[0]) for _ in range(copies) for w in weights]
+    of = weights[: _num_outputs(activation, len(weights))]
+    if keep_preactivation and activation is not None:
+        of = [*of, *weights]
+    outputs = [x.new_empty(*shape[:-1], w.shape[0]) for w in of]
     return [*outputs, x.new_empty(shape)] if keep_gathered else outputs
 
 
@@ -229,8 +255,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
         raise ValueError(
             "torch.ops.tpkernels.all_gather_matmul needs keep_preactivation=True when it is differentiated"
         )
-    count = len(weights)
-    before = output[count : 2 * count] if activation is not None else []
+    first, count = _num_outputs(activation, len(weights)), len(weights)
+    before = output[first : first + count] if activation is not None else []
     ctx.save_for_backward(output[-1] if keep_gathered else x, *weights, *before)
     ctx.count = count
     ctx.has_bias = [bias is not None for bias in unpack_biases(biases, weights)] if biases else []
@@ -243,12 +269,15 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     name, activation, gather_dim, shard_sizes, keep_gathered, implementation = ctx.settings
     x, *rest = ctx.saved_tensors
     weights, before = rest[: ctx.count], rest[ctx.count :]
-    dzs: list[Tensor] = []
-    for i, weight in enumerate(weights):
-        grad = grads[i]
+    dys: list[Tensor] = []
+    for weight, grad in zip(weights[: _num_outputs(activation, ctx.count)], grads, strict=False):
         if grad is None:  # this output was not used
             grad = x.new_zeros(_out_shape(ctx, x, weight, gather_dim, shard_sizes, keep_gathered, name))
-        dzs.append(activation_backward(activation, grad, before[i] if before else None))
+        dys.append(grad)
+    if activation in GATED:
+        dzs = [*gate_backward(activation, dys[0], *before)]
+    else:
+        dzs = [activation_backward(activation, dy, before[i] if before else None) for i, dy in enumerate(dys)]
     d_gathered = grads[-1] if keep_gathered else None
     needs_x, needs_w, needs_b = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[2]))
     results = call_backward(

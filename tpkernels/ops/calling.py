@@ -51,6 +51,7 @@ class Signature(NamedTuple):
     implementation: str
     detail: str = ""
     out_dtype: torch.dtype | None = None
+    activation: str | None = None
 
     def __str__(self) -> str:
         kind = "feature" if self.layout.feature else "row"
@@ -59,6 +60,7 @@ class Signature(NamedTuple):
             f"{kind} shards={list(self.layout.sizes)}, outer={self.layout.outer}, inner={self.layout.inner}, "
             f"columns={self.columns}, implementation={self.implementation!r}"
         )
+        text += f", activation={self.activation!r}" if self.activation else ""
         return text + (f", {self.detail})" if self.detail else ")")
 
 
@@ -297,6 +299,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         no_shared_memory=group.no_shared_memory,
         no_symmetric_memory=group.why_not_symmetric(device.type),
         out_dtype=signature.out_dtype,
+        activation=signature.activation,
     )
 
 

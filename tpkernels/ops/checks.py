@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tpkernels import dispatch, fp8
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
-from tpkernels.ops.contract import ACTIVATIONS
+from tpkernels.ops.contract import ACTIVATIONS, GATED
 from tpkernels.ops.main_grad import linear
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "as_list",
     "check_common",
     "check_dim",
+    "check_gate",
     "check_local",
     "check_out_dtype",
     "check_scales",
@@ -57,8 +58,8 @@ def check_common(
         raise ValueError(f"x of {x.dtype} needs scale_x and scale_weight; tpkernels.quantize_fp8 returns both")
     if x.dtype not in DTYPES and not scaled:
         raise ValueError(f"x must be one of {_names(DTYPES)}, got {x.dtype}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
+    if activation is not None and activation not in ACTIVATIONS and activation not in GATED:
+        raise ValueError(f"activation must be None or one of {[*sorted(ACTIVATIONS), *GATED]}, got {activation!r}")
     dispatch.check_name(op, implementation)
 
 
@@ -89,6 +90,13 @@ def check_weights(
             if out_dtype is not None and bias.dtype != out_dtype:
                 raise ValueError(f"{name} must have the dtype of the result (out_dtype={out_dtype}), got {bias.dtype}")
             _check_same(name, bias, x, dtype=out_dtype)
+
+
+def check_gate(activation: str | None, weights: Sequence[Tensor]) -> None:
+    """A gated activation takes two weights of one shape, gate and up."""
+    if activation in GATED and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+        shapes = [tuple(weight.shape) for weight in weights]
+        raise ValueError(f"activation {activation!r} takes two weights of one shape, (gate, up), got shapes {shapes}")
 
 
 def check_scales(x: Tensor, weights: Sequence[Tensor], scale_x: Tensor, scale_weights: Sequence[Tensor]) -> None:

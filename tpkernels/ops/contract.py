@@ -29,6 +29,7 @@ from tpkernels.partition import Layout
 
 __all__ = [
     "ACTIVATIONS",
+    "GATED",
     "AllGather",
     "AllGatherMatmul",
     "AllReduce",
@@ -40,6 +41,8 @@ __all__ = [
     "RepeatedSum",
     "activation_backward",
     "activation_forward",
+    "gate_backward",
+    "gate_forward",
     "nothing",
 ]
 
@@ -80,6 +83,9 @@ class AllGather:
 class AllGatherMatmul:
     """outs[i] = activation(whole @ matrices[i] + biases[i]), whole = concat over ranks of ``x``.
 
+    An activation of :data:`GATED` makes one output of two matrices of one shape, gate and up:
+    outs[0] = act(whole @ matrices[0] + biases[0]) * (whole @ matrices[1] + biases[1]).
+
     ``run`` returns a :class:`Gathered`.  An fp8 ``x`` has the rows of bytes that :func:`tpkernels.fp8.pack` makes, and
     so has the whole, whose ``layout`` is in bytes where it is one of features; see :meth:`operand`.
     """
@@ -95,6 +101,10 @@ class AllGatherMatmul:
     packed: tuple[int, ...] = ()
     """Numbers in a packed row: K, or every rank's part of it where features are gathered."""
 
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
     def operand(self, rows: Tensor) -> Operand:
         """What a GEMM takes of gathered rows."""
         return fp8.unpack(rows, self.packed) if self.packed else rows
@@ -102,7 +112,10 @@ class AllGatherMatmul:
 
 @dataclass
 class Gathered:
-    """Results of :class:`AllGatherMatmul`; ``whole`` and ``preactivations`` only where they were asked for."""
+    """Results of :class:`AllGatherMatmul`; ``whole`` and ``preactivations`` only where they were asked for.
+
+    There is a preactivation per matrix: ``whole @ matrices[i] + biases[i]``.
+    """
 
     outs: list[Tensor]
     preactivations: list[Tensor] = field(default_factory=list)
@@ -207,6 +220,10 @@ ACTIVATIONS: dict[str, _Activation] = {
 }
 
 
+GATED = {"swiglu": "silu", "geglu": "gelu"}
+"""Activations of two products, gate and up: ``act(gate) * up``, and which act that is."""
+
+
 def activation_forward(name: str | None, z: Tensor) -> Tensor:
     return z if name is None else ACTIVATIONS[name].forward(z)
 
@@ -217,3 +234,12 @@ def activation_backward(name: str | None, dy: Tensor, z: Tensor | None) -> Tenso
         return dy
     assert z is not None
     return ACTIVATIONS[name].backward(dy, z)
+
+
+def gate_forward(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    return activation_forward(GATED[name], gate) * up
+
+
+def gate_backward(name: str, dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up from the one of ``act(gate) * up``."""
+    return activation_backward(GATED[name], dy * up, gate), dy * activation_forward(GATED[name], gate)

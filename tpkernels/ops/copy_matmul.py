@@ -23,8 +23,8 @@ from torch import Tensor
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.checks import as_list, check_common, check_local, check_weights, plain_linear
-from tpkernels.ops.contract import MatmulAllReduce, activation_forward
+from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
+from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.library import call_backward, define
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.matmul_all_reduce import rows_layout
@@ -48,6 +48,8 @@ def copy_matmul(
 
         y_i = activation(x @ weight_i^T + bias_i),     dx = all_reduce(sum_i dz_i @ weight_i)
 
+    A gated activation makes one y of two weights, as in :func:`tpkernels.all_gather_matmul`.
+
     ``x`` is ``[..., K]`` and equal on all ranks, ``weight_i`` is ``[N_i, K]``, ``y_i`` is ``[..., N_i]``.
 
     Raises:
@@ -60,14 +62,17 @@ def copy_matmul(
     check_local("x", x)
     check_local("weight", *weights)
     check_local("bias", *biases)
+    check_common("matmul_all_reduce", x, implementation, activation)
+    check_gate(activation, weights)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     if not needs_grad or process_group(group).size() == 1:
-        check_common("matmul_all_reduce", x, implementation, activation)
         rows = flat(x)
         outs = [plain_linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)]
     else:
         packed = pack_biases(biases, x)
         outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)
+    if activation in GATED:
+        return gate_forward(activation, *outs)
     outs = [activation_forward(activation, out) for out in outs]
     return outs[0] if single else outs
 

@@ -2,7 +2,7 @@
 
 On rank r of W, with x~ = x * scale_x and w~ = w * scale_weight::
 
-    all_gather_scaled_matmul       y   = activation(concat(x~_0, ..., x~_{W-1}) @ w~_r^T + b_r)
+    all_gather_scaled_matmul       y   = activation(concat(x~_0, ..., x~_{W-1}) @ w~_r^T + b_r)      or gated
     scaled_matmul_reduce_scatter   y_r = (p_0 + ... + p_{W-1})[r] + b,   p_r = x~_r @ w~_r^T
     scaled_matmul_all_reduce       y   =  p_0 + ... + p_{W-1} + b
 
@@ -34,13 +34,14 @@ from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import (
     check_common,
     check_dim,
+    check_gate,
     check_local,
     check_out_dtype,
     check_scales,
     check_shard_sizes,
     check_weights,
 )
-from tpkernels.ops.contract import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.ops.library import call, define, wants_grad
 from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, pack_biases, unpack_biases
 from tpkernels.partition import Layout, array_split_sizes
@@ -65,7 +66,7 @@ def all_gather_scaled_matmul(
     return_gathered: bool,
     implementation: str,
 ) -> list[Tensor]:
-    """One output per weight; with ``return_gathered`` the gathered x and its gathered scales behind them."""
+    """One output per weight, or one of a gated pair; with ``return_gathered`` the gathered x and its scales behind."""
     scales = [scale_weight] if isinstance(scale_weight, Tensor) else list(scale_weight or ())
     given_x, given_weights = _admit(group, scale_x, scales, x, *weights, *biases)
     outputs: list[Tensor] = call(
@@ -185,6 +186,7 @@ def _gather_layout(
     dim = check_dim("gather_dim", dim, x.dim())
     check_shard_sizes(sizes, size, own=(rank, x.shape[dim]))
     layout = gather_layout(x, dim, sizes, size)
+    check_gate(activation, weights)
     k = sum(layout.sizes) if layout.feature else x.shape[-1]
     _check("all_gather_matmul", x, k, weights, biases, scale_x, scale_weights, out_dtype, implementation, activation)
     return dim, layout
@@ -225,8 +227,9 @@ def _gather_kernel(
         keep_gathered, out_dtype=out_dtype, packed=packed,
     )  # fmt: skip
     signature = Signature(
-        "all_gather_matmul", x.dtype, x.device.type, layout, sum(packed), implementation, out_dtype=out_dtype
-    )
+        "all_gather_matmul", x.dtype, x.device.type, layout, sum(packed), implementation, out_dtype=out_dtype,
+        activation=activation,
+    )  # fmt: skip
     result = calling.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
     shape = gathered_shape(x, dim, layout)
     outputs = [out.view(*shape[:-1], out.shape[1]) for out in result.outs]
@@ -257,7 +260,8 @@ def _gather_fake(
         gather_dim, shard_sizes, implementation,
     )  # fmt: skip
     shape = gathered_shape(x, dim, layout)
-    outputs = [x.new_empty(*shape[:-1], w.shape[0], dtype=out_dtype) for w in weights]
+    of = weights[:1] if activation in GATED else weights
+    outputs = [x.new_empty(*shape[:-1], w.shape[0], dtype=out_dtype) for w in of]
     if keep_gathered:
         scales = len(layout.sizes) if layout.feature else 1
         outputs += [x.new_empty(shape), x.new_empty(*shape[:-1], scales, dtype=torch.float32)]

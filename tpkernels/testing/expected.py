@@ -8,6 +8,7 @@ for chains: feed it as an operand of the next step (`expected_all_gather_matmul(
 `activation_gradient`.
 
     all_gather_matmul      y   = act(x_full W^T + b)                 one rounding; with act, one before it too
+                           y   = act(x_full G^T + b) (x_full U^T + c)    gated: one more, of act
     matmul_reduce_scatter  y_r = (sum_r x_r W_r^T)[shard r] + b      partials may be rounded to the output dtype
     matmul_all_reduce      y   =  sum_r x_r W_r^T + b                the same
     input gradient         dx  =  sum_r dy_r W_r                     contraction over N, a partial per rank
@@ -34,6 +35,7 @@ __all__ = [
     "check_weight_gradient",
     "expected_all_gather_matmul",
     "expected_bias_gradient",
+    "expected_gated_matmul",
     "expected_input_gradient",
     "expected_matmul_all_reduce",
     "expected_matmul_reduce_scatter",
@@ -55,6 +57,23 @@ def expected_all_gather_matmul(
     """input_rounded: whether what goes into the activation may be rounded to `dtype` before, which fp8 ops do not."""
     product = Bounded.sum_of_products([x_full], [weight], bias=bias, dtype=dtype)
     return product.activation(activation, dtype=dtype, input_rounded=input_rounded).rounded(dtype)
+
+
+def expected_gated_matmul(
+    x_full: Operand,
+    weights: Sequence[Operand],
+    *,
+    dtype: torch.dtype,
+    activation: str,
+    biases: Sequence[Operand | None] = (None, None),
+    input_rounded: bool = True,
+) -> Bounded:
+    """weights, biases: of gate and up. input_rounded: as above, of both products and of the activated gate."""
+    gate, up = (
+        Bounded.sum_of_products([x_full], [weight], bias=bias, dtype=dtype)
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+    return gate.gated(activation, up, dtype=dtype, input_rounded=input_rounded).rounded(dtype)
 
 
 def expected_matmul_all_reduce(

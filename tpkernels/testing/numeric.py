@@ -16,6 +16,7 @@ dtype that is rounded to and eta its smallest subnormal number:
     rounding to a dtype      E' = E + u (|x| + E) + eta/2
     sum_r A_r B_r^T          E' = sum_r [ Ea |B|^T + (|A| + Ea) Eb^T ] + sqrt(K) eps_acc sum_r (|A| + Ea)(|B| + Eb)^T
       partials rounded       each partial p_r takes one rounding step before the sum
+    x y                      E' = Ex (|y| + Ey) + (|x| + Ex) Ey
     f(x)                     E' = L1 E + 4 eps_acc (|x| + E)                     L1 = max |f'|
     dy f'(x)                 E' = Edy L1 + (|dy| + Edy) (min(L2 E, 2 L1) + 8 eps_acc)   L2 = max |f''|
 
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "SLACK", "BoundExceeded", "Bounded", "assert_bitwise_equal", "assert_within_bound"]
+__all__ = ["ACTIVATIONS", "GATED", "SLACK", "BoundExceeded", "Bounded", "assert_bitwise_equal", "assert_within_bound"]
 
 SLACK = 1.01
 _EPS64 = torch.finfo(torch.float64).eps
@@ -58,6 +59,10 @@ ACTIVATIONS: dict[str, ActivationBounds] = {
     "gelu_tanh": ActivationBounds(1.130, 0.798),
     "silu": ActivationBounds(1.100, 0.5),
 }
+
+
+GATED = {"swiglu": "silu", "geglu": "gelu"}
+"""Of two inputs, gate and up: f(gate) up, and which f that is."""
 
 
 class BoundExceeded(AssertionError):
@@ -111,6 +116,11 @@ class Bounded:
         """Sum in the accumulation dtype; its rounding is part of the K term (a bias is one more product with 1)."""
         term = Bounded.exact(other)
         return Bounded(self.value + term.value, self.error + term.error)
+
+    def times(self, other: Tensor | Bounded) -> Bounded:
+        """Product element by element, before its rounding."""
+        factor = Bounded.exact(other)
+        return Bounded(self.value * factor.value, self.error * factor.largest + self.largest * factor.error)
 
     def narrow(self, dim: int, start: int, length: int) -> Bounded:
         return Bounded(self.value.narrow(dim, start, length), self.error.narrow(dim, start, length))
@@ -173,6 +183,13 @@ class Bounded:
         x = self.rounded(dtype) if input_rounded else self
         return Bounded(_activate(x.value, name), first * x.error + 4 * _accumulation_eps(dtype) * x.largest)
 
+    def gated(self, name: str, up: Bounded, *, dtype: torch.dtype, input_rounded: bool = True) -> Bounded:
+        """f(x) up, see `GATED`, for the gate x that this is; with `input_rounded` every step rounds to `dtype`."""
+        gate = self.activation(GATED[name], dtype=dtype, input_rounded=input_rounded)
+        if input_rounded:
+            gate, up = gate.rounded(dtype), up.rounded(dtype)
+        return gate.times(up).rounded(torch.float64 if dtype == torch.float64 else torch.float32)
+
     def activation_gradient(self, name: str | None, dy: Tensor | Bounded, *, dtype: torch.dtype) -> Bounded:
         """dy * f'(x), not yet rounded, for the x that this is; x may have been rounded to `dtype` in between."""
         upstream = Bounded.exact(dy)
@@ -187,6 +204,15 @@ class Bounded:
         else:
             slope_error = (limits.second * x.error).clamp(max=2 * limits.first) + 8 * _accumulation_eps(dtype)
         return Bounded(upstream.value * slope, upstream.error * limits.first + upstream.largest * slope_error)
+
+    def gated_gradient(
+        self, name: str, up: Bounded, dy: Tensor | Bounded, *, dtype: torch.dtype
+    ) -> tuple[Bounded, Bounded]:
+        """Gradients of the gate x that this is and of up, each rounded to `dtype`, as are the steps on the way."""
+        dy, kept, kept_up = Bounded.exact(dy), self.rounded(dtype), up.rounded(dtype)
+        of_gate = self.activation_gradient(GATED[name], dy.times(kept_up).rounded(dtype), dtype=dtype)
+        of_up = dy.times(kept.activation(GATED[name], dtype=dtype, input_rounded=False).rounded(dtype))
+        return of_gate.rounded(dtype), of_up.rounded(dtype)
 
     def check(self, actual: Tensor, what: str = "result") -> None:
         """Raise `BoundExceeded` unless `actual`, whose dtype is the one rounded to, is within the bound everywhere."""

@@ -1,0 +1,124 @@
+"""Gated activations (one output of gate and up): gradients in low precision, and that an exchange of the two is seen.
+
+Values at every option are in test_values.py and test_fp8.py, gradients in fp64 in test_gradients.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ops.support import GATHER, IMPLEMENTATIONS, Case, call, check_values, new_group, operands, own_part
+from tpkernels.backends import blocks
+from tpkernels.testing.expected import check_bias_gradient, check_input_gradient, check_weight_gradient
+from tpkernels.testing.numeric import Bounded, BoundExceeded
+from tpkernels.testing.payload import payload
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+OP = import_module("tpkernels.ops.all_gather_matmul")  # the function of this name stands before its module
+BASE = Case(GATHER, (48, 64), ns=(40, 40), bias=True)
+
+
+def upstream(rank: int, dtype: torch.dtype) -> Tensor:
+    return payload((BASE.shape[0], BASE.ns[0]), dtype, rank=rank, name="dy")
+
+
+def judge(case: Case, group: Any) -> None:
+    """Value and gradients against the bound of exact operands."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    parts = operands(case, world)
+    x, ws, bs = own_part(parts, rank)
+    leaves = [leaf.requires_grad_() for leaf in (x, *ws, *bs) if leaf is not None]
+    (y,), _ = call(case, (x, ws, bs), group)
+    check_values(case, operands(case, world), [y], None, rank)
+    y.backward(upstream(rank, case.dtype).to(y.device))
+    whole, act = torch.cat([p.detach() for p in parts.xs]), case.activation or ""
+    by_rank: list[tuple[Bounded, Bounded]] = []
+    for r in range(world):
+        gate, up = (
+            Bounded.sum_of_products([whole], [w.detach()], bias=None if b is None else b.detach(), dtype=case.dtype)
+            for w, b in zip(parts.ws[r], parts.bs[r], strict=True)
+        )
+        by_rank.append(gate.gated_gradient(act, up, upstream(r, case.dtype), dtype=case.dtype))
+    what = f"rank {rank}, {case}"
+    grads = [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None]
+    assert len(grads) == len(leaves)
+    dx, dws, dbs = grads[0], grads[1:3], grads[3:]
+    # dx is one GEMM of gate and one of up, added up in the dtype: twice as many partials as there are ranks.
+    dzs = [dz for pair in by_rank for dz in pair]
+    check_input_gradient(dx, dzs, [w.detach() for p in parts.ws for w in p], start=rank * (48 // world), what=what)
+    for dz, dw in zip(by_rank[rank], dws, strict=True):
+        check_weight_gradient(dw, dz, whole, what=what)
+    for dz, db in zip(by_rank[rank], dbs, strict=bool(dbs)):
+        check_bias_gradient(db, dz, what=what)
+
+
+def judge_all(names: tuple[str, ...], dtype: torch.dtype) -> int:
+    with new_group(3) as group:
+        for name in names:
+            for save, activation in ((False, "swiglu"), (True, "geglu")):
+                judge(BASE.but(implementation=name, dtype=dtype, save_gathered=save, activation=activation), group)
+    return len(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_within_the_bound(ranks: Pools, world: int, dtype: torch.dtype) -> None:
+    ranks(world).run(judge_all, IMPLEMENTATIONS, dtype)
+
+
+def exchanged_value(good: Callable[..., None]) -> Callable[..., None]:
+    """The activation goes to up."""
+
+    def changed(self: Any, operand: Any, start: int, stop: int) -> None:
+        call, matrices, biases = self.call, [*self.call.matrices], [*self.call.biases]
+        object.__setattr__(call, "matrices", matrices[::-1])
+        object.__setattr__(call, "biases", biases[::-1])
+        try:
+            good(self, operand, start, stop)
+        finally:
+            object.__setattr__(call, "matrices", matrices)
+            object.__setattr__(call, "biases", biases)
+
+    return changed
+
+
+def exchanged_gradient(good: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def changed(*arguments: Any) -> tuple[Tensor, Tensor]:
+        of_gate, of_up = good(*arguments)
+        return of_up, of_gate
+
+    return changed
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "gate and up exchanged": (blocks.Epilogue, "_fill_gated", exchanged_value),
+    "their gradients exchanged": (OP, "gate_backward", exchanged_gradient),
+}
+
+
+def strike(fault: str, dtype: torch.dtype) -> list[str]:
+    said = []
+    owner, attribute, make = FAULTS[fault]
+    with new_group(2) as group, mock.patch.object(owner, attribute, make(getattr(owner, attribute))):
+        for name in IMPLEMENTATIONS:
+            try:
+                judge(BASE.but(implementation=name, dtype=dtype, activation="swiglu"), group)
+            except BoundExceeded as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_exchange_of_gate_and_up_is_seen(ranks: Pools, fault: str) -> None:
+    for said in ranks(2).run(strike, fault, torch.bfloat16):
+        assert len(said) == len(IMPLEMENTATIONS), said
