@@ -58,6 +58,8 @@ class Problem:
     """Why the ranks have no symmetric memory; None if they have."""
     out_dtype: torch.dtype | None = None
     """Of the result and of partials, if it is another one: of fp8 calls."""
+    multicast: bool = False
+    """Whether one store can reach the symmetric memory of all ranks (NVLS)."""
     activation: str | None = None
     """What follows the product; of a gated one, ``n`` are the columns of both products."""
 
@@ -137,7 +139,8 @@ class Implementation:
     ``run`` executes the op's contract (see :mod:`tpkernels.ops.contract`).  ``agree``, if it has one, is called on
     every rank when a signature is new to the group, and may exchange records; what it returns comes with every such
     call, in ``Context.agreed``.  ``repeat``, if it has one, takes what ``run`` took and returns what the contract
-    offers for further calls like that one, or None.
+    offers for further calls like that one, or None.  ``describe``, if it has one, says in a few words how it would run
+    a problem that it does not refuse.
     """
 
     name: str
@@ -147,6 +150,7 @@ class Implementation:
     run: Callable[..., Any]
     agree: Callable[..., Any] | None = None
     repeat: Callable[..., Any] | None = None
+    describe: Callable[[Problem], str] | None = None
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -160,6 +164,7 @@ class Candidate:
     name: str
     refusal: str | None
     estimate_us: float | None
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,8 +189,7 @@ class Explanation:
             if candidate.refusal is not None:
                 what = f"cannot run: {candidate.refusal}"
             else:
-                what = f"estimate {candidate.estimate_us:,.0f} us"
-                what += f", up to {p.num_chunks} chunk(s) per shard" if candidate.name == "chunked" else ""
+                what = f"estimate {candidate.estimate_us:,.0f} us{', ' if candidate.how else ''}{candidate.how}"
             lines.append(f"   {candidate.name:<{width}}  {what}")
         origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
         lines.append(
@@ -234,6 +238,7 @@ def select(problem: Problem, requested: str, costs: Costs) -> tuple[Implementati
             offer.name,
             refusals[offer.name],
             offer.estimate(problem, costs) if refusals[offer.name] is None else None,
+            offer.describe(problem) if refusals[offer.name] is None and offer.describe is not None else "",
         )
         for offer in offers
     )

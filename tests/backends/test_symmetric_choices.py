@@ -80,3 +80,19 @@ def test_large_calls_are_fused_where_the_link_is_worth_it() -> None:
         for m in (8, 8192)
     }
     assert chosen[GATHER, 8192] == chosen[SCATTER, 8192] == chosen[REDUCE, 8] == "symmetric", chosen
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+def test_explain_says_how_a_sum_travels(multicast: bool) -> None:
+    problem = replace(PROBLEM, multicast=multicast)
+    for op, m, said in (
+        (REDUCE, 16, "in one step"),
+        (REDUCE, 8192, "reduce-scatter, then all-gather of the sums"),
+        ("all_reduce", 16, "in one step"),
+        (GATHER, 8192, ""),
+        (SCATTER, 8192, ""),
+    ):
+        _, explanation = symmetric.dispatch.select(replace(problem, op=op, m=m), "symmetric", Costs())
+        (found,) = [candidate.how for candidate in explanation.candidates if candidate.name == "symmetric"]
+        assert found == (f"{said}, pushed by multicast stores (NVLS)" if multicast and said else said)
+        assert found in str(explanation)

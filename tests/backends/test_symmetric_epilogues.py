@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
+import tpkernels as tpk
 from tests.backends.emulated import Emulation
 from tests.ops import test_gated
 from tpkernels.backends import tuning
@@ -105,3 +106,15 @@ def test_tiles_are_measured_with_what_follows_the_product(pools: Pools, emulatio
             ("matmul_reduce_scatter", "none", False, True),
         ]
         assert len(seen) == 4 * tuning.ROUNDS
+
+
+def explained(emulation: Emulation) -> str:
+    with emulation.group() as group:
+        return str(tpk.explain("matmul_all_reduce", m=512, n=512, k=64, dtype=torch.bfloat16, group=group))
+
+
+def test_explain_names_multicast_where_the_groups_memory_has_it(pools: Pools, emulation: Emulation) -> None:
+    for multicast in (False, True):
+        for said in pools(2).run(explained, replace(emulation, multicast=multicast), timeout=PATIENCE_S):
+            (line,) = [line for line in said.splitlines() if line.startswith("   symmetric")]
+            assert ("pushed by multicast stores (NVLS)" in line) == multicast, line

@@ -7,6 +7,7 @@ import torch
 
 from tests.gpu import ranks as scenarios
 from tests.gpu.test_symmetric import cases_of, scaled_cases_of
+from tests.ops import test_gated
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
@@ -21,7 +22,7 @@ def test_the_cases_for_symmetric_are_right_for_another_implementation(ranks: Poo
     for op in OPS:
         cases = [case.but(implementation=STAND_IN) for case in cases_of(op, 2, full=False)]
         assert ranks(2).run(scenarios.judge_all, cases[-12:], "values", 3) == [len(cases[-12:])] * 2
-    assert ranks(2).run(scenarios.judge_all, scaled_cases_of(STAND_IN, 2)[-6:], "values", 3) == [6, 6]
+    assert ranks(2).run(scenarios.judge_all, scaled_cases_of(STAND_IN, 2)[-9:], "values", 3) == [9, 9]
 
 
 def test_replays_are_judged_with_fresh_data_and_a_stale_one_is_caught(ranks: Pools) -> None:
@@ -42,3 +43,4 @@ def _replay_that_computes_once() -> None:
 
 def test_gradients_of_as_many_rows_as_on_a_gpu_are_within_the_bound(ranks: Pools) -> None:
     ranks(2).run(within_bounds, torch.bfloat16, 3, (STAND_IN,), 264)
+    ranks(2).run(test_gated.judge_all, (STAND_IN,), torch.bfloat16, 264)

@@ -11,11 +11,13 @@ import torch
 from tests.backends.contract import BASE, COLLECTIVES, exact_cases
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
+from tests.ops import test_gated
 from tests.ops.scaled import SCALED, ScaledCase
 from tests.ops.scaled import exact_cases as scaled_exact_cases
 from tests.ops.support import COPY, FUSED, GATHER, REDUCE, SCATTER, Case
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
+from tpkernels.ops.contract import GATED
 from tpkernels.partition import array_split_sizes
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +56,7 @@ def test_integers_are_exact_for_every_op_dtype_and_cut(
 
 
 def scaled_cases_of(name: str, world: int) -> list[ScaledCase]:
-    """fp8, as integers: tensor cores keep fewer bits of fp8 sums than the bound for real numbers asks for.
+    """fp8: integers, which every accumulator sums exactly, and numbers at random, within what tensor cores keep.
 
     Small ones, and rows enough for the kernels that overlap, with K and N that fp8 GEMMs take, and that they do not.
     """
@@ -62,13 +64,16 @@ def scaled_cases_of(name: str, world: int) -> list[ScaledCase]:
     large = [base.but(op=op, dtype=dtype) for op in SCALED for dtype in (torch.bfloat16, torch.float32)]
     large += [base.but(op=op, shape=(101 * world, 264), ns=(200,), per_x=("tensor",)) for op in SCALED]
     large.append(base.but(ns=(320, 48), activation="relu", return_gathered=True, per_x=("tensor", "row")))
-    return [case.but(call=number) for number, case in enumerate([*scaled_exact_cases(name, world), *large])]
+    real = [case.but(integers=False) for case in large[: 2 * len(SCALED)]]
+    real.append(base.but(integers=False, ns=(320, 320), activation="swiglu", return_gathered=True))
+    cases = [*scaled_exact_cases(name, world), *large, *real]
+    return [case.but(call=number) for number, case in enumerate(cases)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_fp8_is_exact_and_brings_its_scales_along(symmetric_ranks: Shared, world: int, full: bool) -> None:
     cases = scaled_cases_of("symmetric", world)
-    cases = cases if full else cases[world % 2 :: 2]
+    cases = cases if full else [*cases[world % 2 : -7 : 2], *cases[-7:]]
     symmetric_ranks(world).run(scenarios.judge_all, cases, "values", 3, timeout=CALL_S)
 
 
@@ -80,6 +85,7 @@ def test_real_numbers_are_within_the_bound(symmetric_ranks: Shared, world: int) 
         for dtype in DTYPES
     ]
     cases += [cases[0].but(activation=activation) for activation in ("relu", "gelu", "gelu_tanh", "silu")]
+    cases += [cases[0].but(activation=gated, ns=(328, 328), dtype=dtype) for gated in GATED for dtype in DTYPES]
     cases.append(cases[0].but(ns=(120, 72), bias=(True, False), return_gathered=True))
     symmetric_ranks(world).run(scenarios.judge_all, cases, "values", 4, timeout=CALL_S)
 
@@ -98,6 +104,11 @@ def test_gradients_are_within_the_bound(symmetric_ranks: Shared, dtype: torch.dt
     assert set(FUSED) == {GATHER, SCATTER, REDUCE, COPY}
     for rows in (48, 264):  # gathered first, and overlapped
         symmetric_ranks(2).run(within_bounds, dtype, 3, ("symmetric",), rows, timeout=CALL_S)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_a_gated_pair_are_within_the_bound(symmetric_ranks: Shared, dtype: torch.dtype) -> None:
+    symmetric_ranks(2).run(test_gated.judge_all, ("symmetric",), dtype, 264, timeout=CALL_S)
 
 
 @pytest.mark.parametrize("op", [GATHER, SCATTER, REDUCE])

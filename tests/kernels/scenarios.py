@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.kernels.interpreter import PACKAGE, load
 from tpkernels.partition import chunk_ranges, offsets
-from tpkernels.testing.numeric import GATED, Bounded, assert_bitwise_equal
+from tpkernels.testing.numeric import FP8_SUM_LOSS, GATED, Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import payload
 
 PATIENCE = 400_000  # polls of the interpreter, about half a minute
@@ -163,8 +163,9 @@ def product(case: Case, x: Tensor, w: Tensor, bias: Tensor | None, sx: Tensor | 
     assert x is not None and w is not None
     if sx is None or sw is None:
         return Bounded.sum_of_products([x], [w], bias=bias, dtype=torch.float32)
-    scaled = Bounded.sum_of_products([x.double() * sx.double()[:, None]], [w.double() * sw.double()[:, None]],
-                                     dtype=torch.float32)  # fmt: skip
+    loss = 0.0 if case.device == "cpu" else FP8_SUM_LOSS
+    of_x = Bounded.scaled(x, sx[:, None], sums_lose=loss) if loss else x.double() * sx.double()[:, None]
+    scaled = Bounded.sum_of_products([of_x], [w.double() * sw.double()[:, None]], dtype=torch.float32)
     scaled = scaled.rounded(torch.float32).rounded(torch.float32)
     return scaled if bias is None else scaled.plus(bias).rounded(torch.float32)
 

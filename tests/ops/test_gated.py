@@ -28,8 +28,8 @@ OP = import_module("tpkernels.ops.all_gather_matmul")  # the function of this na
 BASE = Case(GATHER, (48, 64), ns=(40, 40), bias=True)
 
 
-def upstream(rank: int, dtype: torch.dtype) -> Tensor:
-    return payload((BASE.shape[0], BASE.ns[0]), dtype, rank=rank, name="dy")
+def upstream(case: Case, rank: int) -> Tensor:
+    return payload((case.shape[0], case.ns[0]), case.dtype, rank=rank, name="dy")
 
 
 def judge(case: Case, group: Any) -> None:
@@ -40,7 +40,7 @@ def judge(case: Case, group: Any) -> None:
     leaves = [leaf.requires_grad_() for leaf in (x, *ws, *bs) if leaf is not None]
     (y,), _ = call(case, (x, ws, bs), group)
     check_values(case, operands(case, world), [y], None, rank)
-    y.backward(upstream(rank, case.dtype).to(y.device))
+    y.backward(upstream(case, rank).to(y.device))
     whole, act = torch.cat([p.detach() for p in parts.xs]), case.activation or ""
     by_rank: list[tuple[Bounded, Bounded]] = []
     for r in range(world):
@@ -48,25 +48,28 @@ def judge(case: Case, group: Any) -> None:
             Bounded.sum_of_products([whole], [w.detach()], bias=None if b is None else b.detach(), dtype=case.dtype)
             for w, b in zip(parts.ws[r], parts.bs[r], strict=True)
         )
-        by_rank.append(gate.gated_gradient(act, up, upstream(r, case.dtype), dtype=case.dtype))
+        by_rank.append(gate.gated_gradient(act, up, upstream(case, r), dtype=case.dtype))
     what = f"rank {rank}, {case}"
     grads = [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None]
     assert len(grads) == len(leaves)
     dx, dws, dbs = grads[0], grads[1:3], grads[3:]
     # dx is one GEMM of gate and one of up, added up in the dtype: twice as many partials as there are ranks.
     dzs = [dz for pair in by_rank for dz in pair]
-    check_input_gradient(dx, dzs, [w.detach() for p in parts.ws for w in p], start=rank * (48 // world), what=what)
+    check_input_gradient(
+        dx, dzs, [w.detach() for p in parts.ws for w in p], start=rank * (case.shape[0] // world), what=what
+    )
     for dz, dw in zip(by_rank[rank], dws, strict=True):
         check_weight_gradient(dw, dz, whole, what=what)
     for dz, db in zip(by_rank[rank], dbs, strict=bool(dbs)):
         check_bias_gradient(db, dz, what=what)
 
 
-def judge_all(names: tuple[str, ...], dtype: torch.dtype) -> int:
+def judge_all(names: tuple[str, ...], dtype: torch.dtype, rows: int = 48) -> int:
     with new_group(3) as group:
         for name in names:
             for save, activation in ((False, "swiglu"), (True, "geglu")):
-                judge(BASE.but(implementation=name, dtype=dtype, save_gathered=save, activation=activation), group)
+                case = BASE.but(shape=(rows, 64), dtype=dtype, activation=activation, save_gathered=save)
+                judge(case.but(implementation=name), group)
     return len(names)
 
 

@@ -21,7 +21,14 @@ from tpkernels.testing.expected import (
     expected_matmul_all_reduce,
     expected_weight_gradient,
 )
-from tpkernels.testing.numeric import ACTIVATIONS, Bounded, BoundExceeded, assert_bitwise_equal, assert_within_bound
+from tpkernels.testing.numeric import (
+    ACTIVATIONS,
+    FP8_SUM_LOSS,
+    Bounded,
+    BoundExceeded,
+    assert_bitwise_equal,
+    assert_within_bound,
+)
 from tpkernels.testing.payload import exact_limit, exact_matmul, integer_payload, payload
 
 pytestmark = pytest.mark.cpu
@@ -335,3 +342,38 @@ def test_the_worst_ratio_is_over_1_exactly_where_the_check_raises() -> None:
     assert reference.worst_ratio(torch.ones(2)) == inf and Bounded.exact(torch.ones(0)).worst_ratio(torch.ones(0)) == 0
     same = torch.tensor([nan, inf])
     assert Bounded.exact(same).worst_ratio(same) == 0
+
+
+def sum_of_14_bits(x: Tensor, w: Tensor, block: int = 128, step: int = 32, bits: int = 14) -> Tensor:
+    """x w^T as an fp8 tensor core computes it, every block of products into an fp32 sum.
+
+    The 32 products of a step and the sum so far lose what lies below 14 bits of the largest of them.
+    """
+    total = torch.zeros(x.shape[0], w.shape[0])
+    for first in range(0, x.shape[1], block):
+        part = torch.zeros(*total.shape, 1, dtype=torch.float64)
+        for k in range(first, min(first + block, x.shape[1]), step):
+            products = x[:, None, k : k + step].double() * w[None, :, k : k + step].double()
+            terms = torch.cat([products, part], -1)
+            unit = 2.0 ** (terms.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() + 1 - bits)
+            part = (terms / unit).trunc().mul(unit).sum(-1, keepdim=True)
+        total += part[..., 0].float()
+    return total
+
+
+@pytest.mark.parametrize("k", [64, 512, 4096])
+def test_sums_of_a_tensor_core_are_within_the_bound_for_fp8_and_one_that_lacks_a_step_is_not(k: int) -> None:
+    x, w = (payload((24, k), name=name).to(torch.float8_e4m3fn) for name in "xw")
+    one = torch.ones(())
+
+    def bound(sums_lose: float) -> Bounded:
+        left, right = Bounded.scaled(x, one, sums_lose=sums_lose), Bounded.scaled(w, one)
+        return Bounded.sum_of_products([left], [right], dtype=torch.float32).rounded(torch.float32)
+
+    kept = sum_of_14_bits(x, w)
+    assert 0.01 < bound(FP8_SUM_LOSS).worst_ratio(kept) < 0.3
+    assert bound(FP8_SUM_LOSS).worst_ratio(sum_of_14_bits(x, w, bits=13)) < 0.6
+    assert bound(0.0).worst_ratio(kept) > 1, "the bound of fp32 would do: this one shows nothing"
+    short = sum_of_14_bits(x[:, : k - 32], w[:, : k - 32])
+    with pytest.raises(BoundExceeded):
+        bound(FP8_SUM_LOSS).check(short)

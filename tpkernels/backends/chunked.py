@@ -217,9 +217,13 @@ def _estimate(problem: Problem, costs: Costs) -> float:
     return max(busy + tail * (1 - costs.link_cpu), link) + head
 
 
+def _describe(problem: Problem) -> str:
+    return f"up to {problem.num_chunks} chunk(s) per shard"
+
+
 for _op, _run in (
     ("all_gather_matmul", all_gather_matmul),
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("chunked", _op, _refuses, _estimate, _run))
+    dispatch.register(Implementation("chunked", _op, _refuses, _estimate, _run, describe=_describe))

@@ -374,6 +374,14 @@ def _estimate(problem: Problem, costs: Costs) -> float:
     return max(gemm_us / KERNEL_RATE[problem.dtype], hidden) + exposed + (link_us - hidden) + calls * CALL_US
 
 
+def _describe(problem: Problem) -> str:
+    if problem.op not in ("matmul_all_reduce", "all_reduce"):
+        return ""
+    in_one_step = _is_one_shot(problem.world_size, problem.m * problem.row_bytes)
+    how = "in one step" if in_one_step else "reduce-scatter, then all-gather of the sums"
+    return f"{how}, pushed by multicast stores (NVLS)" if problem.multicast else how
+
+
 for _op, _work in (
     ("all_gather", all_gather),
     ("reduce_scatter", reduce_scatter),
@@ -383,4 +391,6 @@ for _op, _work in (
     ("matmul_all_reduce", matmul_all_reduce),
 ):
     _agrees = _agree if "matmul" in _op else None
-    dispatch.register(Implementation("symmetric", _op, _refuses, _estimate, partial(_run, _work), _agrees))
+    dispatch.register(
+        Implementation("symmetric", _op, _refuses, _estimate, partial(_run, _work), _agrees, describe=_describe)
+    )

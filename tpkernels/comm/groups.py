@@ -120,6 +120,10 @@ class Group:
         """Whether all ranks were proved to run on this host (known once the ranks have met)."""
         return bool(self.peers) and all(peer.is_local for peer in self.peers)
 
+    def multicasts(self, device: str) -> bool:
+        """Whether one store can reach the symmetric memory of all ranks, for tensors on ``device``."""
+        return self.symmetric is not None and self.why_not_symmetric(device) is None and self.symmetric.main.multicasts
+
     def why_not_symmetric(self, device: str) -> str | None:
         """Why tensors on ``device`` have no symmetric memory here; None if they have."""
         if self.symmetric is not None and self.symmetric.device.kind != device:

@@ -298,6 +298,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         co_located=group.co_located,
         no_shared_memory=group.no_shared_memory,
         no_symmetric_memory=group.why_not_symmetric(device.type),
+        multicast=group.multicasts(device.type),
         out_dtype=signature.out_dtype,
         activation=signature.activation,
     )
@@ -365,6 +366,7 @@ def explain(
         co_located=group.co_located,
         no_shared_memory=group.no_shared_memory,
         no_symmetric_memory=group.why_not_symmetric(device),
+        multicast=group.multicasts(device),
     )
     return dispatch.select(problem, "auto", costs)[1]
 
