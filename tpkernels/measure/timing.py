@@ -2,8 +2,10 @@
 
 Owns: interleaving, warm-up, the barrier before each call, and the statistics.
 Assumes: every rank of `group` calls `measure` with the same names in the same order.
-Refuses: comparing times from two runs. Candidates take turns within one run and the order rotates, so that a machine
-that slows down, or a neighbour that wakes up, hits all of them; each repeat counts as its slowest rank.
+Refuses: comparing times from two runs. Candidates take turns within one run, so that a machine that slows down, or a
+neighbour that wakes up, hits all of them; each repeat counts as its slowest rank. Every candidate follows each of the
+others, for what ran before decides what the caches hold: in an order that only rotates, one of them would always pay
+for the weights that the same other one has left there.
 
 On CUDA a sample is the time between two events. Before the first of them the stream is given work that keeps it busy
 while the host enqueues the candidate (so launch gaps that a model would not see are not counted), that evicts the
@@ -90,12 +92,19 @@ def measure(
             candidates[name]()
     mine: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
+        for name in _turns(names, repeat):
             _barrier(group)
             mine[name].append(clock(candidates[name], calls_per_sample))
     slowest = _maximum_over_ranks([mine[name] for name in names], group, device)
     return {name: Measurement(name, tuple(row)) for name, row in zip(names, slowest, strict=True)}
+
+
+def _turns(names: list[str], repeat: int) -> list[str]:
+    """All names, in an order such that over the repeats each follows each of the others (Williams' square)."""
+    count = len(names)
+    steps = [(step + 1) // 2 * (1 if step % 2 else -1) for step in range(count)]  # 0, 1, -1, 2, -2, ...
+    turns = [names[(repeat + step) % count] for step in steps]
+    return turns[::-1] if repeat // count % 2 else turns
 
 
 def _host_seconds(candidate: Callable[[], object], calls: int) -> float:
