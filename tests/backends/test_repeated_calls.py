@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels as tpk
 from tests.nn.reference import tp_mesh
@@ -25,7 +26,7 @@ from tpkernels.comm.native import native, why_not
 from tpkernels.errors import CollectiveTimeout, GroupMismatch, GroupPoisoned
 from tpkernels.nn import ParallelMLP, RowParallelLinear
 from tpkernels.ops import calling
-from tpkernels.testing.numeric import assert_bitwise_equal
+from tpkernels.testing.numeric import Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
 from tpkernels.testing.spawn import Pools
 
@@ -133,6 +134,18 @@ class Block(nn.Module):
         return ParallelMLP.from_linears(self.up, self.down, tp_mesh(), activation="relu")
 
 
+class SeenOps(TorchDispatchMode):
+    """Names of the ops that the dispatcher is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 class Clamped(nn.Module):
     """What somebody puts around a layer; it has no ``forward``, only a ``__call__``."""
 
@@ -149,7 +162,7 @@ def parameters_change_under_a_block(bias: bool) -> list[str]:
     with torch.no_grad(), long_ways() as ways:
         block, other = Block(bias, 0), Block(bias, 1)
         mlp = block.parallel()
-        hooked: list[str] = []
+        hooked: list[nn.Module] = []
 
         def check(what: str, reference: Block, dtype: torch.dtype = torch.float32) -> None:
             for _ in range(2):
@@ -169,15 +182,29 @@ def parameters_change_under_a_block(bias: bool) -> list[str]:
         check("and back", block)
         with torch.inference_mode():
             check("in inference mode", block)
-        handle = mlp.down.register_forward_hook(lambda *_: hooked.append("down"))
-        check("with a hook", block)
-        handle.remove()
+        for layer in (mlp.up, mlp.down):
+            for register in (layer.register_forward_hook, layer.register_forward_pre_hook):
+                handle = register(lambda module, *_: hooked.append(module))
+                check("with a hook", block)
+                handle.remove()
+        replaced = mlp.down.forward
+        mlp.down.forward = lambda x, **_: replaced(x).clamp(0, 3)  # type: ignore[method-assign]
+        agree(mlp(x), block.exact(x).clamp(0, 3), x, "with another forward in the second layer")
+        del mlp.down.forward
+        first: Any = mlp.up
+        plain = first.forward
+        first.forward = lambda x, **_: plain(x).clamp(0, 3)
+        agree(mlp(x), block.exact(x, 3), x, "with another forward in the first layer")
+        del first.forward
+        with SeenOps() as seen:
+            check("under a mode", block)
+        assert seen.names.count("tpkernels::matmul_all_reduce") == 2
         with torch.enable_grad():
             y = mlp(x)
         assert y.requires_grad
         agree(y.detach(), block.exact(x), x, "with gradients")
         check("after gradients", block)
-        assert hooked == ["down"] * 2
+        assert hooked == [mlp.up] * 4 + [mlp.down] * 4
         mlp.up = Clamped(mlp.up)  # type: ignore[assignment, arg-type]
         agree(mlp(x), block.exact(x, 3), x, "with another layer in a layer's place")
         return ways
@@ -185,9 +212,30 @@ def parameters_change_under_a_block(bias: bool) -> list[str]:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_block_sees_every_way_of_changing_its_parameters_and_its_hooks(ranks: Pools, bias: bool) -> None:
-    """The long way: each dtype's first call, and the ones with gradients."""
+    """The long way: each dtype's first call, the one with gradients, and the two that a mode sees."""
     for ways in ranks(2).run(parameters_change_under_a_block, bias):
-        assert ways == ["matmul_all_reduce"] * 3
+        assert ways == ["matmul_all_reduce"] * 5
+
+
+def a_gated_block_repeats() -> list[str]:
+    x = integer_payload((5, 26), torch.float64, name="x", largest=2)
+    gate, up, down = (nn.Linear(*sizes, dtype=torch.float64) for sizes in ((26, 18), (26, 18), (18, 26)))
+    with torch.no_grad(), long_ways() as ways:
+        for number, linear in enumerate((gate, up, down)):
+            for name, parameter in linear.named_parameters():
+                parameter.copy_(integer_payload(parameter.shape, torch.float64, call=number, name=name))
+        mlp = ParallelMLP.from_linears(up, down, tp_mesh(), gate=gate, activation="swiglu")
+        for factor in (1, 1, 2):
+            for weight in (gate.weight, mlp.get_parameter("gate_up.gate.weight")):
+                weight.mul_(factor)
+            exact = down(nn.functional.silu(gate(x)) * up(x))
+            Bounded(exact, 1e-12 * exact.abs().max().expand_as(exact)).check(mlp(x), f"gate times {factor}")
+    return ways
+
+
+def test_a_gated_block_repeats_with_the_weights_of_now(ranks: Pools) -> None:
+    for ways in ranks(2).run(a_gated_block_repeats):
+        assert ways == ["matmul_all_reduce"]
 
 
 def refusals_after_repetitions() -> list[str]:

@@ -274,18 +274,24 @@ class ColumnParallelLinears(nn.Module):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> list[Tensor] | Tensor:
         """One output per layer, or the gated one; ``shard_sizes`` as for one layer."""
-        layers, outputs = self.layers, []
-        for layer in layers:
-            y = layer._inferred(x, shard_sizes)
-            if y is None:
-                break
-            outputs.append(y)
-        else:
-            return gate_forward(self.gated, *outputs) if self.gated else outputs
+        y = self._inferred(x, shard_sizes)
+        if y is not None:
+            return y
+        layers = self.layers
         layers[0].check(x, shard_sizes)
         if self.gated:
             return run_gated(layers, self.gated, x, layers[0].mesh, shard_sizes)
         return run_together(layers, x, layers[0].mesh, shard_sizes)
+
+    def _inferred(self, x: Tensor, shard_sizes: Sequence[int] | None) -> list[Tensor] | Tensor | None:
+        """As of one layer; None where one of them says so."""
+        outputs = []
+        for layer in self.layers:
+            y = layer._inferred(x, shard_sizes)
+            if y is None:
+                return None
+            outputs.append(y)
+        return gate_forward(self.gated, *outputs) if self.gated else outputs
 
 
 def _gated(activation: str | None, out_features: Mapping[str, int]) -> str | None:

@@ -6,14 +6,13 @@ seeded it alike; ``from_linear`` takes this rank's copy of the weights for every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self, cast
 
 import torch
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from tpkernels import dispatch
 from tpkernels.comm import agreement
@@ -22,9 +21,8 @@ from tpkernels.nn.parameters import check_unit, has_units, local, mesh_of, repli
 from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["ParallelLinear", "bare", "features_of"]
+__all__ = ["ParallelLinear", "features_of"]
 
-_CALL = nn.Module.__call__
 _ELSEWHERE: Any = object()  # with a parametrisation, which keeps the parameter itself
 
 
@@ -185,19 +183,6 @@ class ParallelLinear(nn.Module):
         if mesh.size() > 1 and (self.sequence_parallel or self.cut_dim == 1):
             agreement.refuse(resolve(mesh), self._op(), message)
         raise ValueError(message)
-
-
-def bare(module: nn.Module | None) -> Callable[..., Any]:
-    """What a call of ``module`` amounts to without gradients: its ``forward``, unless something is hooked on.
-
-    Cold, the way there costs more than a small all-reduce: 20 us (AMD EPYC, 2026-11-21).
-    """
-    assert module is not None
-    hooks = module._forward_hooks or module._forward_pre_hooks or _global_forward_hooks or _global_forward_pre_hooks
-    if hooks or is_grad_enabled() or type(module).__call__ is not _CALL or module._compiled_call_impl is not None:
-        return module
-    forward: Callable[..., Any] = module.forward
-    return forward
 
 
 def features_of(linear: nn.Module) -> tuple[int, int]:

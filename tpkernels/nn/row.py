@@ -23,7 +23,7 @@ from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import local, tp_mesh
 from tpkernels.ops.collectives import shard
-from tpkernels.ops.library import is_plain
+from tpkernels.ops.library import PLAIN, is_watched
 from tpkernels.ops.matmul_all_reduce import again, matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -113,9 +113,10 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence; default ``tpk.array_split``'s (10 over 3: 4, 3, 3)."""
-        y = self._repeated(x, shard_sizes)
-        if y is not None:
-            return y
+        if shard_sizes is None and type(x) is Tensor and not is_grad_enabled() and not is_watched():
+            y = self._repeated(x)
+            if y is not None:
+                return y
         mesh, weight, bias = self.mesh, self._matrix(), local(self.bias)
         if x.dim() == 1 and not self.sequence_parallel:  # the ops take rows
             return self.forward(x.unsqueeze(0))[0]
@@ -137,15 +138,18 @@ class RowParallelLinear(ParallelLinear):
             implementation=self.implementation,
         )
 
-    def _repeated(self, x: Tensor, shard_sizes: Sequence[int] | None) -> Tensor | None:
-        """Inference on few rows, as it was done before: straight to the op.  None where it is anything else."""
-        if self.sequence_parallel or self.split_input or shard_sizes is not None or is_grad_enabled():
+    def _repeated(self, x: Tensor) -> Tensor | None:
+        """Inference on few rows, as it was done before: straight to the op.  None where it is anything else.
+
+        For a plain x, when no gradient is recorded and nobody watches (:func:`is_watched`).
+        """
+        if self.sequence_parallel or self.split_input:
             return None
         parts = self._plain_parts()
         if parts is None:
             return None
         mesh, weight, bias = parts
-        if not is_plain(x, weight, weight if bias is None else bias):
+        if type(weight) not in PLAIN or not (bias is None or type(bias) in PLAIN):
             return None
         return again(resolve(mesh), x, weight, bias, self.implementation)
 

@@ -27,11 +27,12 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling as _is_traced_by_dynamo
 
-__all__ = ["call", "call_backward", "define", "is_plain", "wants_grad"]
+__all__ = ["PLAIN", "call", "call_backward", "define", "is_plain", "is_watched", "wants_grad"]
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _KERNELS: dict[str, Callable[..., Any]] = {}
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The types of tensors that do nothing of their own."""
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
@@ -84,16 +85,20 @@ def call_backward(name: str, sinks: Sequence[Any], *args: Any) -> Any:
 def is_plain(*tensors: object) -> bool:
     """Whether a kernel may run without the dispatcher, because nobody could tell the difference.
 
-    Nobody can when no gradient is recorded, nothing traces, profiles or intercepts ops, and the tensors are plain ones.
-    Two trips from the interpreter through the dispatcher and back cost 25 us a call, more than an all-reduce between
-    ranks of one host takes (2 us; AMD EPYC, 2026-11-20), and several times as much when a GEMM has swept the caches;
-    then this function takes 6 us.
+    Nobody can when no gradient is recorded, nobody watches, and the tensors are plain ones.  Two trips from the
+    interpreter through the dispatcher and back cost 25 us a call, more than an all-reduce between ranks of one host
+    takes (2 us; AMD EPYC, 2026-11-20), and several times as much when a GEMM has swept the caches.
     """
     records = _is_grad_enabled()
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or (records and cast(Tensor, tensor).requires_grad):
+        if type(tensor) not in PLAIN or (records and cast(Tensor, tensor).requires_grad):
             return False
-    return not (
+    return not is_watched()
+
+
+def is_watched() -> bool:
+    """Whether anybody but autograd sees ops on plain tensors: who traces, profiles, intercepts or transforms them."""
+    return bool(
         _is_traced_by_dynamo()
         or _get_tracing_state() is not None
         or _len_torch_dispatch_stack()
