@@ -52,8 +52,8 @@ class Tiles:
         if num_bytes > limit:
             return f"tiles take {num_bytes} bytes of shared memory, sm_{capability} has {limit}"
         sums, most = self.block_m * columns // (32 * self.num_warps), 16 * weights if dtype == "float32" else 128
-        if dtype == "float8_e4m3fn" and 90 <= capability < 100:
-            most //= 2  # products add up a second time outside of the tensor core
+        if dtype == "float8_e4m3fn" and 90 <= capability < 100 and not dual:
+            most //= 2  # products add up a second time outside of the tensor core; two weights take turns at that
         if sums > most:
             return f"tiles take {sums} sums in a thread's registers, at most {most} of {dtype} products fit"
         return None
