@@ -285,12 +285,12 @@ def opcheck_all() -> list[str]:
     return checked
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_op_passes_opcheck(ranks: Pools, world: int) -> None:
+def test_every_op_passes_opcheck(ranks: Pools) -> None:
+    """On three ranks: their shards are uneven."""
     registered = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "tpkernels::" in name
     }
-    for checked in ranks(world).run(opcheck_all, timeout=240):
+    for checked in ranks(3).run(opcheck_all, timeout=240):
         assert set(checked) == registered
 
 
