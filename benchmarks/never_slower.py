@@ -9,7 +9,7 @@ P9  estimate / measured time of the implementation that auto chose, over the sam
 
 The problems are the three fused ops on weights from 512 x 512 to 2048 x 8192 and from one row to 1,024, one of them
 uneven.  All ways of doing a problem take turns in one run, after each was verified.  A ratio is the median of those of
-the repeats, auto and unfused having run right after one another; its interval holds the true median with a
+the repeats, in each of which both ran once; its interval holds the true median with a
 probability of at least 95 % (order statistics), and a problem is slower beyond noise if the whole interval lies above
 1.03.  At world 4 two ranks share a core here.
 """
