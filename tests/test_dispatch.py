@@ -149,8 +149,34 @@ def test_the_explanation_is_a_table_of_what_was_weighed() -> None:
 def test_chunks_on_a_gpu_are_large_enough_to_fill_it() -> None:
     from tpkernels.backends import chunked
 
-    assert [chunked._num_chunks("cpu", rows, 8) for rows in (64, 1024, 8192)] == [8, 8, 8]
-    assert [chunked._num_chunks("cuda", rows, 8) for rows in (0, 64, 1024, 2500, 16384)] == [1, 1, 1, 2, 8]
+    for device, rows, expected in (
+        ("cpu", (64, 1024, 8192), [8, 8, 8]),
+        ("cuda", (0, 1024, 2500, 16384), [1, 1, 2, 8]),
+    ):
+        found = [chunked._num_chunks(problem(device=device), Costs(), shard_rows, 8) for shard_rows in rows]
+        assert found == expected, device
+
+
+def test_a_cut_that_costs_more_than_it_hides_is_not_made() -> None:
+    """The transfer takes half as long as the GEMM of a rank's own rows, or four times as long; a cut little or 4 s."""
+    from tpkernels.backends import chunked
+
+    gather = problem()  # 4096 x 8192 x 2048 on two ranks: 687 ms, 343 of them for the rank's own rows; 8 MB to send
+    for gbytes, relay_gbytes, expected in ((0.049, 4.0, 1), (0.0061, 4.0, 8), (0.0061, 0.004, 1)):
+        costs = Costs(gemm_gflops=100.0, link_gbytes=gbytes, link_cpu=0.0, relay_gbytes=relay_gbytes, measured=True)
+        assert chunked._num_chunks(gather, costs, 2048, 8) == expected, (gbytes, relay_gbytes)
+
+
+def test_further_gemms_over_a_weight_cost_what_was_measured() -> None:
+    few, many = problem(m=2), problem(m=65536)
+    hides, exposes = Costs(relay_gbytes=1e3), Costs(relay_gbytes=1.0)
+    assert hides.gemm_us(few, 2) > 1.9 * hides.gemm_us(few), "each streams the weight"
+    for costs, low, high in ((hides, 0.0, 0.01), (exposes, 0.95, 1.0)):
+        cut_us = costs.gemm_us(many, 2) - costs.gemm_us(many)
+        assert low * 16777 <= cut_us - costs.gemm_overhead_us <= high * 16777, costs  # 16.8 MB at 1 GB/s
+    meet = Costs(weight_gbytes=4.0)
+    balance = int(16.777216 / 4.0 * 100.0 / 16.777216)  # rows whose arithmetic takes as long as the weight
+    assert meet.gemm_us(problem(m=balance)) == pytest.approx(meet.gemm_us(problem(m=balance + 1)), rel=0.02)
 
 
 def test_fp8_sends_a_byte_per_element_with_a_scale_per_row_and_results_in_their_own_dtype() -> None:

@@ -4,7 +4,7 @@
 calls us.  Everything else is an argument of the function it concerns.
 
 ==========================  =========================================================================================
-``TPKERNELS_CALIBRATE``     ``0``: "auto" uses built-in costs instead of measuring the group once (default ``1``)
+``TPKERNELS_CALIBRATE``     ``0``: built-in costs instead of measuring the group once (default ``1``)
 ``TPKERNELS_BATCH_GLOO``    ``0``: leave gloo's threads in the scheduling class that torch made them in, in which they
                             may take the core from the thread that computes (default ``1``; Linux)
 ``TPKERNELS_NUM_CHUNKS``    forces the chunk count of ``chunked`` (at most 100) and ``symmetric`` (at most 64); must be

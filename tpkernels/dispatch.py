@@ -95,6 +95,10 @@ class Problem:
 class Costs:
     """What a group's machines and link were measured to do; rates of the slowest rank.
 
+    ``gemm_gflops`` is what further rows of a large GEMM run at.  A GEMM of few rows streams its weight at
+    ``weight_gbytes``; each further GEMM of many rows over a weight costs as long as that takes at ``relay_gbytes``,
+    because the library lays the weight out anew at every call, or as much of that as does not hide behind arithmetic.
+
     ``copy_gbytes`` and ``signal_us`` are those of memory that ranks of one host share (built-in values elsewhere).
 
     ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
@@ -104,6 +108,7 @@ class Costs:
     gemm_gflops: float = 100.0
     gemm_overhead_us: float = 20.0
     weight_gbytes: float = 8.0
+    relay_gbytes: float = 40.0
     link_gbytes: float = 1.0
     link_latency_us: float = 100.0
     link_cpu: float = 0.5
@@ -112,20 +117,33 @@ class Costs:
     measured: bool = False
 
     def gemm_us(self, problem: Problem, calls: int = 1) -> float:
-        """One rank's GEMM cut into ``calls`` along its rows: each call reads the weight again.
+        """One rank's GEMM cut into ``calls`` along its rows: each call reads the weight again, and lays it out anew.
 
-        Arithmetic hides the reading the better, the more one of them outweighs the other; the law is fitted to times
-        of one CPU core (bf16, 1 to 1024 rows, weights of 2 and 17 MB).
+        While streaming the weight takes longer than the arithmetic, most of the arithmetic hides behind it (fitted to
+        bf16 on one CPU core); with more rows it ends at the arithmetic and the measured cost of a further call.
         """
         weight_bytes = problem.n * problem.k * problem.dtype.itemsize / problem.world_size
         compute = problem.flops / self.gemm_gflops * 1e-3 / calls
-        less, more = sorted((compute, weight_bytes / self.weight_gbytes * 1e-3))
-        exposed = 0.8 * less * (less / more) ** 0.5 if more else 0.0
-        return calls * (more + exposed + self.gemm_overhead_us)
+        stream, relay = weight_bytes / self.weight_gbytes * 1e-3, weight_bytes / self.relay_gbytes * 1e-3
+        if compute <= stream:
+            one = stream + (0.8 * compute * (compute / stream) ** 0.5 if stream else 0.0)
+        else:
+            one = compute + relay + (0.8 * stream - relay) * stream / compute
+        return calls * (one + self.gemm_overhead_us)
 
     def copy_us(self, num_bytes: float, signals: int = 1) -> float:
         """Copies through shared memory, and waits for signals."""
         return num_bytes / self.copy_gbytes * 1e-3 + signals * self.signal_us
+
+    def local_us(self, problem: Problem) -> float:
+        """What a rank does to rows that came over a link: sums them, or lays its own beside them.
+
+        On a CPU; a GPU takes no time for it that counts.
+        """
+        if problem.device != "cpu":
+            return 0.0
+        gathers = problem.op in ("all_gather_matmul", "all_gather")
+        return self.copy_us(problem.m * problem.row_bytes / problem.world_size if gathers else problem.wire_bytes, 0)
 
     def link_us(self, num_bytes: float, messages: int = 1) -> float:
         return num_bytes / self.link_gbytes * 1e-3 + messages * self.link_latency_us

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,11 +139,16 @@ def test_a_rank_that_cannot_share_makes_all_say_why(ranks: Pools) -> None:
         assert "seeded: no memory to share" in error
 
 
-@pytest.mark.parametrize(("m", "first"), [(2, True), (8192, False)])
-def test_few_rows_are_gathered_first_because_each_gemm_reads_the_whole_weight(m: int, first: bool) -> None:
-    costs = Costs(gemm_gflops=200.0, gemm_overhead_us=3.0, weight_gbytes=10.0, copy_gbytes=5.0, measured=True)
-    problem = Problem("all_gather_matmul", m, 4096, 4096, torch.bfloat16, 2, co_located=True, no_shared_memory=None)
-    assert shared_memory._in_one_gemm(problem, costs) is first
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+@pytest.mark.parametrize(("m", "relay_gbytes", "one"), [(2, 40.0, True), (8192, 40.0, False), (2048, 1.0, True)])
+def test_rows_are_one_gemm_where_a_cut_costs_more_than_the_memory(
+    op: str, m: int, relay_gbytes: float, one: bool
+) -> None:
+    """Few rows, because each GEMM streams the whole weight; many, if each lays it out anew at a cost."""
+    costs = Costs(gemm_gflops=200.0, gemm_overhead_us=3.0, weight_gbytes=10.0, copy_gbytes=5.0)
+    costs = replace(costs, relay_gbytes=relay_gbytes, measured=True)
+    problem = Problem(op, m, 4096, 4096, torch.bfloat16, 2, co_located=True, no_shared_memory=None)
+    assert shared_memory._in_one_gemm(problem, costs) is one
 
 
 def judge_one_way(cases: list[Any], one_gemm: bool) -> None:

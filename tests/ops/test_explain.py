@@ -33,11 +33,9 @@ MACHINES = {
     "shared_memory": Costs(copy_gbytes=1e3, signal_us=0.01, link_gbytes=1e-3, link_latency_us=1e5),
     "chunked": Costs(
         gemm_gflops=0.01, gemm_overhead_us=0.1, weight_gbytes=1e3, link_gbytes=1e-4, link_latency_us=1.0, link_cpu=0.0,
-        copy_gbytes=1e-9, signal_us=1e9,
+        signal_us=1e9,
     ),
-    "unfused": Costs(
-        gemm_overhead_us=1e4, link_gbytes=1e3, link_latency_us=0.01, copy_gbytes=1e-9, signal_us=1e9
-    ),
+    "unfused": Costs(gemm_overhead_us=1e4, link_gbytes=1e3, link_latency_us=0.01, signal_us=1e9),
 }  # fmt: skip
 
 

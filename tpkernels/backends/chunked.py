@@ -16,6 +16,8 @@ Ideas: decomposed collectives after Wang et al., "Overlap Communication with Dep
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from tpkernels import dispatch
@@ -180,15 +182,24 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
 
 
 def _with_chunks(context: Context, layout: Layout) -> Context:
-    """The number of chunks that suits the device, from facts that are equal on all ranks."""
+    """The number of chunks that suits the problem, from facts that are equal on all ranks."""
     if context.forced_chunks:
         return context
-    count = _num_chunks(context.problem.device, layout.max_shard_rows, context.num_chunks)
+    count = _num_chunks(context.problem, context.costs, layout.max_shard_rows, context.num_chunks)
     return context._replace(num_chunks=count)
 
 
-def _num_chunks(device: str, shard_rows: int, count: int) -> int:
-    return count if device != "cuda" else max(1, min(count, shard_rows // MIN_CUDA_CHUNK_ROWS))
+@lru_cache(maxsize=1024)
+def _num_chunks(problem: Problem, costs: Costs, shard_rows: int, most: int) -> int:
+    """At most so many; on a CPU, once costs were measured, as few as are expected to take the least time.
+
+    Where a library lays out the weight anew at every GEMM, a cut may cost more than it hides.
+    """
+    if problem.device == "cuda":
+        return max(1, min(most, shard_rows // MIN_CUDA_CHUNK_ROWS))
+    if not costs.measured:
+        return most
+    return min(range(1, most + 1), key=lambda count: _estimate_us(problem, costs, count))
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -200,21 +211,32 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _estimate(problem: Problem, costs: Costs) -> float:
-    """Transfers run beside the GEMM except for one chunk at an end, and take their share of the processor."""
+    shard_rows = -(-problem.m // problem.world_size)
+    return _estimate_us(problem, costs, _num_chunks(problem, costs, shard_rows, problem.num_chunks))
+
+
+def _estimate_us(problem: Problem, costs: Costs, chunks: int) -> float:
+    """Transfers run beside the GEMM, and take their share of the processor.
+
+    The first chunk of a gather hides behind the GEMM of our own rows, as does the last one of a scatter; and the link
+    rests while the GEMM of the last chunk runs, or of the first one.  An all-reduce ends with a chunk that nothing
+    hides.
+    """
     peers = problem.world_size - 1
-    chunks = _num_chunks(problem.device, -(-problem.m // problem.world_size), problem.num_chunks)
     pieces, num_bytes, rounds = 1 + chunks * peers, problem.wire_bytes, 1
     if problem.op == "matmul_all_reduce":
         once = _in_one_round(problem, costs)
         num_bytes, rounds = (problem.m * problem.row_bytes * peers, 1) if once else (num_bytes, 2)
     gemm = costs.gemm_us(problem, pieces)
+    if problem.op != "all_gather_matmul":
+        gemm += costs.local_us(problem)
     link = costs.link_us(num_bytes, 0)
-    posts = rounds * pieces * 0.3 * costs.link_latency_us
-    busy = gemm + costs.link_cpu * link + posts
+    busy = gemm + costs.link_cpu * link + rounds * pieces * 0.3 * costs.link_latency_us
     exposed = link / (chunks * peers) + rounds * costs.link_latency_us
-    tail = exposed if problem.op != "all_gather_matmul" else 0.0
-    head = max(0.0, exposed - gemm / problem.world_size) if problem.op == "all_gather_matmul" else 0.0
-    return max(busy + tail * (1 - costs.link_cpu), link) + head
+    if problem.op == "matmul_all_reduce":
+        return max(busy + exposed * (1 - costs.link_cpu), link)
+    own = gemm / problem.world_size
+    return max(busy + max(0.0, exposed - own), link + costs.link_latency_us + (gemm - own) / (chunks * peers))
 
 
 def _describe(problem: Problem) -> str:

@@ -1,14 +1,15 @@
 """``shared_memory``: ranks of one host read each other's shards and partials where they lie; CPU.
 
 All-gather: each rank stages its shard once in its segment, multiplies its own shard from where it is, then multiplies
-the peers' shards *in place*: nothing is gathered.  When the rows are so few that reading the weight once per shard
-costs more than copying, the rows are gathered first; that choice is a function of costs the ranks agreed on.
+the peers' shards *in place*: nothing is gathered.  Where a GEMM per shard costs more than copying, the rows are
+gathered first: when they are so few that reading the weight takes longest, or when the library lays the weight out anew
+at every call (oneDNN for AMX does).  That choice is a function of costs the ranks agreed on.
 Reduce-scatter: the GEMM writes the rows of another owner straight into this rank's segment and signals; the owner sums
-all partials in place, in rank order and fp32, chunk by chunk behind its own GEMM; few rows are one GEMM here, too.
+all partials in place, in rank order and fp32; or, by the same choice, one GEMM writes the rows of all.
 All-reduce: one shot for little data (everybody sums everything), else reduce-scatter and all-gather in place.
 
-Memory: a call stages one shard (gather), the rows of the other owners (reduce-scatter; of few rows all), or one partial
-(all-reduce), twice, because slots alternate.  The gathered tensor exists only where it was asked for, or of few rows.
+Memory: a call stages one shard (gather), the rows of the other owners (reduce-scatter; in one GEMM all), or one partial
+(all-reduce), twice, because slots alternate.  The gathered tensor exists where it was asked for, or for one GEMM.
 
 Results equal those of ``unfused`` bit for bit wherever the library's GEMM computes a row independently of how many
 there are.  Protocol, failures and their detection: ``csrc/README.md``.
@@ -45,7 +46,7 @@ from tpkernels.ops.contract import (
     RepeatedSum,
     nothing,
 )
-from tpkernels.partition import Layout, array_split_sizes, chunk_ranges, offsets, peers_after
+from tpkernels.partition import Layout, array_split_sizes, offsets, peers_after
 
 __all__ = [
     "all_gather",
@@ -130,18 +131,13 @@ def _sum_owner_by_owner(context: Context, call: MatmulReduceScatter) -> Tensor:
                 partial_rows(call.xs, call.matrices, call.addend, layout, owner, 0, shapes[owner][0], part)
             channel.signal()
         call.meanwhile()
-        row_bytes = shapes[rank][1] * like.element_size()
-        for start, stop in chunk_ranges(shapes[rank][0], context.num_chunks):
-            with timeline.span("gemm", "gemm", peer=rank):
-                partial_rows(call.xs, call.matrices, call.addend, layout, rank, start, stop, own[start:stop])
-            parts = []
-            for producer in range(size):
-                if producer == rank:
-                    parts.append(own[start:stop].data_ptr())
-                else:
-                    channel.wait(producer, (rank - producer) % size)
-                    parts.append(channel.address(producer) + places[producer][rank] + start * row_bytes)
-            _sum(parts, bias, own[start:stop])
+        with timeline.span("gemm", "gemm", peer=rank):
+            partial_rows(call.xs, call.matrices, call.addend, layout, rank, 0, shapes[rank][0], own)
+        for producer in peers_after(rank, size):
+            channel.wait(producer, (rank - producer) % size)
+        parts = [channel.address(producer) + places[producer][rank] for producer in range(size)]
+        parts[rank] = own.data_ptr()
+        _sum(parts, bias, own)
     return own
 
 
@@ -186,17 +182,15 @@ def repeat_matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Repeate
 def _sum_shares(
     segments: SharedSegments, call: MatmulAllReduce, partial: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Owner o is the ((o - r) mod W)-th that rank r computes for; then everybody copies everybody's sums."""
+    """Each rank sums its share of the rows, then copies everybody's sums."""
     channel, rank, size = segments.channel, segments.rank, segments.size
     sizes = array_split_sizes(out.shape[0], size)
     shares = [(start, start + count) for start, count in zip(offsets(sizes), sizes, strict=True)]
-    for owner in peers_after(rank, size):
-        _partial(call, *shares[owner], partial)
-        channel.signal()
-    _partial(call, *shares[rank], partial)
+    _multiply(call.xs, call.matrices, partial)
+    channel.signal()
     call.meanwhile()
     for producer in peers_after(rank, size):
-        channel.wait(producer, (rank - producer) % size)
+        channel.wait(producer, 1)
     # Our share of our own slot is read by nobody before the next signal: the sum may take the partial's place.
     start, stop = shares[rank]
     first = start * out.shape[1] * out.element_size()
@@ -204,14 +198,9 @@ def _sum_shares(
     channel.signal()
     for peer in (rank, *peers_after(rank, size)):
         if peer != rank:
-            channel.wait(peer, size)
+            channel.wait(peer, 2)
         start, stop = shares[peer]
         out[start:stop].copy_(segments.view(peer, tuple(out.shape), out.dtype)[start:stop])
-
-
-def _partial(call: MatmulAllReduce, start: int, stop: int, partial: Tensor) -> None:
-    """Rows [start, stop) of this rank's partial."""
-    _multiply([x[start:stop] for x in call.xs], call.matrices, partial[start:stop])
 
 
 def _multiply(xs: Sequence[Operand], matrices: Sequence[Operand], out: Tensor, addend: Tensor | None = None) -> None:
@@ -305,7 +294,7 @@ def _largest_shard(layout: Layout, x: Tensor) -> int:
 
 @lru_cache(maxsize=1024)
 def _in_one_gemm(problem: Problem, costs: Costs) -> bool:
-    """Whether one GEMM, and copying the rows for it or behind it, is expected to beat a GEMM per shard.
+    """Whether one GEMM, and what is copied for it, is expected to beat a GEMM per shard.
 
     By more than the memory that it takes is worth.
     """
@@ -313,7 +302,9 @@ def _in_one_gemm(problem: Problem, costs: Costs) -> bool:
 
 
 def _in_one_gemm_us(problem: Problem, costs: Costs) -> float:
-    return costs.gemm_us(problem) + costs.copy_us(problem.wire_bytes, 0)
+    """A gather copies all rows first; a sum finds its own partial in the segment instead of elsewhere."""
+    copied = problem.m * problem.row_bytes if problem.op == "all_gather_matmul" else 0
+    return costs.gemm_us(problem) + costs.copy_us(copied, 0)
 
 
 def _refuses(problem: Problem) -> str | None:

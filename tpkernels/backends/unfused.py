@@ -161,7 +161,7 @@ def _estimate(problem: Problem, costs: Costs) -> float:
     if problem.world_size == 1:
         return gemm
     rounds = 2 if "all_reduce" in problem.op and problem.world_size > 2 else 1
-    return gemm + costs.link_us(problem.wire_bytes, rounds)
+    return gemm + costs.link_us(problem.wire_bytes, rounds) + costs.local_us(problem)
 
 
 for _op, _run in (

@@ -6,8 +6,9 @@ caller agrees on the results with the other ranks; numbers of one rank alone mus
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -27,20 +28,30 @@ _LARGE_BYTES = 1024 * 1024
 
 @lru_cache(maxsize=32)
 def gemm_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """GEMM rate of this process in GFLOP/s, its fixed cost, and the rate at which a small GEMM streams its weight."""
-    rows, columns, contraction = (256, 1024, 1024) if device.type == "cpu" else (4096, 4096, 4096)
+    """What GEMMs of this process cost, as :class:`tpkernels.dispatch.Costs` has it.
+
+    A GEMM and one of twice its rows, taking turns: what the second takes longer is arithmetic alone, and what two of
+    the first take longer than the second is what a cut costs.
+    """
+    rows, columns, contraction = 128, 4096 // max(2, dtype.itemsize), 1024
+    if device.type != "cpu":
+        rows, columns, contraction = 2048, 4096, 4096
     weight = torch.ones(columns, contraction, device=device).to(dtype)
-    many = torch.ones(rows, contraction, device=device).to(dtype)
-    # Weights of a model do not stay in the caches between two calls, nor do these: 16 MB of bf16 on a CPU.
-    streamed = weight.repeat(8, 1) if device.type == "cpu" else weight
+    many = torch.ones(2 * rows, contraction, device=device).to(dtype)
+    # Weights of a model do not stay in the caches between two calls, nor do these: 16 MB on a CPU.
+    streamed = weight.repeat(4, 1) if device.type == "cpu" else weight
     few, tiny, corner = many[:2], many[:1, :16], weight[:16, :16]
-    large_s = _time(_product(many, weight), device, repeats=3)
-    few_s = _time(_product(few, streamed), device, repeats=3)
-    tiny_s = _time(_product(tiny, corner), device, repeats=9)
+    half_s, whole_s = _times([_product(many[:rows], weight), _product(many, weight)], device, repeats=4)
+    (few_s,) = _times([_product(few, streamed)], device, repeats=3)
+    (tiny_s,) = _times([_product(tiny, corner)], device, repeats=9)
+    # Noise must make neither of the two nothing: the other would be all of it.
+    arithmetic_s = min(max(whole_s - half_s, 0.5 * half_s), half_s)
+    cut_s = max(half_s - arithmetic_s, 0.01 * half_s)
     return {
-        "gemm_gflops": 2e-9 * rows * columns * contraction / large_s,
+        "gemm_gflops": 2e-9 * rows * columns * contraction / arithmetic_s,
         "gemm_overhead_us": tiny_s * 1e6,
         "weight_gbytes": 1e-9 * streamed.numel() * streamed.element_size() / few_s,
+        "relay_gbytes": 1e-9 * weight.numel() * weight.element_size() / cut_s,
     }
 
 
@@ -61,22 +72,36 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
     }
 
 
-def shared_rates(segments: SharedSegments) -> dict[str, float]:
-    """Rate of a copy into this rank's segment, and the time of an exchange without payload.  Collective.
+def shared_rates(segments: SharedSegments, link_gbytes: float) -> dict[str, float]:
+    """Rate of copies in and out of segments, and the time of an exchange without payload.  Collective.
+
+    The copies are those of a gather: into our segment, and from there and from the peers', who have just written it,
+    into fresh memory.  Copies that stay in the caches of one core ran three to four times as fast.  ``link_gbytes`` is
+    what the same ranks reach over sockets: those copy every byte twice, so copies that seem slower than twice that were
+    disturbed.
 
     Raises:
         TransportFailure: a peer did not answer.
     """
-    one = torch.zeros(1)
-    exchange_s = []
+    one, shard = torch.zeros(1), torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
+    exchange_s, gather_s = [], []
     for _ in range(9):
         start = time.perf_counter()
         segments.all_reduce(0, "calibration", one, torch.empty_like(one))
         exchange_s.append(time.perf_counter() - start)
-    whole = torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
     segments.reserve(_LARGE_BYTES)
-    copy_s = _time(lambda: segments.stage(whole), whole.device, repeats=5)
-    return {"copy_gbytes": 1e-9 * _LARGE_BYTES / copy_s, "signal_us": 1e6 * min(exchange_s)}
+    sizes = [_LARGE_BYTES] * segments.size
+    for _ in range(9):
+        start = time.perf_counter()
+        with segments.call(0, "calibration") as channel:
+            segments.stage(shard)
+            channel.signal()
+            whole = torch.empty(sum(sizes), dtype=torch.uint8)
+            channel.gather_slots(1, sizes, shard.data_ptr(), whole.data_ptr())
+        gather_s.append(time.perf_counter() - start)
+    moved = (1 + segments.size) * _LARGE_BYTES
+    copy_gbytes = max(1e-9 * moved / min(gather_s), 2 * link_gbytes)
+    return {"copy_gbytes": copy_gbytes, "signal_us": 1e6 * min(exchange_s)}
 
 
 def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:
@@ -105,16 +130,18 @@ def _ring(group: Group, tag: int, device: torch.device, num_bytes: int, repeats:
     return wall[best], cpu[best]
 
 
-def _time(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    work()
-    samples = []
-    for _ in range(repeats):
-        _synchronize(device)
-        start = time.perf_counter()
-        work()
-        _synchronize(device)
-        samples.append(time.perf_counter() - start)
-    return max(min(samples), 1e-9)
+def _times(works: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each, the least of so many turns: other processes only ever add time."""
+    best = [math.inf] * len(works)
+    for turn in range(repeats + 1):
+        for i, work in enumerate(works):
+            _synchronize(device)
+            start = time.perf_counter()
+            work()
+            _synchronize(device)
+            if turn > 0:  # the first one warms up
+                best[i] = min(best[i], time.perf_counter() - start)
+    return [max(seconds, 1e-9) for seconds in best]
 
 
 def _synchronize(device: torch.device) -> None:

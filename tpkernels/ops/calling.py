@@ -38,6 +38,9 @@ __all__ = [
 
 _T = TypeVar("_T")
 _SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE", "zero_cta": "NCCL_ZERO_CTA"}
+# A call that names its implementation may still choose how to cut its GEMM. One of so many operations on a rank takes
+# some milliseconds on a core, and a group's costs take a few tens to measure, once.
+_MEASURED_FLOPS = 1e9
 
 
 class Signature(NamedTuple):
@@ -263,7 +266,8 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     shared_segments.ensure(group, call)
     symmetric_memory.ensure(group, call, device)
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
-    measure = signature.implementation == "auto" and settings.calibrate and group.size > 1
+    worth_it = signature.implementation == "auto" or problem.flops >= _MEASURED_FLOPS
+    measure = worth_it and settings.calibrate and group.size > 1
     costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
     implementation, explanation = dispatch.select(problem, signature.implementation, costs)
     layout = signature.layout
@@ -311,7 +315,7 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
         if group.link is None:
             group.link = calibration.link_rates(group, call, device)
             if group.shared is not None:
-                group.link |= calibration.shared_rates(group.shared)
+                group.link |= calibration.shared_rates(group.shared, group.link["link_gbytes"])
         mine = Costs(**calibration.gemm_rates(device, dtype), **group.link, measured=True)
         records = agreement.exchange_records(group, call, agreement.Record("costs", asdict(mine)), part="costs")
         known = _slowest([Costs(**record.facts) for record in records])
@@ -321,7 +325,7 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
 
 def _slowest(costs: list[Costs]) -> Costs:
     """Rates of the slowest rank, overheads of the worst."""
-    worst_is_low = {"gemm_gflops", "weight_gbytes", "link_gbytes", "copy_gbytes", "measured"}
+    worst_is_low = {"gemm_gflops", "weight_gbytes", "relay_gbytes", "link_gbytes", "copy_gbytes", "measured"}
     return Costs(
         **{
             field.name: (min if field.name in worst_is_low else max)(getattr(cost, field.name) for cost in costs)
