@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 
 from tests.backends.emulated import Emulation
-from tests.cuda.emulator import build
+from tests.cuda import emulator
 from tests.kernels.interpreter import why_not
 from tpkernels.testing.spawn import Pools
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def pools() -> Iterator[Pools]:
     """Ranks in which Triton interprets, with products that do not depend on a row's place (interpreter.py)."""
     if why_not():
@@ -25,7 +25,6 @@ def pools() -> Iterator[Pools]:
         made.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    folder = tmp_path_factory.mktemp("emulated")
-    return Emulation(str(build(folder)), str(folder))
+    return Emulation(str(emulator.library()), str(tmp_path_factory.mktemp("emulated")))

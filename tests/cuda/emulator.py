@@ -7,10 +7,13 @@ several blocks. An edit whose text is no longer there fails: the copy must follo
 
 from __future__ import annotations
 
+import atexit
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from tests.cuda.test_ranks import CSRC, compiler
@@ -25,6 +28,14 @@ EDITS: Mapping[str, Mapping[str, str]] = {
 }
 LAUNCH = re.compile(r"(\w+(?:<\w+(?:, \w+)?>)?)<<<(.+?), .+?, 0, as_stream\((.+?)\)>>>\((.+?)\);", re.DOTALL)
 FLAGS = "-std=c++17 -O1 -shared -fPIC -pthread -fvisibility=hidden -Wall -Wextra -Wno-unused-function -Werror".split()
+
+
+@cache
+def library() -> Path:
+    """The library without further edits, built once for all tests and kept as long as this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="tpkernels-emulated-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build(folder)
 
 
 def build(folder: Path, edits: Mapping[str, Mapping[str, str]] | None = None) -> Path:

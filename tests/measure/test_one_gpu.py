@@ -181,10 +181,9 @@ def test_the_comparison_with_rivals_verifies_both_and_times_them_on_cpu_ranks() 
 
 
 @pytest.mark.cpu
-def test_the_measuring_code_is_right_on_an_emulated_gpu(tmp_path: Path) -> None:
+def test_the_measuring_code_is_right_on_an_emulated_gpu() -> None:
     """Kernels, copies, flags and reductions of G1 to G4 and R21, verified before they are timed, as on a GPU."""
-    library = emulator.build(tmp_path)
-    command = [sys.executable, "-m", "tests.measure.one_gpu_on_cpu", str(library)]
+    command = [sys.executable, "-m", "tests.measure.one_gpu_on_cpu", str(emulator.library())]
     environment_ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment_, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

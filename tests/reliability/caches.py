@@ -6,11 +6,8 @@ can not be used is warned of and as good as none; nothing of it reaches a kernel
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
-import shutil
 import tempfile
 import time
 import warnings
@@ -24,7 +21,7 @@ import torch.distributed as dist
 
 from tests.backends.contract import BASE, JUDGES
 from tests.backends.emulated import Emulation
-from tests.cuda.emulator import build
+from tests.cuda import emulator
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.reliability.outcome import Outcome
 from tpkernels.backends import tuning
@@ -69,21 +66,13 @@ KINDS = (
 )  # fmt: skip
 
 
-@functools.cache
-def _library() -> str:
-    """The emulated GPU's library, for as long as this process lives."""
-    folder = tempfile.mkdtemp(prefix="tpkernels-emulated-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return str(build(Path(folder)))
-
-
 def caches(count: int, size: int = 2) -> Outcome:
     """R20: ranks whose caches differ, or are rubbish."""
     outcome = Outcome("R20 caches")
     # Triton decides to interpret when it is imported, which a fork server would do too early.
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         with WorkerPool(size, group_timeout=60.0) as pool:
-            per_rank = pool.run(_trials, count, _library(), folder, timeout=120.0 + 6.0 * count)
+            per_rank = pool.run(_trials, count, str(emulator.library()), folder, timeout=120.0 + 6.0 * count)
     for trial, found in enumerate(zip(*per_rank, strict=True)):
         kind = KINDS[_kind_of(trial, count)]
         tiles = {json.dumps(tiles) for tiles, _ in found}

@@ -63,7 +63,9 @@ def corrupt(count: int, size: int = 3) -> Outcome:
     """Rubbish of each kind from one rank at each place of the exchange: all raise, none waits for its time-out."""
     outcome = Outcome("R20 corrupt records")
     for trial in range(count):
-        place, rubbish = PLACES[trial % len(PLACES)], RUBBISH[trial // len(PLACES) % len(RUBBISH)]
+        # Another kind at each place, so that a slice has many of both; the full count has every kind at every place.
+        place, turn = PLACES[trial % len(PLACES)], trial // len(PLACES)
+        rubbish = RUBBISH[(turn + 2 * trial) % len(RUBBISH)]
         what = f"{place} {rubbish[:12]!r}"
         try:
             found = together(size, _with_rubbish, place, rubbish, within=3 * TIMEOUT_S, timeout=TIMEOUT_S)

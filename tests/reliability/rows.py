@@ -49,6 +49,6 @@ ROWS = (
     Row("R19-SIGINT", "Ctrl-C mid-op", signals.interrupted, 4, 50),
     Row("R19-fork", "fork after init", signals.forked, 2, 50),
     Row("R20-pickle", "no pickle in the exchange", records.no_pickle, 1, 10),
-    Row("R20-corrupt", "rubbish in the exchange", records.corrupt, 10, 100),
+    Row("R20-corrupt", "rubbish in the exchange", records.corrupt, 5, 100),
     Row("R20-caches", "caches of tiles that differ or are rubbish", caches.caches, 6, 100),
 )
