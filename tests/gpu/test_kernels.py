@@ -63,6 +63,18 @@ def test_operands_through_descriptors_have_the_values_of_pointers(dtype: torch.d
         scenarios.scatter(case)
 
 
+@pytest.mark.parametrize("descriptors", [False, True], ids=["pointers", "descriptors"])
+def test_operands_and_results_may_have_more_than_two_to_the_31_elements(descriptors: bool) -> None:
+    """Up to 60 GiB, of which most is never touched: rows lie far apart."""
+    options: dict[str, Any] = {"stride": 2**23 + 64, "shards": (20, 0, 9), "n": 60, "descriptors": descriptors}
+    case = on_gpu(options)
+    assert min(case.rows, case.n) * case.stride > 2**31
+    if descriptors and not case.tiles.descriptors:
+        pytest.skip("tensor descriptors need a CUDA device of capability 9.0")
+    scenarios.gather(case)
+    scenarios.scatter(case)
+
+
 def test_bits_do_not_depend_on_arrival_chunks_or_ctas() -> None:
     case = on_gpu({"dtype": torch.bfloat16, "delay": 0.0})
     (first,) = scenarios.gather(case)

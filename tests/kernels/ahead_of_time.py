@@ -8,7 +8,7 @@ A program of its own: Triton must not be in interpreter mode, and mutants are pa
     python -m tests.kernels.ahead_of_time --write       regenerates resources.json, with all variants
 
 The report maps each package and variant to its registers, shared memory, stack and local memory in bytes, to its
-stores by width, and to the violations of the PTX lint.
+stores by width, and to the violations of the two lints.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.kernels.index_lint import narrow_products
 from tests.kernels.ptx_lint import lint
 from tpkernels.kernels.tiles import GATED
 
@@ -242,7 +243,8 @@ def report(variant: Variant, package: str, ptx_folder: Path | None) -> dict[str,
     gather = variant.kernel == "gather"
     return {
         **resources(compiled),
-        "lint": lint(ptx, waits=gather, announces=not gather, descriptors=descriptors),
+        "lint": lint(ptx, waits=gather, announces=not gather, descriptors=descriptors)
+        + narrow_products(compiled.asm["ttir"]),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4", ptx)),
         "narrow_stores": len(re.findall(r"st\.global\.b(?:16|32|64)? ", ptx)),
     }

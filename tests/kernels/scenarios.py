@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreter import PACKAGE, load
+from tests.kernels.sparse_memory import sparse_matrix
 from tpkernels.partition import chunk_ranges, offsets
 from tpkernels.testing.numeric import FP8_SUM_LOSS, GATED, Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import payload
@@ -49,6 +50,7 @@ class Case:
     addend: bool = False
     transposed: bool = False
     descriptors: bool = False
+    stride: int = 0  # elements between the rows of all operands and results, if not as few as can be
     calls: int = 1
     first_epoch: int = 1
     delay: float = 0.01  # between chunks; the first one takes ten times as long, and finds the kernel waiting
@@ -123,12 +125,15 @@ def as_int32(value: int) -> int:
 
 
 def padded(
-    rows: int, columns: int, dtype: torch.dtype, value: Tensor | None = None, device: str = "cpu"
+    rows: int, columns: int, dtype: torch.dtype, value: Tensor | None = None, device: str = "cpu", stride: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(view [rows, columns], what is around it): NaN everywhere, unless `value` is given for the view."""
     align = 16 // dtype.itemsize  # descriptors want rows of multiples of 16 bytes
     width = -(-(columns + MARGIN) // align) * align
-    around = torch.full((rows + 2 * MARGIN, width), float("nan"), device=device).to(dtype)
+    if stride:
+        around = sparse_matrix(rows + 2 * MARGIN, width, stride, dtype, device)
+    else:
+        around = torch.full((rows + 2 * MARGIN, width), float("nan"), device=device).to(dtype)
     view = around[MARGIN : MARGIN + rows, :columns]
     if value is not None:
         view.copy_(value)
@@ -144,14 +149,16 @@ def assert_margin_untouched(around: Tensor, view: Tensor) -> None:
 def weights(case: Case, call: int, name: str) -> Tensor:
     w = payload((case.n, case.k), case.dtype, call=call, rank=case.seed, name=name, scale=0.5)
     if case.transposed:
-        return padded(case.k, case.n, case.dtype, w.T, case.device)[0].T
-    return padded(case.n, case.k, case.dtype, w, case.device)[0]
+        return padded(case.k, case.n, case.dtype, w.T, case.device, case.stride)[0].T
+    return padded(case.n, case.k, case.dtype, w, case.device, case.stride)[0]
 
 
 def scales(case: Case, name: str, count: int) -> Tensor | None:
     if case.scale == "none":
         return None
     values = payload((count if case.scale == "row" else 1,), torch.float32, name=name).abs() + 0.5
+    if name == "x" and case.stride:
+        return padded(len(values), 1, torch.float32, values[:, None], case.device, case.stride)[0][:, 0]
     if name == "x":  # scales lie apart where rows bring theirs along
         return case.place(torch.stack([torch.full_like(values, float("nan")), values], 1))[:, 1]
     return case.place(values)
@@ -193,7 +200,7 @@ def gather(case: Case) -> list[Tensor]:
         epoch = as_int32(case.first_epoch + call)
         around.begin(epoch)
         x = payload((case.rows, case.k), case.dtype, call=call, rank=case.seed, name="x")
-        whole, _ = padded(case.rows, case.k, case.dtype, device=case.device)
+        whole, _ = padded(case.rows, case.k, case.dtype, device=case.device, stride=case.stride)
         start = offsets(case.shards)[case.rank]
         whole[start : start + case.shards[case.rank]] = case.place(x[start : start + case.shards[case.rank]])
         names = ("gate", "up") if case.activation in GATED else ("gate",)
@@ -203,8 +210,11 @@ def gather(case: Case) -> list[Tensor]:
             bias = payload((case.n,), case.dtype if case.scale == "none" else torch.float32, call=call, name=name)
             bias = case.place(bias)
             parts.append((weights(case, call, name), bias if case.bias else None, scales(case, name, case.n)))
-        out, margin = padded(case.rows, case.n, case.out_dtype or case.dtype, device=case.device)
-        before = [padded(case.rows, case.n, case.out_dtype or case.dtype, device=case.device)[0] for _ in names]
+        like_out = partial(
+            padded, case.rows, case.n, case.out_dtype or case.dtype, device=case.device, stride=case.stride
+        )
+        out, margin = like_out()
+        before = [like_out()[0] for _ in names]
         kept = before if case.preactivation else []
         up = parts[1] if len(parts) == 2 else (None, None, None)
         launch = partial(
@@ -272,18 +282,15 @@ def scatter(case: Case) -> list[list[Tensor]]:
     for call in range(case.calls):
         epoch = as_int32(case.first_epoch + call)
         around.begin(epoch)
-        x, _ = padded(
-            case.rows, case.k, case.dtype, payload((case.rows, case.k), case.dtype, call=call, name="x"), case.device
-        )
-        w = weights(case, call, "w")
-        addend = payload((case.rows, case.n), torch.float32, call=call, name="addend") if case.addend else None
-        addend = None if addend is None else case.place(addend)
+        like = partial(padded, device=case.device, stride=case.stride)
+        x = like(case.rows, case.k, case.dtype, payload((case.rows, case.k), case.dtype, call=call, name="x"))[0]
+        w, addend = weights(case, call, "w"), None
+        if case.addend:
+            values = payload((case.rows, case.n), torch.float32, call=call, name="addend")
+            addend = like(case.rows, case.n, torch.float32, values)[0]
         sx, sw = scales(case, "x", case.rows), scales(case, "w", case.n)
         staging_dtype = case.out_dtype or torch.float32
-        width = -(-case.n // 8) * 8
-        staging = [
-            case.place(torch.full((rows + MARGIN, width), float("nan")).to(staging_dtype)) for rows in case.shards
-        ]
+        staging = [like(rows, case.n, staging_dtype)[1][MARGIN:] for rows in case.shards]
         departures = kernel.Departures(
             order=case.order("reduce_scatter"),
             staging=case.place(torch.tensor([part.data_ptr() for part in staging])),
@@ -291,7 +298,7 @@ def scatter(case: Case) -> list[list[Tensor]]:
             counters=counters,
             group=around.group,
             staging_dtype=staging_dtype,
-            staging_stride=width,
+            staging_stride=staging[0].stride(0),
         )
         seen: dict[tuple[int, int], Tensor] = {}
         stop = threading.Event()

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.kernels.index_lint import narrow_products
 from tests.kernels.interpreter import mutant
 from tests.kernels.ptx_lint import lint
 
@@ -63,7 +64,7 @@ def test_the_table_is_complete(report: dict[str, Any], full: bool) -> None:
     assert rows == set(TABLE["kernels"]) if full else rows < set(TABLE["kernels"])
 
 
-def test_waits_acquire_and_releases_follow_a_barrier(report: dict[str, Any]) -> None:
+def test_waits_acquire_releases_follow_a_barrier_and_offsets_of_rows_have_64_bits(report: dict[str, Any]) -> None:
     assert {name: row["lint"] for name, row in report["packages"]["tpkernels.kernels"].items() if row["lint"]} == {}
     assert report["probes"]["tpkernels.kernels"] == []
 
@@ -88,15 +89,19 @@ FAULTS = {
     "no_barrier": (PROBE, ("tl.debug_barrier()\n    _store_release", "_store_release"), "a store reaches a release"),
     "relaxed_signal": (SCATTER, ("@p st.release.sys", "@p st.relaxed.sys"), "nothing is announced with release"),
     "relaxed_count": (SCATTER, ('"acq_rel", scope="gpu") + 1', '"relaxed", scope="gpu") + 1'), "is not counted"),
+    "rows_in_32_bits": (
+        SCATTER, ("(row + m_offsets).to(tl.int64)[:, None] * stride", "(row + m_offsets)[:, None] * stride"),
+        "a stride is multiplied in 32 bits",
+    ),
 }  # fmt: skip
 
 
 @cache
 def faulty(folder: Path) -> dict[str, Any]:
-    packages = [
-        f"{mutant(folder, f'mutant_{name}', {'signals.py': change})}={variant}"
-        for name, (variant, change, _) in FAULTS.items()
-    ]
+    packages = []
+    for name, (variant, change, _) in FAULTS.items():
+        file = "tiles.py" if "stride" in change[0] else "signals.py"
+        packages.append(f"{mutant(folder, f'mutant_{name}', {file: change})}={variant}")
     found = compiled(folder, "--packages", *packages)
     lints = {package: {name: row["lint"] for name, row in rows.items()} for package, rows in found["packages"].items()}
     return {package: {**rows, PROBE: found["probes"][package]} for package, rows in lints.items()}
@@ -107,6 +112,16 @@ def test_the_lint_finds_a_seeded_fault(tmp_path_factory: pytest.TempPathFactory,
     variant, _, said = FAULTS[name]
     rows = faulty(tmp_path_factory.getbasetemp())[f"mutant_{name}"]
     assert any(said in sentence for sentence in rows[variant]), rows[variant]
+
+
+def test_the_lint_follows_a_stride_to_its_product() -> None:
+    text = """tt.func public @kernel(%x: !tt.ptr<bf16>, %stride_x: i32 loc("stride_x"(#loc))) {
+      %places = tt.splat %stride_x : i32 -> tensor<16x1xi32> loc(#loc1)
+      %places_1 = arith.muli %rows, %places : tensor<16x1xi32> loc(#loc2)
+      %wide = arith.extsi %stride_x : i32 to i64 loc(#loc3)
+      %far = arith.muli %wide, %row : i64 loc(#loc4)
+    """
+    assert narrow_products(text) == ["a stride is multiplied in 32 bits: arith.muli %rows, %places : tensor<16x1xi32>"]
 
 
 def test_the_lint_finds_a_load_by_threads_that_have_not_acquired() -> None:

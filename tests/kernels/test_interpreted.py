@@ -57,6 +57,23 @@ def test_a_flagged_chunk_is_complete_and_partials_are_right(interpreter: Interpr
     interpreter.run("scenarios.scatter", Case(**options))
 
 
+# The seventh of rows so far apart is past 2^31 elements; a step of 16 (BLOCK_K) is 2^33, in 32 bits nothing.
+FAR: dict[str, Any] = {"stride": 2**29, "shards": (3, 0, 4), "n": 7, "delay": 0.0}
+FAR_APART: dict[str, dict[str, Any]] = {
+    "gather": {**FAR, "bias": True, "activation": "gelu", "preactivation": True},
+    "gather, gated": {**FAR, "activation": "swiglu", "rank": 1, "preactivation": True},
+    "gather, transposed weight": {**FAR, "transposed": True},
+    "gather, fp8, a scale per row": {**FP8, **FAR, "scale": "row"},
+    "scatter": {**FAR, "addend": True},
+    "scatter, transposed weight": {**FAR, "transposed": True},
+}
+
+
+@pytest.mark.parametrize("name", FAR_APART)
+def test_operands_and_results_may_reach_past_two_to_the_31_elements(interpreter: Interpreter, name: str) -> None:
+    interpreter.run(f"scenarios.{name.split(',')[0]}", Case(**FAR_APART[name]))
+
+
 @pytest.mark.parametrize("shards", [(0, 0, 0), (1, 0, 0), (16, 32, 16)])
 def test_shards_without_rows_are_no_special_case(interpreter: Interpreter, shards: tuple[int, ...]) -> None:
     case = Case(shards=shards, rank=2)
@@ -135,6 +152,40 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     "scale_of_another_row": (
         "gather", "tiles.py", ("(row + m_offsets).to(tl.int64) * stride_scale", "m_offsets * stride_scale"),
         {**FP8, "scale": "row"},
+    ),
+    "rows_of_x_in_32_bits": (
+        "gather", "tiles.py", ("(row + tl.where(m_offsets < rows, m_offsets, 0)).to(tl.int64)",
+                               "(row + tl.where(m_offsets < rows, m_offsets, 0))"), FAR_APART["gather"],
+    ),
+    "rows_of_a_weight_in_32_bits": (
+        "gather", "tiles.py", ("tl.where(n_offsets < n, n_offsets, 0).to(tl.int64)",
+                               "tl.where(n_offsets < n, n_offsets, 0)"), FAR_APART["gather"],
+    ),
+    "columns_of_a_weight_in_32_bits": (
+        "gather", "tiles.py", ("k_offsets[None, :].to(tl.int64)", "k_offsets[None, :]"),
+        FAR_APART["gather, transposed weight"],
+    ),
+    "steps_through_a_weight_in_32_bits": (
+        "gather", "tiles.py", ("tl.cast(stride_bk, tl.int64) * BLOCK_K", "stride_bk * BLOCK_K"),
+        FAR_APART["gather, transposed weight"],
+    ),
+    "rows_of_scales_in_32_bits": (
+        "gather", "tiles.py", ("(row + m_offsets).to(tl.int64) * stride_scale", "(row + m_offsets) * stride_scale"),
+        FAR_APART["gather, fp8, a scale per row"],
+    ),
+    "rows_of_results_in_32_bits": (
+        "gather", "tiles.py", ("(row + m_offsets).to(tl.int64)[:, None] * stride + n_offsets[None, :]\n    inside = "
+                               "(m_offsets[:, None] < rows) & (n_offsets[None, :] < n)\n    tl.store",
+                               "(row + m_offsets)[:, None] * stride + n_offsets[None, :]\n    inside = "
+                               "(m_offsets[:, None] < rows) & (n_offsets[None, :] < n)\n    tl.store"),
+        FAR_APART["gather"],
+    ),
+    "rows_of_an_addend_in_32_bits": (
+        "scatter", "tiles.py", ("(row + m_offsets).to(tl.int64)[:, None] * stride + n_offsets[None, :]\n    inside = "
+                                "(m_offsets[:, None] < rows) & (n_offsets[None, :] < n)\n    return",
+                                "(row + m_offsets)[:, None] * stride + n_offsets[None, :]\n    inside = "
+                                "(m_offsets[:, None] < rows) & (n_offsets[None, :] < n)\n    return"),
+        FAR_APART["scatter"],
     ),
 }  # fmt: skip
 

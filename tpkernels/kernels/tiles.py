@@ -111,7 +111,7 @@ def product(  # type: ignore[no-untyped-def]
         b_places = b + b_offsets
         if DUAL:
             b_up_places = b_up + b_offsets
-        b_step = BLOCK_K * stride_bk
+        b_step = tl.cast(stride_bk, tl.int64) * BLOCK_K
         for step in tl.range(0, tl.cdiv(k, BLOCK_K)):
             if EVEN_K:
                 x = tl.load(a_places)
