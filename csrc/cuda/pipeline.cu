@@ -87,6 +87,10 @@ int check_chunk(const tpk_group& group, const tpk_chunk& chunk) {
     return 0;
 }
 
+// CUDA copies rows that are at most so far apart (cudaDeviceProp.memPitch): a batch of sequences of 128 Ki tokens of 16
+// KiB each is further.  Such rows are few, because memory is finite; each is a copy of its own.
+constexpr std::int64_t kMaxPitch = INT32_MAX;
+
 int copy(const tpk_chunk& chunk, cudaStream_t lane) {
     const auto rows = static_cast<std::size_t>(chunk.rows), row_bytes = static_cast<std::size_t>(chunk.row_bytes);
     if (rows * row_bytes == 0 || chunk.target == chunk.source) return 0;
@@ -95,9 +99,17 @@ int copy(const tpk_chunk& chunk, cudaStream_t lane) {
     if (contiguous) {
         return static_cast<int>(cudaMemcpyAsync(chunk.target, chunk.source, rows * row_bytes, cudaMemcpyDefault, lane));
     }
-    return static_cast<int>(cudaMemcpy2DAsync(chunk.target, static_cast<std::size_t>(chunk.target_stride_bytes),
-                                              chunk.source, static_cast<std::size_t>(chunk.source_stride_bytes),
-                                              row_bytes, rows, cudaMemcpyDefault, lane));
+    if (chunk.target_stride_bytes <= kMaxPitch && chunk.source_stride_bytes <= kMaxPitch) {
+        return static_cast<int>(cudaMemcpy2DAsync(chunk.target, static_cast<std::size_t>(chunk.target_stride_bytes),
+                                                  chunk.source, static_cast<std::size_t>(chunk.source_stride_bytes),
+                                                  row_bytes, rows, cudaMemcpyDefault, lane));
+    }
+    for (std::int64_t row = 0; row < chunk.rows; ++row) {
+        TPK_TRY(cudaMemcpyAsync(static_cast<char*>(chunk.target) + row * chunk.target_stride_bytes,
+                                static_cast<const char*>(chunk.source) + row * chunk.source_stride_bytes, row_bytes,
+                                cudaMemcpyDefault, lane));
+    }
+    return 0;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ pytest.importorskip("triton")
 import tpkernels as tpk
 from tests.backends.contract import BASE, COLLECTIVES, JUDGES, exact_cases, parts_of, run
 from tests.backends.emulated import Emulation
+from tests.cuda.test_far import copy_rows
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case
 from tpkernels.backends import moves, symmetric
@@ -165,6 +167,12 @@ def test_results_depend_neither_on_chunks_nor_on_who_is_late_nor_on_multicast(
         found = pools(3).run(results, other, 3, naps, timeout=PATIENCE_S)
         for now, before in zip(chain(*found), chain(*expected), strict=True):
             assert_bitwise_equal(now, before)
+
+
+@pytest.mark.parametrize("strides", [(2**30 + 8, 24), (32, 2**29)], ids=["target", "source"])
+def test_copy_engines_move_rows_that_are_two_gib_apart(emulation: Emulation, strides: tuple[int, int]) -> None:
+    """CUDA's copy of rows refuses such a pitch, and so does the emulated one."""
+    copy_rows(cuda_native.Library(Path(emulation.library)), strides)
 
 
 # --- gradients, and two calls at once ---------------------------------------------------------------------------------

@@ -20,7 +20,13 @@
 #include <tuple>
 
 using cudaError_t = int;
-enum : int { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNotSupported = 801 };
+enum : int {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidPitchValue = 12,
+    cudaErrorNotSupported = 801
+};
 enum { cudaHostAllocMapped = 2, cudaHostAllocPortable = 1, cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1 };
 enum { cudaEnableDefault = 0, cudaMemcpyDefault = 4 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
@@ -154,6 +160,7 @@ inline int cudaMemcpyAsync(void* target, const void* source, std::size_t size, i
 }
 inline int cudaMemcpy2DAsync(void* target, std::size_t target_stride, const void* source, std::size_t source_stride,
                              std::size_t width, std::size_t height, int, cudaStream_t stream) {
+    if (target_stride > 0x7fffffff || source_stride > 0x7fffffff) return cudaErrorInvalidPitchValue;  // memPitch
     return emulated::enqueue(stream, [=] {
         for (std::size_t row = 0; row < height; ++row) {
             std::memcpy(static_cast<char*>(target) + row * target_stride,
