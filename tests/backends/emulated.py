@@ -123,7 +123,7 @@ class Emulation:
     library, folder: of tests/cuda/emulator.py; where memory is mapped from. fuse_from_rows, one_shot_bytes: thresholds
     of the backend, by default such that tiny calls take the ways of large ones. late_us: how late tasks of side streams
     may be. most_lanes: side streams of a channel; peers share them when they are fewer. multicast: whether a
-    store can reach all ranks.
+    store can reach all ranks. checks: whether the first call of a kind is preceded by one whose answer is known.
     """
 
     library: str
@@ -136,6 +136,7 @@ class Emulation:
     capability: int = 80
     most_lanes: int = 4
     multicast: bool = False
+    checks: bool = False
 
     @contextmanager
     def group(self) -> Iterator[Any]:
@@ -150,6 +151,7 @@ class Emulation:
             group = resolve(made)
             with mock.patch.object(symmetric_channels, "MAX_LANES", self.most_lanes):
                 channels = SymmetricChannels(group, EmulatedDevice(group, self))
+            channels.checks_first_use = self.checks
             group.symmetric, group.no_symmetric_memory = channels, None
             yield made
             if group.poison is None:

@@ -40,9 +40,10 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch, fp8
-from tpkernels.backends import tuning
+from tpkernels.backends import first_use, tuning
 from tpkernels.backends.blocks import Epilogue, gemm
 from tpkernels.backends.exchange import whole_like
+from tpkernels.backends.first_use import Way
 from tpkernels.backends.launches import Launch, gather_launches, scatter_launch
 from tpkernels.backends.moves import (
     DTYPES,
@@ -87,6 +88,7 @@ FUSE_FROM_ROWS = 64
 # Up to here every rank sends everything to every other. Beyond, two steps move less: (W - 1) n bytes against 2 n.
 ONE_SHOT_BYTES = 512 * 1024
 FP8_CAPABILITY = 89
+CHECKED_ROWS = 80
 # For estimates, until they are measured on a GPU: what a call costs whose data is small (a dozen enqueued kernels and
 # copies), and the rate of the fused GEMM against the library's. fp32 runs without tensor cores.
 CALL_US = 30.0
@@ -334,18 +336,31 @@ def _is_one_shot(size: int, num_bytes: int) -> bool:
     return num_bytes <= (4 if size == 2 else 1) * ONE_SHOT_BYTES
 
 
-def _agree(group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
-    """Measured tiles for a call that runs a fused kernel, the same on every rank."""
-    if problem.op == "matmul_all_reduce":
-        if _is_one_shot(problem.world_size, problem.m * problem.row_bytes):
-            return None
+def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
+    """Nothing is trusted that was not seen to work on this group; then measured tiles, the same on every rank."""
+    reduces = problem.op in ("matmul_all_reduce", "all_reduce")
+    one_shot = reduces and _is_one_shot(problem.world_size, problem.m * problem.row_bytes)
+    if reduces:
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
-    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS:
+    fused = "matmul" in problem.op and not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS
+    first_use.check(work, group, call, problem, _way(reduces, one_shot, fused, problem))
+    if one_shot or not fused:
         return None
     assert group.symmetric is not None
     if not _has_kernel(group.symmetric.device, problem.out_dtype):
         return None
     return tuning.agree(group, call, tuning.gemm_of(problem), layout)
+
+
+def _way(reduces: bool, one_shot: bool, fused: bool, problem: Problem) -> Way:
+    """What the first call of its kind is checked with; more rows than the smaller tiles have, where it is fused."""
+    rows = max(FUSE_FROM_ROWS, CHECKED_ROWS) if fused else 1
+    if not reduces:
+        return Way("beside the GEMM" if fused else "by itself", rows)
+    if one_shot:
+        return Way("in one step")
+    itemsize = (problem.out_dtype or problem.dtype).itemsize
+    return Way("in two steps", rows, 1 + 4 * ONE_SHOT_BYTES // (first_use.K * itemsize))
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -390,7 +405,7 @@ for _op, _work in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    _agrees = _agree if "matmul" in _op else None
+    _runs = partial(_run, _work)
     dispatch.register(
-        Implementation("symmetric", _op, _refuses, _estimate, partial(_run, _work), _agrees, describe=_describe)
+        Implementation("symmetric", _op, _refuses, _estimate, _runs, partial(_agree, _runs), describe=_describe)
     )

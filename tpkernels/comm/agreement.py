@@ -333,7 +333,8 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
         texts = _or_empty(lambda: read(group, f"call/{call}"))
         records = {rank: Record.from_json(text) for rank, text in texts.items()}
-        records[group.rank] = Record(signature, {})
+        # What this rank has said of the call; what it waits for may be a later part, which has a name of its own.
+        records.setdefault(group.rank, Record(signature, {}))
         difference = mismatch(group, call, records)
         if difference is not None:
             return difference

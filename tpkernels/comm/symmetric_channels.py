@@ -46,6 +46,9 @@ class SymmetricChannels:
         self._alarm = _HostWord(device.library)
         self.main = Channel(group, device, pads, 0, self._alarm)
         self.side = Channel(group, device, pads, PAD_BYTES, self._alarm)
+        self.checks_first_use = True
+        self.first_uses: dict[Hashable, str | None] = {}
+        """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.first_use`."""
 
     def check(self) -> None:
         """Raise what went wrong on either channel, if anything has."""

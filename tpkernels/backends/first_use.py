@@ -1,0 +1,197 @@
+"""The check before ``symmetric`` is trusted with a kind of call: a small problem of that kind whose answer is known.
+
+It runs on a group's first call of an op, a dtype and a way through the backend, on every rank, as the real call would:
+the same kernels, copies, signals and slots, uneven shards, two chunks.  What every rank puts in is small integers that
+are made from its number, so each rank knows the exact result by itself, bit for bit, whatever the order of sums; all
+ranks then tell each other what they found.  Hardware, drivers and compilers that nobody has tried thus fail here, with
+an error that says so, and not in somebody's model.
+
+Owns the problems, the verdict and its text.  Waits are those of the backend, bounded by the group's time-out.  Costs
+one exchange through the group's store and one wait for the device per kind of call.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels import fp8
+from tpkernels.comm import agreement
+from tpkernels.comm.groups import Group
+from tpkernels.comm.transport import TransportFailure
+from tpkernels.dispatch import Costs, Problem, dtype_text
+from tpkernels.errors import UnsupportedProblem
+from tpkernels.fp8 import Operand, Scaled
+from tpkernels.ops.contract import (
+    AllGather,
+    AllGatherMatmul,
+    AllReduce,
+    Context,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    ReduceScatter,
+)
+from tpkernels.partition import Layout, offsets
+
+__all__ = ["Way", "check"]
+
+# Of a product: for tensor descriptors, and more columns than the small tiles take.
+K, N = 192, 264
+# Of K, in each row of x: sums over K and 64 ranks are at most 256, which bf16 has exactly.
+NONZEROS = 4
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways through the backend, and the fewest rows of a shard, or of the whole, that take it."""
+
+    name: str
+    shard_rows: int = 1
+    whole_rows: int = 1
+
+
+def check(work: Callable[[Context, Any], Any], group: Group, call: int, problem: Problem, way: Way) -> None:
+    """Run ``work``, an op's implementation, on the small problem, unless it was done for calls like ``problem``.
+
+    Collective: called on every rank for the same problems in the same order, not in graph capture.
+
+    Raises:
+        UnsupportedProblem: a rank got a wrong result, now or when this was first asked; nothing of the call was sent.
+        TransportFailure: a wait failed.
+    """
+    channels = group.symmetric
+    assert channels is not None, "selected without symmetric memory"
+    kind = (problem.op, problem.dtype, problem.out_dtype, way.name)
+    if not channels.checks_first_use or channels.device.kind != problem.device:
+        return
+    if kind not in channels.first_uses:
+        if channels.device.capturing():
+            raise UnsupportedProblem(
+                "symmetric: the first call of its kind cannot be captured: make it once before the capture"
+            )
+        said = _verdict_of(work, group, problem, way)
+        name = f"first use of symmetric, {problem.op} {dtype_text(problem.dtype, problem.out_dtype)}, {way.name}"
+        records = agreement.exchange_records(group, call, agreement.Record(name, {"wrong": said}), part="first use")
+        wrong = {rank: record.facts["wrong"] for rank, record in enumerate(records) if record.facts["wrong"]}
+        channels.first_uses[kind] = (
+            None if not wrong else f"{name}: " + "; ".join(f"rank {rank}: {text}" for rank, text in wrong.items())
+        )
+    verdict = channels.first_uses[kind]
+    if verdict is not None:
+        raise UnsupportedProblem(
+            f"{verdict}. This was a problem whose answer is known, tried before the first call of its kind on this "
+            "group; nothing of the call itself was sent, and the group goes on. Use another implementation: "
+            "implementation='chunked' (or 'unfused') in the call or the layer"
+        )
+
+
+def _verdict_of(work: Callable[[Context, Any], Any], group: Group, problem: Problem, way: Way) -> str | None:
+    """What is wrong on this rank, or None."""
+    assert group.symmetric is not None
+    device = group.symmetric.device
+    small = _Small(group, problem, way)
+    text = f"the check at the first use of {problem.op}, {problem.dtype}, {way.name}"
+    context = Context(
+        group, 0, 2, text, zlib.crc32(text.encode()), replace(problem, m=sum(small.sizes), n=N, k=K, activation=None),
+        Costs(), forced_chunks=True,
+    )  # fmt: skip
+    try:
+        pairs = small.run(partial(work, context))
+        device.synchronize()
+        group.symmetric.check()
+    except TransportFailure as failure:
+        raise TransportFailure(f"{text}: {failure}", failure.peer, failure.verdict, failure.ranks) from failure
+    return next((said for found, expected in pairs if (said := _difference(found, expected)) is not None), None)
+
+
+def _difference(found: Tensor, expected: Tensor) -> str | None:
+    """Where two matrices differ; NaN is a difference."""
+    if found.shape != expected.shape:
+        return f"a result of shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    wrong = (found.float() != expected).nonzero()
+    if not len(wrong):
+        return None
+    row, column = wrong[0].tolist()
+    return (
+        f"{len(wrong)} of {expected.numel()} elements are wrong, the first at [{row}, {column}]: "
+        f"{float(found[row, column])} instead of {float(expected[row, column])}"
+    )
+
+
+class _Small:
+    """The small problem of a group: operands of every rank, and what should come of them."""
+
+    def __init__(self, group: Group, problem: Problem, way: Way) -> None:
+        self._problem, self._rank, self._size = problem, group.rank, group.size
+        least = max(way.shard_rows, -(-way.whole_rows // group.size))
+        self.sizes = tuple(least + 16 * (rank % 2) for rank in range(group.size))
+        self._layout = Layout(1, self.sizes, 1)
+        assert group.symmetric is not None
+        self._device = torch.device(group.symmetric.device.empty((1,), torch.uint8).device)
+
+    def run(self, work: Callable[[Any], Any]) -> list[tuple[Tensor, Tensor]]:
+        """(found, expected) of the op's results."""
+        layout, rank, size = self._layout, self._rank, self._size
+        whole, out_dtype = sum(self.sizes), self._problem.out_dtype
+        own = slice(offsets(self.sizes)[rank], offsets(self.sizes)[rank] + self.sizes[rank])
+        match self._problem.op:
+            case "all_gather":
+                shards = [self._x(r, self.sizes[r]) for r in range(size)]
+                return [(work(AllGather(self._stored(shards[rank]), layout))(), torch.cat(shards))]
+            case "all_gather_matmul":
+                shards = [self._x(r, self.sizes[r]) for r in range(size)]
+                x = self._stored(shards[rank])
+                packed: tuple[int, ...] = ()
+                if out_dtype is not None:
+                    x, packed = fp8.pack(x, self._ones(self.sizes[rank])), (K,)
+                call = AllGatherMatmul(x, layout, [self._matrix(rank)], [None], out_dtype=out_dtype, packed=packed)
+                return [(work(call).outs[0], torch.cat(shards) @ self._weight(rank).t())]
+        if "matmul" in self._problem.op:
+            partials = [self._x(r, whole) @ self._weight(r).t() for r in range(size)]
+            xs, matrices = [self._operand(self._x(rank, whole))], [self._matrix(rank)]
+            if self._problem.op == "matmul_all_reduce":
+                return [(work(MatmulAllReduce(xs, matrices, out_dtype=out_dtype)), sum(partials, self._zero()))]
+            call_ = MatmulReduceScatter(xs, matrices, layout, out_dtype=out_dtype)
+            return [(work(call_), sum(partials, self._zero())[own])]
+        addends = [self._x(r, whole) for r in range(size)]
+        mine = self._stored(addends[rank])
+        if self._problem.op == "all_reduce":
+            return [(work(AllReduce(mine)), sum(addends, self._zero()))]
+        return [(work(ReduceScatter(mine, layout)), sum(addends, self._zero())[own])]
+
+    def _x(self, rank: int, rows: int) -> Tensor:
+        """[rows, K] of -1, 0 and 1; a row tells its number and its rank."""
+        i, j = self._places(rows)
+        return ((5 * i + 3 * j + rank) % 7 % 3 - 1.0) * ((i + j + 11 * rank) % (K // NONZEROS) == 0)
+
+    def _weight(self, rank: int) -> Tensor:
+        """[N, K], likewise."""
+        i, j = self._places(N)
+        return (2 * i + 7 * j + i * j + 3 * rank) % 5 % 3 - 1.0
+
+    def _places(self, rows: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(rows, device=self._device)[:, None], torch.arange(K, device=self._device)[None, :]
+
+    def _stored(self, values: Tensor) -> Tensor:
+        return values.to(self._problem.dtype)
+
+    def _operand(self, values: Tensor) -> Operand:
+        x = self._stored(values)
+        return x if self._problem.out_dtype is None else Scaled(x, self._ones(len(x)))
+
+    def _matrix(self, rank: int) -> Operand:
+        """The weight, transposed."""
+        weight = self._stored(self._weight(rank)).t()
+        return weight if self._problem.out_dtype is None else Scaled(weight, self._ones(N).t())
+
+    def _ones(self, rows: int) -> Tensor:
+        return torch.ones(rows, 1, device=self._device)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self._device)
