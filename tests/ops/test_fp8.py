@@ -31,9 +31,13 @@ F8 = torch.float8_e4m3fn
 
 
 @pytest.mark.cpu
-def test_every_number_widens_to_itself() -> None:
+@pytest.mark.parametrize("at_once", [fp8._WIDENED_AT_ONCE, 40, 1])
+def test_every_number_widens_to_itself(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(fp8, "_WIDENED_AT_ONCE", at_once)
     codes = torch.arange(256, dtype=torch.uint8).view(F8)
-    for numbers in (codes, codes[codes.float().isfinite()], codes.view(16, 16).t(), codes[:0]):
+    square = codes.view(16, 16)
+    parts = (codes[codes.float().isfinite()], square[:, 3:9], codes[:0], square[:, :0])
+    for numbers in (codes, square, square.t(), *parts):
         wide, expected = fp8.Scaled(numbers, torch.ones(1)).wide(), numbers.float()
         assert torch.equal(wide.isnan(), expected.isnan())
         assert_bitwise_equal(wide.nan_to_num(), expected.nan_to_num())
