@@ -94,5 +94,6 @@ def test_explain_says_how_a_sum_travels(multicast: bool) -> None:
     ):
         _, explanation = symmetric.dispatch.select(replace(problem, op=op, m=m), "symmetric", Costs())
         (found,) = [candidate.how for candidate in explanation.candidates if candidate.name == "symmetric"]
-        assert found == (f"{said}, pushed by multicast stores (NVLS)" if multicast and said else said)
+        by_multicast = ", pushed by multicast stores (NVLS), summed by the ranks in fixed order"
+        assert found == (f"{said}{by_multicast}" if multicast and said else said)
         assert found in str(explanation)

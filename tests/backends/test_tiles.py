@@ -233,7 +233,7 @@ def test_tiles_are_agreed_for_calls_that_run_a_fused_kernel_alone(op: str, monke
     assert offer.agree is not None
     large = Problem(op, 4096, 4096, 4096, torch.bfloat16, 4)
     device = Recorder()
-    group: Any = SimpleNamespace(symmetric=SimpleNamespace(device=device))
+    group: Any = SimpleNamespace(symmetric=SimpleNamespace(device=device, checks_first_use=False))
     offer.agree(group, 1, large, LAYOUT)
     assert asked == [LAYOUT]
     few = Layout(1, (8,) * 4, 1)

@@ -136,7 +136,9 @@ def test_a_wait_ends_when_a_peer_has_poisoned_the_group(interpreter: Interpreter
 # ---------------------------------------------------------------- the tests can fail
 
 FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
-    "no_wait": ("gather", "all_gather_matmul.py", ("(slot != ready)", "(slot == -5)"), {"shards": (3, 20)}),
+    "no_wait": (
+        "gather", "all_gather_matmul.py", ("(slot != ready)", "(slot == -5)"), {"shards": (3, 20), "delay": 0.1},
+    ),
     "epochs_do_not_wrap": (
         "gather", "signals.py", ("seen - epoch < 0", "seen < epoch"),
         {"first_epoch": 2**31 - 1, "calls": 2, "shards": (3, 20)},

@@ -394,7 +394,9 @@ def _describe(problem: Problem) -> str:
         return ""
     in_one_step = _is_one_shot(problem.world_size, problem.m * problem.row_bytes)
     how = "in one step" if in_one_step else "reduce-scatter, then all-gather of the sums"
-    return f"{how}, pushed by multicast stores (NVLS)" if problem.multicast else how
+    # The switch could add them (multimem.ld_reduce), in an order and a rounding of its own: see ARCHITECTURE.md.
+    pushed = "pushed by multicast stores (NVLS), summed by the ranks in fixed order"
+    return f"{how}, {pushed}" if problem.multicast else how
 
 
 for _op, _work in (
