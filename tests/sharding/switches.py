@@ -16,14 +16,14 @@ __all__ = ["switch_alike"]
 
 
 class _Switch(nn.Module):
-    """A relu; ``first`` notes what it lets through, the others take that, or their rank's columns of it."""
+    """A relu; the exact model's notes what it lets through, the others take that, or their rank's columns of it."""
 
-    def __init__(self, path: str, passes: dict[str, Tensor], first: bool) -> None:
+    def __init__(self, path: str, passes: dict[str, Tensor], notes: bool) -> None:
         super().__init__()
-        self.path, self.passes, self.first = path, passes, first
+        self.path, self.passes, self.notes = path, passes, notes
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.first:
+        if self.notes:
             self.passes[self.path] = x.detach() > 0
         passes = self.passes[self.path]
         if passes.shape != x.shape:
@@ -32,19 +32,17 @@ class _Switch(nn.Module):
         return x.where(passes, 0.0)
 
 
-def switch_alike(exact: nn.Module, *others: nn.Module) -> int:
-    """Replace every relu that is an attribute of a module; returns how many the exact model has. It must run first."""
-    passes: dict[str, Tensor] = {}
-    counts = []
-    for model in (exact, *others):
-        found = [
-            (module, name, f"{path}.{name}")
-            for path, module in list(model.named_modules())
-            for name, value in [*vars(module).items(), *module.named_children()]
-            if isinstance(value, nn.ReLU) or value is nn.functional.relu or value is torch.relu
-        ]
-        for module, name, path in found:
-            setattr(module, name, _Switch(path, passes, model is exact))
-        counts.append(len(found))
-    assert len(set(counts)) == 1, counts
-    return counts[0]
+def switch_alike(model: nn.Module, passes: dict[str, Tensor], *, notes: bool = False) -> int:
+    """Replace every relu that is an attribute of a module; returns how many there are.
+
+    They read ``passes``, by their names; with ``notes``, as of the exact model, they write it.
+    """
+    found = [
+        (module, name, f"{path}.{name}")
+        for path, module in list(model.named_modules())
+        for name, value in [*vars(module).items(), *module.named_children()]
+        if isinstance(value, nn.ReLU) or value is nn.functional.relu or value is torch.relu
+    ]
+    for module, name, path in found:
+        setattr(module, name, _Switch(path, passes, notes))
+    return len(found)
