@@ -7,7 +7,7 @@ AdamW with clipping, every parameter, each element's error in units of what the 
 off; more than 8 is wrong. A cell's `worst` is the largest of all its elements on all ranks, `compared` the number of
 tensors. All of it is hours of work on 2 cores, so that it can be run piece by piece: cells that the file has, and that
 passed, are not run again (--again: they are), each keeps the date, commit and command of its own run, and the order
-brings every model and mode early, in one of its combinations with dtype and residual. --budget SECONDS begins no cells
+brings every model early, in one of its combinations of dtype and residual (--turns 1: in that alone). --budget SECONDS begins no cells
 after that time.
 """
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.sharding import zoo
-from tests.sharding.grid import MODES, WORLDS, Cell, grid, groups, reference_of, run_group, worst_of
+from tests.sharding.grid import HAS_BLOCKS, MODES, WORLDS, Cell, grid, groups, reference_of, run_group, worst_of
 from tests.sharding.judge import FACTOR
 from tpkernels.measure import report
 from tpkernels.testing.spawn import WorkerPool
@@ -39,15 +39,11 @@ TIMEOUT_S = 1500.0
 """For one group of cells, and for one collective: a rank of a loaded machine can be stopped for minutes."""
 
 
-def ordered(found: list[list[Cell]]) -> list[list[Cell]]:
-    """First each model in one of its four combinations, another one for each; uneven heads before even ones."""
-    names = (*zoo.UNEVEN, *zoo.FAMILIES, *zoo.PLAIN)
-
-    def turn(group: list[Cell]) -> tuple[int, int]:
-        place = names.index(group[0].name)
-        return (2 * group[0].sequence + (group[0].dtype == "bf16") - place) % 4, place
-
-    return sorted(found, key=turn)
+def turn(cell: Cell) -> tuple[int, int]:
+    """First each model in one of its combinations, another one for each; uneven heads before even ones."""
+    place = (*zoo.UNEVEN, *zoo.FAMILIES, *zoo.PLAIN).index(cell.name)
+    combinations = 4 if cell.name in HAS_BLOCKS else 2
+    return (2 * cell.sequence + (cell.dtype == "bf16") - place) % combinations, place
 
 
 def run(pool: WorkerPool, cells: list[Cell]) -> list[dict[str, Any]]:
@@ -112,17 +108,19 @@ def main() -> int:
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)))
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--models", default="", help="names, separated by commas (default: all)")
+    parser.add_argument("--turns", type=int, default=4, help="of each model so many of its combinations")
     parser.add_argument("--again", action="store_true", help="also cells that the file has")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cells are begun")
     args = parser.parse_args()
     path, start, failed = Path(args.json), time.monotonic(), 0
     names = args.models.split(",") if args.models else None
     wanted = [c for c in grid() if c.mode in args.modes.split(",") and (names is None or c.name in names)]
+    wanted = [c for c in wanted if turn(c)[0] < args.turns]
     for world in map(int, args.worlds.split(",")):
         done = {} if args.again else {k: row for k, row in read(path).items() if row["passed"]}
         left = [cell for cell in wanted if key({"world": world, **asdict(cell)}) not in done]
         with WorkerPool(world, forked=True, group_timeout=TIMEOUT_S) as pool:
-            for cells in ordered(groups(left)):
+            for cells in sorted(groups(left), key=lambda group: turn(group[0])):
                 if time.monotonic() - start > args.budget:
                     print("the budget is spent")
                     break
