@@ -55,9 +55,7 @@ class Cell:
 
 def grid() -> list[Cell]:
     cells = []
-    for name, sequence, dtype, mode in product(
-        (*zoo.FAMILIES, *zoo.UNEVEN, *zoo.PLAIN), (False, True), DTYPES, MODES
-    ):
+    for name, sequence, dtype, mode in product((*zoo.FAMILIES, *zoo.UNEVEN, *zoo.PLAIN), (False, True), DTYPES, MODES):
         drops = mode == "dropout"
         if (not sequence or name in HAS_BLOCKS) and (not drops or (name in RESIDUAL_DROPOUT and not sequence)):
             cells.append(Cell(name, sequence, dtype, mode))
@@ -147,7 +145,9 @@ def _bounds(exact: nn.Module, plain: nn.Module, of: Callable[[Tensor], Tensor | 
     return {name: _bound(e, p) for name, (e, p) in pairs.items() if e is not None and p is not None}
 
 
-def _forward_backward(called: Callable[..., Any], net: nn.Module, given: dict[str, Any], trains: bool) -> tuple[Tensor, Tensor]:
+def _forward_backward(
+    called: Callable[..., Any], net: nn.Module, given: dict[str, Any], trains: bool
+) -> tuple[Tensor, Tensor]:
     """Output and loss of ``called``, which is ``net`` or ends in it."""
     net.zero_grad()
     torch.manual_seed(5)
