@@ -37,9 +37,11 @@ RESIDUAL_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"attention_probs_dropout_prob": 0.0},
     "roberta": {"attention_probs_dropout_prob": 0.0},
     "gpt2": {"attn_pdrop": 0.0},
-    "opt": {"attention_dropout": 0.0},
+    "opt": {"attention_dropout": 0.0, "layerdrop": 0.0},
 }
-"""Families that drop nothing that is cut, given this: their random numbers are the unsharded model's."""
+"""Families that drop nothing that is cut, given this: their random numbers are the unsharded model's.
+
+Nor layers: a model that does can be recorded in evaluation only, which does not show what drops nothing."""
 
 
 @dataclass(frozen=True)

@@ -263,3 +263,34 @@ def test_a_damaged_snapshot_or_a_strangers_is_refused_on_every_rank_and_changes_
             assert untouched, kind
             with pytest.raises(ValueError, match=expected[kind]):
                 raise ValueError(text)
+
+
+def by_heads(folder: str) -> tuple[Any, ...]:
+    """Ten heads, and an optimizer whose slots are not shaped like their parameters: what is said, what changes."""
+    model, given = zoo.build("attention 10", torch.float32), zoo.inputs("attention 10", torch.float32)
+    tpk.parallelize(model, tp_mesh(), tpk.make_plan(model, tp_mesh(), example_inputs=given))
+    optimizer = OPTIMIZERS["rows"](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if torch.distributed.get_world_size() == 2:  # five heads on each
+        tpk.save_snapshot(model, optimizer, f"{folder}/two")
+        return ()
+    before, said = bits(model, optimizer), []
+    for call in (
+        lambda: tpk.save_snapshot(model, optimizer, f"{folder}/three"),
+        lambda: tpk.load_snapshot(model, optimizer, f"{folder}/two"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        said.append(str(caught.value))
+    same = all(torch.equal(a, b) for a, b in zip(bits(model, optimizer), before, strict=True))
+    return *said, same, Path(f"{folder}/three").exists()
+
+
+def test_slots_of_another_shape_go_nowhere_where_heads_do_not_divide(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(by_heads, str(tmp_path), timeout=LIMIT_S)
+    for saving, loading, same, written in ranks(3).run(by_heads, str(tmp_path), timeout=LIMIT_S):
+        assert "rows of qkv.weight is not shaped like its parameter" in saving and "by heads that do not" in saving
+        assert "rows of qkv.weight" in loading, loading
+        assert same and not written
