@@ -275,6 +275,8 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "attention 10": lambda: Attention(40, 10),
     "transformer 10": lambda: transformer(40, 10),
 }
+ENDS_IN_NORM = ("roberta", "transformer", "transformer 10")
+"""Of the families and the plain ones."""
 
 
 def is_single(name: str) -> bool:
