@@ -100,6 +100,31 @@ def never_slower_section(path: Path, content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def values_section(path: Path, content: dict[str, Any]) -> list[str]:
+    """Cells that passed, of those that there are, by mode and ranks; which models were not seen at all in a mode."""
+    setup, rows = content["setup"], content["results"]
+    lines = ["### Whole models against the unsharded one", "", *_origin(path, content), ""]
+    lines += [f"Errors in units of the unsharded model's own; more than {setup['factor']:g} is wrong. Cells by ", ""]
+    lines[-2] += "model, residual and dtype, each with the date and commit of its own run:"
+    lines += ["| mode | ranks | passed | failed | of | models | of | worst | where |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---|"]
+    for (mode, world), (cells, models) in _every_value(setup).items():
+        mine = [row for row in rows if row["mode"] == mode and row["world"] == world]
+        good = [row for row in mine if row["passed"]]
+        worst = max(good, key=lambda row: row["worst"], default=None)
+        where = "" if worst is None else f"{worst['name']}, {worst['dtype']}: {worst['where']}"
+        lines.append(
+            f"| {mode} | {world} | {len(good)} | {len(mine) - len(good)} | {cells} | {len({r['name'] for r in good})} | "
+            f"{models} | {'' if worst is None else format(worst['worst'], '.2f')} | {where} |"
+        )
+    return [*lines, ""]
+
+
+def _every_value(setup: dict[str, Any]) -> dict[tuple[str, int], tuple[int, int]]:
+    """Cells and models by mode and number of ranks."""
+    return {(mode, world): (cells, models) for mode, cells, models in setup["modes"] for world in setup["worlds"]}
+
+
 def one_host_overview() -> str:
     """The second table of the project's README.md."""
     lines = ["| problem | GEMM, us | torch, us | `shared_memory`, us | torch / ours | ours / GEMM |"]
@@ -138,6 +163,7 @@ def sections() -> str:
         "one-host": one_host_section,
         "overhead": overhead_section,
         "never-slower": never_slower_section,
+        "values": values_section,
     }
     for kind, section in order.items():
         found = [(path, json.loads(path.read_text())) for path in HERE.glob(f"results/*{kind}*.json")]

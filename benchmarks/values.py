@@ -81,7 +81,9 @@ def read(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    setup = {"cores": os.cpu_count(), "factor": FACTOR, "cells": len(WORLDS) * len(grid())}
+    cells = {mode: [cell for cell in grid() if cell.mode == mode] for mode in MODES}
+    modes = [(mode, len(mine), len({cell.name for cell in mine})) for mode, mine in cells.items()]
+    setup = {"cores": os.cpu_count(), "factor": FACTOR, "worlds": WORLDS, "modes": modes}
     head = json.dumps(report.describe_environment(setup), indent=1).removesuffix("\n}")
     lines = ",\n".join("  " + json.dumps(row) for row in sorted(rows, key=key))
     path.write_text(f'{head},\n "results": [\n{lines}\n ]\n}}\n', encoding="utf-8")

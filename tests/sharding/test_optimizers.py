@@ -38,8 +38,8 @@ def nets(name: str) -> tuple[dict[str, Any], nn.Module, nn.Module]:
     return given, plain, model
 
 
-def steps(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[str]:
-    """What differs after three steps of both."""
+def steps(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], count: int = 3) -> list[str]:
+    """What differs after some steps of both."""
     given, plain, model = nets(name)
     for net in (plain, model):
         optimizer = make(list(net.parameters()))
@@ -50,7 +50,7 @@ def steps(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
             found.backward()
             return found
 
-        for _ in range(3):
+        for _ in range(count):
             optimizer.step(loss)  # type: ignore[arg-type]
     return compare_tensors(model, plain, LIMIT[False], gradients=False)
 
@@ -101,16 +101,21 @@ def test_torch_refuses_where_an_optimizer_asks_more_of_a_parameter_than_dtensors
             assert text in said[name], (name, said[name])
 
 
-def muon() -> list[str]:
+def muon(name: str, count: int) -> list[str]:
     """Of the matrices alone, in fp64: its own bf16 rounds sums over ranks otherwise than whole ones."""
     source = inspect.getsource(_muon._zeropower_via_newtonschulz)
     assert source.count(".bfloat16()") == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_muon, "_zeropower_via_newtonschulz", None)
         exec(source.replace(".bfloat16()", ".double()"), vars(_muon))  # the patch puts the true one back
-        return steps("mlp", lambda p: torch.optim.Muon([one for one in p if one.dim() == 2], lr=0.01))
+        return steps(name, lambda p: torch.optim.Muon([one for one in p if one.dim() == 2], lr=0.01), count)
 
 
-def test_muon_takes_the_matrices_of_layers_cut_unevenly_as_whole_ones(ranks: Pools) -> None:
-    for wrong in ranks(3).run(muon, timeout=LIMIT_S):
+def test_muon_takes_matrices_cut_unevenly_as_whole_ones(ranks: Pools) -> None:
+    for wrong in ranks(3).run(muon, "mlp", 3, timeout=LIMIT_S):
         assert not wrong, wrong
+
+
+def test_muon_takes_the_parts_of_a_packed_layer_for_matrices_of_their_own(ranks: Pools) -> None:
+    for wrong in ranks(2).run(muon, "attention 10", 1, timeout=LIMIT_S):  # five heads each: no dimension for them
+        assert {one.split(":")[0] for one in wrong} == {"qkv.weight"}, wrong

@@ -1,6 +1,6 @@
 """fp32 masters of low-precision parameters, and optimizer state that the ranks of a group share.
 
-Any optimizer of ``torch.optim`` works on *masters* in place of the parameters::
+An optimizer of ``torch.optim`` that takes DTensors works on *masters* in place of the parameters::
 
     master = parameter, in another dtype and, where it is replicated, cut along a dimension over the group
     optimizer.step() on the masters, with gradients converted and cut alike (nothing is sent)
@@ -70,7 +70,7 @@ class _Entry:
 
 
 class MasterWeights(Optimizer):
-    """An optimizer on fp32 masters of the parameters, for any optimizer of ``torch.optim``.
+    """An optimizer on fp32 masters of the parameters, for any optimizer of ``torch.optim`` that takes DTensors.
 
     ::
 
