@@ -113,8 +113,9 @@ def values_section(path: Path, content: dict[str, Any]) -> list[str]:
         good = [row for row in mine if row["passed"]]
         worst = max(good, key=lambda row: row["worst"], default=None)
         where = "" if worst is None else f"{worst['name']}, {worst['dtype']}: {worst['where']}"
+        seen = len({row["name"] for row in good})
         lines.append(
-            f"| {mode} | {world} | {len(good)} | {len(mine) - len(good)} | {cells} | {len({r['name'] for r in good})} | "
+            f"| {mode} | {world} | {len(good)} | {len(mine) - len(good)} | {cells} | {seen} | "
             f"{models} | {'' if worst is None else format(worst['worst'], '.2f')} | {where} |"
         )
     return [*lines, ""]
