@@ -41,7 +41,10 @@ FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -pthread -Wa
 X86_FLAGS = {
     "_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
     "_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
+    "_amx.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mamx-tile -mamx-bf16".split(),
 }
+# Of these, flags that older compilers do not know (g++ 11 and clang 12 do): without them the file is empty, too.
+NEW_FLAGS = "-mamx-tile -mamx-bf16".split()
 # Machine code for the GPUs of data centres, where a spilled register fails the build; the rest compile the PTX.
 CUDA_FLAGS = """
     -std=c++17 -O3 --expt-relaxed-constexpr -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra
@@ -127,6 +130,17 @@ def find_ninja() -> str:
     return found
 
 
+def special_flags(compiler: list[str]) -> dict[str, list[str]]:
+    """Flags by how the name of a source ends, as far as the target has the instructions and the compiler the flags."""
+    if not ask([*compiler, "-dumpmachine"]).startswith("x86_64"):
+        return {}
+    try:
+        ask([*compiler, *NEW_FLAGS, "-x", "c++", "-fsyntax-only", os.devnull])
+    except CannotBuild:
+        return {end: [] if set(NEW_FLAGS) & set(flags) else flags for end, flags in X86_FLAGS.items()}
+    return X86_FLAGS
+
+
 # --- the build --------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +154,7 @@ def write_ninja_file(build: Path, compiler: list[str], version: str) -> None:
         return shlex.join(parts).replace("$", "$$")
 
     cxxflags, ldflags = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
-    x86 = ask([*compiler, "-dumpmachine"]).startswith("x86_64")
+    by_end = special_flags(compiler)
     bindings = [f"-I{folder}" for folder in (*python_headers(), pybind11_headers(build))]
     # Another version of the compiler under the same name compiles everything anew.
     stamp = build / "compiler.txt"
@@ -156,7 +170,7 @@ def write_ninja_file(build: Path, compiler: list[str], version: str) -> None:
     ]
     objects = []
     for source in [CSRC / "bindings.cpp", *sorted(CSRC.glob("cpu/*.cpp"))]:
-        special = next((flags for end, flags in X86_FLAGS.items() if x86 and source.name.endswith(end)), [])
+        special = next((flags for end, flags in by_end.items() if source.name.endswith(end)), [])
         headers = bindings if source.name == "bindings.cpp" else []
         objects.append(path(source.relative_to(CSRC).with_suffix(".o")))
         lines.append(f"build {objects[-1]}: compile {path(source)} | {stamp.name}")

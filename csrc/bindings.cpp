@@ -13,6 +13,7 @@
 
 #include "cpu/channel.h"
 #include "cpu/collectives.h"
+#include "cpu/few_rows.h"
 #include "cpu/reduce.h"
 
 namespace py = pybind11;
@@ -21,7 +22,7 @@ using namespace tpk;
 namespace {
 
 // Ranks compare this when they meet; change it with the layout of the control segment or the protocol.
-constexpr int kAbi = 2;
+constexpr int kAbi = 3;
 // Below this many bytes a sum or copy takes less time than giving up the GIL may cost.
 constexpr std::int64_t kKeepGilBytes = 64 * 1024;
 
@@ -101,6 +102,34 @@ void bind_reduce(py::module_& m) {
         "Copy `rows` rows of `row_bytes` bytes; strides in bytes.");
 }
 
+// A product reads its weight, which a core does at some ten bytes per nanosecond.
+std::int64_t weight_bytes(Dtype dtype, std::int64_t columns, std::int64_t contraction) {
+    return columns * contraction * static_cast<std::int64_t>(size_of(dtype));
+}
+
+void bind_few_rows(py::module_& m) {
+    py::enum_<FewRowsIsa>(m, "FewRowsIsa")
+        .value("portable", FewRowsIsa::kPortable)
+        .value("avx2", FewRowsIsa::kAvx2)
+        .value("avx512", FewRowsIsa::kAvx512)
+        .value("amx", FewRowsIsa::kAmx);
+    m.attr("MAX_FEW_ROWS") = kMaxFewRows;
+    m.def("best_few_rows_isa", [] { return best_few_rows_isa(); });
+    m.def("force_few_rows_isa", &force_few_rows_isa);
+    m.def("few_rows_isa_of", &few_rows_isa_of, "The instruction set that multiplies few rows of a dtype, or None.");
+    m.def(
+        "multiply_few_rows",
+        [](Dtype dtype, std::uintptr_t x, std::int64_t x_stride, std::uintptr_t w, std::int64_t w_stride,
+           std::uintptr_t bias, std::uintptr_t y, std::int64_t y_stride, std::int64_t rows, std::int64_t columns,
+           std::int64_t contraction) {
+            without_gil(weight_bytes(dtype, columns, contraction), [&] {
+                multiply_few_rows({dtype, pointer(x), x_stride, pointer(w), w_stride, pointer(bias), pointer(y),
+                                   y_stride, rows, columns, contraction});
+            });
+        },
+        "y[i, j] = sum over k of x[i, k] * w[j, k] + bias[j], in fp32, rounded once; strides in elements.");
+}
+
 void bind_channel(py::module_& m) {
     py::enum_<Failure>(m, "Failure")
         .value("peer_lost", Failure::kPeerLost)
@@ -167,6 +196,15 @@ void bind_channel(py::module_& m) {
         // With the GIL: this spins for some microseconds, and giving it up and taking it back costs more.
         .def("start", [](RepeatedSum& sum, std::uintptr_t x,
                          std::uintptr_t bias) { return sum.start(pointer(x), pointer(bias)); })
+        .def("start_product",
+             [](RepeatedSum& sum, std::uintptr_t x, std::uintptr_t w, std::int64_t w_stride, std::int64_t contraction,
+                std::uintptr_t out, std::uintptr_t bias) {
+                 bool ended = false;
+                 without_gil(weight_bytes(sum.matrix().dtype, sum.matrix().columns, contraction), [&] {
+                     ended = sum.start(pointer(x), pointer(w), w_stride, contraction, pointer(out), pointer(bias));
+                 });
+                 return ended;
+             })
         .def("finish", [](RepeatedSum& sum, std::uintptr_t x, std::uintptr_t bias) {
             const py::gil_scoped_release release;
             sum.finish(pointer(x), pointer(bias));
@@ -196,6 +234,7 @@ PYBIND11_MODULE(_native, m) {
         }
     });
     bind_reduce(m);
+    bind_few_rows(m);
     bind_channel(m);
     m.def(
         "make_control", [](int size, Epoch first) { return make_control(size, first).release(); }, py::arg("size"),

@@ -107,9 +107,21 @@ bool RepeatedSum::start(void* x, const void* bias) {
     const std::int64_t bytes = matrix_.rows * matrix_.columns * static_cast<std::int64_t>(size_of(matrix_.dtype));
     channel_.begin(fingerprint_, text_);
     copy_rows(x, bytes, channel_.slot(channel_.rank()), bytes, 1, bytes);
+    return sum_if_all_come(x, bias);
+}
+
+bool RepeatedSum::start(const void* x, const void* w, std::int64_t w_stride, std::int64_t contraction, void* out,
+                        const void* bias) {
+    channel_.begin(fingerprint_, text_);
+    multiply_few_rows({matrix_.dtype, x, contraction, w, w_stride, nullptr, channel_.slot(channel_.rank()),
+                       matrix_.columns, matrix_.rows, matrix_.columns, contraction});
+    return sum_if_all_come(out, bias);
+}
+
+bool RepeatedSum::sum_if_all_come(void* out, const void* bias) {
     channel_.signal();
     if (!channel_.spin_for_all(1)) return false;
-    finish(x, bias);
+    finish(out, bias);
     return true;
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/channel.h"
+#include "cpu/few_rows.h"
 #include "cpu/reduce.h"
 
 namespace tpk {
@@ -48,9 +49,16 @@ public:
     RepeatedSum(Channel& channel, std::uint64_t fingerprint, std::string text, const SlotRows& matrix);
     // Stage x, signal, spin a little.  True: x is the sum over the ranks + bias and the call has ended.  False: finish.
     bool start(void* x, const void* bias);
+    // The same for x · w^T of few rows (few_rows.h), computed where it is staged: out is the sum.  x has contiguous rows of
+    // `contraction` elements, back to back, w as many rows as the matrix has columns.  Takes as long as that product.
+    bool start(const void* x, const void* w, std::int64_t w_stride, std::int64_t contraction, void* out,
+               const void* bias);
     void finish(void* x, const void* bias);
+    const SlotRows& matrix() const { return matrix_; }
 
 private:
+    bool sum_if_all_come(void* out, const void* bias);
+
     Channel& channel_;
     const std::uint64_t fingerprint_;
     const std::string text_;

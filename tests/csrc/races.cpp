@@ -19,6 +19,7 @@
 
 #include "cpu/channel.h"
 #include "cpu/collectives.h"
+#include "cpu/few_rows.h"
 #include "cpu/reduce.h"
 
 using namespace tpk;
@@ -134,7 +135,12 @@ private:
         const std::uint64_t call = channel_.call() + 1;  // begun below
         std::vector<float> x(static_cast<std::size_t>(count)), bias(x.size(), 3.0F);
         for (std::int64_t i = 0; i < count; ++i) x[static_cast<std::size_t>(i)] = value(channel_.rank(), i, call);
-        if (!sum_over_ranks.start(x.data(), bias.data())) {
+        const float one = 1.0F;
+        const std::vector<float> w = x;  // x = one * w^T
+        const bool multiplies = (call + static_cast<std::uint64_t>(channel_.rank())) % 2 == 0;
+        const bool ended = multiplies ? sum_over_ranks.start(&one, w.data(), 1, 1, x.data(), bias.data())
+                                      : sum_over_ranks.start(x.data(), bias.data());
+        if (!ended) {
             straggle();
             sum_over_ranks.finish(x.data(), bias.data());
         }
@@ -339,6 +345,7 @@ int main(int argc, char** argv) {
     const double spin_us = std::atof(argv[3]);
     const auto seed = static_cast<unsigned>(std::atoi(argv[4]));
     force_isa(Isa::kPortable);  // intrinsics hide their accesses from ThreadSanitizer
+    force_few_rows_isa(FewRowsIsa::kPortable);
     if (scenario == "calls") {
         on_all_ranks(size, {20.0, spin_us, {}},
                      [&](int, std::unique_ptr<Channel>& channel) { Player(*channel, seed).play(calls); });

@@ -1,80 +1,27 @@
 """The native sums and copies, against torch bit for bit, on every instruction set that this CPU has.
 
-Builds csrc/cpu/reduce*.cpp together with reduce_exercise.cpp into a temporary folder: a library for ctypes, and a
-program under AddressSanitizer and UndefinedBehaviorSanitizer.
+csrc/cpu/reduce*.cpp are driven by reduce_exercise.cpp: a library for ctypes, and a program under the sanitizers.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-import platform
 import random
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.csrc.exercises import DTYPES, Rows, as_bytes, run
+
 pytestmark = pytest.mark.cpu
 
-REPOSITORY = Path(__file__).parents[2]
-SOURCES = (*sorted((REPOSITORY / "csrc" / "cpu").glob("reduce*.cpp")), Path(__file__).parent / "reduce_exercise.cpp")
-ISA_FLAGS = {
-    "reduce_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
-    "reduce_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
-}
-FLAGS = "-std=c++17 -fPIC -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion -Werror".split()
 ISAS = ("portable", "avx2", "avx512")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in the order of tpk::Dtype
 COLUMNS = (0, 1, 7, 15, 16, 17, 31, 33, 1000)
 NEVER = 2**62
-GUARD = 0xA5
-
-
-# ---------------------------------------------------------------- building
-
-
-def compiler() -> str:
-    found = os.environ.get("CXX", "").split(" ")[0] or shutil.which("g++") or shutil.which("c++")
-    if not found or shutil.which(found) is None:
-        pytest.skip("needs a C++ compiler (g++)")
-    return found
-
-
-def build(folder: Path, target: str, flags: Sequence[str]) -> Path:
-    cxx = compiler()
-
-    def objects() -> Iterator[tuple[Path, list[str]]]:
-        for source in SOURCES:
-            output = folder / (source.stem + ".o")
-            isa_flags = ISA_FLAGS.get(source.name, []) if platform.machine() == "x86_64" else []
-            include = f"-I{REPOSITORY / 'csrc' / 'cpu'}"
-            yield output, [cxx, *FLAGS, *flags, *isa_flags, include, "-c", str(source), "-o", str(output)]
-
-    jobs = list(objects())
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(lambda job: run(job[1]), jobs):
-            assert done.returncode == 0, done.stderr
-    shared = ["-shared"] if target.endswith(".so") else []
-    linked = run([cxx, *flags, *shared, *(str(output) for output, _ in jobs), "-o", str(folder / target)])
-    assert linked.returncode == 0, linked.stderr
-    return folder / target
-
-
-def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment}
-    )
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("reduce"), "reduce.so", ["-O3"])
 
 
 @pytest.fixture(scope="module")
@@ -106,41 +53,6 @@ def native(library: ctypes.CDLL, request: pytest.FixtureRequest) -> Iterator[cty
 def check(library: ctypes.CDLL, status: int) -> None:
     if status != 0:
         raise ValueError(library.reduce_test_error().decode())
-
-
-# ---------------------------------------------------------------- matrices in memory
-
-
-class Rows:
-    """A matrix at any byte offset and row stride, with guard bytes before, behind and between its rows."""
-
-    def __init__(self, values: torch.Tensor, *, padding: int = 0, offset: int = 0) -> None:
-        self.rows, self.columns = values.shape
-        self.dtype, self.offset, self.stride = values.dtype, offset, self.columns + padding
-        self.buffer = torch.full((self.rows * self.stride * values.itemsize + 256,), GUARD, dtype=torch.uint8)
-        self._window()[:] = as_bytes(values)
-
-    def _window(self) -> torch.Tensor:
-        size = self.dtype.itemsize
-        return self.buffer.as_strided((self.rows, self.columns * size), (self.stride * size, 1), 64 + self.offset)
-
-    @property
-    def address(self) -> int:
-        return self.buffer.data_ptr() + 64 + self.offset
-
-    def values(self) -> torch.Tensor:
-        return self._window().clone().view(self.dtype)
-
-    def guards_are_intact(self) -> bool:
-        copy = self.buffer.clone()
-        self._window().fill_(GUARD)
-        intact = bool((self.buffer == GUARD).all())
-        self.buffer.copy_(copy)
-        return intact
-
-
-def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8).reshape(values.shape[0], values.shape[1] * values.itemsize)
 
 
 def call_sum(native: ctypes.CDLL, parts: Sequence[Rows], out: Rows, bias: Rows | None = None) -> None:
@@ -333,8 +245,7 @@ def test_isa_files_export_only_their_table_and_run_nothing_at_load(built: Path) 
         assert ".text" in sections and ".init_array" not in sections and ".ctors" not in sections
 
 
-def test_random_cases_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_path: Path, full: bool) -> None:
-    program = build(tmp_path, "exercise", ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"])
-    done = run([str(program), "20000" if full else "1000"], ASAN_OPTIONS="detect_leaks=0", LC_ALL="C")
+def test_random_cases_are_clean_under_address_and_undefined_behaviour_sanitizers(exercise: Path, full: bool) -> None:
+    done = run([str(exercise), "20000" if full else "1000"], ASAN_OPTIONS="detect_leaks=0", LC_ALL="C")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("cases") >= 1

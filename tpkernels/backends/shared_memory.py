@@ -26,10 +26,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tpkernels import dispatch
+from tpkernels import config, dispatch
 from tpkernels.backends.blocks import Epilogue, gemm, partial_rows, place_rows
 from tpkernels.backends.exchange import whole_like
-from tpkernels.comm import timeline
+from tpkernels.comm import agreement, few_rows, timeline
+from tpkernels.comm.groups import Group
 from tpkernels.comm.native import native
 from tpkernels.comm.shared_segments import SharedSegments, native_dtype
 from tpkernels.dispatch import Costs, Implementation, Problem
@@ -147,9 +148,9 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
     num_bytes = rows * columns * like.element_size()
     if num_bytes <= COPIED_BYTES and call.bias is None and call.meanwhile is nothing:
-        if len(call.xs) > 1 or call.out_dtype is not None or timeline.active():
+        if len(call.xs) > 1 or call.out_dtype is not None or timeline.active() or context.agreed:
             out = like.new_empty(rows, columns)
-            _multiply(call.xs, call.matrices, out)
+            _multiply(call.xs, call.matrices, out, by_rows=bool(context.agreed))
         else:
             out = torch.mm(like, cast(Tensor, call.matrices[0]))
         segments.all_reduce(context.fingerprint, context.text, out, out)
@@ -159,15 +160,15 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     out = like.new_empty(rows, columns)
     with segments.call(context.fingerprint, context.text) as channel:
         partial = segments.view(segments.rank, (rows, columns), like.dtype)
+        _multiply(call.xs, call.matrices, partial, by_rows=bool(context.agreed))
+        channel.signal()
+        call.meanwhile()
         if segments.size == 2 or num_bytes <= ONE_SHOT_BYTES:
-            _multiply(call.xs, call.matrices, partial)
-            channel.signal()
-            call.meanwhile()
             channel.reduce_slots(
                 native_dtype(like.dtype), 0, columns, rows, columns, 1, _address(bias), out.data_ptr(), columns
             )
         else:
-            _sum_shares(segments, call, partial, bias, out)
+            _sum_shares(segments, partial, bias, out)
     return out
 
 
@@ -176,19 +177,35 @@ def repeat_matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Repeate
     rows, columns, dtype = call.xs[0].shape[0], call.matrices[0].shape[1], call.like.dtype
     if rows * columns * dtype.itemsize > COPIED_BYTES:
         return None
-    return _segments(context).repeated_sum(context.fingerprint, context.text, (rows, columns), dtype)
+    return _segments(context).repeated_sum(
+        context.fingerprint, context.text, (rows, columns), dtype, multiplies=bool(context.agreed)
+    )
 
 
-def _sum_shares(
-    segments: SharedSegments, call: MatmulAllReduce, partial: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
+def agree_on_few_rows(group: Group, call: int, problem: Problem, layout: Layout) -> bool:
+    """Whether the compiled kernel for few rows makes the partials of such calls.  Collective.
+
+    It does if it wins on every rank.  Sums would be right if ranks differed, but none could tell how they came about.
+    """
+    k = _local_contraction(problem)
+    if problem.out_dtype is not None or not few_rows.serves(problem.m, problem.n, k, problem.dtype):
+        return False
+    if not config.load().calibrate:  # equal on all ranks
+        return False
+    facts = {"wins": few_rows.wins(problem.m, problem.n, k, problem.dtype)}
+    records = agreement.exchange_records(group, call, agreement.Record("few rows", facts), part="few-rows")
+    return all(record.facts["wins"] for record in records)
+
+
+def _local_contraction(problem: Problem) -> int:
+    return -(-problem.k // problem.world_size)
+
+
+def _sum_shares(segments: SharedSegments, partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Each rank sums its share of the rows, then copies everybody's sums."""
     channel, rank, size = segments.channel, segments.rank, segments.size
     sizes = array_split_sizes(out.shape[0], size)
     shares = [(start, start + count) for start, count in zip(offsets(sizes), sizes, strict=True)]
-    _multiply(call.xs, call.matrices, partial)
-    channel.signal()
-    call.meanwhile()
     for producer in peers_after(rank, size):
         channel.wait(producer, 1)
     # Our share of our own slot is read by nobody before the next signal: the sum may take the partial's place.
@@ -203,10 +220,24 @@ def _sum_shares(
         out[start:stop].copy_(segments.view(peer, tuple(out.shape), out.dtype)[start:stop])
 
 
-def _multiply(xs: Sequence[Operand], matrices: Sequence[Operand], out: Tensor, addend: Tensor | None = None) -> None:
-    """out = sum_i xs[i] @ matrices[i] + addend; several accumulate in the dtype of ``out``."""
+def _multiply(
+    xs: Sequence[Operand],
+    matrices: Sequence[Operand],
+    out: Tensor,
+    addend: Tensor | None = None,
+    *,
+    by_rows: bool = False,
+) -> None:
+    """out = sum_i xs[i] @ matrices[i] + addend; several accumulate in the dtype of ``out``.
+
+    ``by_rows``: by the compiled kernel for few rows, where this is one product with a weight that lies by its rows.
+    """
     bias = addend
     with timeline.span("gemm", "gemm"):
+        if by_rows and len(xs) == 1 and addend is None:
+            weight = cast(Tensor, matrices[0]).t()
+            if few_rows.multiply(cast(Tensor, xs[0]), weight, out):
+                return
         for x, matrix in zip(xs, matrices, strict=True):
             gemm(x, matrix, out, bias)
             bias = out
@@ -332,7 +363,16 @@ def _either_way_us(problem: Problem, costs: Costs) -> float:
     return min(costs.gemm_us(problem, calls=problem.world_size), _in_one_gemm_us(problem, costs))
 
 
-_REPEATS = {"matmul_all_reduce": repeat_matmul_all_reduce}
+def _describe_product(problem: Problem) -> str:
+    wins = few_rows.wins(problem.m, problem.n, _local_contraction(problem), problem.dtype)
+    return few_rows.name(problem.dtype) if wins and problem.out_dtype is None else ""
+
+
+_OF_FEW_ROWS: dict[str, dict[str, Any]] = {
+    "matmul_all_reduce": {
+        "agree": agree_on_few_rows, "repeat": repeat_matmul_all_reduce, "describe": _describe_product,
+    }
+}  # fmt: skip
 for _op, _run in (
     ("all_gather", all_gather),
     ("reduce_scatter", reduce_scatter),
@@ -341,4 +381,4 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("shared_memory", _op, _refuses, _estimate, _run, repeat=_REPEATS.get(_op)))
+    dispatch.register(Implementation("shared_memory", _op, _refuses, _estimate, _run, **_OF_FEW_ROWS.get(_op, {})))

@@ -96,9 +96,12 @@ class SharedSegments:
         except self._module.ChannelError as error:
             raise self.translate(error) from None
 
-    def repeated_sum(self, fingerprint: int, text: str, shape: tuple[int, int], dtype: torch.dtype) -> RepeatedSum:
-        """The call that sums a matrix of this shape in place; there must be room for it."""
-        return RepeatedSum(self, self._module.RepeatedSum(self.channel, fingerprint, text, native_dtype(dtype), *shape))
+    def repeated_sum(
+        self, fingerprint: int, text: str, shape: tuple[int, int], dtype: torch.dtype, *, multiplies: bool
+    ) -> RepeatedSum:
+        """The call that sums a matrix of this shape in place, or multiplies before; there must be room for it."""
+        compiled = self._module.RepeatedSum(self.channel, fingerprint, text, native_dtype(dtype), *shape)
+        return RepeatedSum(self, compiled, multiplies)
 
     def translate(self, error: Exception) -> TransportFailure:
         """The transport's failure for the native one (kind, blamed ranks, call, epoch, message)."""
@@ -122,10 +125,11 @@ class SharedSegments:
 class RepeatedSum:
     """See :class:`tpkernels.ops.contract.RepeatedSum`; its calls go straight to the compiled core."""
 
-    __slots__ = ("_segments", "finish", "start")
+    __slots__ = ("_segments", "finish", "multiply", "start")
 
-    def __init__(self, segments: SharedSegments, compiled: Any) -> None:
+    def __init__(self, segments: SharedSegments, compiled: Any, multiplies: bool) -> None:
         self._segments, self.start, self.finish = segments, compiled.start, compiled.finish
+        self.multiply = compiled.start_product if multiplies else None
 
     def named(self, error: BaseException) -> BaseException:
         return self._segments.translate(error) if isinstance(error, self._segments._module.ChannelError) else error

@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 
+from tpkernels.comm import few_rows
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_gated, run_together
 from tpkernels.ops import all_gather
 from tpkernels.ops.contract import ACTIVATIONS, GATED, gate_forward
+from tpkernels.ops.library import is_plain
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 
@@ -168,8 +170,13 @@ class ColumnParallelLinear(ParallelLinear):
         parts = self._plain_parts()
         if parts is None or not x.is_contiguous():  # torch might add the bias in a second rounding
             return None
+        _, weight, bias = parts
+        y = None
+        # The unfused way and a layer that is not cut are what others are compared with: torch's GEMM.
+        if self.implementation != "unfused" and weight.shape[0] != self.out_features:
+            y = few_rows.linear(x, weight, bias) if is_plain(x, weight, weight if bias is None else bias) else None
         try:
-            y = F.linear(x, parts[1], parts[2])
+            y = F.linear(x, weight, bias) if y is None else y
         except RuntimeError:  # our error says more
             return None
         return y if self.activation is None else ACTIVATIONS[self.activation].forward(y)

@@ -113,11 +113,11 @@ class Known:
 class Repeated:
     """A call of which a repetition needs no more than its arithmetic and ``sum``."""
 
-    __slots__ = ("finish", "signature", "start", "sum")
+    __slots__ = ("finish", "multiply", "signature", "start", "sum")
 
     def __init__(self, signature: Signature, repeated: RepeatedSum) -> None:
         self.signature, self.sum = signature, repeated
-        self.start, self.finish = repeated.start, repeated.finish
+        self.start, self.finish, self.multiply = repeated.start, repeated.finish, repeated.multiply
 
 
 def run(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Any:
@@ -166,8 +166,10 @@ def repeatable(group: Group, known: Known, arguments: Any) -> Repeated | None:
     return None if rest is None else Repeated(known.signature, rest)
 
 
-def sum_again(group: Group, repeated: Repeated, product: Tensor, bias: Tensor | None) -> None:
-    """:func:`run_known` of a call that was made before, from its product on, which becomes its result.
+def sum_again(
+    group: Group, repeated: Repeated, out: Tensor, bias: Tensor | None, factors: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """:func:`run_known` of a call that was made before, into ``out``: the product, or x and the weight are ``factors``.
 
     The monitor learns of it only when it waits for a peer: what takes microseconds is never looked at.
     """
@@ -177,8 +179,14 @@ def sum_again(group: Group, repeated: Repeated, product: Tensor, bias: Tensor | 
         outer, call = group.in_flight, group.calls
         group.calls = call + 1
         try:
-            address, extra = product.data_ptr(), 0 if bias is None else bias.data_ptr()
-            if not repeated.start(address, extra):
+            address, extra = out.data_ptr(), 0 if bias is None else bias.data_ptr()
+            if factors is None:
+                ended = repeated.start(address, extra)
+            else:
+                x, w = factors
+                assert repeated.multiply is not None
+                ended = repeated.multiply(x.data_ptr(), w.data_ptr(), w.stride(0), w.shape[1], address, extra)
+            if not ended:
                 group.enter(call, repeated.signature)
                 repeated.finish(address, extra)
         except BaseException as error:  # noqa: BLE001 - _fail raises what it means

@@ -176,6 +176,11 @@ class RepeatedSum(Protocol):
     one row of that or, by address 0, none.  Ranks may differ in whether they ``run`` a call or repeat it.
     """
 
+    multiply: Callable[[int, int, int, int, int, int], bool] | None
+    """Where the product is made by the same step: ``start`` from the addresses of x and of the weight, the stride of
+    its rows, the contraction, and the addresses of the result and the bias.  x is contiguous, and so are the rows of
+    the weight, ``[columns, contraction]``."""
+
     def start(self, product: int, bias: int, /) -> bool:
         """True: the sum over the ranks + bias has replaced the product at this address.  False: ``finish`` it."""
         ...

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpkernels.comm import few_rows
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
-from tpkernels.ops.library import call_backward, define
+from tpkernels.ops.library import call_backward, define, is_plain
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.shapes import flat, pack_biases, unpack_biases
@@ -65,9 +66,11 @@ def copy_matmul(
     check_common("matmul_all_reduce", x, implementation, activation)
     check_gate(activation, weights)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if not needs_grad or process_group(group).size() == 1:
+    alone = process_group(group).size() == 1
+    if not needs_grad or alone:
         rows = flat(x)
-        outs = [plain_linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)]
+        linear = plain_linear if alone or implementation == "unfused" else _linear
+        outs = [linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)]
     else:
         packed = pack_biases(biases, x)
         outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)
@@ -75,6 +78,12 @@ def copy_matmul(
         return gate_forward(activation, *outs)
     outs = [activation_forward(activation, out) for out in outs]
     return outs[0] if single else outs
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, of few rows by whichever GEMM was measured to be faster; the unfused way stays torch's."""
+    y = few_rows.linear(x, weight, bias) if is_plain(x, weight, weight if bias is None else bias) else None
+    return plain_linear(x, weight, bias) if y is None else y
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], implementation: str) -> None:

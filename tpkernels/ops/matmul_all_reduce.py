@@ -94,13 +94,20 @@ def again(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implemen
     """The op for plain arguments (:func:`is_plain`) like those of an earlier small call; None if there was none.
 
     Host work is what a decoding step has beside its GEMMs, and finds cold caches: this asks for no more than decides.
-    The weight's dtype and device are left to ``F.linear``; where that refuses, the long way says why.
+    The weight's dtype and device are left to ``F.linear``, unless the step multiplies itself; where that refuses, the
+    long way says why.
     """
     repeated = group.repeated.get(_repetition(x, weight, bias, implementation))
     if repeated is None or timeline.active() or not (x.is_cpu and x.is_contiguous()):
         return None
     if bias is not None and not (bias.is_cpu and bias.is_contiguous()):
         return None
+    if repeated.multiply is not None:
+        if weight.dtype is not x.dtype or not weight.is_cpu or weight.stride(1) != 1:
+            return None
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        calling.sum_again(group, repeated, y, bias, (x, weight))
+        return y
     try:
         y = F.linear(x, weight)
     except RuntimeError:

@@ -1,0 +1,210 @@
+// GEMM of few rows of bf16 for CPUs with AMX. See few_rows_kernels.h for what this file must not define.
+//
+// Sixteen rows of w and 32 of their columns are a tile as they lie in memory, so nothing of the weight is repacked; x is
+// the other operand, transposed in pairs, which is packed at each call and small. A product of tiles takes 16 cycles
+// for 1 KiB of weight: memory is what counts. Denormals count as zeros.
+#include "few_rows_kernels.h"
+
+#if defined(__AMX_BF16__)
+
+#include <immintrin.h>
+
+namespace tpk {
+namespace {
+
+#include "few_rows_numbers.h"
+
+constexpr std::int64_t kTileRows = 16;
+constexpr std::int64_t kChunk = 32;   // elements of K in a tile
+constexpr std::int64_t kPanel = 2048;  // bytes; as in few_rows_loops.h
+
+struct alignas(64) TileConfig {
+    std::uint8_t palette = 1;
+    std::uint8_t start_row = 0;
+    std::uint8_t reserved[14] = {};
+    std::uint16_t row_bytes[16] = {};
+    std::uint8_t rows[16] = {};
+};
+
+// The compiler's own intrinsics do not say what they read.
+inline void write_to_memory(const void* what) { __asm__ volatile("" : : "r"(what) : "memory"); }
+
+inline std::int64_t lesser(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+// Rows of x that are the columns of one tile, at most 16, and where they are packed: by chunks of K, and in each by
+// pairs along K, all rows side by side.
+struct Group {
+    std::int64_t rows;
+    char* packed;
+    std::int64_t pair_bytes() const { return rows * 4; }
+    std::int64_t chunk_bytes() const { return kChunk / 2 * pair_bytes(); }
+};
+
+void pack(const FewRows& call, std::int64_t first_row, const Group& group) {
+    const std::int64_t chunks = (call.contraction + kChunk - 1) / kChunk;
+    for (std::int64_t r = 0; r < group.rows; ++r) {
+        const char* from = static_cast<const char*>(call.x) + (first_row + r) * call.x_stride * 2;
+        char* to = group.packed + r * 4;
+        std::int64_t k = 0;
+        for (; k + 2 <= call.contraction; k += 2, to += group.pair_bytes()) __builtin_memcpy(to, from + k * 2, 4);
+        for (; k < chunks * kChunk; k += 2, to += group.pair_bytes()) {
+            std::uint32_t last = 0;
+            if (k < call.contraction) last = reinterpret_cast<const AnyHalf*>(from + k * 2)->v;
+            __builtin_memcpy(to, &last, 4);
+        }
+    }
+}
+
+// Tiles 0 and 1 are the sums of the even and of the odd chunks for the first group, 2 and 3 for the second; 4 and 5 are
+// of w, 6 and 7 of x.
+void configure(std::int64_t block, const Group* groups) {
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+        const bool of_w = tile == 4 || tile == 5;
+        const bool of_x = tile >= 6;
+        const Group& group = of_x ? groups[tile - 6] : groups[tile / 2 % 2];
+        if (!of_w && group.rows == 0) continue;
+        config.row_bytes[tile] = static_cast<std::uint16_t>(of_w ? kChunk * 2 : group.pair_bytes());
+        config.rows[tile] = static_cast<std::uint8_t>(of_x ? kChunk / 2 : block);
+    }
+    write_to_memory(&config);
+    _tile_loadconfig(&config);
+}
+
+// To the second level, where the next block waits while this one is used: `ahead` bytes on, in each of its rows.
+inline void prefetch(const char* w, std::int64_t stride, std::int64_t block, std::int64_t ahead) {
+    for (std::int64_t row = 0; row < block; ++row) {
+        const auto address = reinterpret_cast<std::uintptr_t>(w + row * stride) + static_cast<std::uintptr_t>(ahead);
+        __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
+    }
+}
+
+template <bool kTwoGroups>
+inline void multiply_even(const char* w, std::int64_t stride, const Group* groups, std::int64_t chunk) {
+    _tile_loadd(4, w, stride);
+    _tile_loadd(6, groups[0].packed + chunk * groups[0].chunk_bytes(), groups[0].pair_bytes());
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kTwoGroups) {
+        _tile_loadd(7, groups[1].packed + chunk * groups[1].chunk_bytes(), groups[1].pair_bytes());
+        _tile_dpbf16ps(2, 4, 7);
+    }
+}
+
+template <bool kTwoGroups>
+inline void multiply_odd(const char* w, std::int64_t stride, const Group* groups, std::int64_t chunk) {
+    _tile_loadd(5, w, stride);
+    _tile_loadd(6, groups[0].packed + chunk * groups[0].chunk_bytes(), groups[0].pair_bytes());
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (kTwoGroups) {
+        _tile_loadd(7, groups[1].packed + chunk * groups[1].chunk_bytes(), groups[1].pair_bytes());
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// The last columns of `block` rows of w, behind them zeros: what follows in memory may be anything, or unmapped.
+void copy_rest(const char* w, std::int64_t stride, std::int64_t block, std::int64_t rest, char* to) {
+    for (std::int64_t row = 0; row < block; ++row) {
+        for (std::int64_t i = 0; i < kChunk * 2; ++i) to[row * kChunk * 2 + i] = i < rest * 2 ? w[row * stride + i] : 0;
+    }
+}
+
+void add_transposed(const float* even, const float* odd, std::int64_t block, std::int64_t rows, float* sums,
+                    std::int64_t sums_stride) {
+    for (std::int64_t r = 0; r < rows; ++r) {
+        for (std::int64_t c = 0; c < block; ++c) {
+            sums[r * sums_stride + c] = even[c * kTileRows + r] + odd[c * kTileRows + r];
+        }
+    }
+}
+
+template <bool kTwoGroups>
+void multiply_block(const FewRows& call, const char* w, std::int64_t block, const Group* groups, float* sums) {
+    const std::int64_t stride = call.w_stride * 2;
+    const std::int64_t chunks = call.contraction / kChunk;
+    const std::int64_t panels = (chunks * kChunk * 2 + kPanel - 1) / kPanel;
+    const std::int64_t panel = panels == 0 ? 0 : (chunks + panels - 1) / panels;
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (kTwoGroups) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    std::int64_t chunk = 0;
+    while (chunk < chunks) {
+        const std::int64_t end = lesser(chunk + panel, chunks);
+        const std::int64_t ahead = (end < chunks ? panel * kChunk * 2 : block * stride - chunk * kChunk * 2);
+        for (; chunk < end; ++chunk) {
+            const char* from = w + chunk * kChunk * 2;
+            prefetch(from, stride, block, ahead);
+            if (chunk % 2 == 0) {
+                multiply_even<kTwoGroups>(from, stride, groups, chunk);
+            } else {
+                multiply_odd<kTwoGroups>(from, stride, groups, chunk);
+            }
+        }
+    }
+    const std::int64_t rest = call.contraction - chunks * kChunk;
+    alignas(64) char last[kTileRows * kChunk * 2];
+    if (rest > 0) {
+        copy_rest(w + chunks * kChunk * 2, stride, block, rest, last);
+        write_to_memory(last);
+        multiply_even<kTwoGroups>(last, kChunk * 2, groups, chunks);
+    }
+    alignas(64) float even[kTileRows * kTileRows];
+    alignas(64) float odd[kTileRows * kTileRows];
+    _tile_stored(0, even, kTileRows * 4);
+    _tile_stored(1, odd, kTileRows * 4);
+    write_to_memory(even);
+    add_transposed(even, odd, block, groups[0].rows, sums, call.columns);
+    if constexpr (kTwoGroups) {
+        _tile_stored(2, even, kTileRows * 4);
+        _tile_stored(3, odd, kTileRows * 4);
+        write_to_memory(even);
+        add_transposed(even, odd, block, groups[1].rows, sums + kTileRows * call.columns, call.columns);
+    }
+}
+
+void multiply(const FewRows& call, char* packed, float* sums) {
+    const std::int64_t chunks = (call.contraction + kChunk - 1) / kChunk;
+    Group groups[2] = {{lesser(call.rows, kTileRows), packed}, {call.rows - lesser(call.rows, kTileRows), nullptr}};
+    groups[1].packed = packed + chunks * groups[0].chunk_bytes();
+    pack(call, 0, groups[0]);
+    pack(call, kTileRows, groups[1]);
+    write_to_memory(packed);
+    const std::int64_t block = lesser(call.columns, kTileRows);
+    configure(block, groups);
+    for (std::int64_t column = 0; column < call.columns; column += block) {
+        // The last block ends where the columns do, and computes some of them a second time.
+        const std::int64_t first = lesser(column, call.columns - block);
+        const char* w = static_cast<const char*>(call.w) + first * call.w_stride * 2;
+        if (groups[1].rows == 0) {
+            multiply_block<false>(call, w, block, groups, sums + first);
+        } else {
+            multiply_block<true>(call, w, block, groups, sums + first);
+        }
+    }
+    _tile_release();
+}
+
+void finish(const float* sums, const char* bias, char* y, std::int64_t columns) {
+    for (std::int64_t n = 0; n < columns; ++n) {
+        OneBFloat16::round_to(y + n * 2, bias == nullptr ? sums[n] : sums[n] + OneBFloat16::widen(bias + n * 2));
+    }
+}
+
+constexpr FewRowsKernels kKernels = {
+    {nullptr, multiply, nullptr, nullptr},
+    {nullptr, finish, nullptr, nullptr},
+};
+
+}  // namespace
+
+const FewRowsKernels* amx_few_rows() { return &kKernels; }
+
+}  // namespace tpk
+
+#else
+
+const tpk::FewRowsKernels* tpk::amx_few_rows() { return nullptr; }
+
+#endif
