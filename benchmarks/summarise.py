@@ -69,8 +69,8 @@ def one_host_section(path: Path, content: dict[str, Any]) -> list[str]:
         )
         for number, ratio in enumerate(row["ratios"]):
             head = f"| {row['target']} | {row['what']} | {times} " if number == 0 else "| | | "
-            verdict = "yes" if ratio["met"] else "no"
-            lines.append(f"{head}| {ratio['ratio']} | {ratio['value']:.3f} | {ratio['target']} | {verdict} |")
+            verdict = {True: "yes", False: "no", None: ""}[ratio["met"]]  # a ratio without a target is there to be seen
+            lines.append(f"{head}| {ratio['ratio']} | {ratio['value']:.3f} | {ratio['target'] or ''} | {verdict} |")
     return [*lines, ""]
 
 

@@ -10,6 +10,7 @@ import torch
 
 import tpkernels  # noqa: F401  (registers the implementations)
 from tpkernels import dispatch
+from tpkernels.comm.native import native
 from tpkernels.dispatch import OPS, Costs, Implementation, Problem
 from tpkernels.errors import TpKernelsError, UnsupportedProblem
 
@@ -186,3 +187,26 @@ def test_fp8_sends_a_byte_per_element_with_a_scale_per_row_and_results_in_their_
     for out_dtype, itemsize in ((torch.bfloat16, 2), (torch.float32, 4)):
         scatter = Problem("matmul_reduce_scatter", **whole, out_dtype=out_dtype)  # type: ignore[arg-type]
         assert scatter.row_bytes == 1024 * itemsize and scatter.wire_bytes == 512 * 1024 * itemsize * 3 // 4
+
+
+def test_few_rows_are_estimated_by_the_kernel_for_them_where_it_was_measured() -> None:
+    few = problem("matmul_all_reduce", m=1, co_located=True, no_shared_memory=None)
+    plain = Costs(measured=True)
+    assert plain.few_rows_us(few) == plain.gemm_us(few)
+    measured = replace(plain, few_rows_gbytes=16.0, sixteen_rows_gbytes=8.0)
+    one, sixteen = measured.few_rows_us(few), measured.few_rows_us(replace(few, m=16))
+    assert one == pytest.approx(8192 * 1024 * 2 / 16e3)
+    assert sixteen == pytest.approx(2 * one)
+    assert one < measured.few_rows_us(replace(few, m=8)) < sixteen
+
+    def estimates(costs: Costs, **changes: object) -> dict[str, float | None]:
+        _, explanation = dispatch.select(replace(few, **changes), "auto", costs)  # type: ignore[arg-type]
+        return {candidate.name: candidate.estimate_us for candidate in explanation.candidates}
+
+    if native() is None:
+        pytest.skip("the rest needs the compiled core")
+    faster, slower = estimates(measured), estimates(plain)
+    assert slower["shared_memory"] - faster["shared_memory"] == pytest.approx(plain.gemm_us(few) - one)
+    assert faster["unfused"] == slower["unfused"], "the baseline stays torch's"
+    for others in ({"m": 33}, {"dtype": torch.float64}, {"n": 8, "k": 8}):
+        assert estimates(measured, **others) == estimates(plain, **others)

@@ -101,6 +101,9 @@ class Costs:
 
     ``copy_gbytes`` and ``signal_us`` are those of memory that ranks of one host share (built-in values elsewhere).
 
+    ``few_rows_gbytes`` and ``sixteen_rows_gbytes`` are the rates at which the compiled kernel for few rows
+    (:mod:`tpkernels.comm.few_rows`) goes through a weight with one row and with sixteen; 0 where it is not taken.
+
     ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
     sockets on one host, near 0 for a network card or a copy engine.
     """
@@ -114,6 +117,8 @@ class Costs:
     link_cpu: float = 0.5
     copy_gbytes: float = 4.0
     signal_us: float = 10.0
+    few_rows_gbytes: float = 0.0
+    sixteen_rows_gbytes: float = 0.0
     measured: bool = False
 
     def gemm_us(self, problem: Problem, calls: int = 1) -> float:
@@ -130,6 +135,14 @@ class Costs:
         else:
             one = compute + relay + (0.8 * stream - relay) * stream / compute
         return calls * (one + self.gemm_overhead_us)
+
+    def few_rows_us(self, problem: Problem) -> float:
+        """One rank's GEMM by the kernel for few rows, each of which adds the same; else :meth:`gemm_us`."""
+        if not self.few_rows_gbytes or not self.sixteen_rows_gbytes:
+            return self.gemm_us(problem)
+        weight_bytes = problem.n * problem.k * problem.dtype.itemsize / problem.world_size
+        one, sixteen = (weight_bytes / rate * 1e-3 for rate in (self.few_rows_gbytes, self.sixteen_rows_gbytes))
+        return one + max(0.0, sixteen - one) * (problem.m - 1) / 15
 
     def copy_us(self, num_bytes: float, signals: int = 1) -> float:
         """Copies through shared memory, and waits for signals."""

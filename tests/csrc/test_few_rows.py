@@ -230,7 +230,7 @@ FAULTS = {
         "few_rows_portable.cpp", "few_rows_loops.h", "whole_blocks<T, 1>(call,", "if (false) whole_blocks<T, 1>(call,"
     ),
     "AMX reads what follows a row of the weight": (
-        "few_rows_amx.cpp", "few_rows_amx.cpp", "i < rest * 2 ? w[row * stride + i] : 0", "w[row * stride + i]"
+        "few_rows_amx.cpp", "few_rows_amx.cpp", "i < rest * 2 ? w[", "i < rest * 2 + 64 ? w["
     ),
     "AMX takes a whole last block": (
         "few_rows_amx.cpp", "few_rows_amx.cpp", "lesser(column, call.columns - block)", "column"

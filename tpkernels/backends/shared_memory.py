@@ -355,8 +355,16 @@ def _refuses(problem: Problem) -> str | None:
 def _estimate(problem: Problem, costs: Costs) -> float:
     if problem.op == "all_gather_matmul":
         return _either_way_us(problem, costs) + costs.copy_us(problem.wire_bytes / (problem.world_size - 1))
-    gemm = _either_way_us(problem, costs) if problem.op == "matmul_reduce_scatter" else costs.gemm_us(problem)
+    gemm = _either_way_us(problem, costs) if problem.op == "matmul_reduce_scatter" else _product_us(problem, costs)
     return (gemm if problem.flops else 0.0) + costs.copy_us(2 * problem.wire_bytes)
+
+
+def _product_us(problem: Problem, costs: Costs) -> float:
+    """Of an all-reduce; whichever GEMM is taken is measured for its sizes, and was the faster one."""
+    few = problem.out_dtype is None and few_rows.serves(
+        problem.m, problem.n, _local_contraction(problem), problem.dtype
+    )
+    return min(costs.gemm_us(problem), costs.few_rows_us(problem)) if few else costs.gemm_us(problem)
 
 
 def _either_way_us(problem: Problem, costs: Costs) -> float:

@@ -25,7 +25,7 @@ from tpkernels import config
 from tpkernels.comm.native import native
 from tpkernels.comm.shared_segments import native_dtype
 
-__all__ = ["Times", "linear", "multiply", "name", "serves", "wins"]
+__all__ = ["Times", "linear", "multiply", "name", "rates", "serves", "wins"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Below, a GEMM takes no longer than the Python around it.
@@ -63,6 +63,18 @@ def wins(rows: int, columns: int, contraction: int, dtype: torch.dtype) -> bool:
     sizes = (_next_power(rows), _nearest_power(columns), _nearest_power(contraction))
     times = measured(*sizes, dtype, torch.get_num_threads())
     return times.compiled_us <= _WORTH * times.torch_us
+
+
+def rates(dtype: torch.dtype) -> dict[str, float]:
+    """What the kernel costs, as :class:`tpkernels.dispatch.Costs` has it; nothing where torch's GEMM is as fast."""
+    side = 1024
+    found = {}
+    for field, rows in (("few_rows_gbytes", 1), ("sixteen_rows_gbytes", 16)):
+        if not wins(rows, side, side, dtype):
+            return {}
+        times = measured(rows, side, side, dtype, torch.get_num_threads())
+        found[field] = 1e-3 * side * side * dtype.itemsize / times.compiled_us
+    return found
 
 
 def name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch, partition
-from tpkernels.comm import agreement, calibration, monitor, shared_segments, symmetric_memory, transport
+from tpkernels.comm import agreement, calibration, few_rows, monitor, shared_segments, symmetric_memory, transport
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
@@ -324,7 +324,8 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
             group.link = calibration.link_rates(group, call, device)
             if group.shared is not None:
                 group.link |= calibration.shared_rates(group.shared, group.link["link_gbytes"])
-        mine = Costs(**calibration.gemm_rates(device, dtype), **group.link, measured=True)
+        few = few_rows.rates(dtype) if group.shared is not None and device.type == "cpu" else {}
+        mine = Costs(**calibration.gemm_rates(device, dtype), **few, **group.link, measured=True)
         records = agreement.exchange_records(group, call, agreement.Record("costs", asdict(mine)), part="costs")
         known = _slowest([Costs(**record.facts) for record in records])
         group.costs[dtype] = known
@@ -333,7 +334,10 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
 
 def _slowest(costs: list[Costs]) -> Costs:
     """Rates of the slowest rank, overheads of the worst."""
-    worst_is_low = {"gemm_gflops", "weight_gbytes", "relay_gbytes", "link_gbytes", "copy_gbytes", "measured"}
+    worst_is_low = {
+        "gemm_gflops", "weight_gbytes", "relay_gbytes", "few_rows_gbytes", "sixteen_rows_gbytes", "link_gbytes",
+        "copy_gbytes", "measured",
+    }  # fmt: skip
     return Costs(
         **{
             field.name: (min if field.name in worst_is_low else max)(getattr(cost, field.name) for cost in costs)
