@@ -32,8 +32,8 @@ ISA_FLAGS: dict[str, Sequence[str]] = {
     "cpu/reduce_avx512.cpp": "-O1 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
     "cpu/reduce_avx2.cpp": "-O1 -mavx2 -mfma -mf16c".split(),
     "cpu/few_rows_amx.cpp": (),
-    "cpu/few_rows_avx512.cpp": "-O1 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
-    "cpu/few_rows_avx2.cpp": "-O1 -mavx2 -mfma -mf16c".split(),
+    "cpu/few_rows_avx512.cpp": "-O0 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
+    "cpu/few_rows_avx2.cpp": "-O0 -mavx2 -mfma -mf16c".split(),
 }
 # An all-reduce in pieces of 512 bytes, so that the sizes of races.cpp have several.
 SMALL_PIECES = {"kPieceBytes = [^;]+;": "kPieceBytes = 512;", "kShareBytes = [^;]+;": "kShareBytes = 256;"}
