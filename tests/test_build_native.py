@@ -162,8 +162,28 @@ def test_instruction_sets_of_x86_are_not_asked_of_other_machines(tree: Tree, tmp
         tree.build(CXX=f"{compiler} -DCHOSEN")
         calls = log.read_text().splitlines()
         log.unlink()
-        assert all("-DCHOSEN" in call for call in calls) and len(calls) == 4
-        assert any("-mavx2" in call for call in calls) is has_flags
+        asked = [call for call in calls if "-fsyntax-only" in call]  # whether it knows the newest flags
+        assert all("-DCHOSEN" in call for call in calls) and len(calls) - len(asked) == 4
+        assert any("-mavx2" in call for call in calls) is has_flags is bool(asked)
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_the_newest_flags_compiles_without_them(tree: Tree, tmp_path: Path) -> None:
+    refuses = """#!/bin/sh
+case "$*" in
+*-mamx-tile*) echo "unrecognized command-line option '-mamx-tile'" >&2; exit 1;;
+*) exec g++ "$@";;
+esac
+"""
+    for name, text in (("knows", "#!/bin/sh\nexec g++ \"$@\"\n"), ("refuses", refuses)):
+        compiler = tmp_path / name
+        compiler.write_text(text)
+        compiler.chmod(0o755)
+        macro = "#ifndef" if name == "knows" else "#ifdef"
+        wrong = f"#if defined(__x86_64__)\n{macro} __AMX_BF16__\n#error the flags of another compiler\n#endif\n#endif\n"
+        tree.write("csrc/cpu/tiles_amx.cpp", wrong)
+        tree.build(CXX=str(compiler))
+        assert tree.record["built"] is True and tree.answer() == "42"
 
 
 @needs_compiler
