@@ -38,8 +38,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 _SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE", "zero_cta": "NCCL_ZERO_CTA"}
-# A call that names its implementation may still choose how to cut its GEMM. One of so many operations on a rank takes
-# some milliseconds on a core, and a group's costs take a few tens to measure, once.
+# A call that names its implementation may still choose how to cut its GEMM, on a CPU. One of so many operations on a
+# rank takes some milliseconds on a core, and a group's costs take a few tens to measure, once.
 _MEASURED_FLOPS = 1e9
 
 
@@ -274,8 +274,8 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     shared_segments.ensure(group, call)
     symmetric_memory.ensure(group, call, device)
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
-    worth_it = signature.implementation == "auto" or problem.flops >= _MEASURED_FLOPS
-    measure = worth_it and settings.calibrate and group.size > 1
+    cuts = device.type == "cpu" and problem.flops >= _MEASURED_FLOPS
+    measure = (signature.implementation == "auto" or cuts) and settings.calibrate and group.size > 1
     costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
     implementation, explanation = dispatch.select(problem, signature.implementation, costs)
     layout = signature.layout
