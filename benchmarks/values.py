@@ -17,6 +17,7 @@ import argparse
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ def run(pool: WorkerPool, cells: list[Cell]) -> list[dict[str, Any]]:
         "seconds": round((time.monotonic() - start) / len(cells), 1),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
     }
     return [{"world": pool.nproc, **asdict(cell), **row, **about} for cell, row in zip(cells, found, strict=True)]
 
@@ -84,7 +85,7 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     cells = {mode: [cell for cell in grid() if cell.mode == mode] for mode in MODES}
     modes = [(mode, len(mine), len({cell.name for cell in mine})) for mode, mine in cells.items()]
     setup = {"cores": os.cpu_count(), "factor": FACTOR, "worlds": WORLDS, "modes": modes}
-    head = json.dumps(report.describe_environment(setup), indent=1).removesuffix("\n}")
+    head = json.dumps(report.describe_environment(setup) | {"command": _command()}, indent=1).removesuffix("\n}")
     lines = ",\n".join("  " + json.dumps(row) for row in sorted(rows, key=key))
     path.write_text(f'{head},\n "results": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
@@ -94,6 +95,10 @@ def describe(row: dict[str, Any]) -> str:
     what = f"{row['name']:<15}{'cut' if row['sequence'] else 'whole':<7}{row['dtype']:<6}{row['mode']:<11}"
     found = f"{row['worst']:6.2f} {row['where']}" if "worst" in row else row["error"].splitlines()[-1][:300]
     return f"{row['world']} ranks  {what}{verdict} {row['seconds']:7.1f} s  {found}"
+
+
+def _command() -> str:
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _commit() -> str:
