@@ -128,18 +128,26 @@ def _every_value(setup: dict[str, Any]) -> dict[tuple[str, int], tuple[int, int]
 
 def one_host_overview() -> str:
     """The second table of the project's README.md."""
-    lines = ["| problem | GEMM, us | torch, us | `shared_memory`, us | torch / ours | ours / GEMM |"]
-    lines += ["|---|---:|---:|---:|---:|---:|"]
+    lines = ["| CPU | problem | GEMM, us | torch, us | `shared_memory`, us | torch / ours | ours / GEMM |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|"]
     for path in sorted(HERE.glob("results/*one-host*.json")):
-        for row in json.loads(path.read_text())["results"]:
+        content = json.loads(path.read_text())
+        for row in content["results"]:
             times = {name: 1e3 * t["median_ms"] for name, t in row["times"].items()}
             ours, torch = times["shared_memory"], times.get("torch", times.get("dtensor", 0.0))
             gemm = times.get("gemm")
             lines.append(
-                f"| {row['what']} | {'' if gemm is None else f'{gemm:,.0f}'} | {torch:,.0f} | {ours:,.0f} | "
-                f"{torch / ours:.2f}x | {'' if gemm is None else f'{ours / gemm:.2f}'} |"
+                f"| {_cpu(content)} | {row['what']} | {'' if gemm is None else f'{gemm:,.0f}'} | {torch:,.0f} | "
+                f"{ours:,.0f} | {torch / ours:.2f}x | {'' if gemm is None else f'{ours / gemm:.2f}'} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _cpu(content: dict[str, Any]) -> str:
+    """Its name, and whether it has AMX."""
+    hardware = content["hardware"]
+    name = re.sub(r"\((R|TM)\)|Processor", "", hardware["cpu"]).strip()
+    return f"{name}, AMX" if "amx_bf16" in hardware.get("isa", []) else name
 
 
 def _origin(path: Path, content: dict[str, Any]) -> list[str]:

@@ -24,7 +24,12 @@ pytestmark = pytest.mark.cpu
 
 ISAS = ("portable", "avx2", "avx512", "amx")
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
+KERNELS = [(isa, dtype) for isa in ISAS for dtype in SERVED if (isa, dtype) != ("portable", torch.float16)]
+"""What multiplies which dtype; without vector instructions fp16 is left to torch."""
+HALVES = [kernel for kernel in KERNELS if kernel[1].itemsize == 2]
 ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32)
+Kernel = tuple[ctypes.CDLL, torch.dtype]
+"""The library with the instruction set forced, and a dtype that it has kernels for."""
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "LC_ALL": "C"}
 
 
@@ -39,24 +44,24 @@ def library(built: Path) -> ctypes.CDLL:
     return loaded
 
 
-@pytest.fixture(params=range(len(ISAS)), ids=ISAS)
-def native(library: ctypes.CDLL, request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
-    best = library.few_rows_test_best_isa()
-    if request.param > best:
-        pytest.skip(f"{ISAS[request.param]} kernels: cores would need it, these have {ISAS[best]}")
-    check(library, library.few_rows_test_force_isa(request.param))
-    yield library
+def named(kernel: tuple[str, torch.dtype]) -> str:
+    return f"{kernel[0]}-{kernel[1]}"
+
+
+@pytest.fixture(params=KERNELS, ids=named)
+def kernel(library: ctypes.CDLL, request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    name, dtype = request.param
+    isa, best = ISAS.index(name), library.few_rows_test_best_isa()
+    if isa > best:
+        pytest.skip(f"{name} kernels: cores would need it, these have {ISAS[best]}")
+    check(library, library.few_rows_test_force_isa(isa))
+    yield library, dtype
     check(library, library.few_rows_test_force_isa(best))
 
 
 def check(library: ctypes.CDLL, status: int) -> None:
     if status != 0:
         raise ValueError(library.few_rows_test_error().decode())
-
-
-def served(native: ctypes.CDLL, dtype: torch.dtype) -> None:
-    if native.few_rows_test_isa_of(DTYPES.index(dtype)) is None:
-        pytest.skip(f"no kernel for {dtype}: torch multiplies it there")
 
 
 def isa_of(native: ctypes.CDLL, dtype: torch.dtype) -> str:
@@ -90,10 +95,9 @@ def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tenso
 # ---------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("dtype", SERVED, ids=str)
-def test_integers_are_exact_for_every_shape_and_placement(native: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_integers_are_exact_for_every_shape_and_placement(kernel: Kernel) -> None:
     """Up to the one rounding of the sum with its bias; what lies around y and between its rows stays."""
-    served(native, dtype)
+    native, dtype = kernel
     generator, choose = torch.Generator().manual_seed(3), random.Random(3)
     shapes = [*itertools.product(ROWS, (1, 9, 33), (0, 1, 31, 65)), *itertools.product((0, 1, 6, 20), (0, 40), (2100,))]
     for rows, columns, contraction in shapes:
@@ -110,11 +114,8 @@ def test_integers_are_exact_for_every_shape_and_placement(native: ctypes.CDLL, d
             assert torch.equal(as_bytes(placed.values()), as_bytes(values)), f"{case}: an operand was written to"
 
 
-@pytest.mark.parametrize("dtype", SERVED, ids=str)
-def test_real_numbers_are_within_the_bound_and_rows_do_not_depend_on_each_other(
-    native: ctypes.CDLL, dtype: torch.dtype
-) -> None:
-    served(native, dtype)
+def test_real_numbers_are_within_the_bound_and_rows_do_not_depend_on_each_other(kernel: Kernel) -> None:
+    native, dtype = kernel
     generator = torch.Generator().manual_seed(5)
     for columns, contraction in ((40, 1500), (17, 2049), (33, 64)):
         x, w, bias = (
@@ -126,9 +127,8 @@ def test_real_numbers_are_within_the_bound_and_rows_do_not_depend_on_each_other(
             assert torch.equal(multiply(native, x[-rows:], w, bias), together[-rows:]), f"{rows=} {contraction=}"
 
 
-@pytest.mark.parametrize("dtype", SERVED, ids=str)
-def test_nan_and_infinity_come_where_fp64_has_them(native: ctypes.CDLL, dtype: torch.dtype) -> None:
-    served(native, dtype)
+def test_nan_and_infinity_come_where_fp64_has_them(kernel: Kernel) -> None:
+    native, dtype = kernel
     generator = torch.Generator().manual_seed(7)
     for rows, contraction in itertools.product((1, 6, 18), (5, 96, 131)):
         x, w = integers(generator, dtype, rows, contraction), integers(generator, dtype, 21, contraction)
@@ -144,10 +144,9 @@ def test_nan_and_infinity_come_where_fp64_has_them(native: ctypes.CDLL, dtype: t
         assert torch.equal(y.nan_to_num(0.0), exact.to(dtype).nan_to_num(0.0))
 
 
-@pytest.mark.parametrize("dtype", SERVED, ids=str)
-def test_denormals_count_unless_it_is_amx_that_multiplies(native: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_denormals_count_unless_it_is_amx_that_multiplies(kernel: Kernel) -> None:
     """The bound of what AMX loses: each product of a denormal, as if it were zero."""
-    served(native, dtype)
+    native, dtype = kernel
     tiny = torch.finfo(dtype).smallest_normal
     x, w = torch.full((3, 70), tiny / 4, dtype=dtype), torch.full((19, 70), 2.0**10, dtype=dtype)
     x[:, 1] = tiny
@@ -159,9 +158,9 @@ def test_denormals_count_unless_it_is_amx_that_multiplies(native: ctypes.CDLL, d
     assert (multiply(native, *small).double() == (0.0 if flushes else torch.tensor(sums).to(dtype).double())).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_sum_and_its_bias_are_rounded_once_and_ties_go_to_even(native: ctypes.CDLL, dtype: torch.dtype) -> None:
-    served(native, dtype)
+@pytest.mark.parametrize("kernel", HALVES, ids=named, indirect=True)
+def test_a_sum_and_its_bias_are_rounded_once_and_ties_go_to_even(kernel: Kernel) -> None:
+    native, dtype = kernel
     half_place = torch.finfo(dtype).eps / 2
     steps = torch.arange(1, 65, dtype=torch.float64)
     x = torch.tensor([[1.0, half_place]], dtype=dtype)
@@ -192,6 +191,10 @@ def test_bad_arguments_are_refused_with_their_names_and_values(library: ctypes.C
     ):
         with pytest.raises(ValueError, match=message):
             attempt(**arguments)
+    check(library, library.few_rows_test_force_isa(ISAS.index("portable")))
+    with pytest.raises(ValueError, match="dtype: no kernel for few rows of 2"):
+        attempt(dtype=DTYPES.index(torch.float16))
+    check(library, library.few_rows_test_force_isa(library.few_rows_test_best_isa()))
     with pytest.raises(ValueError, match="isa: 4 is none of 0 to 3"):
         check(library, library.few_rows_test_force_isa(4))
 
