@@ -387,7 +387,7 @@ def test_ci_runs_the_newcomers_command_in_bounded_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK) and os.access(ROOT / "quickstart", os.X_OK)
     text = script.read_text()
-    assert "./quickstart test -p tests.require_all" in text and "timeout --kill-after=30 3000" in text
+    assert "./quickstart test -p tests.require_all" in text and "timeout --kill-after=30 4800" in text
     assert "export CI=true PIP_NO_INPUT=1 TPKERNELS_REQUIRE_NATIVE=1" in text, "no core is a failure, not a skip"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
 
