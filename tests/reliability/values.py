@@ -7,10 +7,12 @@ import hashlib
 import random
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import tpkernels as tpk
@@ -156,8 +158,10 @@ def _nonfinite(link: Link, count: int) -> tuple[int, list[str]]:
 
 def _one_nonfinite(link: Link, group: Any, case: Case, dice: random.Random) -> None:
     parts = operands(case, link.size)
-    for tensor in (*parts.xs, *(w for ws in parts.ws for w in ws)):
-        if tensor.numel() and dice.random() < 0.6:
+    weights = [w for ws in parts.ws for w in ws]
+    keeps = not _library_leaks(case.dtype) or all(w.shape[-1] % 2 == 0 for w in weights)
+    for tensor in (*parts.xs, *weights):
+        if tensor.numel() and dice.random() < 0.6 and keeps:
             index = tuple(dice.randrange(n) for n in tensor.shape)
             tensor[index] = dice.choice((float("nan"), float("inf"), float("-inf")))
     outs, gathered = call(case, own_part(parts, link.rank), group)
@@ -166,6 +170,14 @@ def _one_nonfinite(link: Link, group: Any, case: Case, dice: random.Random) -> N
         assert gathered is not None and torch.equal(gathered.nan_to_num(7.0), whole.nan_to_num(7.0)), case
         case = case.but(return_gathered=False)
     check_values(case, parts, outs, None, link.rank)
+
+
+@lru_cache
+def _library_leaks(dtype: torch.dtype) -> bool:
+    """Whether torch's own GEMM lets NaN into rows that have none: oneDNN's for AMX does, in bf16, where K is odd."""
+    x = torch.zeros(32, 3, dtype=dtype)
+    x[1, 0] = torch.nan
+    return bool(F.linear(x, torch.ones(48, 3, dtype=dtype))[0].isnan().any())
 
 
 # ---------------------------------------------------------------- R13
