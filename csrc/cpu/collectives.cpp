@@ -23,14 +23,17 @@ constexpr std::int64_t kShareBytes = 64 * 1024;
 //
 // A place is written again two pieces later.  A rank stages piece j + 2 after it has waited for everybody's stage of
 // j + 1, which everybody signals after having finished reading j.
-void all_reduce_piece(Channel& channel, const SlotRows& place, const std::byte* x, std::byte* out, Epoch& signals) {
+//
+// The places stay in the cache whatever the size of the call; `out` bypasses it where the whole is large.
+void all_reduce_piece(Channel& channel, const SlotRows& place, const std::byte* x, std::byte* out, Epoch& signals,
+                      std::int64_t whole_bytes) {
     const auto item = static_cast<std::int64_t>(size_of(place.dtype));
     const std::int64_t bytes = place.columns * item;
     copy_rows(x, bytes, channel.slot(channel.rank()) + place.offset, bytes, 1, bytes);
     channel.signal();
     ++signals;
     if (channel.size() == 2 || bytes < kShareBytes) {
-        reduce_slots(channel, place, signals, nullptr, out, place.stride);
+        reduce_slots(channel, place, signals, nullptr, out, place.stride, whole_bytes);
         return;
     }
     const std::int64_t share = (place.columns + channel.size() - 1) / channel.size();
@@ -50,20 +53,22 @@ void all_reduce_piece(Channel& channel, const SlotRows& place, const std::byte* 
         const int rank = (own + step) % channel.size();
         if (rank != own) channel.wait(rank, signals);
         const std::int64_t share_bytes = length(rank) * item;
-        copy_rows(at(rank, rank), share_bytes, out + first(rank) * item, share_bytes, 1, share_bytes);
+        copy_rows(at(rank, rank), share_bytes, out + first(rank) * item, share_bytes, 1, share_bytes,
+                  whole_bytes);
     }
 }
 
 }  // namespace
 
 void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const void* bias, void* out,
-                  std::int64_t out_stride) {
+                  std::int64_t out_stride, std::int64_t whole_bytes) {
     std::array<ConstRows, kMaxRanks> parts;
     channel.wait_for_all(signals);
     for (int rank = 0; rank < channel.size(); ++rank) {
         parts[static_cast<std::size_t>(rank)] = {channel.slot(rank) + from.offset, from.stride};
     }
-    sum_rows(from.dtype, parts.data(), channel.size(), bias, out, out_stride, from.rows, from.columns);
+    sum_rows(from.dtype, parts.data(), channel.size(), bias, out, out_stride, from.rows, from.columns,
+             whole_bytes);
 }
 
 std::size_t all_reduce_bytes(std::size_t bytes) {
@@ -80,6 +85,7 @@ void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& 
                                     std::to_string(channel.capacity()) + ": grow first");
     }
     channel.begin(fingerprint, text);
+    const std::int64_t whole_bytes = x == out ? 0 : 2 * count * item;  // in place, its lines are in the cache already
     const std::int64_t piece = static_cast<std::int64_t>(kPieceBytes) / item;
     Epoch signals = 0;
     std::size_t place = 0;
@@ -87,7 +93,7 @@ void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& 
         const std::int64_t length = std::min(piece, count - start);
         all_reduce_piece(channel, {dtype, place * kPieceBytes, length, 1, length},
                          static_cast<const std::byte*>(x) + start * item, static_cast<std::byte*>(out) + start * item,
-                         signals);
+                         signals, whole_bytes);
         place = (place + 1) % kPiecesInFlight;
     }
     channel.end();

@@ -30,9 +30,9 @@ struct GatherPlan {
     std::vector<std::int64_t> row_bytes;  // by rank
 };
 
-// out = sum over ranks of their slots' rows + bias; waits for signal `signals` of every peer.
+// out = sum over ranks of their slots' rows + bias; waits for signal `signals` of every peer.  `whole_bytes`: sum_rows'.
 void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const void* bias, void* out,
-                  std::int64_t out_stride);
+                  std::int64_t out_stride, std::int64_t whole_bytes = 0);
 
 // What all_reduce of so many bytes needs of a slot.
 std::size_t all_reduce_bytes(std::size_t bytes);

@@ -24,12 +24,13 @@ struct ConstRows {
 
 // out[i][j] = round(((parts[0] + parts[1]) + ...) + bias[j]). The bias has the parts' dtype and may be null. out may be
 // one of the parts (exactly the same rows); any other overlap is the caller's mistake.
+// A caller that works piece by piece says in `whole_bytes` what all its pieces read and write (streaming_threshold_bytes).
 void sum_rows(Dtype dtype, const ConstRows* parts, int num_parts, const void* bias, void* out, std::int64_t out_stride,
-              std::int64_t rows, std::int64_t columns);
+              std::int64_t rows, std::int64_t columns, std::int64_t whole_bytes = 0);
 
 // dst[i] = src[i] bytewise, row by row. The two must not overlap.
 void copy_rows(const void* src, std::int64_t src_stride_bytes, void* dst, std::int64_t dst_stride_bytes,
-               std::int64_t rows, std::int64_t row_bytes);
+               std::int64_t rows, std::int64_t row_bytes, std::int64_t whole_bytes = 0);
 
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
@@ -39,7 +40,8 @@ void force_isa(Isa isa);  // tests only; throws std::invalid_argument for one th
 const char* name_of(Isa isa);
 
 // Calls that read and write at least this many bytes in all bypass the caches with their stores, where the instruction
-// set can: three quarters of the last-level cache, found by measurement (reduce.cpp). Tests only force it.
+// set can: three quarters of the last-level cache, but 12 MiB at most, found by measurement (reduce.cpp). Tests only
+// force it.
 std::int64_t streaming_threshold_bytes();
 void force_streaming_threshold(std::int64_t bytes);
 
