@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels as tpk
 from tests.nn.reference import part_of, tp_mesh
@@ -130,3 +131,13 @@ def compare_model(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def compare_models(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Many models in one call of the ranks."""
     return [compare_model(name, options) for name, options in cases]
+
+
+class NothingTravelsUnplanned(TorchDispatchMode):
+    """Fails where DTensor communicates by itself, with torch's functional collectives, which no plan lists."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor's turn: what it makes of this comes here next
+        assert func.namespace != "_c10d_functional", f"{func} of {[a.shape for a in args if isinstance(a, Tensor)]}"
+        return func(*args, **(kwargs or {}))

@@ -58,9 +58,12 @@ class _Stack:
         return DTensor.from_local(part, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=tuple(strides))
 
     def part(self, x: DTensor) -> Tensor:
-        """This rank's part ``[B, S_r, ...]`` of the residual, which the model may have flattened to rows."""
-        local = x.to_local()
-        return local if x.dim() == 3 else local.view(self.shape[0], -1, *local.shape[1:])
+        """This rank's part ``[B, S_r, ...]`` of the residual, which the model may have flattened to rows.
+
+        Rows are given their shape back as a DTensor: cut along them it is strided, and of two strided ones, one made by
+        a reshape and one by ``from_local``, torch 2.13 gathers both before it adds them.
+        """
+        return (x if x.dim() == 3 else x.view(*self.shape[:2], *x.shape[1:])).to_local()
 
     def gather(self, x: DTensor) -> Tensor:
         """The whole tensor, equal on all ranks."""
@@ -152,15 +155,10 @@ def _keep_local(stack: _Stack, module: nn.Module) -> None:
         if not isinstance(x, DTensor):
             return None
         given.append(x)
-        return (x.to_local(), *args[1:])
+        return (stack.part(x), *args[1:])
 
     def after(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        if not given:
-            return None
-        x = given.pop()
-        return DTensor.from_local(
-            output, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
+        return stack.wrap(output).reshape(given.pop().shape) if given else None
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
