@@ -67,10 +67,10 @@ def _nvidia_smi() -> str:
     return (done.stdout or done.stderr).strip()
 
 
-def bandwidths(num_bytes: int = 1 << 28) -> dict[str, float]:
+def bandwidths(num_bytes: int = 1 << 28, of: str = "cuda") -> dict[str, float]:
     """Copies of `num_bytes`; the one within the device counts what is read and what is written."""
-    host, other_host = (torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    device, other = (torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    host, other_host = (torch.empty(num_bytes, dtype=torch.uint8, pin_memory=of == "cuda") for _ in range(2))
+    device, other = (torch.empty(num_bytes, dtype=torch.uint8, device=of) for _ in range(2))
     side = torch.cuda.Stream()
 
     def both_ways() -> None:
@@ -86,7 +86,7 @@ def bandwidths(num_bytes: int = 1 << 28) -> dict[str, float]:
         "both ways": (both_ways, 2),
         "within the device": (lambda: other.copy_(device), 2),
     }
-    found = measure({name: call for name, (call, _) in candidates.items()}, repeats=9, device="cuda")
+    found = measure({name: call for name, (call, _) in candidates.items()}, repeats=9, device=of)
     return {name: round(times * num_bytes / found[name].median / 1e9, 1) for name, (_, times) in candidates.items()}
 
 

@@ -21,7 +21,7 @@ OVER_S = 0.1
 def run(recorder: Recorder) -> None:
     lab = Lab.of_this_gpu()
     aborts(lab, recorder, 100)
-    replays(recorder, 10_000)
+    replays(lab, recorder, 10_000)
 
 
 def aborts(lab: Lab, recorder: Recorder, trials: int) -> None:
@@ -56,19 +56,19 @@ def aborts(lab: Lab, recorder: Recorder, trials: int) -> None:
                      "<= 0", trials))  # fmt: skip
 
 
-def replays(recorder: Recorder, count: int) -> None:
+def replays(lab: Lab, recorder: Recorder, count: int) -> None:
     """Two virtual ranks, each with a graph of three one-shot all-reduces on slots 0, 1, 0; fresh data every time."""
-    library, size, rows, columns = cuda_native.load(), 2, 64, 128
-    zeros = partial(torch.zeros, dtype=torch.uint8, device="cuda")
+    size, rows, columns = 2, 64, 128
+    zeros = partial(torch.zeros, dtype=torch.uint8, device=lab.device)
     pads = [zeros(cuda_native.PAD_BYTES) for _ in range(size)]
     states = [zeros(cuda_native.STATE_BYTES) for _ in range(size)]
     slots = [[zeros(1 << 20) for _ in range(size)] for _ in range(2)]
-    torch.cuda.synchronize()
+    lab.settle()
     groups = [
-        Group(library, rank=r, pads=[pad.data_ptr() for pad in pads], state=states[r].data_ptr(), timeout_s=10.0)
+        Group(lab.library, rank=r, pads=[pad.data_ptr() for pad in pads], state=states[r].data_ptr(), timeout_s=10.0)
         for r in range(size)
     ]
-    inputs = [torch.zeros(rows, columns, device="cuda") for _ in range(size)]
+    inputs = [torch.zeros(rows, columns, device=lab.device) for _ in range(size)]
     outputs = [[torch.zeros_like(x) for _ in range(3)] for x in inputs]
     streams, graphs = [torch.cuda.Stream() for _ in range(size)], []
     for rank in range(size):
@@ -81,7 +81,7 @@ def replays(recorder: Recorder, count: int) -> None:
                     columns=columns, stream=streams[rank].cuda_stream,
                 )  # fmt: skip
         graphs.append(graph)
-    stale = torch.zeros((), device="cuda", dtype=torch.int64)
+    stale = torch.zeros((), device=lab.device, dtype=torch.int64)
     for turn in range(count):
         for rank, x in enumerate(inputs):
             x.fill_(float(turn + 1000 * rank))

@@ -34,7 +34,7 @@ def alone(lab: Lab, recorder: Recorder) -> None:
 def together(lab: Lab, recorder: Recorder) -> None:
     link.measure_gather(lab, recorder, 530, 264, 200, 3, 1.0, num_chunks=3)
     link.measure_scatter(lab, recorder, 530, 264, 200, 3, 1.0)
-    faults.replays(recorder, 3)
+    faults.replays(lab, recorder, 3)
 
 
 WAYS: dict[str, Callable[[Lab, Recorder], None]] = {"alone": alone, "together": together}

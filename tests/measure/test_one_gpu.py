@@ -181,13 +181,22 @@ def test_the_comparison_with_rivals_verifies_both_and_times_them_on_cpu_ranks() 
 
 
 @pytest.mark.cpu
-def test_the_measuring_code_is_right_on_an_emulated_gpu() -> None:
-    """Kernels, copies, flags and reductions of G1 to G4 and R21, verified before they are timed, as on a GPU."""
-    command = [sys.executable, "-m", "tests.measure.one_gpu_on_cpu", str(emulator.library())]
+def test_the_measuring_code_is_right_on_an_emulated_gpu(request: pytest.FixtureRequest) -> None:
+    """Kernels, copies, flags and reductions of G1 to G4, R21 and R22, verified before they are timed, as on a GPU.
+
+    `--full`: and what compute-sanitizer looks at, whose tensors are larger.
+    """
+    everything = ["everything"] * bool(request.config.getoption("--full"))
+    command = [sys.executable, "-m", "tests.measure.one_gpu_on_cpu", str(emulator.library()), *everything]
     environment_ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment_, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    assert {row["target"] for row in rows} == {"G1", "G2", "G3", "G4", "R21", "-"}
-    wrong = next(row for row in rows if row["what"].startswith("trials without the right record"))
-    assert wrong["value"] == 0.0
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    rows = found["rows"]
+    assert {row["target"] for row in rows} == {"G1", "G2", "G3", "G4", "R21", "R22", "-"}
+    assert {row["label"] for row in rows} >= {"flags preset", "arrival clock", "PCIe link", "count"}
+    for what in ("trials without the right record", "stale results"):
+        assert next(row["value"] for row in rows if row["what"].startswith(what)) == 0.0
+    facts = found["facts"]
+    assert set(facts["bandwidths, GB/s"]) == {"host to device", "device to host", "both ways", "within the device"}
+    assert facts["NCCL, 2 ranks on this GPU"].startswith("no: "), "no GPU: and the reason is told, not raised"

@@ -63,7 +63,7 @@ class _Stack:
         Rows are given their shape back as a DTensor: cut along them it is strided, and of two strided ones, one made by
         a reshape and one by ``from_local``, torch 2.13 gathers both before it adds them.
         """
-        return (x if x.dim() == 3 else x.view(*self.shape[:2], *x.shape[1:])).to_local()
+        return x.to_local() if x.dim() == 3 else cast(DTensor, x.view(*self.shape[:2], *x.shape[1:])).to_local()
 
     def gather(self, x: DTensor) -> Tensor:
         """The whole tensor, equal on all ranks."""
