@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.nn.reference import LIMIT_S
 from tests.sharding.grid import WORLDS, Cell, Reference, Runs, grid, groups, reference_of, run_group, worst_of
@@ -30,6 +31,7 @@ SLICE = {
         Cell("bert", True, "bf16", "train"),
         Cell("gpt2", False, "fp32", "train"),
         Cell("llama", True, "fp32", "compile"),
+        Cell("opt", True, "fp32", "compile"),
         Cell("t5", True, "fp32", "checkpoint"),
         Cell("bert", False, "fp32", "dropout"),
         Cell("transformer", False, "bf16", "checkpoint"),
@@ -98,3 +100,24 @@ def test_the_bound_catches_a_missing_sum_a_bias_added_twice_and_a_wrong_head(ran
     references = [reference_of([Cell(name, False, dtype, "eager")]) for name, _ in FAULTS]
     for rank in ranks(3).run(faults, dtype, references, timeout=2 * LIMIT_S):
         assert all(worst > 1.5 * FACTOR for worst in rank), rank
+
+
+def _gathers_its_residual(model: nn.Module) -> None:
+    """As DTensor does by itself where two that it adds are cut differently: values stay right."""
+
+    def hook(module: nn.Module, args: object, y: DTensor) -> DTensor:
+        return y.redistribute(placements=[Replicate()]).redistribute(placements=y.placements)
+
+    norm = next(m for name, m in model.named_modules() if name.endswith("layers.1.final_layer_norm"))
+    norm.register_forward_hook(hook)
+
+
+def communication_that_no_plan_lists(reference: Reference) -> str:
+    with pytest.raises(AssertionError) as caught:
+        Runs(Cell("opt", True, "fp32", "train"), reference, _gathers_its_residual).run("train")
+    return str(caught.value)
+
+
+def test_a_residual_that_dtensor_gathers_is_caught(ranks: Pools) -> None:
+    reference = reference_of([Cell("opt", True, "fp32", "eager")])
+    assert all("all_gather" in said for said in ranks(2).run(communication_that_no_plan_lists, reference))
