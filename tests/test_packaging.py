@@ -190,3 +190,10 @@ def test_every_import_is_declared_and_optional_ones_are_deferred() -> None:
         needed = ours | base | ({"triton"} if path.parent.name == "kernels" else set())
         wrong += [f"{path.name}: {n} at import" for n in imports(tree, at_import=True) if n not in needed]
     assert not wrong, wrong
+
+
+def test_importing_the_package_leaves_the_compiler_alone() -> None:
+    """That takes nearly as long as importing torch (1.8 and 2.3 s here), in every process of every launch."""
+    code = "import sys, tpkernels; sys.exit([name for name in ('torch._dynamo', 'triton') if name in sys.modules] or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

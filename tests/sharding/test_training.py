@@ -87,6 +87,23 @@ def test_dropout_differs_on_parts_and_is_equal_on_what_all_ranks_have(ranks: Poo
     assert first["again"].shape == first["hidden"].shape
 
 
+def drops_compiled() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    model = Dropping(0.5).double()
+    x = torch.ones(5, 8, dtype=torch.float64)
+    tpk.parallelize(model, tp_mesh(), tpk.make_plan(model, tp_mesh(), example_inputs=x)).train()
+    passes = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        torch.manual_seed(11)
+        passes.append(run(x).detach())
+    return passes[0], passes[1]
+
+
+def test_a_compiled_model_drops_what_the_model_drops(ranks: Pools) -> None:
+    for eager, compiled in ranks(2).run(drops_compiled, timeout=2 * LIMIT_S):
+        assert torch.equal(eager, compiled) and eager.any()
+
+
 def fails_once(repair: bool) -> tuple[Tensor, Tensor]:
     """A pass that raises between the column and its row; the masks of the next pass, and the number after it."""
     torch.manual_seed(3)
