@@ -67,8 +67,9 @@ std::atomic<Isa>& isa_in_use() {
 // Sum of two bf16 parts, then a reader of the result; ordinary against streaming stores, in us: 4 MiB 325 : 364, 8 MiB
 // 926 : 844, 16 MiB 2531 : 2188. Copy, then a reader: 4 MiB 221 : 264, 8 MiB 607 : 560, 16 MiB 1805 : 1557 (one core
 // of an AMD EPYC 9004 series, 32 MiB of last-level cache, 2026-11). A large cache of many cores is not one core's: on an
-// Intel Xeon with AMX, which reports 105 MiB, the sum took 2 MiB 548 : 635, 4 MiB 1380 : 1307, 8 MiB 3223 : 2748, 16 MiB
-// 7271 : 5878, and the copy 1 MiB 241 : 324, 2 MiB 627 : 581, 4 MiB 1377 : 983, 16 MiB 6223 : 4622.
+// Intel Xeon with AMX, which reports 105 MiB, bare loops of 64-byte vectors took, adding two: 2 MiB 548 : 635, 4 MiB
+// 1380 : 1307, 8 MiB 3223 : 2748, 16 MiB 7271 : 5878; copying: 1 MiB 241 : 324, 2 MiB 627 : 581, 4 MiB 1377 : 983, 16 MiB
+// 6223 : 4622.
 std::atomic<std::int64_t>& threshold_in_use() {
     static std::atomic<std::int64_t> bytes{std::min(last_level_cache_bytes() / 4 * 3, std::int64_t{12} << 20)};
     return bytes;

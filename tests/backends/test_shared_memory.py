@@ -161,3 +161,18 @@ def judge_one_way(cases: list[Any], one_gemm: bool) -> None:
 @pytest.mark.parametrize("one_gemm", [True, False])
 def test_both_ways_are_exact_whatever_the_costs_say(ranks: Pools, op: str, one_gemm: bool) -> None:
     ranks(3).run(judge_one_way, exact_cases(op, "shared_memory", 3), one_gemm)
+
+
+def sums_much() -> list[bool]:
+    """An all-reduce whose stores bypass the caches, with an end that is no whole vector; and one in bf16."""
+    found, rank, size = [], dist.get_rank(), dist.get_world_size()
+    for dtype, count in ((torch.float32, 3_500_003), (torch.bfloat16, 7_000_001)):
+        numbers = torch.arange(count).remainder(7).to(dtype)
+        whole = tpk.all_reduce(numbers + rank, dist.group.WORLD, **SHARED)
+        found.append(torch.equal(whole, size * numbers + sum(range(size))))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_sums_that_bypass_the_caches_are_exact(ranks: Pools, world: int) -> None:
+    assert all(all(found) for found in ranks(world).run(sums_much))

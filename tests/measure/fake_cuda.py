@@ -64,7 +64,10 @@ def capture(graph: Graph, stream: Stream) -> Iterator[None]:
 
 def synchronize(device: object = None) -> None:
     while Graph.running:
-        Graph.running.pop().join(timeout=60)
+        thread = Graph.running.pop()
+        thread.join(timeout=60)
+        if thread.is_alive():
+            raise TimeoutError("a replay has not ended after 60 s")
     if Graph.errors:
         raise Graph.errors[0]
 

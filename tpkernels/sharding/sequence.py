@@ -63,12 +63,13 @@ class _Stack:
         Rows are given their shape back as a DTensor: cut along them it is strided, and of two strided ones, one made by
         a reshape and one by ``from_local``, torch 2.13 gathers both before it adds them.
         """
-        return x.to_local() if x.dim() == 3 else cast(DTensor, x.view(*self.shape[:2], *x.shape[1:])).to_local()
+        is_flat = tuple(x.shape[:2]) != self.shape[:2]
+        return (cast(DTensor, x.view(*self.shape[:2], *x.shape[1:])) if is_flat else x).to_local()
 
     def gather(self, x: DTensor) -> Tensor:
         """The whole tensor, equal on all ranks."""
         whole = all_gather(self.part(x), self.mesh, dim=1, shard_sizes=self.sizes, replicated_grad=True)
-        return whole if x.dim() == 3 else whole.reshape(x.shape)
+        return whole.reshape(x.shape)
 
 
 def run_sequence_parallel(plan: ShardingPlan, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> list[Fork]:
