@@ -114,14 +114,15 @@ def who_wins() -> list[Any]:
             for _ in range(2):
                 agree(sum_of_products(x, w, group), exact, x, "whoever wins")
             how = str(tpk.explain("matmul_all_reduce", m=4, n=10, k=24, dtype=x.dtype, group=group))
-            chosen.append((multiplies(group), len(made), "compiled kernel for few rows" in how))
+            chosen.append((multiplies(group), len(made), "few rows" in how and "if every rank measures it" in how))
     return chosen
 
 
 def test_the_kernel_is_taken_where_it_was_faster_on_every_rank_and_never_unmeasured(ranks: Pools) -> None:
-    winner, loser = ranks(2).run(who_wins)
-    assert winner == [([True], 1, True), ([False], 0, False), ([False], 0, True), ([False], 0, False)]
-    assert loser == [([True], 1, True), ([False], 0, False), ([False], 0, False), ([False], 0, False)]
+    taken, never = ([True], 1, True), ([False], 0, False)
+    only_explained = ([False], 0, True)  # measured at the first call, and slower on a rank
+    for rank, chosen in enumerate(ranks(2).run(who_wins)):
+        assert chosen == [taken, only_explained, only_explained, never], f"rank {rank}"
 
 
 def other_strides() -> list[int]:

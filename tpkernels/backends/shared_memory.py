@@ -187,14 +187,18 @@ def agree_on_few_rows(group: Group, call: int, problem: Problem, layout: Layout)
 
     It does if it wins on every rank.  Sums would be right if ranks differed, but none could tell how they came about.
     """
-    k = _local_contraction(problem)
-    if problem.out_dtype is not None or not few_rows.serves(problem.m, problem.n, k, problem.dtype):
+    if not _may_take_few_rows(problem):
         return False
-    if not config.load().calibrate:  # equal on all ranks
-        return False
-    facts = {"wins": few_rows.wins(problem.m, problem.n, k, problem.dtype)}
+    facts = {"wins": few_rows.wins(problem.m, problem.n, _local_contraction(problem), problem.dtype)}
     records = agreement.exchange_records(group, call, agreement.Record("few rows", facts), part="few-rows")
     return all(record.facts["wins"] for record in records)
+
+
+def _may_take_few_rows(problem: Problem) -> bool:
+    """The same on every rank."""
+    if problem.out_dtype is not None or not config.load().calibrate:
+        return False
+    return few_rows.serves(problem.m, problem.n, _local_contraction(problem), problem.dtype)
 
 
 def _local_contraction(problem: Problem) -> int:
@@ -361,10 +365,8 @@ def _estimate(problem: Problem, costs: Costs) -> float:
 
 def _product_us(problem: Problem, costs: Costs) -> float:
     """Of an all-reduce; whichever GEMM is taken is measured for its sizes, and was the faster one."""
-    few = problem.out_dtype is None and few_rows.serves(
-        problem.m, problem.n, _local_contraction(problem), problem.dtype
-    )
-    return min(costs.gemm_us(problem), costs.few_rows_us(problem)) if few else costs.gemm_us(problem)
+    gemm_us = costs.gemm_us(problem)
+    return min(gemm_us, costs.few_rows_us(problem)) if _may_take_few_rows(problem) else gemm_us
 
 
 def _either_way_us(problem: Problem, costs: Costs) -> float:
@@ -372,8 +374,10 @@ def _either_way_us(problem: Problem, costs: Costs) -> float:
 
 
 def _describe_product(problem: Problem) -> str:
-    wins = few_rows.wins(problem.m, problem.n, _local_contraction(problem), problem.dtype)
-    return few_rows.name(problem.dtype) if wins and problem.out_dtype is None else ""
+    """The same on every rank, and nothing is measured for it: which GEMM wins, the ranks agree on at the first call."""
+    if not _may_take_few_rows(problem):
+        return ""
+    return f"{few_rows.name(problem.dtype)} if every rank measures it to be faster than torch's GEMM"
 
 
 _OF_FEW_ROWS: dict[str, dict[str, Any]] = {
