@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tpkernels.comm import launch as launch_module
 from tpkernels.measure import netlab
-from tpkernels.testing.spawn import Pools
+from tpkernels.testing.spawn import Pools, fork_server
 
 pytest_plugins = ["pytester"]  # for the tests of this file
 
@@ -68,3 +69,9 @@ def ranks() -> Iterator[Pools]:
     pools = Pools(forked=True)
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch` starts ranks in milliseconds, as `ranks` does: for tests of anything but how ranks start."""
+    monkeypatch.setattr(launch_module, "_new_interpreters", fork_server)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import tpkernels
 from tpkernels.comm import native
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,8 +193,17 @@ def test_every_import_is_declared_and_optional_ones_are_deferred() -> None:
     assert not wrong, wrong
 
 
-def test_importing_the_package_leaves_the_compiler_alone() -> None:
-    """That takes nearly as long as importing torch (1.8 and 2.3 s here), in every process of every launch."""
-    code = "import sys, tpkernels; sys.exit([name for name in ('torch._dynamo', 'triton') if name in sys.modules] or 0)"
+def test_importing_the_package_leaves_the_compiler_and_dtensor_alone() -> None:
+    """They take nearly as long to import as torch (1.8 and 1.7 of 2.7 s here), in every process of every launch."""
+    unwanted = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "triton", "sympy")
+    code = f"import sys, tpkernels; sys.exit([name for name in {unwanted} if name in sys.modules] or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_imported_late_is_there_when_it_is_asked_for() -> None:
+    code = "import tpkernels as t; assert set(t.__all__) <= set(dir(t)); print([getattr(t, n) for n in t.__all__])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "function data_parallel" in done.stdout, done.stdout + done.stderr
+    with pytest.raises(AttributeError, match="module 'tpkernels' has no attribute 'paralelize'"):
+        _ = tpkernels.paralelize  # type: ignore[attr-defined]

@@ -4,7 +4,10 @@ The call is the same on one CPU machine, several hosts and GPUs; see the README 
 house.
 """
 
-from tpkernels import backends, errors, nn, optim  # noqa: F401  (importing backends registers the implementations)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tpkernels import backends, errors  # noqa: F401  (importing backends registers the implementations)
 from tpkernels.comm.groups import init
 from tpkernels.comm.launch import launch
 from tpkernels.dispatch import Explanation
@@ -22,19 +25,22 @@ from tpkernels.ops import (
     shard,
 )
 from tpkernels.partition import array_split
-from tpkernels.sharding import (
-    ShardingPlan,
-    clip_grad_norm_,
-    data_parallel,
-    full_state_dict,
-    load_full_state_dict,
-    load_pretrained,
-    load_snapshot,
-    make_plan,
-    parallelize,
-    save_pretrained,
-    save_snapshot,
-)
+
+if TYPE_CHECKING:
+    from tpkernels import nn, optim
+    from tpkernels.sharding import (
+        ShardingPlan,
+        clip_grad_norm_,
+        full_state_dict,
+        load_full_state_dict,
+        load_pretrained,
+        load_snapshot,
+        make_plan,
+        parallelize,
+        save_pretrained,
+        save_snapshot,
+    )
+    from tpkernels.sharding.data_parallel import data_parallel
 
 __version__ = "0.1.0"
 
@@ -69,3 +75,37 @@ __all__ = [
     "save_snapshot",
     "shard",
 ]
+
+# These stand on DTensor, FSDP and distributed checkpoints, which take longer to import than all else here together:
+# they are imported when they are first asked for.  The torch ops behind ``nn``'s modules are registered then, too.
+_MODULES = ("nn", "optim")
+_OF_SHARDING = (
+    "ShardingPlan",
+    "clip_grad_norm_",
+    "data_parallel",
+    "full_state_dict",
+    "load_full_state_dict",
+    "load_pretrained",
+    "load_snapshot",
+    "make_plan",
+    "parallelize",
+    "save_pretrained",
+    "save_snapshot",
+)
+
+
+def _later(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"tpkernels.{name}")
+    if name not in _OF_SHARDING:
+        raise AttributeError(f"module 'tpkernels' has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module("tpkernels.sharding"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that exists
+    __getattr__ = _later

@@ -46,10 +46,12 @@ def _live_and_die(fails: bool) -> list[tuple[int, int]]:
     return left
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_destroyed_group_leaves_no_threads_and_no_state() -> None:
     assert tpk.launch(_live_and_die, 2, False, timeout=90) == [[(0, 0)] * GENERATIONS] * 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failed_group_leaves_no_threads_and_no_state_either() -> None:
     per_rank = tpk.launch(_live_and_die, 2, True, timeout=90)
     # The error that pytest.raises holds may keep the last group until the next one is raised, never more than that.

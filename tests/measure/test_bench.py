@@ -207,6 +207,7 @@ def _with_bad_company(path: str) -> bench.RankOutput:
     return bench.run_rank(plan)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_what_is_wrong_on_one_rank_is_timed_on_none_and_each_says_why(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -230,6 +231,7 @@ def _never_ends() -> None:
     bench.run_rank(bench.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), case_timeout_s=0.5))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_a_case_that_never_ends_ends_the_process_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError):

@@ -86,6 +86,7 @@ def _time_a_straggler() -> tuple[float, float]:
     return measured.best, delay
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_a_repeat_counts_as_its_slowest_rank() -> None:
     from tpkernels.comm.launch import launch

@@ -92,7 +92,7 @@ class RankTeam:
                 own = tuple(cores[rank * share : (rank + 1) * share]) if pinned else ()
                 threads, environment = num_threads or share, config.inherited()
                 setup = RankSetup(rank, nproc, self.store.port, environment, own, threads, exit_on_failure)
-                self.ranks.append(RankProcess(setup, context or multiprocessing.get_context("spawn")))
+                self.ranks.append(RankProcess(setup, context or _new_interpreters()))
             ready = self._collect(min(deadline, time.monotonic() + START_TIMEOUT_S), 0.0, True, "while starting")
         except BaseException:
             self.close()
@@ -182,6 +182,10 @@ class RankTeam:
                 rank.drain()
             shown = quiet and all(rank.has_shown_stack() for rank in alive)
         return [rank.stuck(why) for rank in ranks]
+
+
+def _new_interpreters() -> StartContext:
+    return multiprocessing.get_context("spawn")
 
 
 def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:

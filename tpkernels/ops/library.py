@@ -27,7 +27,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling as _is_traced_by_dynamo
 
-__all__ = ["PLAIN", "call", "call_backward", "define", "is_plain", "is_watched", "wants_grad"]
+__all__ = ["PLAIN", "call", "call_backward", "define", "is_dtensor", "is_plain", "is_watched", "wants_grad"]
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _KERNELS: dict[str, Callable[..., Any]] = {}
@@ -94,6 +94,15 @@ def is_plain(*tensors: object) -> bool:
         if type(tensor) not in PLAIN or (records and cast(Tensor, tensor).requires_grad):
             return False
     return not is_watched()
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is one; what no tensor of this process can be is not imported, which would take a second."""
+    if type(value) in PLAIN or not isinstance(value, Tensor):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
 
 
 def is_watched() -> bool:

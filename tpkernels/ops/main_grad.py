@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tpkernels.comm import timeline
+from tpkernels.ops.library import is_dtensor
 
 __all__ = ["Sink", "accumulate", "linear", "sink_of", "sinks_of", "weight_gradients", "with_sink"]
 
@@ -68,7 +68,7 @@ def sink_of(weight: Tensor) -> Sink | None:
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or torch.compiler.is_compiling():
         return None
-    if isinstance(main_grad, DTensor):
+    if is_dtensor(main_grad):
         main_grad = main_grad.to_local()
     if main_grad.dim() > weight.dim() and main_grad.numel() == weight.numel():
         main_grad = main_grad.view(weight.shape)  # of a parameter with a dimension for units

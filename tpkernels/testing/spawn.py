@@ -50,7 +50,7 @@ def fork_server() -> ForkServerContext:
     There is one per process that asks. It starts with the first process, and ends with the one that asked.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tpkernels", __name__])
+    context.set_forkserver_preload(["torch", "torch.distributed", "tpkernels", "tpkernels.sharding", __name__])
     return context
 
 
