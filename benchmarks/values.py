@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ def _command() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
+@cache
 def _commit() -> str:
+    """As the run began: the ranks go on with what they have imported, whatever happens to the checkout meanwhile."""
+
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 
@@ -119,6 +123,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cells are begun")
     args = parser.parse_args()
     path, start, failed = Path(args.json), time.monotonic(), 0
+    _commit()
     names = args.models.split(",") if args.models else None
     wanted = [c for c in grid() if c.mode in args.modes.split(",") and (names is None or c.name in names)]
     wanted = [c for c in wanted if turn(c)[0] < args.turns]
