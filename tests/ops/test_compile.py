@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tpkernels as tpk
@@ -107,6 +108,41 @@ def one_graph_for_many_sizes() -> int:
 
 def test_symbolic_sizes_need_one_graph(ranks: Pools) -> None:
     assert ranks(2).run(one_graph_for_many_sizes, timeout=120) == [1, 1]
+
+
+def first_calls() -> list[str]:
+    """Of every op, as the first that anybody does with its group: what is wrong."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, w = payload((2 * world, 6), rank=rank, name="x"), payload((5, 6), rank=rank, name="w")
+    labels = torch.arange(2 * world) % (6 * world)
+    calls: dict[str, Callable[[Any], Tensor]] = {
+        GATHER: lambda group: tpk.all_gather_matmul(x, w, group),
+        SCATTER: lambda group: tpk.matmul_reduce_scatter(x, w, group),
+        REDUCE: lambda group: tpk.matmul_all_reduce(x, w, group),
+        COPY: lambda group: tpk.copy_matmul(x, w, group),
+        "all_gather": lambda group: tpk.all_gather(x, group),
+        "reduce_scatter": lambda group: tpk.reduce_scatter(x, group),
+        "all_reduce": lambda group: tpk.all_reduce(x, group),
+        "shard": lambda group: tpk.shard(x, group),
+        "cross_entropy": lambda group: tpk.nn.vocab_parallel_cross_entropy(x, labels, group),
+    }
+    wrong: list[str] = []
+    for name, function in calls.items():
+        for as_mesh in (False, True):
+            torch._dynamo.reset()
+            with new_group() as known, new_group() as unknown:
+                expected = function(known)
+                group = DeviceMesh.from_group(unknown, "cpu") if as_mesh else unknown
+                compiled = torch.compile(lambda of, function=function: function(of), fullgraph=True, backend="eager")
+                try:
+                    assert_bitwise_equal(compiled(group), expected, name)
+                except Exception as error:  # noqa: BLE001 - the whole list is what tells
+                    wrong.append(f"{name}, {as_mesh=}: {str(error)[:200]}")
+    return wrong
+
+
+def test_a_group_may_be_met_in_compiled_code_first(ranks: Pools) -> None:
+    assert ranks(2).run(first_calls, timeout=120) == [[], []]
 
 
 def autocast_compiled() -> None:

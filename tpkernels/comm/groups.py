@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from tpkernels.comm.shared_segments import SharedSegments
     from tpkernels.comm.symmetric_channels import SymmetricChannels
 
-__all__ = ["Group", "GroupLike", "InFlight", "group_name", "init", "new_group", "process_group", "resolve"]
+__all__ = [
+    "Group", "GroupLike", "InFlight", "group_name", "group_size", "init", "new_group", "process_group", "resolve",
+]  # fmt: skip
 
 GroupLike = dist.ProcessGroup | DeviceMesh
 
@@ -198,6 +201,14 @@ def resolve(group: GroupLike | str) -> Group:
         key = id(group)
         _seen[key] = (weakref.ref(group, lambda gone: _forget_seen(key, gone)), state)
     return state
+
+
+def group_size(group: GroupLike) -> int:
+    """How many ranks it has.  Of a group that was seen before c10d need not be asked, which takes 2.5 us for a mesh.
+
+    Dynamo follows what c10d says of a group, and nothing that :func:`resolve` asks for when it sees one first.
+    """
+    return process_group(group).size() if is_dynamo_compiling() else resolve(group).size
 
 
 def _resolve(pg: dist.ProcessGroup) -> Group:

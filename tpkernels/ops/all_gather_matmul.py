@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import GroupLike, group_name, group_size, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import (
@@ -129,12 +129,12 @@ def all_gather_matmul(
         count = _num_outputs(activation, len(weights))
         y = results[0] if single else results[:count]
         return (y, *results[count:]) if return_gathered else y
-    pg = process_group(group)
-    if pg.size() == 1:
+    if group_size(group) == 1:
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())
         check_gate(activation, weights)
-        check_shard_sizes(shard_sizes, 1, own=(0, x_shard.shape[gather_dim]))
+        if shard_sizes is not None:
+            check_shard_sizes(shard_sizes, 1, own=(0, x_shard.shape[gather_dim]))
         outs = _activated(activation, [plain_linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)])
         y = outs[0] if single else outs
         return (y, x_shard) if return_gathered else y
@@ -144,7 +144,7 @@ def all_gather_matmul(
         x_shard,
         weights,
         pack_biases(biases, x_shard),
-        group_name(pg),
+        group_name(group),
         activation,
         gather_dim,
         None if shard_sizes is None else list(shard_sizes),

@@ -11,7 +11,7 @@ from tpkernels import dispatch, fp8
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.ops.contract import ACTIVATIONS, GATED
-from tpkernels.ops.library import is_dtensor
+from tpkernels.ops.library import PLAIN, is_dtensor
 from tpkernels.ops.main_grad import linear
 
 __all__ = [
@@ -35,9 +35,11 @@ SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_local(name: str, *tensors: object, group: GroupLike | None = None) -> None:
     """Ops work on local tensors: a DTensor would be sharded twice.  The ``group``, if any, is told of a refusal."""
     for tensor in tensors:
+        if tensor is None or type(tensor) in PLAIN:
+            continue
         if is_dtensor(tensor):
             reason = f"{name} is a DTensor; the ops take local tensors: pass {name}.to_local()"
-        elif tensor is not None and not isinstance(tensor, Tensor):
+        elif not isinstance(tensor, Tensor):
             reason = f"{name} must be a tensor, got {type(tensor).__name__}"
         else:
             continue

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import Group, GroupLike, group_name, group_size, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
@@ -58,7 +58,7 @@ def all_gather(
         ValueError, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
     """
     check_local("x", x, group=group)
-    if process_group(group).size() == 1:
+    if group_size(group) == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
     arguments = (x, group_name(group), dim, sizes, replicated_grad, implementation)
@@ -75,7 +75,7 @@ def reduce_scatter(
 ) -> Tensor:
     """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
     check_local("x", x, group=group)
-    if process_group(group).size() == 1:
+    if group_size(group) == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
     arguments = (x, group_name(group), dim, sizes, implementation)
@@ -84,19 +84,19 @@ def reduce_scatter(
 
 def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:
     """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too."""
-    pg = process_group(group)
-    if pg.size() > 1 and is_plain(x):
-        return _run_all_reduce(resolve(pg), x, implementation)
+    if is_plain(x):
+        state = resolve(group)
+        return x if state.size == 1 else _run_all_reduce(state, x, implementation)
     check_local("x", x, group=group)
-    if pg.size() == 1:
+    if group_size(group) == 1:
         return x
-    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(pg), implementation))
+    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group), implementation))
 
 
 def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
     """y = x for a replicated ``x`` that the ranks go on to use differently; the gradient is summed over the group."""
     check_local("x", x)
-    if process_group(group).size() == 1:
+    if group_size(group) == 1:
         return x
     return cast(Tensor, torch.ops.tpkernels.copy_to_group(x, group_name(group)))
 
@@ -104,7 +104,7 @@ def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
 def shard(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
     """y_r = this rank's slice of a replicated ``x``; the gradient is gathered."""
     check_local("x", x)
-    if process_group(group).size() == 1:
+    if group_size(group) == 1:
         return x
     sizes = None if shard_sizes is None else list(shard_sizes)
     return cast(Tensor, torch.ops.tpkernels.shard(x, group_name(group), dim, sizes))

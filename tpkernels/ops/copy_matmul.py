@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import few_rows
-from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
@@ -66,7 +66,7 @@ def copy_matmul(
     check_common("matmul_all_reduce", x, implementation, activation)
     check_gate(activation, weights)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    alone = process_group(group).size() == 1
+    alone = group_size(group) == 1
     if not needs_grad or alone:
         rows = flat(x)
         linear = plain_linear if alone or implementation == "unfused" else _linear

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import agreement, timeline
-from tpkernels.comm.groups import Group, GroupLike, group_name, resolve
+from tpkernels.comm.groups import Group, GroupLike, group_name, group_size, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
@@ -77,14 +77,15 @@ def matmul_all_reduce(
             x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
             implementation=implementation,
         )  # fmt: skip
-    state = resolve(group)
-    if state.size > 1 and is_plain(x, weight, weight if bias is None else bias):
-        y = again(state, x, weight, bias, implementation)
-        return _run(state, x, weight, bias, implementation) if y is None else y
+    if is_plain(x, weight, weight if bias is None else bias):
+        state = resolve(group)
+        if state.size > 1:
+            y = again(state, x, weight, bias, implementation)
+            return _run(state, x, weight, bias, implementation) if y is None else y
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
-    if state.size == 1:
+    if group_size(group) == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
     return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import GroupLike, group_name, group_size, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights, plain_linear
@@ -86,8 +86,7 @@ def matmul_reduce_scatter(
             x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
             scatter_dim=scatter_dim, shard_sizes=shard_sizes, implementation=implementation,
         )  # fmt: skip
-    pg = process_group(group)
-    if pg.size() == 1:
+    if group_size(group) == 1:
         check_common("matmul_reduce_scatter", x, implementation)
         dim = check_dim("scatter_dim", scatter_dim, x.dim())
         y = plain_linear(x, weight, bias)
@@ -100,7 +99,7 @@ def matmul_reduce_scatter(
             x,
             weight,
             bias,
-            group_name(pg),
+            group_name(group),
             scatter_dim,
             None if shard_sizes is None else list(shard_sizes),
             implementation,
