@@ -132,10 +132,13 @@ def all_gather_matmul(
     if group_size(group) == 1:
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())
-        check_gate(activation, weights)
         if shard_sizes is not None:
             check_shard_sizes(shard_sizes, 1, own=(0, x_shard.shape[gather_dim]))
-        outs = _activated(activation, [plain_linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)])
+        if activation is not None:
+            check_gate(activation, weights)
+        outs = [plain_linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)]
+        if activation is not None:
+            outs = _activated(activation, outs)
         y = outs[0] if single else outs
         return (y, x_shard) if return_gathered else y
     needs_grad = wants_grad(x_shard, *weights, *biases)
@@ -160,7 +163,7 @@ def _num_outputs(activation: str | None, num_weights: int) -> int:
     return 1 if activation in GATED else num_weights
 
 
-def _activated(activation: str | None, products: Sequence[Tensor]) -> list[Tensor]:
+def _activated(activation: str, products: Sequence[Tensor]) -> list[Tensor]:
     if activation in GATED:
         return [gate_forward(activation, *products)]
     return [activation_forward(activation, product) for product in products]

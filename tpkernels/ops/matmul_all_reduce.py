@@ -77,15 +77,15 @@ def matmul_all_reduce(
             x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
             implementation=implementation,
         )  # fmt: skip
-    if is_plain(x, weight, weight if bias is None else bias):
+    size = group_size(group)
+    if size > 1 and is_plain(x, weight, weight if bias is None else bias):
         state = resolve(group)
-        if state.size > 1:
-            y = again(state, x, weight, bias, implementation)
-            return _run(state, x, weight, bias, implementation) if y is None else y
+        y = again(state, x, weight, bias, implementation)
+        return _run(state, x, weight, bias, implementation) if y is None else y
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
-    if group_size(group) == 1:
+    if size == 1:
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
     return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))
