@@ -231,7 +231,6 @@ def _never_ends() -> None:
     bench.run_rank(bench.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), case_timeout_s=0.5))
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_a_case_that_never_ends_ends_the_process_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError):
