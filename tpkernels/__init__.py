@@ -76,28 +76,15 @@ __all__ = [
     "shard",
 ]
 
-# These stand on DTensor, FSDP and distributed checkpoints, which take longer to import than all else here together:
-# they are imported when they are first asked for.  The torch ops behind ``nn``'s modules are registered then, too.
-_MODULES = ("nn", "optim")
-_OF_SHARDING = (
-    "ShardingPlan",
-    "clip_grad_norm_",
-    "data_parallel",
-    "full_state_dict",
-    "load_full_state_dict",
-    "load_pretrained",
-    "load_snapshot",
-    "make_plan",
-    "parallelize",
-    "save_pretrained",
-    "save_snapshot",
-)
-
 
 def _later(name: str) -> Any:
-    if name in _MODULES:
+    """What else ``__all__`` names, imported when it is first asked for; the torch ops behind ``nn`` come with it.
+
+    All of it stands on DTensor, FSDP or distributed checkpoints, which take longer to import than the rest together.
+    """
+    if name in ("nn", "optim"):
         return importlib.import_module(f"tpkernels.{name}")
-    if name not in _OF_SHARDING:
+    if name not in __all__:
         raise AttributeError(f"module 'tpkernels' has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module("tpkernels.sharding"), name)
     return found
