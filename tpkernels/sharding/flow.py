@@ -191,7 +191,7 @@ class _Flow(Session):
         if not cut or self._local or name in self.blocks:
             return False
         prefix = f"{name}."
-        layers = any(layer.startswith(prefix) for layer in self.shadow.layers)
+        layers = any(inner.startswith(prefix) for inner in (*self.shadow.layers, *self.whole))
         own = any(True for _ in module.parameters())
         return not layers and (own or isinstance(module, nn.Dropout))
 
@@ -286,7 +286,7 @@ class _Flow(Session):
         self, func: Any, packet: Any, args: Any, kwargs: Any, tensors: list[Tensor], outputs: list[Tensor]
     ) -> list[Split | None]:
         def mixed(tensor: Tensor) -> None:
-            if not self._local and tensor.dim() > 0:
+            if not self._local and (tensor.dim() > 0 or self.has_origin(tensor)):
                 raise Unproven(f"{packet} joins the residual with a whole tensor of {list(tensor.shape)}")
             if self.has_origin(tensor) and self.origin(tensor) is None:
                 raise Unproven(f"{packet} joins the residual with an activation that is whole")
