@@ -206,7 +206,7 @@ class _Planner:
 
     def _notes(self) -> tuple[str, ...]:
         if self.observation is None or self.traced:
-            return ()
+            return () if self.observation is None or not self.observation.note else (self.observation.note,)
         return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
 
     def _kept(self) -> dict[str, str]:
