@@ -329,6 +329,11 @@ def test_overrides_that_match_nothing_or_conflict_are_refused(overrides: dict[st
         tpk.make_plan(zoo.mlp(), 2, overrides=overrides)
 
 
+def test_an_override_of_a_layer_whose_weight_is_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="'up' conflicts with the model: it has parameters that the model uses"):
+        tpk.make_plan(Leaking("weight read"), 2, example_inputs=torch.zeros(5, 6), overrides={"up": "column_gather"})
+
+
 def test_an_override_of_one_of_two_tied_weights_is_refused() -> None:
     model = zoo.build("gpt2")
     assert tpk.make_plan(model, 2)["lm_head"].style == Column(gather_output=True)
