@@ -29,7 +29,7 @@ from tpkernels.sharding.flow import Stream, follow
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
-from tpkernels.sharding.reads import maybe_read
+from tpkernels.sharding.reads import hooks_gradients, maybe_read
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.rows import count_rows, untrained_in
 from tpkernels.sharding.search import Attributes
@@ -246,6 +246,8 @@ class _Planner:
         assert self.observation is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
         excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
+        hooked = hooks_gradients(self.model)
+        excluded |= {n: f"is inside of {hooked[n]}, whose code hooks gradients" for n in self.layers if n in hooked}
         loose: dict[str, Role] = {}
         style: Style
         for name, style in self.forced.items():
