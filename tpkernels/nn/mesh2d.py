@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpkernels import dispatch, partition
 from tpkernels.comm.groups import group_name
 from tpkernels.nn.parameters import as_parameter, local, mesh_of
+from tpkernels.nn.same_weights import equal_on_ranks
 from tpkernels.ops import copy_to_group
 from tpkernels.ops.contract import ACTIVATIONS, GATED, activation_forward, gate_forward
 from tpkernels.ops.library import call
@@ -254,9 +255,9 @@ def _refuse_cut(full: Tensor) -> None:
 
 
 def _cut_parameter(full: Tensor, mesh: DeviceMesh, placements: Placements) -> nn.Parameter:
-    """This rank's part of ``full``, which all ranks hold equally; only that part is copied."""
+    """This rank's part of ``full``, which is compared over both axes; only that part is copied."""
     _refuse_cut(full)
-    part = full.detach()
+    part = equal_on_ranks(full, mesh, tp_axis=1).detach()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(placements):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.nn.digests import MODULUS, digest_of
 from tpkernels.ops.calling import exchange
-from tpkernels.sharding.digests import MODULUS, digest_of
 from tpkernels.sharding.originals import Original, meshes_of
 
 __all__ = ["Ranks", "add_up", "check_same"]
