@@ -193,8 +193,8 @@ def _first(environ: Environ, names: tuple[str, ...]) -> int | None:
 def meeting_of(job: Job, environ: Environ) -> Meeting:
     """Where rank 0 of a job that ``torchrun`` did not start waits.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` say it, and what they leave open is derived: on one host over the loopback, on several under Slurm at the first host of the step; the port is a function of the
-    job's name.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` say it, and what they leave open is derived: on one host
+    over the loopback, on several under Slurm at the first host of the step; the port is a function of the job's name.
 
     Raises:
         ValueError: it cannot be derived; the message has the commands.
