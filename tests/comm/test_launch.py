@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpkernels import config
+from tpkernels import config, launchers
 from tpkernels.comm import launch as launch_module
 from tpkernels.comm.launch import LaunchError, RankTeam, launch, pack_call
 from tpkernels.comm.rank_process import RankDied, RankRaised, RankStuck
@@ -117,7 +117,7 @@ def test_results_come_by_rank_from_ranks_that_reach_each_other() -> None:
     results = launch(describe_rank, 3, "hello")
     for rank, (word, place, total) in enumerate(results):
         assert word == "hello"
-        assert place == config.TorchrunEnvironment(rank, rank, 3, 3)
+        assert place == launchers.Job(rank, rank, 3, 3)
         assert total == 1 + 2 + 3
 
 
