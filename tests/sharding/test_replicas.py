@@ -147,7 +147,7 @@ def a_model_that_one_rank_cannot_take_is_refused_by_all() -> None:
         tpk.parallelize(model, dist.new_subgroups(1)[0], PLAN)
     else:
         dist.new_subgroups(1)
-    with pytest.raises(ValueError, match="DTensor|parallel"):
+    with pytest.raises(ValueError, match=r"DTensor|parallel"):
         tpk.parallelize(model, tp_mesh(), PLAN)
     torch.testing.assert_close(gathered(1), [1] * dist.get_world_size())
 
