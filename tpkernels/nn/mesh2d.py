@@ -153,7 +153,7 @@ class MeshMLP2D(nn.Module):
         num_slices: int | None = None,
         implementation: str = "auto",
     ) -> Self:
-        """The same block, cut; copies this rank's parts, which every rank must hold equally; the linears stay."""
+        """The same block, cut; copies this rank's parts, compared first (:func:`init_weights`); the linears stay."""
         _check(mesh, activation, num_slices, implementation)
         if (gate is not None) != (activation in GATED):
             raise ValueError(f"activation {activation!r} {'needs a' if gate is None else 'has no'} gate")
