@@ -115,7 +115,7 @@ class ColumnParallelLinear(ParallelLinear):
         """The same layer, cut: copies this rank's rows with dtype, device and ``requires_grad``; ``linear`` stays.
 
         ``linear`` is an ``nn.Linear``, or a layer with a weight ``[in, out]`` and a bias, such as GPT-2's Conv1D, whose
-        weight keeps that shape.  Every rank must hold equal weights; this rank's are taken for everyone's.
+        weight keeps that shape.  Ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
         """
         mesh = tp_mesh(group)
         module = cls(

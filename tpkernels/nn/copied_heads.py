@@ -59,7 +59,7 @@ class CopiedHeadsLinear(nn.Module):
         sequence_dim: int = -2,
         implementation: str = "auto",
     ) -> Self:
-        """The same layer; every rank must hold equal weights.
+        """The same layer; ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: ``heads`` divide neither features nor ``copies``, or a rank would have none of these.

@@ -108,7 +108,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> Self:
         """The same table, cut: copies this rank's rows with dtype, device, ``requires_grad``; ``embedding`` stays.
 
-        Every rank must hold equal weights; this rank's are taken for everyone's.
+        Ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: options whose gradient needs all rows at once (``sparse``, ``scale_grad_by_freq``).
@@ -153,7 +153,7 @@ class VocabParallelEmbedding(nn.Module):
         return chunk_sizes(self.num_embeddings, self.mesh.size())
 
     def reset_parameters(self) -> None:
-        """Initialise anew like ``nn.Embedding``, equal to it under the same seed; all ranks must have the same seed."""
+        """Initialise anew like ``nn.Embedding``, equal to it under the first rank's seed; all ranks call it."""
         fresh = self._fresh(self.weight.device, self.weight.dtype)
         with torch.no_grad():
             self.weight.copy_(shard_parameter(fresh.weight, self.mesh, 0))

@@ -36,7 +36,7 @@ class FeatureParallelEmbedding(nn.Module):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, group: GroupLike, *, gather_output: bool = False) -> Self:
-        """The same table, cut; every rank must hold equal weights.
+        """The same table, cut; ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: options that look at whole rows or at all rows at once.

@@ -62,7 +62,7 @@ class ParallelMultiheadAttention(nn.Module):
     def from_attention(
         cls, attention: nn.MultiheadAttention, group: GroupLike, *, implementation: str = "auto"
     ) -> Self:
-        """The same attention, cut; every rank must hold equal weights.
+        """The same attention, cut; ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: a rank would be without a head, or an option that is not there.

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
+from tpkernels.nn.retired import retires_parameters
 from tpkernels.ops import copy_to_group
 
 __all__ = ["Converted", "replicate_parameters"]
@@ -28,6 +29,7 @@ Converted = dict[int, tuple[nn.Parameter, nn.Parameter]]
 """What plain parameters became, by their ids; holds the plain ones so that ids stay theirs."""
 
 
+@retires_parameters
 def replicate_parameters(
     module: nn.Module,
     group: GroupLike,

@@ -94,8 +94,8 @@ class RowParallelLinear(ParallelLinear):
     ) -> Self:
         """The same layer, cut: copies this rank's columns with dtype, device and ``requires_grad``; ``linear`` stays.
 
-        ``linear`` as for :class:`ColumnParallelLinear`.  Every rank must hold equal weights; this rank's are taken for
-        everyone's.
+        ``linear`` as for :class:`ColumnParallelLinear`.  Ranks whose weights differ take the first one's, or raise
+        (:func:`init_weights`).
         """
         mesh = tp_mesh(group)
         module = cls(
