@@ -73,6 +73,8 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         if parameter.device_mesh.ndim > 1:  # at rest in FSDP2, which asks for the parameter itself
             return parameter
         tensor = parameter.to_local()
-        return copy_to_group(tensor, mesh_of(parameter)) if sum_gradients and tensor.requires_grad else tensor
+        if not sum_gradients or not tensor.requires_grad or parameter.device_mesh.size() == 1:
+            return tensor
+        return copy_to_group(tensor, mesh_of(parameter))
 
     return property(read)
