@@ -353,7 +353,13 @@ class _Planner:
         return {name: names for names in owners.values() if len(names) > 1 for name in names}
 
     def _untie(self) -> None:
-        """Tied weights are cut alike, by vocabulary, or stay whole."""
+        """Tied weights are cut alike, by vocabulary, or stay whole; a layer may have several ties (weight and bias)."""
+        while self._untie_once():
+            pass
+
+    def _untie_once(self) -> bool:
+        """Whether a layer that was to be cut stays whole now, so that others with ties to it must, too."""
+        before = {name: chosen.style for name, chosen in self.chosen.items()}
         for owners in self._tied().values():
             styles = {owner: self.chosen[owner].style for owner in owners if owner in self.chosen}
             layers = all(owner in self.layers or self._idle(owner) for owner in owners)
@@ -373,6 +379,7 @@ class _Planner:
                     )
                 others = ", ".join(other for other in owners if other != owner)
                 self.chosen[owner] = Chosen(Replicate(), "default", f"tied to {others}, which stays whole")
+        return before != {name: chosen.style for name, chosen in self.chosen.items()}
 
     def _idle(self, name: str) -> bool:
         """The module holds parameters that only layers read, as far as the data flow shows."""
