@@ -130,6 +130,10 @@ class ParallelMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention``; masks are the whole model's, a mask per head too."""
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                "attention whose heads are cut takes no nested tensors: pass padded ones with a key_padding_mask"
+            )
         if key is query and value is query:
             runs: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
         else:

@@ -31,6 +31,7 @@ from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.replicated import Converted, replicate_parameters
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
@@ -99,6 +100,7 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
     for old, new in replacements:
         old.__class__ = new.__class__
         old.__dict__ = new.__dict__
+    call_cut_layers(model, [old for old, _ in replacements])
     # Outer modules last: what an inner one was told holds.
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
         style = styles[name]
