@@ -26,7 +26,7 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.sharding.entries import Chosen, make_entries
 from tpkernels.sharding.examples import Observation, observe
 from tpkernels.sharding.flow import Stream, follow
-from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.layers import Layer, is_attention, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.sharding.replay import Role
@@ -171,7 +171,7 @@ class _Planner:
     def _cut_attention(self) -> None:
         """torch's own attention takes and gives whole tensors; inside, its heads are cut."""
         for name, module in self.modules.items():
-            if type(module) is not nn.MultiheadAttention or name in self.chosen:
+            if not isinstance(module, nn.MultiheadAttention) or not is_attention(module) or name in self.chosen:
                 continue
             inner = f"{name}.out_proj" if name else "out_proj"
             why = why_not_parallel(module, self.world_size) or unswappable(module)
