@@ -143,7 +143,7 @@ def _holds_the_same(module: nn.Module, base: type[nn.Module]) -> bool:
         return True
     inside = {"out_proj"} if base is nn.MultiheadAttention else set()
     same = set(module._parameters) == set(_TEMPLATES[base]._parameters) and set(module._modules) == inside
-    made = not any(is_lazy(parameter) for parameter in module._parameters.values())
+    made = not any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values())
     return same and made and not module._buffers
 
 
