@@ -1,7 +1,7 @@
-"""What users do to a model after ``parallelize``: ``.to()``, ``.half()``, ``.to_empty()``, ``copy.deepcopy`` and the like.
+"""What users do to a model after ``parallelize``: ``.to()``, ``.half()``, ``.to_empty()``, ``copy.deepcopy``.
 
-The model has a parameter of every kind: cut, packed, of heads that do not divide, of copied heads, of torch's attention,
-tied, replicated, and a buffer.
+The model has a parameter of every kind (cut, packed, of heads that do not divide, of copied heads, of torch's
+attention, tied, replicated) and a buffer.
 """
 
 from __future__ import annotations

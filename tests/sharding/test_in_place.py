@@ -1,4 +1,4 @@
-"""Models that write to what their layers return: ``nn.ReLU(inplace=True)``, ``y += x``, ``embedding(ids).mul_(scale)``."""
+"""Models that write to what layers return: ``nn.ReLU(inplace=True)``, ``y += x``, ``embedding(ids).mul_(scale)``."""
 
 from __future__ import annotations
 

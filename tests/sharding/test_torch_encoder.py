@@ -69,7 +69,8 @@ def wrong_encoders() -> list[str]:
         x = src if batch_first else src.transpose(0, 1)
         plan = tpk.make_plan(model, tp_mesh(), example_inputs=x) if how == "auto" else PLANS[how]
         tpk.parallelize(model, tp_mesh(), plan)
-        for kind, mask, grad in product(("none", "on the right", "on the left", "numbers"), (None, square), (False, True)):
+        kinds = ("none", "on the right", "on the left", "numbers")
+        for kind, mask, grad in product(kinds, (None, square), (False, True)):
             if mask is not None and kind == "on the left":
                 continue  # tokens that see nothing but padding
             given = padding(kind)
@@ -114,7 +115,7 @@ def wrong_transformers() -> list[str]:
             models.append(
                 nn.Transformer(WIDTH, HEADS, 2, 2, HIDDEN, batch_first=batch_first, dtype=torch.float64).eval()
             )
-        plain, model = models
+        model = models[1]
         generator = torch.Generator().manual_seed(1)
         src, tgt = (torch.randn(BATCH, size, WIDTH, dtype=torch.float64, generator=generator) for size in (LENGTH, 5))
         if not batch_first:
@@ -123,7 +124,7 @@ def wrong_transformers() -> list[str]:
         given = padding("on the right")
         causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
         with torch.no_grad():
-            y, expected = (
+            expected, y = (
                 m(src, tgt, tgt_mask=causal, src_key_padding_mask=given, memory_key_padding_mask=given) for m in models
             )
         problem = differs(y, expected, LIMIT)
