@@ -157,7 +157,7 @@ class ColumnParallelLinear(ParallelLinear):
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output: as it is, or gathered."""
         (y,) = outputs
-        if not self.gather_output:
+        if not self.gather_output or self.mesh.size() == 1:
             return y
         return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)
 

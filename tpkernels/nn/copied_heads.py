@@ -124,7 +124,7 @@ class CopiedHeadsLinear(nn.Module):
         if parameter is None:
             return None
         whole = cast(Tensor, local(parameter))
-        if whole.requires_grad and torch.is_grad_enabled():
+        if whole.requires_grad and torch.is_grad_enabled() and mesh.size() > 1:
             whole = copy_to_group(whole, mesh)
         if self.transposed and whole.dim() == 2:
             whole = whole.t()

@@ -186,6 +186,8 @@ class VocabParallelEmbedding(nn.Module):
         if ids.dtype not in (torch.int64, torch.int32):
             self._refuse(f"ids must be int64 or int32, got {ids.dtype} of shape {tuple(ids.shape)}")
         partial = self._look_up(ids, mesh)
+        if mesh.size() == 1:
+            return partial
         if not self.sequence_parallel:
             return all_reduce(partial, mesh, implementation=self.implementation)
         return reduce_scatter(

@@ -65,7 +65,7 @@ class FeatureParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         mesh = self.mesh
         y = F.embedding(ids, cast(Tensor, local(self.weight)), self.padding_idx)
-        if not self.gather_output:
+        if not self.gather_output or mesh.size() == 1:
             return y
         sizes = chunk_sizes(self.embedding_dim, mesh.size())
         return all_gather(y, mesh, dim=-1, shard_sizes=sizes, replicated_grad=True)

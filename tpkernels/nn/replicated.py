@@ -81,7 +81,7 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         if parameter.device_mesh.ndim > 1:  # at rest in FSDP2, which asks for the parameter itself
             return parameter
         tensor = parameter.to_local()
-        if not (sum_gradients and tensor.requires_grad):
+        if not sum_gradients or not tensor.requires_grad or parameter.device_mesh.size() == 1:
             return tensor
         # A sum over ranks has a dimension: a parameter that is one number gets one on its way.
         return copy_to_group(tensor.reshape(tensor.shape or (1,)), mesh_of(parameter)).reshape(tensor.shape)

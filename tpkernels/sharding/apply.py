@@ -33,8 +33,9 @@ from tpkernels.nn.replicated import Converted, replicate_parameters
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
+from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.sharding.infer import check_plain, make_plan
-from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.layers import Layer, is_attention, layer_of, take_place, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.replicas import compare_models
@@ -115,8 +116,8 @@ def parallelize(
     ]
 
     for old, new in replacements:
-        old.__class__ = new.__class__
-        old.__dict__ = new.__dict__
+        take_place(old, new)
+    call_cut_layers(model, [old for old, _ in replacements])
     # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
     # outer modules last, because what an inner one was told holds.
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
@@ -145,7 +146,7 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
 
 
 def _attention(module: nn.Module, name: str = "") -> nn.MultiheadAttention:
-    if type(module) is not nn.MultiheadAttention:
+    if not isinstance(module, nn.MultiheadAttention) or not is_attention(module):
         raise ValueError(f"module {name!r} is a {type(module).__name__}; heads styles are for nn.MultiheadAttention")
     return module
 
