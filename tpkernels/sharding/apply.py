@@ -31,6 +31,7 @@ from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.replicated import Converted, replicate_parameters
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
@@ -45,7 +46,14 @@ __all__ = ["parallelize"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[str, object] = "auto") -> M:
+def parallelize(
+    model: M,
+    mesh: GroupLike,
+    plan: str | ShardingPlan | Mapping[str, object] = "auto",
+    *,
+    verify: bool = False,
+    example_inputs: object = None,
+) -> M:
     """Make ``model`` tensor-parallel in place, and return it.
 
     Args:
@@ -56,6 +64,10 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
             "column_gather", "row_split", "vocabulary", "features"; names of transformers' ``tp_plan`` ("colwise", ...);
             styles of ``torch.distributed.tensor.parallel``; or :class:`Column`, :class:`Row`, :class:`Replicate`, ...
             objects with options.  Such a plan is carried out as it stands; what it does not name stays whole.
+        verify: before anything is touched, run copies of the model with the plan and without, as
+            :func:`tpkernels.verify` does; afterwards compare the ranks' batches at each call of the model, in training
+            and otherwise, which costs one small exchange (:mod:`tpkernels.sharding.batches`).
+        example_inputs: for ``plan="auto"`` and ``verify``, as for :func:`make_plan`.
 
     Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and
@@ -69,13 +81,18 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         ValueError: a pattern matches no module, a style does not fit a module, two patterns give one module
             different styles, a cut that DTensor cannot express, tied weights, a plan for another model or number of
             ranks, or a model that is parallel already.  Nothing was changed.
+        VerificationError: ``verify`` found a difference; the message names the first module.  Nothing was changed.
     """
+    from tpkernels.sharding.verification import verified  # which parallelizes copies
+
     tp = tp_mesh(mesh)
     check_plain(model)
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f'plan must be "auto", a ShardingPlan or a mapping of names to styles, got {plan!r}')
-        plan = make_plan(model, tp)
+        plan = make_plan(model, tp, example_inputs=example_inputs)
+    if verify:
+        verified(model, mesh, plan, example_inputs)
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(plan, ShardingPlan):
         if plan.world_size != tp.size():
@@ -113,6 +130,8 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
+    if verify:
+        compare_batches(model, tp)
     return model
 
 
