@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpkernels.sharding.filling import computed_buffers
 
-__all__ = ["cast_floats", "copy_of", "dtype_of", "fill", "is_meta", "randomise_", "without_dropout"]
+__all__ = ["cast_floats", "copy_of", "dtype_of", "fill", "is_meta", "nudge_", "randomise_", "without_dropout"]
 
 CHANCES = ("drop", "jitter")
 """Parts of the names of attributes that say how much is left to chance."""
@@ -83,6 +83,16 @@ def randomise_(model: nn.Module) -> None:
             else:
                 values = values * 0.1 + (0.0 if "bias" in name else 1.0)
             parameter.copy_(values)
+
+
+def nudge_(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Move every weight by about a rounding of ``dtype``: what jumps beside a rounding then does so."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                step = 1 + torch.finfo(dtype).eps * (torch.rand(parameter.shape, generator=generator) - 0.5)
+                parameter.copy_(parameter.double() * step.double().to(parameter.device))
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -17,17 +17,31 @@ from tpkernels.sharding.verdict import Row
 __all__ = ["Expected", "compare", "expect", "worst_first"]
 
 
+Bounds = Mapping[str, Bound]
+
+
 @dataclass(frozen=True)
 class Expected:
     """Bounds by name; a parameter that gets no gradient has none."""
 
-    outputs: Mapping[str, Bound]
+    outputs: Bounds
     loss: Bound | None
-    gradients: Mapping[str, Bound]
-    inputs: Mapping[str, Bound]
-    buffers: Mapping[str, Bound]
+    gradients: Bounds
+    inputs: Bounds
+    buffers: Bounds
     trained: tuple[str, ...]
     """All parameters that could have a gradient."""
+
+    def widened(self, other: Expected) -> Expected:
+        """What either allows; both are of the same exact pass."""
+
+        def both(mine: Bounds, others: Bounds) -> Bounds:
+            return {name: bound.widened(others[name]) if name in others else bound for name, bound in mine.items()}
+
+        loss = self.loss if self.loss is None or other.loss is None else self.loss.widened(other.loss)
+        outputs, gradients = both(self.outputs, other.outputs), both(self.gradients, other.gradients)
+        inputs, buffers = both(self.inputs, other.inputs), both(self.buffers, other.buffers)
+        return Expected(outputs, loss, gradients, inputs, buffers, self.trained)
 
 
 def expect(exact: tuple[nn.Module, Pass], plain: tuple[nn.Module, Pass], dtype: torch.dtype | None) -> Expected:

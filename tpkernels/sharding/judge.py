@@ -17,7 +17,7 @@ A few elements are too few to tell the size of an error from: where a tensor, a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,6 +78,13 @@ class Bound:
             return float("inf") if bool(((actual != exact) & known).any()) else 0.0
         same = (actual == exact) | (actual.isnan() & exact.isnan())  # infinities, too
         return worst_ratio(torch.where(same, 0.0, actual.double()), torch.where(same, 0.0, exact.double()), size)
+
+    def widened(self, other: Bound) -> Bound:
+        """What either of two passes of the unsharded model allows."""
+        if self.size is None or other.size is None:
+            known = self.known if self.known is None or other.known is None else self.known & other.known
+            return replace(self, known=known)
+        return replace(self, size=torch.maximum(self.size, other.size))
 
     def _at(self, tensor: Tensor | None, place: tuple[slice, ...] | Tensor | None) -> Tensor | None:
         if tensor is None or place is None:

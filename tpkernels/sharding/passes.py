@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,11 +151,11 @@ def _loss_of(result: Any, learning: Mapping[str, Tensor], loss: Loss | None) -> 
     """The caller's, the model's own, or a sum with fixed random weights, to which every element of every output
     contributes."""
     if loss is not None:
-        value = loss(result)
-        if not isinstance(value, Tensor) or value.numel() != 1:
+        value: Any = loss(result)
+        if not torch.is_tensor(value) or value.numel() != 1:
             raise ValueError(f"loss must return a tensor of one element, got {value!r}")
-        return value
-    own = getattr(result, "loss", None)
+        return cast(Tensor, value)
+    own: Any = getattr(result, "loss", None)
     if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
         return own
     total: Tensor | None = None
