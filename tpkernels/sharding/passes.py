@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,7 @@ def _loss_of(result: Any, learning: Mapping[str, Tensor], loss: Loss | None) -> 
         value: Any = loss(result)
         if not torch.is_tensor(value) or value.numel() != 1:
             raise ValueError(f"loss must return a tensor of one element, got {value!r}")
-        return cast(Tensor, value)
+        return value
     own: Any = getattr(result, "loss", None)
     if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
         return own
