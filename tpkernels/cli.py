@@ -273,6 +273,6 @@ COMMANDS = (
     Command("profile", "train a small GPT without TP, with TP and with overlap: values, times, memory", _load_profile),
     Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
     Command("plan", "how a model would be cut over the ranks, module by module, without its weights", _load_plan),
-    Command("verify", "whether a model, parallelized here, computes what it did: outputs, every gradient", _load_verify),
+    Command("verify", "whether a parallelized model computes what it did: outputs and every gradient", _load_verify),
     Command("doctor", "what this machine offers, what is missing, and what to install", _load_doctor),
 )

@@ -221,6 +221,7 @@ def test_parallelize_verifies_first_and_compares_batches_from_then_on(ranks: Poo
     for found in ranks(2).run(verified_first, timeout=LIMIT_S):
         assert found["untouched"] and found["close"] and found["again"]
         assert "is torch.float32 (4, 3) instead of torch.float32 (4, 6)" in found["why"]
+        assert "first difference: the model itself (Scaled, not in the plan): its output" in found["why"]
         other, scale, shape = found["messages"]
         assert "different batches: argument 0 differs (rank 0: torch.float32 (4, 6) with digest" in other
         assert "scale differs (rank 0: 1.0; rank 1: 2.0)" in scale

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpkernels.sharding.judge import FACTOR, bounds_of
-from tpkernels.sharding.passes import Event
+from tpkernels.sharding.passes import Event, is_state
 from tpkernels.sharding.places import part_at
 from tpkernels.sharding.styles import Style, style_to_dict
 from tpkernels.sharding.verdict import Difference
@@ -84,6 +84,8 @@ class Search:
             )  # fmt: skip
             if found is not None:
                 ratios.append(bound.ratio(*found))
+            elif what == "values" and not event.module and event.leaves and not is_state(path):
+                ratios.append(float("inf"))  # the model must give whole tensors
         return max(ratios) if ratios else None
 
     def _forward_difference(self, event: Event, ratio: float, agreed: str, passed_over: int) -> dict[str, Any]:

@@ -69,6 +69,9 @@ def _as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 vars(module)[name] = value.to(dtype)
+        config: Any = getattr(module, "config", None)
+        if dtype == torch.float64 and isinstance(getattr(config, "_experts_implementation", None), str):
+            config._experts_implementation = "eager"  # torch's grouped GEMM knows no fp64
     return model
 
 
