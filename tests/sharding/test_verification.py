@@ -17,7 +17,6 @@ import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.sharding import zoo
 from tpkernels.sharding import Replicate, verification
-from tpkernels.sharding.judge import FACTOR
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -83,7 +82,6 @@ def _raises(model: nn.Module) -> None:
 
 def _loses_a_gradient(model: nn.Module) -> None:
     layer: Any = model.get_submodule("transformer.h.1.ln_2")
-    layer.weight.requires_grad  # noqa: B018 - it has one
     layer._parameters["weight"].requires_grad_(False)
 
 
@@ -267,12 +265,7 @@ def test_losses_buffers_meta_models_and_dtypes(ranks: Pools) -> None:
     for found in ranks(2).run(options, timeout=LIMIT_S):
         assert found["ok"] == [True] * 4
         assert found["kinds"] == ["buffer", "gradient", "gradient of input", "loss", "output"]
-        assert {"norm.running_var", "best", "y", "[0]" if "x" not in found["rows"] else "x"} <= found["rows"]
+        assert {"norm.running_var", "best", "y", "x"} <= found["rows"]
         assert "meta device: verified with small random weights" in found["said"]
         assert found["left"] and found["dtype"] == "float64" and '"ok": true' in found["json"]
         assert found["frozen"] == ("nothing that the model returns has a gradient: outputs alone were compared",)
-
-
-def test_a_ratio_that_is_no_number_is_wrong() -> None:
-    row = tpk.sharding.verdict.Row("output", "y", float("nan"))
-    assert not row.ok and FACTOR == 8.0

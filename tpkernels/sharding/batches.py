@@ -4,6 +4,9 @@ Each rank sends 16 bytes, the digest of all tensors and numbers that the model i
 ``all_gather``; where they differ, the ranks exchange the digest of each argument and all raise.  The digest reads every
 element once and is read on the host: on a GPU that is a synchronisation at each call.  Tensors that are DTensors, and
 objects that are no tensors (caches), are not compared.  ``torch.compile`` breaks the graph before the model.
+
+The least of 60 calls, 2 ranks on a 2-core CPU machine that other jobs kept busy (2026-11-22): 0.42 ms for one id,
+0.45 ms for 4 x 512, 0.55 ms for 8 x 4096, 75 ms for 2 million fp32 numbers; the medians were 5 to 6 ms, and 101 ms.
 """
 
 from __future__ import annotations
