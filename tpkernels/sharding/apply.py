@@ -34,6 +34,7 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.torch_encoder import call_cut_layers
+from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, is_attention, layer_of, take_place, unswappable
 from tpkernels.sharding.plan import ShardingPlan
@@ -57,6 +58,8 @@ def parallelize(
     plan: str | ShardingPlan | Mapping[str, object] = "auto",
     *,
     init_weights: str = "rank 0",
+    verify: bool = False,
+    example_inputs: object = None,
 ) -> M:
     """Make ``model`` tensor-parallel in place, and return it.
 
@@ -71,6 +74,10 @@ def parallelize(
         init_weights: what happens where ranks hold other parameters or buffers than the first rank of ``mesh``.  With
             "rank 0" they get the first rank's, with a warning, and torch's default generators of the "tp" ranks go on
             in step, so that replicas drop out the same elements.  With "same" every rank raises.
+        verify: before anything is touched, run copies of the model with the plan and without, as
+            :func:`tpkernels.verify` does; afterwards compare the ranks' batches at each call of the model, in training
+            and otherwise, which costs one small exchange (:mod:`tpkernels.sharding.batches`).
+        example_inputs: for ``plan="auto"`` and ``verify``, as for :func:`make_plan`.
 
     Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and
@@ -86,13 +93,20 @@ def parallelize(
             different styles, a cut that DTensor cannot express, tied weights, a plan for another model or number of
             ranks, a model that is parallel already, or ranks whose models differ in names, shapes or dtypes, with
             ``init_weights="same"`` in values or random generators.  Nothing was changed.
+        VerificationError: ``verify`` found a difference; the message names the first module.  Nothing was changed, but
+            for weights that are now the first rank's.
     """
+    from tpkernels.sharding.verification import verified  # which parallelizes copies
+
     tp = tp_mesh(mesh)
     weights = compare_models(model, mesh, init_weights, check=check_plain)
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f'plan must be "auto", a ShardingPlan or a mapping of names to styles, got {plan!r}')
-        plan = make_plan(model, tp)
+        plan = make_plan(model, tp, example_inputs=example_inputs)
+    if verify:
+        weights.take_first()  # what is verified is what will run
+        verified(model, mesh, plan, example_inputs)
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(plan, ShardingPlan):
         if plan.world_size != tp.size():
@@ -106,7 +120,8 @@ def parallelize(
     swaps = {name: style for name, style in styles.items() if not isinstance(style, kept)}
     layers = {name: _check_swap(name, modules[name], style, tp) for name, style in swaps.items()}
     _check_sharing(model, modules, swaps, layers, idle)
-    weights.take_first()
+    if not verify:
+        weights.take_first()
     weights.report(stacklevel=4)  # past the decorators
     replacements, converted = _replacements(modules, swaps, tp)
     attentions = {name: style for name, style in styles.items() if isinstance(style, Heads) and not style.inner}
@@ -134,6 +149,8 @@ def parallelize(
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
+    if verify:
+        compare_batches(model, tp)
     return model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tpkernels.sharding.trace import Recording, Shadow
 
-__all__ = ["Observation", "observe"]
+__all__ = ["Observation", "as_call", "candidates", "observe"]
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 7, 5
 """Sizes that a model is unlikely to have: equal numbers could hide which dimension is which."""
@@ -36,7 +36,7 @@ class Observation:
         self.note = ""
         """Which mode could not be recorded, and why."""
         self.problem = ""
-        given = None if example_inputs is None else _as_call(example_inputs)
+        given = None if example_inputs is None else as_call(example_inputs)
         try:
             self.shadow = Shadow(model)
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
@@ -150,7 +150,7 @@ def _first_inputs(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield "float", (BATCH, LENGTH, *module.normalized_shape)
 
 
-def _as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tensor, a sequence of positional arguments, or a mapping of keyword arguments."""
     if isinstance(example, Tensor):
         return (example,), {}
