@@ -111,7 +111,8 @@ def fails_once(repair: bool) -> tuple[Tensor, Tensor]:
     plan = tpk.make_plan(model, tp_mesh(), example_inputs=torch.zeros(5, 8))
     tpk.parallelize(model, tp_mesh(), plan).train()
     if not repair:
-        model._forward_hooks.clear()
+        repairs = [key for key, hook in model._forward_hooks.items() if "leave_on_errors" in hook.__qualname__]
+        del model._forward_hooks[repairs[0]]
     torch.manual_seed(11)
     handle = model.within.register_forward_hook(lambda *_: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):

@@ -56,7 +56,8 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
             ``**`` any number of parts, ``[0-2]`` one of the characters.  Styles are "column", "row", "replicate",
             "column_gather", "row_split", "vocabulary", "features"; names of transformers' ``tp_plan`` ("colwise", ...);
             styles of ``torch.distributed.tensor.parallel``; or :class:`Column`, :class:`Row`, :class:`Replicate`, ...
-            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole.
+            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole, and what
+            leaves the model as a part is the caller's (see :func:`tpkernels.sharding.whole_outputs`).
 
     Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and

@@ -1,8 +1,8 @@
 """Objects that keep parts between the calls of a model: key-value caches.
 
 The next call needs this rank's parts, and a user who reads ``cache.layers[0].keys`` must not take them for all heads.
-So the object gets a class of its own: while a model runs, and in the object's own methods (``reorder_cache``, ``crop``),
-its attributes are the parts; to anybody else they are DTensors of the whole shape, whose ``full_tensor()`` gathers, or,
+So the object gets a class of its own: while a model runs, and in the object's methods (``reorder_cache``, ...), its
+attributes are the parts; to anybody else they are DTensors of the whole shape, whose ``full_tensor()`` gathers, or,
 where a DTensor cannot say how they are cut, an error with their name.  What is assigned from outside may be such a
 DTensor, a whole tensor, or this rank's part.
 
@@ -115,7 +115,8 @@ def guard(holder: Any, kept: Kept) -> None:
     if before is not None:
         kept = Kept(kept.mesh, {**before.cuts, **kept.cuts})
     holder.__dict__[_ATTRIBUTE] = kept
-    holder.__class__ = _guarded(getattr(type(holder), "_unguarded", type(holder)), tuple(sorted(kept.cuts)))
+    cls: Any = type(holder)
+    holder.__class__ = _guarded(getattr(cls, "_unguarded", cls), tuple(sorted(kept.cuts)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -21,10 +21,8 @@ Under ``torch.compile`` and ``torch.export`` nothing is followed: ``output_atten
 from __future__ import annotations
 
 import functools
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -33,21 +31,16 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from tpkernels.comm.groups import GroupLike, resolve
-from tpkernels.nn.column import ColumnParallelLinear
-from tpkernels.nn.copied_heads import CopiedHeadsLinear
-from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
-from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.parameters import tp_mesh
-from tpkernels.nn.row import RowParallelLinear
 from tpkernels.ops import all_gather
 from tpkernels.ops.calling import exchange
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 from tpkernels.sharding import found, kept
+from tpkernels.sharding.following import Followed, foreign_hooks
 from tpkernels.sharding.layout import Split
 from tpkernels.sharding.parts import UNKNOWN, Mark, Parts
 
@@ -56,15 +49,7 @@ __all__ = ["whole_outputs"]
 _MOST_KINDS = 256
 _FLAGS = ("output_attentions",)
 """Of transformers: what asks for parts."""
-_HOOKS = {
-    "_forward_pre_hooks": ("input",),
-    "_forward_hooks": ("output", "input"),
-    "_backward_pre_hooks": ("output",),
-    "_backward_hooks": ("output", "input"),
-}
-"""And what of a module's they see, or the gradients of what."""
-_OURS = ("tpkernels.", "torch.", "transformers.utils.output_capturing")
-"""Whose hooks may see parts; what transformers captures leaves through the model's output."""
+
 
 
 def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
@@ -78,7 +63,7 @@ def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
         return
     guard = _Guard(tp)
     model.register_forward_pre_hook(guard.before, with_kwargs=True)
-    model.register_forward_hook(guard.after, with_kwargs=True, always_call=True)
+    guard.end = model.register_forward_hook(guard.after, with_kwargs=True, always_call=True).id
 
 
 @dataclass(frozen=True)
@@ -119,73 +104,9 @@ class _Kind:
     """Sets of other people's hooks that have been checked."""
 
 
-@dataclass
-class _Followed(AbstractContextManager["_Followed"]):
-    """A call that is being followed."""
-
-    model: nn.Module
-    parts: Parts = field(default_factory=Parts)
-    problems: list[str] = field(default_factory=list)
-    stack: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> _Followed:
-        self.thread = threading.get_ident()
-        self.names = {id(module): name for name, module in self.model.named_modules()}
-        handle = register_module_forward_hook(self._called, with_kwargs=True)
-        self.stack.callback(handle.remove)
-        self.stack.enter_context(self.parts)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
-
-    def _called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if threading.get_ident() != self.thread or id(module) not in self.names:
-            return
-        sizes = _sizes_given(module)
-        if sizes and self.parts.of(output) is None:
-            self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes)]))
-        if module is not self.model:
-            self._check_hooks(module, args, kwargs, output)
-
-    def _check_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        hooks = list(_foreign_hooks(module))
-        if not hooks:
-            return
-        takes = isinstance(module, RowParallelLinear) and not module.split_input
-        cut = {
-            "input": takes or any(map(self._is_part, found.leaves((args, kwargs)))),
-            "output": any(map(self._is_part, found.leaves(output))),
-        }
-        for kind, hook in hooks:
-            for what in (what for what in _HOOKS[kind] if cut[what]):
-                self.problems.append(
-                    f"the hook {getattr(hook, '__qualname__', hook)!s} on module {self.names[id(module)]!r} would see "
-                    f"this rank's part of the module's {what}: hook a module whose {what} is whole (the one around "
-                    "it), or set takes_parts = True on the hook"
-                )
-
-    def _is_part(self, leaf: found.Leaf) -> bool:
-        return self.parts.of(leaf.tensor) is not None
-
-    def check_attributes(self) -> None:
-        """Modules must not keep parts, which somebody could read."""
-        for module in self.model.modules():
-            if type(module).__module__.startswith("tpkernels.") or getattr(module, "takes_parts", False):
-                continue
-            held = {key: value for key, value in vars(module).items() if not key.startswith("_")} | module._buffers
-            for leaf in found.leaves({key: v for key, v in held.items() if isinstance(v, Tensor | list | tuple | dict)}):
-                if leaf.holder is None and self._is_part(leaf):
-                    path = ".".join(filter(None, (self.names[id(module)], found.name_of(leaf.path))))
-                    self.problems.append(
-                        f"{path} is this rank's part of something: set takes_parts = True on the module if nobody "
-                        "reads it but the module itself"
-                    )
-
-
 class _Calls(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Any, _Kind | None, _Followed | None]] = []
+        self.stack: list[tuple[Any, _Kind | None, Followed | None]] = []
 
 
 class _Guard:
@@ -198,9 +119,13 @@ class _Guard:
         self._configs: list[dict[str, Any]] | None = None
         self._handles = -1
         self._hooks: frozenset[int] = frozenset()
+        self.end = -1
+        """The number of the hook after a call, without which there must be none before it."""
 
     def __deepcopy__(self, memo: Any) -> _Guard:
-        return _Guard(self._mesh)
+        twin = _Guard(self._mesh)
+        twin.end = self.end
+        return twin
 
     # ------------------------------------------------------------------ hooks
 
@@ -208,11 +133,13 @@ class _Guard:
         if torch.compiler.is_compiling():
             _refuse_flags(model, kwargs)
             return
+        if self.end not in model._forward_hooks:
+            raise RuntimeError("the hook that makes outputs whole has been removed from the model's forward hooks")
         key, hooks = self._key(model, args, kwargs), self._foreign(model)
         kind, followed = self._kinds.get(key), None
         kept.enter()
         if (kind is None or hooks not in kind.hooks) and detect_fake_mode() is None:
-            followed = _Followed(model)
+            followed = Followed(model)
             followed.__enter__()
             _mark_kept(followed.parts, (args, kwargs))
         self._calls.stack.append((key, kind, followed))
@@ -269,10 +196,10 @@ class _Guard:
         if RemovableHandle.next_id != self._handles:
             self._handles = RemovableHandle.next_id
             modules = (module for module in model.modules() if module is not model)
-            self._hooks = frozenset(id(hook) for module in modules for _, hook in _foreign_hooks(module))
+            self._hooks = frozenset(id(hook) for module in modules for _, hook in foreign_hooks(module))
         return self._hooks
 
-    def _learn(self, key: Any, kind: _Kind | None, followed: _Followed, values: tuple[Any, Any, Any]) -> _Kind:
+    def _learn(self, key: Any, kind: _Kind | None, followed: Followed, values: tuple[Any, Any, Any]) -> _Kind:
         """The kind of a call that was followed; a kind that all ranks know costs no word between them."""
         followed.check_attributes()
         problems = followed.problems
@@ -289,35 +216,35 @@ class _Guard:
     def _agree(self, parts: Parts, problems: list[str], values: tuple[Any, Any, Any]) -> _Kind:
         """What is to be done, from what all ranks have seen."""
         seen = list(_parts_in(parts, values))
-        mine = {
-            "problems": problems,
-            "parts": [[found.name_of(leaf.path), _said(leaf.tensor, mark)] for leaf, mark in seen],
-        }
-        said = exchange(resolve(self._mesh), "outputs of a model", json.loads(json.dumps(mine)))
+        paths = [found.name_of(leaf.path) for leaf, _ in seen]
+        mine = {"problems": problems, "paths": paths, "cuts": [_said(mark) for _, mark in seen]}
+        said = exchange(resolve(self._mesh), "outputs of a model", mine)
         wrong = {text: None for one in said for text in one["problems"]}
-        if any([path for path, _ in one["parts"]] != [path for path, _ in mine["parts"]] for one in said):
+        if any(one["paths"] != paths for one in said):
             wrong["the ranks return different things"] = None
         kind = _Kind(outline=found.outline(values[2]))
         keeps: dict[found.Path, dict[str, tuple[int, int] | None]] = {}
         for index, (leaf, _) in enumerate(seen if not wrong else ()):
-            self._treat(kind, keeps, wrong, leaf, [one["parts"][index][1] for one in said])
+            self._treat(kind, keeps, wrong, leaf, [one["cuts"][index] for one in said])
         if wrong:
             raise ValueError(_listing(list(wrong)))
         kind.keepers = [(path, kept.Kept(self._mesh, cuts)) for path, cuts in keeps.items()]
         return kind
 
     def _treat(self, kind: _Kind, keeps: Any, wrong: dict[str, None], leaf: found.Leaf, said: list[Any]) -> None:
-        cut = _joined(leaf.path, said, keeps_heads=leaf.holder is not None)
+        cut = _joined(leaf, said)
         if leaf.holder is not None:
             attribute = leaf.path[len(leaf.holder)][1:]
             is_plain = len(leaf.path) == len(leaf.holder) + 1
             keeps.setdefault(leaf.holder, {})[attribute] = _as_shard(cut) if cut is not None and is_plain else None
         elif isinstance(leaf.tensor, DTensor):
-            kind.changes[leaf.path[1:]] = DTensor.full_tensor
+            kind.changes[leaf.path[1:]] = _full
         elif leaf.path[0] != _OUTPUT:
             wrong[f"{found.name_of(leaf.path)} is the caller's, and a part was written into it"] = None
         elif cut is None or leaf.tensor.dtype not in DTYPES:
             how = "no rule says how it is cut" if cut is None else f"{leaf.tensor.dtype} cannot be gathered"
+            if cut is None and all(said):
+                how = "with one head on a rank it could be cut in more than one way (a batch of two may tell)"
             wrong[
                 f"{found.name_of(leaf.path[1:])} is this rank's part of a larger tensor, and {how}: do not ask for it, "
                 'or make the plan with overrides={...: "replicate"} for the layers that it comes from'
@@ -327,6 +254,8 @@ class _Guard:
 
 
 _OUTPUT = 2
+_CACHED = (".keys", ".values")
+"""Of the layers of transformers' caches."""
 
 
 def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[found.Leaf, Mark]]:
@@ -342,22 +271,24 @@ def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[foun
             yield found.Leaf((place, *leaf.path), leaf.tensor, holder), mark
 
 
-def _said(tensor: Tensor, mark: Mark) -> list[list[Any]]:
+def _said(mark: Mark) -> list[list[Any]]:
     """A mark for the other ranks."""
     return [[split.dim, list(split.segments)] for split in sorted(mark, key=lambda split: (split.dim, split.segments))]
 
 
-def _joined(path: found.Path, said: list[list[Any]], *, keeps_heads: bool) -> _Cut | None:
+def _full(tensor: Tensor) -> Tensor:
+    return cast(DTensor, tensor).full_tensor()
+
+
+def _joined(leaf: found.Leaf, said: list[list[Any]]) -> _Cut | None:
     """The one layout that every rank's sizes allow, or None."""
     ways = [{(dim, len(segments)): tuple(segments) for dim, segments in one} for one in said]
     common = sorted(set(ways[0]).intersection(*ways[1:]))
-    if len(common) > 1:  # the first dimension is the batch
-        common = [way for way in common if way[0] > 0] or common
-    if len(common) > 1 and keeps_heads:  # [batch, heads, ...], as caches have them
+    if len(common) > 1 and leaf.path[-1] in _CACHED and leaf.tensor.dim() == 4:  # [batch, heads, length, features]
         common = [way for way in common if way == (1, 1)] or common
     if len(common) != 1:
         return None
-    return _Cut(path, common[0][0], tuple(way[common[0]] for way in ways))
+    return _Cut(leaf.path, common[0][0], tuple(way[common[0]] for way in ways))
 
 
 def _as_shard(cut: _Cut) -> tuple[int, int] | None:
@@ -403,30 +334,6 @@ def _fact(value: Any) -> Any:
 def _config_of(module: nn.Module) -> dict[str, Any] | None:
     config = getattr(module, "config", None)
     return config.__dict__ if hasattr(config, "__dict__") and not isinstance(config, nn.Module) else None
-
-
-def _foreign_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Hooks on a module that are neither ours nor torch's, and did not ask for parts."""
-    for kind in _HOOKS:
-        for hook in getattr(module, kind).values():
-            inner = hook
-            while isinstance(inner, functools.partial):
-                inner = inner.func
-            home = getattr(inner, "__module__", None) or type(inner).__module__
-            if not str(home).startswith(_OURS) and not getattr(inner, "takes_parts", False):
-                yield kind, inner
-
-
-def _sizes_given(module: nn.Module) -> tuple[int, ...]:
-    """This rank's features of each segment of what a layer gives, if that is a part."""
-    if isinstance(module, FeatureParallelEmbedding):
-        rank, sizes = module.mesh.get_local_rank(), chunk_sizes(module.embedding_dim, module.mesh.size())
-        return () if module.gather_output else (sizes[rank],)
-    if isinstance(module, ColumnParallelLinear) and module.gather_output:
-        return ()
-    if isinstance(module, ColumnParallelLinear | PackedColumnParallelLinear | CopiedHeadsLinear):
-        return tuple(weight.shape[0] for weight, _ in module.parts())
-    return ()
 
 
 def _refuse_flags(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

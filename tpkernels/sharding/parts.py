@@ -333,7 +333,8 @@ def _cat(call: Call) -> set[Split]:
     pairs = zip(call.whole[0], call.splits[0], strict=True)
     kept = [(shape, split) for shape, split in pairs if split is not None or shape != (0,)]
     shapes, splits = [shape for shape, _ in kept], [split for _, split in kept]
-    moved = Call([shapes, *call.whole[1:]], [shapes, *call.local[1:]], call.kwargs, [splits], call.outputs, 1, 0, call.mix)
+    arguments = [shapes, *call.whole[1:]]
+    moved = Call(arguments, arguments, call.kwargs, [splits], call.outputs, 1, 0, call.mix)
     answer = RULES[aten.cat](moved)
     return {answer} if isinstance(answer, Split) else set()
 
