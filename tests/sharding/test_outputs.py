@@ -200,7 +200,7 @@ def everything_is_whole(name: str, options: dict[str, Any]) -> list[str]:
     for where in ("first", "second"):
         for result, net in zip(compare(where, **asked), (plain, model), strict=True):
             shown = [key for key in result if "attentions" in key or "hidden_states" in key]
-            assert sum("attentions" in key for key in shown) in (1, 3)
+            assert sum("attentions" in key for key in shown) in (1, 2, 3)
             loss = sum((t * t).sum() for key in shown for t in tensors(result[key]))
             net.zero_grad(set_to_none=True)
             (loss + (zoo.output(result) ** 2).sum()).backward()  # type: ignore[operator]
@@ -210,7 +210,8 @@ def everything_is_whole(name: str, options: dict[str, Any]) -> list[str]:
         for net in (plain, model):
             net.config.output_attentions = True
         results = compare("configured")
-    assert any("attentions" in key for key in results[1]), "the flag in the config was not seen"
+    flagged = not name.startswith("t5")  # whose stacks have configs of their own
+    assert any("attentions" in key for key in results[1]) is flagged, "the flag in the config was not seen"
     return wrong
 
 

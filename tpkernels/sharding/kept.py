@@ -110,7 +110,7 @@ def kept_by(holder: Any) -> Kept | None:
 def guard(holder: Any, kept: Kept) -> None:
     """Hide the parts that ``holder`` keeps from everybody but models and its own methods."""
     before = kept_by(holder)
-    if before is not None and before.cuts.keys() >= kept.cuts.keys():
+    if before is not None and (before.cuts == kept.cuts or before.cuts.keys() >= kept.cuts.keys()):
         return
     if before is not None:
         kept = Kept(kept.mesh, {**before.cuts, **kept.cuts})

@@ -97,8 +97,8 @@ class _Kind:
     """What happens to the results of one kind of calls."""
 
     changes: dict[found.Path, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    keepers: list[tuple[found.Path, kept.Kept]] = field(default_factory=list)
-    """Objects in ``(args, kwargs, output)``."""
+    keepers: list[tuple[found.Path, list[tuple[Any, kept.Kept]]]] = field(default_factory=list)
+    """Objects in ``(args, kwargs, output)``, by what they are in: a cache has one for each layer of the model."""
     outline: Any = None
     hooks: set[frozenset[int]] = field(default_factory=set)
     """Sets of other people's hooks that have been checked."""
@@ -165,8 +165,10 @@ class _Guard:
                 "this call returned other things than earlier ones with the same arguments and the same configuration, "
                 "so that it is not known which of them are parts: call again, and it will be found out"
             )
-        for path, how in kind.keepers:
-            kept.guard(found.look((args, kwargs, output), path), how)
+        for path, holders in kind.keepers:
+            around = found.look((args, kwargs, output), path)
+            for key, how in holders:
+                kept.guard(found.look(around, (key,)), how)
         if not kind.changes:
             return None
         done: dict[int, Tensor] = {}
@@ -228,7 +230,10 @@ class _Guard:
             self._treat(kind, keeps, wrong, leaf, [one["cuts"][index] for one in said])
         if wrong:
             raise ValueError(_listing(list(wrong)))
-        kind.keepers = [(path, kept.Kept(self._mesh, cuts)) for path, cuts in keeps.items()]
+        around: dict[found.Path, list[tuple[Any, kept.Kept]]] = {}
+        for path, cuts in keeps.items():
+            around.setdefault(path[:-1], []).append((path[-1], kept.Kept(self._mesh, cuts)))
+        kind.keepers = list(around.items())
         return kind
 
     def _treat(self, kind: _Kind, keeps: Any, wrong: dict[str, None], leaf: found.Leaf, said: list[Any]) -> None:
