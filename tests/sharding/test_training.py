@@ -35,6 +35,8 @@ def loss_of(model: nn.Module, given: dict[str, Any]) -> Tensor:
 class Dropping(nn.Module):
     """Dropout before, within and after a column and its row; gives what each left."""
 
+    takes_parts = True  # hidden
+
     def __init__(self, within: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 1001), nn.Linear(1001, 8)
