@@ -6,6 +6,7 @@ from tpkernels.sharding.clipping import clip_grad_norm_
 from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.sharding.export import save_pretrained
 from tpkernels.sharding.infer import make_plan
+from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.snapshots import load_snapshot, save_snapshot
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
@@ -33,4 +34,5 @@ __all__ = [
     "save_pretrained",
     "save_snapshot",
     "verify",
+    "whole_outputs",
 ]

@@ -37,6 +37,7 @@ from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, is_attention, layer_of, take_place, unswappable
+from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.replicas import compare_models
@@ -70,7 +71,8 @@ def parallelize(
             ``**`` any number of parts, ``[0-2]`` one of the characters.  Styles are "column", "row", "replicate",
             "column_gather", "row_split", "vocabulary", "features"; names of transformers' ``tp_plan`` ("colwise", ...);
             styles of ``torch.distributed.tensor.parallel``; or :class:`Column`, :class:`Row`, :class:`Replicate`, ...
-            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole.
+            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole, and what
+            leaves the model as a part is the caller's (see :func:`tpkernels.sharding.whole_outputs`).
         init_weights: what happens where ranks hold other parameters or buffers than the first rank of ``mesh``.  With
             "rank 0" they get the first rank's, with a warning, and torch's default generators of the "tp" ranks go on
             in step, so that replicas drop out the same elements.  With "same" every rank raises.
@@ -149,6 +151,8 @@ def parallelize(
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
+        if any(isinstance(style, Column | CopiedHeads | Features | Heads) for style in styles.values()):
+            whole_outputs(model, tp)
     if verify:
         compare_batches(model, tp)
     return model
