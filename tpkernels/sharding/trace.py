@@ -1,32 +1,33 @@
 """One run of a model on fake tensors: which ops run, on which shapes, and what flows from layer to layer.
 
-Owns: the :class:`Shadow` of a model (a copy whose parameters and buffers are fake: no memory, no arithmetic, and
-nothing that its forward does reaches the model), and the :class:`Recording` of one run.
+Owns: what all runs of a :class:`~tpkernels.sharding.shadow.Shadow` share (:class:`Session`), and the
+:class:`Recording` of one.
 
-Assumes: the model's Python code does not depend on the values of tensors; a run that needs one fails, and says so.
+Assumes: outside of opaque modules the model's Python code does not depend on the values of tensors; a run that needs
+one fails, and says so (:mod:`tpkernels.sharding.opaque`).
 """
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.higher_order import as_op
+from tpkernels.sharding.shadow import Shadow, tensors_in
 
 __all__ = [
     "Event",
     "Node",
+    "NotOpaque",
+    "Opaque",
     "Recording",
     "Scope",
     "Session",
@@ -34,6 +35,7 @@ __all__ = [
     "Shape",
     "Source",
     "TRANSPARENT",
+    "as_given",
     "as_shapes",
     "canonical",
     "constant_of",
@@ -56,6 +58,21 @@ Source = tuple[int, int, int] | int
 _BLANK = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
           aten.new_full, aten.new_empty}  # fmt: skip
 """Ops that take the shape of a tensor and none of its numbers."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """The packet of an opaque module's call."""
+
+    name: str
+
+
+class NotOpaque(Exception):
+    """The opaque module ``name`` does more than take and give tensors."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} needs the values of tensors, and {why}")
+        self.name = name
 
 
 class Shape(tuple[int, ...]):
@@ -85,6 +102,8 @@ class Node:
     layer: str | None = None
     random: bool = False
     is_input: bool = False
+    opaque: bool = False
+    """What an opaque module gives, which is whole."""
 
 
 @dataclass
@@ -112,143 +131,23 @@ def as_shapes(value: Any) -> Any:
     return value
 
 
-class Shadow:
-    """A copy of ``model`` with fake tensors whose layers report to the session that runs.
-
-    Raises:
-        Exception: whatever copying the model's own objects raises.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.names: dict[int, str] = {}
-        memo: dict[int, Any] = {}
-        with self.fake:
-            for parameter in model.parameters():
-                memo[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=False)
-            for buffer in model.buffers():
-                memo.setdefault(id(buffer), _like(buffer))
-        self.model = copy.deepcopy(model, memo)
-        self.modules = dict(self.model.named_modules())
-        self.session: Session | None = None
-        self.layers: dict[str, Layer] = {}
-        self.owners: dict[int, str] = {}
-        """Layers by the ids of their parameters."""
-        self.attentions = {
-            id(parameter): name
-            for name, module in self.modules.items()
-            if isinstance(module, nn.MultiheadAttention)
-            for parameter in module.parameters()
-        }
-        """torch's attention modules by the ids of theirs."""
-        self.originals = {id(parameter): name for name, parameter in model.named_parameters()}
-        """The model's own parameters, which only code reads that keeps them outside of their modules."""
-        self.holders = {id(module): name for name, module in model.named_modules()}
-        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for name, module in self.modules.items():
-            layer = layer_of(module)
-            if layer is not None and unswappable(module) is None:
-                self.layers[name] = layer
-                self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
-                module.forward = self._reporting(name)
-            else:
-                module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
-                module.register_forward_hook(self._leaving(name))
-
-    @contextmanager
-    def running(self, session: Session) -> Iterator[None]:
-        """Fake mode, the session on top of it, no gradients, and its attributes in place of the model's."""
-        before = {key: getattr(self.modules[key[0]], key[1]) for key in session.attributes}
-        self.session = session
-        # A guess that does not fit makes an op fail, which torch would print with a traceback.
-        log = logging.getLogger("torch._subclasses.fake_tensor")
-        was_disabled, log.disabled = log.disabled, True
-        try:
-            for (name, attribute), value in session.attributes.items():
-                setattr(self.modules[name], attribute, value)
-            with _reporting_custom_functions(session), torch.no_grad(), self.fake, session:
-                hook = register_module_forward_pre_hook(self._note_original)
-                try:
-                    yield
-                finally:
-                    hook.remove()
-        finally:
-            self.session = None
-            log.disabled = was_disabled
-            for (name, attribute), value in before.items():
-                setattr(self.modules[name], attribute, value)
-
-    def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Fake tensors shaped like those given, which are not read; those on the meta device are made to fit."""
-        parameters = list(self.model.parameters())
-
-        def fake(tensor: Tensor) -> Tensor:
-            if not tensor.is_meta or not parameters:
-                return _like(tensor)
-            dtype = parameters[0].dtype if tensor.is_floating_point() else tensor.dtype
-            return torch.empty(tensor.shape, dtype=dtype, device=parameters[0].device)
-
-        with self.fake:
-            made: tuple[Any, Any] = tree_map_only(Tensor, fake, (args, kwargs))
-            return made
-
-    def _note_original(self, module: nn.Module, args: Any) -> None:
-        """A module of the model itself runs, which is swapped in place: that it reads its parameters is no capture."""
-        if self.session is not None and id(module) in self.holders:
-            self.session.original_called(self.holders[id(module)])
-
-    def _reporting(self, name: str) -> Any:
-        def forward(input: Tensor) -> Tensor:
-            assert self.session is not None
-            return self.session.layer_called(name, input)
-
-        return forward
-
-    def _entering(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.session is not None:
-                self.session.entered(name, args, kwargs)
-
-        return hook
-
-    def _leaving(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.session is not None:
-                self.session.left(name, output)
-
-        return hook
-
-
-@contextmanager
-def _reporting_custom_functions(session: Session) -> Iterator[None]:
-    """Within: a ``torch.autograd.Function`` of the model's tells ``session``, and its results are activations."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        out = original.__func__(cls, *args, **kwargs)
-        if not cls.__module__.startswith("torch.utils.checkpoint"):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            session.custom_function_called(cls.__name__, tensors)
-            if any(session.has_origin(tensor) for tensor in tensors):
-                for output in tensors_in(out):
-                    session.set_origin(output, None)
-        return out
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same kind; of one on the meta device, as if it were on the CPU."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+def as_given(value: Any) -> Any:
+    """What an opaque module is called with, so that two calls can be compared: shapes and dtypes, numbers, kinds."""
+    if isinstance(value, Tensor):
+        return (*value.shape, value.dtype)
+    if isinstance(value, list | tuple):
+        return (type(value).__qualname__, *map(as_given, value))
+    if isinstance(value, Mapping):
+        return tuple((key, as_given(item)) for key, item in value.items())
+    if isinstance(value, bool | int | float | str | None | torch.dtype | torch.device):
+        return value
+    return type(value).__qualname__
 
 
 class Session(TorchDispatchMode):
-    """What recordings and replays share: layers are opaque, tensors have an origin."""
+    """What recordings and replays share: layers are single steps, and so are opaque modules; tensors have an origin."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, shadow: Shadow, attributes: Mapping[tuple[str, str], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -257,16 +156,101 @@ class Session(TorchDispatchMode):
         self.made: dict[int, Source] = {}
         self.kept: list[Any] = []
         """Every tensor seen, so that ids stay theirs."""
+        self.guess = shadow.guess
+        self.quiet: str | None = None
+        """The opaque module that is running."""
+        self.asked, self.asked_truth = 0, False
+        """How many values opaque modules asked for, and whether a condition was among them."""
+        self.failed_in: str | None = None
+        self.met_real_cache = False
+        self._born: dict[int, str] = {}
+        """Storages that opaque modules made, but for their results."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            func, args, kwargs = as_op(func, args, kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.kept.extend(tensors)
-        out = self.op(func, args, kwargs, tensors)
+        if self.quiet is not None:
+            out = self._quiet_op(func, args, kwargs, tensors)
+        else:
+            for tensor in tensors:
+                if self._born and (name := self._born.get(_storage(tensor))) is not None:
+                    raise NotOpaque(name, "hands tensors on by another way than its results")
+            out = self.op(func, args, kwargs, tensors)
         self.kept.append(out)
         return out
+
+    # ------------------------------------------------------------------ opaque modules
+
+    def opaque_called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module that needs values under the guess, and give fresh tensors for what it returns."""
+        if self.quiet is not None:
+            return forward(*args, **kwargs)
+        self.before_opaque(name, args, kwargs)
+        self.quiet = name
+        try:
+            out = forward(*args, **kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or name
+            raise
+        finally:
+            self.quiet = None
+        out = tree_map_only(Tensor, self._fresh, out)
+        outputs = tensors_in(out)
+        if any(_storage(tensor) in self._born for tensor in outputs):
+            raise NotOpaque(name, "returns tensors inside of an object that cannot be rebuilt")
+        self.after_opaque(name, args, kwargs, outputs)
+        return out
+
+    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
+        pass
+
+    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        pass
+
+    def _fresh(self, tensor: Tensor) -> Tensor:
+        out = self.new_output(tensor, tuple(tensor.shape), tensor.dtype)
+        self.set_origin(out, None)
+        return out
+
+    def _quiet_op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        assert self.quiet is not None
+        self.read_quietly(func, args, tensors)
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs):
+                if _storage(tensor) not in self._born and not self._is_own(tensor):
+                    raise NotOpaque(self.quiet, f"writes to what it is given ({func})")
+        out = func(*args, **kwargs)
+        given = {_storage(tensor) for tensor in tensors} - set(self._born)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
+                self._born[_storage(leaf)] = self.quiet
+        return out
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether it is a buffer of the module that runs."""
+        assert self.quiet is not None
+        return any(_storage(buffer) == _storage(tensor) for buffer in self.shadow.modules[self.quiet].buffers())
+
+    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        """An op inside of an opaque module."""
+
+    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
+        """A layer inside of an opaque module."""
+        assert self.quiet is not None
+        layer = self.shadow.layers[name]
+        if layer.kind != "embedding" and x.shape[-1] != layer.in_features:
+            raise ValueError(f"{name} takes {layer.in_features} features, got {tuple(x.shape)}")
+        shape = (*x.shape, layer.out_features) if layer.kind == "embedding" else (*x.shape[:-1], layer.out_features)
+        out = self.new_output(x, shape, self.layer_dtype(name, x))
+        self._born[_storage(out)] = self.quiet
+        return out
+
+    # ------------------------------------------------------------------ steps and origins
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         raise NotImplementedError
@@ -356,6 +340,13 @@ class Recording(Session):
         self.layer_inputs: dict[str, list[int]] = {}
         self.layer_reads: dict[str, list[tuple[int, int]]] = {}
         """Of each call of a layer: which tensor it read, and the node that had last written it."""
+        self.callers: dict[str, str] = {}
+        """Of opaque modules: the module that called each, "" for the model."""
+        self.last_opaque = ""
+        self.called_quietly: set[str] = set()
+        self.rows_unknown: set[str] = set()
+        """Layers inside of opaque modules, whose rows depend on values."""
+        self._to_opaque: list[int] = []
         self._node_of: dict[int, int] = {}
         self._noise: set[int] = set()
         self._open: list[Scope] = []
@@ -371,7 +362,7 @@ class Recording(Session):
         with self.shadow.running(self):
             out = self.shadow.model(*args, **kwargs)
         self.kept.append(out)
-        self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of]
+        self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
         """Run one module on the arguments that another recording saw; the scope of that call here."""
@@ -425,6 +416,30 @@ class Recording(Session):
         self._add(event, [out])
         return out
 
+    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
+        self.callers[name], self.last_opaque = (self._open[-2].name if len(self._open) > 1 else ""), name
+
+    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._to_opaque += [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
+        self.nodes.append(Node([], opaque=True))
+        self._node_of |= {id(output): len(self.nodes) - 1 for output in outputs}
+        shapes, dtypes = [Shape(output.shape) for output in outputs], [output.dtype for output in outputs]
+        sources = tuple(map(self.source, tensors))
+        self._add(Event(Opaque(name), [as_given((args, kwargs))], {"dtypes": dtypes}, shapes, sources=sources), outputs)
+
+    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        self._note_readers(tensors)
+
+    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
+        self.called_quietly.add(name)
+        return super().layer_called_quietly(name, x)
+
+    @property
+    def innermost(self) -> str:
+        """The module that is being called; "" for the model."""
+        return self._open[-1].name if self._open else ""
+
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         self._open.append(Scope(name, args, kwargs, len(self.events)))
         self.kept.append((args, kwargs))
@@ -462,6 +477,16 @@ class Recording(Session):
             self._noise |= {_storage(output) for output in outputs if id(output) not in self._node_of}
 
 
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an op writes to."""
+    named = zip(func._schema.arguments, args, strict=False)
+    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
+            written.append(kwargs[argument.name])
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
 def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:
     """The numbers of a real tensor that becomes part of the run; None for every other op."""
     if func.overloadpacket is not aten.lift_fresh or isinstance(tensors[0], FakeTensor):
@@ -479,19 +504,6 @@ def is_random(func: Any, args: Any) -> bool:
     attention = "scaled_dot_product" in func._schema.name
     drops = not attention or (len(args) > 3 and isinstance(args[3], float) and args[3] > 0)
     return torch.Tag.nondeterministic_seeded in func.tags and drops
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a nested result, objects with attributes included."""
-    found = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            found += tensors_in(list(leaf.values()))
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            found += [item for item in vars(leaf).values() if isinstance(item, Tensor)]
-    return found
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,0 +1,200 @@
+"""No tensor of a trace stays behind: ``lru_cache`` helpers are emptied after each run, and a check follows each plan.
+
+Owns: which caches a run used, and the search for fake tensors that outlive the trace.  Helpers of a model keep tensors
+in ``functools.lru_cache`` (tables of positions, anchors): run on fake tensors they would hand those to the real model
+later.  A cache that a run used and that holds tensors is emptied, real tensors included: the model computes them again,
+and every run of a trace starts alike.
+
+Whatever else keeps a tensor (a dict of a module, a class attribute, a closure, an object that a copy of the model
+shares with it) is found by the life of the fake mode, which every fake tensor holds: once the trace is gone and the
+mode is alive, something has kept one.  An entry of a plain dict is taken out, and what was appended to a list; anything
+else is an error that names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import traceback
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = ["Caches", "FakeTensorLeft", "nothing_left"]
+
+DEPTH = 12
+"""How deep containers in a cache are searched for tensors; one entry of it is linked to the next."""
+_HOLDERS = (Tensor, list, tuple, dict)
+
+
+class FakeTensorLeft(RuntimeError):
+    """Running the model on fake tensors left one where the model would find it."""
+
+
+class Caches:
+    """Every ``functools.lru_cache`` of the process; :meth:`used` tells those that ran since the last call."""
+
+    def __init__(self) -> None:
+        found = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
+        self._counts = [(weakref.ref(cache), _calls(cache)) for cache in found]
+
+    def empty(self) -> bool:
+        """Empty the caches that were used since the last call and hold tensors; whether there was a real one."""
+        real, counts = False, []
+        for reference, before in self._counts:
+            cache = reference()
+            if cache is None:
+                continue
+            if (now := _calls(cache)) != before:
+                tensors = _tensors_in(cache)
+                real |= any(not isinstance(tensor, FakeTensor) for tensor in tensors)
+                if tensors:
+                    cache.cache_clear()
+                    now = _calls(cache)
+            counts.append((reference, now))
+        self._counts = counts
+        return real
+
+
+def _calls(cache: Any) -> tuple[int, int]:
+    info = cache.cache_info()
+    return info.hits, info.misses
+
+
+def _tensors_in(cache: Any) -> list[Tensor]:
+    """Tensors among the keys and values of an ``lru_cache``, in containers and in attributes of objects."""
+    found: list[Tensor] = []
+    seen = {id(cache.__wrapped__), id(getattr(cache, "__dict__", None))}
+    todo = [item for item in gc.get_referents(cache) if id(item) not in seen]
+    for _ in range(DEPTH):
+        after: list[Any] = []
+        for item in todo:
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, dict | list | tuple | set | frozenset) or type(item).__name__ == "_lru_list_elem":
+                after += gc.get_referents(item)
+            elif not isinstance(item, type | types.ModuleType | types.FunctionType | nn.Module):
+                after += [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, _HOLDERS)]
+        todo = after
+    return found
+
+
+@contextmanager
+def nothing_left() -> Iterator[list[weakref.ref[FakeTensorMode]]]:
+    """After the block, which adds the modes it traces with to the list it is given, no fake tensor of theirs is alive.
+
+    Raises:
+        FakeTensorLeft: one is, in a place where it cannot simply be taken out.
+    """
+    modes: list[weakref.ref[FakeTensorMode]] = []
+    try:
+        yield modes
+    except Exception as error:
+        _forget_locals(error)
+        _check(modes)
+        raise
+    _check(modes)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """What the frames of a traceback hold is no leftover: it goes, and the lines stay."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _check(modes: list[weakref.ref[FakeTensorMode]]) -> None:
+    if all(mode() is None for mode in modes):
+        return
+    gc.collect()  # copies of models refer to themselves
+    places: list[str] = []
+    for reference in modes:
+        mode = reference()
+        if mode is None:
+            continue
+        fakes = [item for item in gc.get_objects() if isinstance(item, FakeTensor) and item.fake_mode is mode]
+        for fake in fakes:
+            places += _take_out(fake, [fakes])
+    if places:
+        raise FakeTensorLeft(
+            f"running the model on fake tensors left one in {'; '.join(dict.fromkeys(places))}: the model would use it "
+            'in place of a real tensor.  Reset that place or build the model again, and plan with strategy="rules", '
+            "which runs nothing"
+        )
+
+
+def _take_out(item: Any, inside: list[Any]) -> list[str]:
+    """Take a fake tensor, or a sequence with one, out of plain dicts and ends of lists; where else it is kept.
+
+    ``inside``: the search's own list, and what ``item`` is part of already.
+    """
+    places = []
+    for holder in gc.get_referrers(item):
+        if any(holder is known for known in inside) or isinstance(holder, types.FrameType):
+            continue
+        if type(holder) is dict and _owner_of(holder) is None:
+            for key in [key for key, value in holder.items() if value is item]:
+                del holder[key]
+        elif type(holder) is tuple and len(inside) < DEPTH:
+            places += _take_out(holder, [*inside, item])
+        elif type(holder) is list:
+            places += _take_out_of_list(holder, [*inside, item])
+        else:
+            places.append(_describe(holder, item))
+    return places
+
+
+def _take_out_of_list(holder: list[Any], inside: list[Any]) -> list[str]:
+    """What was appended goes; a list that is the value of a dict goes with its entry."""
+    entries = [outer for outer in gc.get_referrers(holder) if type(outer) is dict and _owner_of(outer) is None]
+    if entries and len(inside) < DEPTH:
+        return _take_out(holder, inside)
+    item = inside[-1]
+    while holder and holder[-1] is item:
+        holder.pop()
+    return [_describe(holder, item)] if any(value is item for value in holder) else []
+
+
+def _owner_of(namespace: dict[Any, Any]) -> Any:
+    """The module, class or object whose dict this is, if it is one."""
+    for owner in gc.get_referrers(namespace):
+        if isinstance(owner, type):
+            if any(part is namespace for part in gc.get_referents(owner)):
+                return owner
+        elif getattr(owner, "__dict__", None) is namespace:
+            return owner
+    return None
+
+
+def _describe(holder: Any, fake: Any) -> str:
+    """Where in the program ``holder`` is, in words."""
+    if isinstance(holder, dict):
+        key = next((key for key, value in holder.items() if value is fake), "?")
+        return f"{_name_of(_owner_of(holder))}.{key}"
+    if isinstance(holder, types.CellType):
+        functions = [item for item in gc.get_objects() if isinstance(item, types.FunctionType)]
+        inside = next((f for f in functions if any(cell is holder for cell in f.__closure__ or ())), None)
+        return f"the closure of {inside.__module__}.{inside.__qualname__}" if inside is not None else "a closure"
+    if isinstance(holder, list | tuple | set):
+        for outer in gc.get_referrers(holder):
+            if isinstance(outer, dict) and (owner := _owner_of(outer)) is not None:
+                key = next((key for key, value in outer.items() if value is holder), "?")
+                return f"{_name_of(owner)}.{key}"
+        return f"a {type(holder).__name__}"
+    key = next((key for key, value in getattr(holder, "__dict__", {}).items() if value is fake), "?")
+    return f"{_name_of(holder)}.{key}"
+
+
+def _name_of(owner: Any) -> str:
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind is owner else f"an object of {kind.__qualname__}"
