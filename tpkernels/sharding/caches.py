@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import traceback
 import types
 import weakref
@@ -29,6 +30,8 @@ __all__ = ["Caches", "FakeTensorLeft", "nothing_left"]
 
 DEPTH = 12
 """How deep containers in a cache are searched for tensors; one entry of it is linked to the next."""
+_NO_MODELS = {*sys.stdlib_module_names, "torch", "sympy", "numpy", "triton"} - {"__main__"}
+"""Libraries whose caches hold no tensors of models; there are hundreds of them."""
 _HOLDERS = (Tensor, list, tuple, dict)
 
 
@@ -37,11 +40,12 @@ class FakeTensorLeft(RuntimeError):
 
 
 class Caches:
-    """Every ``functools.lru_cache`` of the process; :meth:`used` tells those that ran since the last call."""
+    """Every ``functools.lru_cache`` of the process that may be a model's; :meth:`used` tells those that ran since the last call."""
 
     def __init__(self) -> None:
         found = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
-        self._counts = [(weakref.ref(cache), _calls(cache)) for cache in found]
+        models = [cache for cache in found if _library_of(cache) not in _NO_MODELS]
+        self._counts = [(weakref.ref(cache), _calls(cache)) for cache in models]
 
     def empty(self) -> bool:
         """Empty the caches that were used since the last call and hold tensors; whether there was a real one."""
@@ -59,6 +63,10 @@ class Caches:
             counts.append((reference, now))
         self._counts = counts
         return real
+
+
+def _library_of(cache: Any) -> str:
+    return str(getattr(cache, "__module__", "")).partition(".")[0]
 
 
 def _calls(cache: Any) -> tuple[int, int]:

@@ -13,6 +13,7 @@ on by another way than its results.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +65,7 @@ def _alike(shadow: Shadow, name: str) -> list[str]:
 
 
 def _place(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return re.sub(r"\d+", "*", name)
 
 
 def _agreed(shadow: Shadow, args: Any, kwargs: Any) -> Recording:

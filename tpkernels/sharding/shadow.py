@@ -106,7 +106,7 @@ class Shadow:
                 torch.compiler.set_stance("force_eager"),  # a compiled function shows no ops
                 torch.no_grad(),
                 self.fake,
-                _formatting(),
+                _fake_as_real(),
                 Answers(session, self.guess),
                 session,
             ):
@@ -196,17 +196,28 @@ def _reporting_custom_functions(session: Session) -> Iterator[None]:
 
 
 @contextmanager
-def _formatting() -> Iterator[None]:
-    """Within: a fake scalar is formatted as its value, as a real one is (``experts[f"expert_{index}"]``)."""
+def _fake_as_real() -> Iterator[None]:
+    """Within: what torch does not do for fake tensors.
+
+    A scalar is formatted as its value (``experts[f"expert_{index}"]``).  ``module.to(dtype)`` in a forward leaves the
+    parameters that they are, where torch would swap them and refuses, because they are referred to.
+    """
 
     def scalar(tensor: FakeTensor, spec: str) -> str:
         return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
 
+    def swap(first: Tensor, second: Tensor) -> None:
+        if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor) and first.shape == second.shape):
+            original(first, second)
+
+    original = torch.utils.swap_tensors
     FakeTensor.__format__ = scalar  # type: ignore[method-assign]
+    torch.utils.swap_tensors = swap
     try:
         yield
     finally:
         del FakeTensor.__format__
+        torch.utils.swap_tensors = original
 
 
 def _like(tensor: Tensor) -> Tensor:
