@@ -128,7 +128,7 @@ def _check(modes: list[weakref.ref[FakeTensorMode]]) -> None:
         mode = reference()
         if mode is None:
             continue
-        fakes = [item for item in gc.get_objects() if isinstance(item, FakeTensor) and item.fake_mode is mode]
+        fakes = _fakes_of(mode)
         for fake in fakes:
             places += _take_out(fake, [fakes])
     if places:
@@ -139,17 +139,21 @@ def _check(modes: list[weakref.ref[FakeTensorMode]]) -> None:
         )
 
 
+def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
+    return [item for item in gc.get_objects() if issubclass(type(item), FakeTensor) and item.fake_mode is mode]
+
+
 def _take_out(item: Any, inside: list[Any]) -> list[str]:
     """Take a fake tensor, or a sequence with one, out of plain dicts and ends of lists; where else it is kept.
 
-    ``inside``: the search's own list, and what ``item`` is part of already.
+    ``inside``: the search's own list, and what ``item`` is part of already.  No closure here may hold what is searched.
     """
     places = []
     for holder in gc.get_referrers(item):
-        if any(holder is known for known in inside) or isinstance(holder, types.FrameType):
+        if _is_one_of(holder, inside) or isinstance(holder, types.FrameType):
             continue
         if type(holder) is dict and _owner_of(holder) is None:
-            for key in [key for key, value in holder.items() if value is item]:
+            for key in _keys_of(holder, item):
                 del holder[key]
         elif type(holder) is tuple and len(inside) < DEPTH:
             places += _take_out(holder, [*inside, item])
@@ -160,15 +164,22 @@ def _take_out(item: Any, inside: list[Any]) -> list[str]:
     return places
 
 
+def _is_one_of(item: Any, known: list[Any]) -> bool:
+    return any(item is other for other in known) or item is known
+
+
+def _keys_of(holder: Any, item: Any) -> list[Any]:
+    return [key for key, value in holder.items() if value is item]
+
+
 def _take_out_of_list(holder: list[Any], inside: list[Any]) -> list[str]:
     """What was appended goes; a list that is the value of a dict goes with its entry."""
-    entries = [outer for outer in gc.get_referrers(holder) if type(outer) is dict and _owner_of(outer) is None]
-    if entries and len(inside) < DEPTH:
-        return _take_out(holder, inside)
-    item = inside[-1]
-    while holder and holder[-1] is item:
+    for outer in gc.get_referrers(holder):
+        if type(outer) is dict and _owner_of(outer) is None and len(inside) < DEPTH:
+            return _take_out(holder, inside)
+    while holder and holder[-1] is inside[-1]:
         holder.pop()
-    return [_describe(holder, item)] if any(value is item for value in holder) else []
+    return [_describe(holder, inside[-1])] if _is_one_of(inside[-1], list(holder)) else []
 
 
 def _owner_of(namespace: dict[Any, Any]) -> Any:
@@ -185,20 +196,17 @@ def _owner_of(namespace: dict[Any, Any]) -> Any:
 def _describe(holder: Any, fake: Any) -> str:
     """Where in the program ``holder`` is, in words."""
     if isinstance(holder, dict):
-        key = next((key for key, value in holder.items() if value is fake), "?")
-        return f"{_name_of(_owner_of(holder))}.{key}"
+        return f"{_name_of(_owner_of(holder))}.{(_keys_of(holder, fake) or ['?'])[0]}"
     if isinstance(holder, types.CellType):
-        functions = [item for item in gc.get_objects() if isinstance(item, types.FunctionType)]
+        functions = [item for item in gc.get_objects() if type(item) is types.FunctionType]
         inside = next((f for f in functions if any(cell is holder for cell in f.__closure__ or ())), None)
         return f"the closure of {inside.__module__}.{inside.__qualname__}" if inside is not None else "a closure"
     if isinstance(holder, list | tuple | set):
         for outer in gc.get_referrers(holder):
             if isinstance(outer, dict) and (owner := _owner_of(outer)) is not None:
-                key = next((key for key, value in outer.items() if value is holder), "?")
-                return f"{_name_of(owner)}.{key}"
+                return f"{_name_of(owner)}.{(_keys_of(outer, holder) or ['?'])[0]}"
         return f"a {type(holder).__name__}"
-    key = next((key for key, value in getattr(holder, "__dict__", {}).items() if value is fake), "?")
-    return f"{_name_of(holder)}.{key}"
+    return f"{_name_of(holder)}.{(_keys_of(getattr(holder, '__dict__', {}), fake) or ['?'])[0]}"
 
 
 def _name_of(owner: Any) -> str:

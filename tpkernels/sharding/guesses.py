@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from tpkernels.sharding.trace import Session
@@ -68,7 +70,23 @@ class Answers(TorchDispatchMode):
                 if out is not None:
                     self._count(out)
                     return out
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            return self._written_as_fake(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _written_as_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Real tensors that the model keeps outside of its modules keep their values."""
+        real: dict[int, Tensor] = {}
+
+        def fake(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeTensor):
+                return tensor
+            made: Tensor = self.session.shadow.fake.from_tensor(tensor)
+            real[id(made)] = tensor
+            return made
+
+        args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+        return tree_map_only(Tensor, lambda tensor: real.get(id(tensor), tensor), func(*args, **kwargs))
 
     def _count(self, answer: Any) -> None:
         self.session.asked += 1

@@ -107,7 +107,7 @@ class Replay(Session):
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
         self._at, self._stop = scope.start, scope.stop
-        self._run(self.shadow.modules[scope.name], scope.args, scope.kwargs)
+        self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 
     def run_model(self, args: Any, kwargs: Any) -> None:
         """Run the whole model; nothing that is cut may be part of what it returns."""

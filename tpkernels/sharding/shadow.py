@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tpkernels.sharding.caches import Caches
 from tpkernels.sharding.guesses import GUESSES, Answers
@@ -33,6 +33,7 @@ __all__ = ["Shadow", "tensors_in"]
 
 _SHARED = (type(threading.Lock()), type(threading.RLock()), types.ModuleType, torch.Generator)
 """What cannot be copied and holds nothing of a run."""
+_CONSTANTS = (Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Shadow:
@@ -136,6 +137,24 @@ class Shadow:
             made: tuple[Any, Any] = tree_map_only(Tensor, fake, (args, kwargs))
             return made
 
+    def copied(self, value: Any) -> Any:
+        """Arguments of a module, for a run of their own: objects that a run changes (caches) are copied, with the same
+        tensors; what refuses to be copied is the object itself."""
+        memo: dict[int, Any] = {id(module): module for module in self.modules.values()}
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, _CONSTANTS):
+                return leaf
+            copy._deepcopy_dispatch[FakeTensor] = lambda tensor, memo: tensor  # type: ignore[attr-defined]
+            try:
+                return copy.deepcopy(leaf, memo)
+            except (TypeError, RuntimeError, ValueError, AttributeError, copy.Error):
+                return leaf
+            finally:
+                del copy._deepcopy_dispatch[FakeTensor]  # type: ignore[attr-defined]
+
+        return tree_map(copied, value)
+
     def _note_original(self, module: nn.Module, args: Any) -> None:
         """A module of the model itself runs, which is swapped in place: that it reads its parameters is no capture."""
         if self.session is not None and id(module) in self.holders:
@@ -180,7 +199,7 @@ def _reporting_custom_functions(session: Session) -> Iterator[None]:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         out = original.__func__(cls, *args, **kwargs)
-        if not cls.__module__.startswith("torch.utils.checkpoint"):
+        if not cls.__module__.startswith(("torch.utils.checkpoint", "torch._dynamo")):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             session.custom_function_called(cls.__name__, tensors)
             if any(session.has_origin(tensor) for tensor in tensors):

@@ -368,7 +368,8 @@ class Recording(Session):
         """Run one module on the arguments that another recording saw; the scope of that call here."""
         self.origins, self.made = dict(recording.origins), dict(recording.made)
         with self.shadow.running(self):
-            self.kept.append(self.shadow.modules[scope.name](*scope.args, **scope.kwargs))
+            args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
+            self.kept.append(self.shadow.modules[scope.name](*args, **kwargs))
         return next(found for found in reversed(self.scopes) if found.name == scope.name)
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -441,6 +442,7 @@ class Recording(Session):
         return self._open[-1].name if self._open else ""
 
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
+        args, kwargs = self.shadow.copied((args, kwargs))
         self._open.append(Scope(name, args, kwargs, len(self.events)))
         self.kept.append((args, kwargs))
 
