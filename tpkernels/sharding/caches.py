@@ -40,7 +40,7 @@ class FakeTensorLeft(RuntimeError):
 
 
 class Caches:
-    """Every ``functools.lru_cache`` of the process that may be a model's; :meth:`used` tells those that ran since the last call."""
+    """Every ``functools.lru_cache`` of the process that may be a model's, and how often each was called."""
 
     def __init__(self) -> None:
         found = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
@@ -149,16 +149,17 @@ def _take_out(item: Any, inside: list[Any]) -> list[str]:
     ``inside``: the search's own list, and what ``item`` is part of already.  No closure here may hold what is searched.
     """
     places = []
-    for holder in gc.get_referrers(item):
+    holders = gc.get_referrers(item)
+    for holder in holders:
         if _is_one_of(holder, inside) or isinstance(holder, types.FrameType):
             continue
         if type(holder) is dict and _owner_of(holder) is None:
             for key in _keys_of(holder, item):
                 del holder[key]
         elif type(holder) is tuple and len(inside) < DEPTH:
-            places += _take_out(holder, [*inside, item])
+            places += _take_out(holder, [*inside, holders, item])
         elif type(holder) is list:
-            places += _take_out_of_list(holder, [*inside, item])
+            places += _take_out_of_list(holder, [*inside, holders, item])
         else:
             places.append(_describe(holder, item))
     return places
@@ -173,12 +174,19 @@ def _keys_of(holder: Any, item: Any) -> list[Any]:
 
 
 def _take_out_of_list(holder: list[Any], inside: list[Any]) -> list[str]:
-    """What was appended goes; a list that is the value of a dict goes with its entry."""
-    for outer in gc.get_referrers(holder):
+    """What was appended, run after run, goes; a list that is the value of a dict goes with its entry.
+
+    A list of one tensor is a place for one: it would be empty, and the model count on what is in it.
+    """
+    outers = gc.get_referrers(holder)
+    for outer in outers:
         if type(outer) is dict and _owner_of(outer) is None and len(inside) < DEPTH:
-            return _take_out(holder, inside)
-    while holder and holder[-1] is inside[-1]:
-        holder.pop()
+            return _take_out(holder, [*inside, outers])
+    if len(holder) > 1 and _is_one_of(holder[-1], inside[0]):
+        start = len(holder) - 1
+        while start and _is_one_of(holder[start - 1], inside[0]):
+            start -= 1
+        del holder[start:]
     return [_describe(holder, inside[-1])] if _is_one_of(inside[-1], list(holder)) else []
 
 

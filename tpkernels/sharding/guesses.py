@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from tpkernels.sharding.trace import Session
+    from tpkernels.sharding.session import Session
 
 __all__ = ["GUESSES", "MOST_ANSWERS", "Answers", "Guess"]
 

@@ -146,7 +146,7 @@ def _compare(first: Recording, runs: list[Recording]) -> None:
 def _plain(event: Event) -> Event:
     """Without the identity of the recording in its sources."""
     sources = tuple((0, *source[1:]) if isinstance(source, tuple) else source for source in event.sources)
-    return replace(event, sources=sources)  # type: ignore[arg-type]
+    return replace(event, sources=sources)
 
 
 def _join(first: Recording, runs: list[Recording]) -> None:

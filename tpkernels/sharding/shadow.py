@@ -27,7 +27,7 @@ from tpkernels.sharding.guesses import GUESSES, Answers
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 
 if TYPE_CHECKING:
-    from tpkernels.sharding.trace import Session
+    from tpkernels.sharding.session import Session
 
 __all__ = ["Shadow", "tensors_in"]
 
@@ -229,8 +229,8 @@ def _fake_as_real() -> Iterator[None]:
         if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor) and first.shape == second.shape):
             original(first, second)
 
-    original = torch.utils.swap_tensors
-    FakeTensor.__format__ = scalar  # type: ignore[method-assign]
+    original: Any = torch.utils.swap_tensors
+    FakeTensor.__format__ = scalar  # type: ignore[method-assign, assignment]
     torch.utils.swap_tensors = swap
     try:
         yield
