@@ -73,6 +73,7 @@ LEAKS = (
     "softmax", "mean", "roll", "residual", "scalar activation", "vector parameter", "size", "shuffle", "second output",
     "flip", "interleaved pairs", "weight read", "whole matrix", "complex", "integer", "size of a tensor",
     "size that fills", "size that scales", "size that chooses", "own backward", "kept", "parameter returned",
+    "evaluation",
 )  # fmt: skip
 
 
@@ -153,6 +154,38 @@ def test_without_data_flow_a_layer_whose_weight_is_read_stays_whole() -> None:
     assert "cannot be traced" in plan.notes[0]
     assert plan["read"].style == Replicate() and "ReadsWeights" in plan["read"].reason
     assert plan["called"].style == Row(split_input=True)
+
+
+def centred(x: Tensor) -> Tensor:
+    """x, whose gradient loses its mean over all features, or over those of a rank."""
+    if x.requires_grad:
+        x.register_hook(lambda dx: dx - dx.mean(-1, keepdim=True))
+    return x
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_nothing_is_cut_where_code_hooks_gradients_which_a_run_does_not_show(inside: bool) -> None:
+    class Hooks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+        if inside:
+
+            def forward(self, x: Tensor) -> Tensor:
+                h = self.up(x)
+                if h.requires_grad:
+                    h.register_hook(lambda dh: dh - dh.mean(-1, keepdim=True))
+                y: Tensor = self.down(h)
+                return y
+        else:
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.down(centred(self.up(x)))
+                return y
+
+    plan = tpk.make_plan(nn.ModuleList([Hooks(), zoo.mlp()])[0], 2, example_inputs=torch.zeros(5, 6))
+    assert plan["up"].style == Column(gather_output=True) and plan["down"].style == Row(split_input=True)
 
 
 def test_attention_of_torch_whose_weight_is_read_stays_whole() -> None:
@@ -326,6 +359,11 @@ def test_overrides_win_and_reach_options() -> None:
 def test_overrides_that_match_nothing_or_conflict_are_refused(overrides: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tpk.make_plan(zoo.mlp(), 2, overrides=overrides)
+
+
+def test_an_override_of_a_layer_whose_weight_is_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="'up' conflicts with the model: it has parameters that the model uses"):
+        tpk.make_plan(Leaking("weight read"), 2, example_inputs=torch.zeros(5, 6), overrides={"up": "column_gather"})
 
 
 def test_an_override_of_one_of_two_tied_weights_is_refused() -> None:

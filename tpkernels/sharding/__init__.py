@@ -9,6 +9,8 @@ from tpkernels.sharding.infer import make_plan
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.snapshots import load_snapshot, save_snapshot
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
+from tpkernels.sharding.verdict import Verification
+from tpkernels.sharding.verification import verify
 
 __all__ = [
     "Column",
@@ -18,6 +20,7 @@ __all__ = [
     "Replicate",
     "Row",
     "ShardingPlan",
+    "Verification",
     "Vocabulary",
     "clip_grad_norm_",
     "data_parallel",
@@ -29,4 +32,5 @@ __all__ = [
     "parallelize",
     "save_pretrained",
     "save_snapshot",
+    "verify",
 ]

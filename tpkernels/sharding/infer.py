@@ -28,10 +28,10 @@ from tpkernels.sharding.caches import nothing_left
 from tpkernels.sharding.entries import Chosen, make_entries
 from tpkernels.sharding.examples import Observation, observe
 from tpkernels.sharding.flow import Stream, follow
-from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.layers import Layer, is_attention, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
-from tpkernels.sharding.reads import maybe_read
+from tpkernels.sharding.reads import hooks_gradients, maybe_read
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.rows import count_rows, untrained_in
 from tpkernels.sharding.search import Attributes
@@ -43,6 +43,7 @@ __all__ = ["check_plain", "make_plan"]
 
 STRATEGIES = ("auto", "rules")
 EXPANSION = 1.5
+READ = "has parameters that the model uses without calling the module"
 
 
 def make_plan(
@@ -119,6 +120,8 @@ class _Planner:
         self._check_captured()
         kept = self._kept()
         for name, style in self.forced.items():
+            if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
+                raise ValueError(f"the override of {name!r} conflicts with the model: it {READ}, and must stay whole")
             self.chosen[name] = Chosen(style, "override", "asked for" if self.traced else "asked for; not proven")
         if self.traced:
             self._from_data_flow(kept)
@@ -185,12 +188,12 @@ class _Planner:
     def _cut_attention(self) -> None:
         """torch's own attention takes and gives whole tensors; inside, its heads are cut."""
         for name, module in self.modules.items():
-            if type(module) is not nn.MultiheadAttention or name in self.chosen:
+            if not isinstance(module, nn.MultiheadAttention) or not is_attention(module) or name in self.chosen:
                 continue
             inner = f"{name}.out_proj" if name else "out_proj"
             why = why_not_parallel(module, self.world_size) or unswappable(module)
             if why is None and name in self._read_directly():
-                why = "has parameters that the model uses without calling the module"
+                why = READ
             if why is None and not any(n in self._tied() for n in (name, inner)) and inner not in self.chosen:
                 sizes, unit = chunk_sizes(module.num_heads, self.world_size), 1
                 each = str(sizes[0])
@@ -210,7 +213,7 @@ class _Planner:
 
     def _notes(self) -> tuple[str, ...]:
         if self.observation is None or self.traced:
-            return ()
+            return () if self.observation is None or not self.observation.note else (self.observation.note,)
         return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
 
     def _kept(self) -> dict[str, str]:
@@ -228,7 +231,7 @@ class _Planner:
             elif weight.dtype not in DTYPES:
                 kept[name] = f"has weights of {weight.dtype}"
             elif recording is not None and name in recording.direct:
-                kept[name] = "has a weight that the model uses without calling the module"
+                kept[name] = READ
             elif name in read:
                 kept[name] = f"has a weight that the code of {read[name]} may use without calling the module"
             elif recording is not None and name not in recording.layer_rows and name not in tied:
@@ -247,6 +250,8 @@ class _Planner:
         assert self.observation is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
         excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
+        hooked = hooks_gradients(self.model)
+        excluded |= {n: f"is inside of {hooked[n]}, whose code hooks gradients" for n in self.layers if n in hooked}
         loose: dict[str, Role] = {}
         style: Style
         for name, style in self.forced.items():
@@ -362,7 +367,13 @@ class _Planner:
         return {name: names for names in owners.values() if len(names) > 1 for name in names}
 
     def _untie(self) -> None:
-        """Tied weights are cut alike, by vocabulary, or stay whole."""
+        """Tied weights are cut alike, by vocabulary, or stay whole; a layer may have several ties (weight and bias)."""
+        while self._untie_once():
+            pass
+
+    def _untie_once(self) -> bool:
+        """Whether a layer that was to be cut stays whole now, so that others with ties to it must, too."""
+        before = {name: chosen.style for name, chosen in self.chosen.items()}
         for owners in self._tied().values():
             styles = {owner: self.chosen[owner].style for owner in owners if owner in self.chosen}
             layers = all(owner in self.layers or self._idle(owner) for owner in owners)
@@ -382,6 +393,7 @@ class _Planner:
                     )
                 others = ", ".join(other for other in owners if other != owner)
                 self.chosen[owner] = Chosen(Replicate(), "default", f"tied to {others}, which stays whole")
+        return before != {name: chosen.style for name, chosen in self.chosen.items()}
 
     def _idle(self, name: str) -> bool:
         """The module holds parameters that only layers read, as far as the data flow shows."""

@@ -342,4 +342,4 @@ def is_random(func: Any, args: Any) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    return int(tensor.untypedstorage_of()._cdata)
+    return int(tensor.untyped_storage()._cdata)

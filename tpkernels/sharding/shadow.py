@@ -99,6 +99,9 @@ class Shadow:
         # A guess that does not fit makes an op fail, which torch would print with a traceback.
         log = logging.getLogger("torch._subclasses.fake_tensor")
         was_disabled, log.disabled = log.disabled, True
+        # torch's encoder layers read all their weights at once in evaluation, which parallel ones never do.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             for (name, attribute), value in session.attributes.items():
                 setattr(self.modules[name], attribute, value)
@@ -119,6 +122,7 @@ class Shadow:
         finally:
             self.session = None
             log.disabled = was_disabled
+            torch.backends.mha.set_fastpath_enabled(fast)
             for (name, attribute), value in before.items():
                 setattr(self.modules[name], attribute, value)
             session.met_real_cache = self.caches.empty()
