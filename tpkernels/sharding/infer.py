@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from tpkernels.nn.multihead import why_not_parallel
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
+from tpkernels.sharding.caches import nothing_left
 from tpkernels.sharding.entries import Chosen, make_entries
 from tpkernels.sharding.examples import Observation, observe
 from tpkernels.sharding.flow import Stream, follow
@@ -82,8 +84,10 @@ def make_plan(
         world_size = group.size()
     check_plain(model)
     forced = override_styles(overrides or {}, model)
-    observation = observe(model, example_inputs) if strategy == "auto" else None
-    return _Planner(model, world_size, forced, observation).plan(group, sequence_parallel)
+    with nothing_left() as modes:
+        planner = partial(_Planner, model, world_size, forced)
+        traced = partial(observe, model, example_inputs, modes) if strategy == "auto" else lambda: None
+        return planner(traced()).plan(group, sequence_parallel)
 
 
 def check_plain(model: nn.Module) -> None:
