@@ -11,6 +11,7 @@ from collections.abc import Sequence
 __all__ = [
     "TpKernelsError",
     "UnsupportedProblem",
+    "StateMismatch",
     "CommunicationError",
     "GroupMismatch",
     "PeerLost",
@@ -25,6 +26,10 @@ class TpKernelsError(RuntimeError):
 
 class UnsupportedProblem(TpKernelsError, ValueError):
     """A forced ``implementation=`` cannot run this problem; the message lists every implementation's reason."""
+
+
+class StateMismatch(TpKernelsError, ValueError):
+    """A state dict that is not this model's, or not the same on all ranks; every rank raises, and nothing changed."""
 
 
 class CommunicationError(TpKernelsError):

@@ -33,6 +33,7 @@ from tpkernels.nn.replicated import Converted, replicate_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.plain_state import speak_originals
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.sequence import run_sequence_parallel
@@ -113,7 +114,7 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
-    return model
+    return speak_originals(model)
 
 
 def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], tp: DeviceMesh) -> None:

@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.errors import CommunicationError
 from tpkernels.ops.calling import exchange
 from tpkernels.sharding.digests import MODULUS, digest_of
 from tpkernels.sharding.originals import Original, meshes_of
 
 __all__ = ["Ranks", "add_up", "check_same"]
 
+_ADVICE = (
+    "State is saved and loaded by all ranks together: call model.state_dict(), load_state_dict() and tpk's functions for "
+    "state on every rank, and write on one of them; tpk.full_state_dict(model, rank=0) gives the tensors to rank 0 alone"
+)
 T = TypeVar("T")
 Facts = Mapping[str, Any]
 
@@ -45,10 +50,17 @@ class Ranks:
         return all(group.rank == 0 for group in self._groups)
 
     def exchange(self, what: str, facts: Facts) -> list[Facts]:
-        """Every rank's ``facts``, in rank order."""
+        """Every rank's ``facts``, in rank order.
+
+        Raises:
+            GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: a rank did not come, which the message names.
+        """
         known: dict[str, Facts] = {str(dist.get_rank()): facts}
         for group in self._groups:
-            rows = exchange(group, what, known)
+            try:
+                rows = exchange(group, what, known)
+            except CommunicationError as error:
+                raise type(error)(f"{error}\n{_ADVICE}", ranks=error.ranks) from error
             known = {rank: one for row in rows for rank, one in row.items()}
         return [known[rank] for rank in sorted(known, key=int)]
 
