@@ -7,6 +7,8 @@ Any dtype can be gathered, because bits are copied.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -33,7 +35,8 @@ def gathered(tensor: Tensor) -> Tensor:
         return tensor.detach()
     if tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    local, mesh = tensor.detach().to_local(), tensor.device_mesh
+    mesh = tensor.device_mesh
+    local = cast(DTensor, tensor.detach()).to_local()
     for axis, dim, sizes in reversed(_cuts(tensor)):
         local = _gather(local, mesh.get_group(axis), dim, sizes)
     return local
@@ -58,7 +61,7 @@ def _cuts(tensor: DTensor) -> list[tuple[int, int, list[int]]]:
         sizes = list(chunk_sizes(shape[dim], mesh.size(axis)))
         cuts.append((axis, dim, sizes))
         shape[dim] = sizes[coordinate[axis]]
-    held = tuple(tensor.detach().to_local().shape)
+    held = tuple(tensor._local_tensor.shape)
     if held != tuple(shape):
         raise ValueError(f"this rank holds {held} of a tensor {tuple(tensor.shape)} cut by {tensor.placements}")
     return cuts

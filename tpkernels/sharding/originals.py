@@ -177,14 +177,16 @@ def keys_of(module: nn.Module) -> tuple[dict[str, Original], dict[str, tuple[str
     """
     held = _held(module)
     packed, inner, _ = _packed(module)
-    keys = {inner.get(key, key): (key,) for key, value in held.items() if isinstance(value, Tensor)}
-    keys = {name: packed[name][1] if name in packed else one for name, one in keys.items()}
+    keys = {
+        name: packed[name][1] if name in packed else (name,)
+        for name in dict.fromkeys(inner.get(key, key) for key, value in held.items() if isinstance(value, Tensor))
+    }
     return _originals(module, held), keys, [key for key, value in held.items() if not isinstance(value, Tensor)]
 
 
 def _held(model: nn.Module) -> dict[str, Any]:
     with as_held():
-        return cast("dict[str, Any]", model.state_dict(keep_vars=True))
+        return model.state_dict(keep_vars=True)
 
 
 def _originals(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Original]:

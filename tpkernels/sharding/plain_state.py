@@ -42,7 +42,7 @@ M = TypeVar("M", bound=nn.Module)
 def speak_originals(model: M) -> M:
     """Give a parallel model ``state_dict`` and ``load_state_dict`` in original names and shapes; returns it."""
     parts: set[int] = set()
-    for path, module in model.named_modules():
+    for module in model.modules():
         module.register_state_dict_pre_hook(_meet)
         module.register_load_state_dict_pre_hook(_cut)
         if id(module) in parts:
@@ -52,7 +52,7 @@ def speak_originals(model: M) -> M:
         if differing:
             module.register_state_dict_post_hook(_gather)
             parts |= {id(child) for child in module.modules()}
-    model.__class__ = _speaking(type(model))
+    model.__class__ = _speaking(type(model))  # type: ignore[assignment,arg-type]
     return model
 
 
@@ -181,12 +181,23 @@ class _Load:
                 wrong.append(f"{name} must be a tensor, it is a {type(value).__name__}")
             elif tuple(value.shape) != original.shape:
                 wrong.append(f"{name} is {tuple(value.shape)}, in the model {original.shape}")
+            elif isinstance(value, DTensor) and not self._is_reachable(original, value):
+                wrong.append(
+                    f"{name} is a DTensor on {value.device_mesh}, and the model is not: give the whole tensor "
+                    "(tpk.full_state_dict), or load the file with torch.distributed.checkpoint or tpk.load_snapshot"
+                )
             elif isinstance(value, DTensor):
                 facts.append([name, str(value.dtype), str(value.placements), list(value.device_mesh.shape)])
             elif any(isinstance(part.tensor, DTensor) for part in original.parts):  # buffers may differ
                 digest = None if value.is_meta else digest_of(value.detach(), [0] * value.dim())
                 facts.append([name, str(value.dtype), digest])
         return _Seen(wrong, facts)
+
+    def _is_reachable(self, original: Original, value: DTensor) -> bool:
+        """Whether a DTensor is cut as the model's, or can be gathered on a mesh of the model's."""
+        if original.is_held_whole and _cut_alike(value, original.parts[0].tensor):
+            return True
+        return any(value.device_mesh is mesh or value.device_mesh == mesh for mesh in meshes_of(self._module))
 
     def _wrong_names(self, names: set[str]) -> list[str]:
         lenient = _with_own_loading(self._module)

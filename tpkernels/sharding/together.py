@@ -22,8 +22,8 @@ from tpkernels.sharding.originals import Original, meshes_of
 __all__ = ["Ranks", "add_up", "check_same"]
 
 _ADVICE = (
-    "State is saved and loaded by all ranks together: call model.state_dict(), load_state_dict() and tpk's functions for "
-    "state on every rank, and write on one of them; tpk.full_state_dict(model, rank=0) gives the tensors to rank 0 alone"
+    "State is saved and loaded by all ranks together: call model.state_dict(), load_state_dict() and tpk's functions "
+    "for state on every rank, whichever then writes; tpk.full_state_dict(model, rank=0) gives rank 0 alone the tensors"
 )
 T = TypeVar("T")
 Facts = Mapping[str, Any]
