@@ -267,7 +267,7 @@ class _Flow(Session):
         cut = [self._splits.get(id(tensor)) for tensor in tensors]
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.pass_origins(tensors, outputs)
+        self.pass_origins(func, tensors, outputs)
         if not any(cut):
             return out
         if not self._local and packet not in _COPIES | _DROPOUT and torch.Tag.pointwise not in func.tags:
