@@ -35,13 +35,15 @@ def draw_spec(seed: int, worlds: tuple[int, ...] = (2, 3, 4)) -> Spec:
     spec["norm"] = rng.choice(["layer", "rms", "none"])
     spec["training"] = rng.random() < 0.7
     spec["blocks"] = []
-    for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5, 6])):
+    for _ in range(rng.choice([1, 2, 2, 2, 3, 3, 4, 6])):
         name = rng.choice(list(BLOCKS))
         options = BLOCKS[name].draw(rng, sizes)
         if options is None:
             continue
-        wiring = {"norm": rng.choice(["layer", "rms", "none", "hand", "after"]),
+        wiring: Spec = {"norm": rng.choice(["layer", "rms", "none", "hand", "after"]),
                   "residual": rng.choice(["add", "add", "add", "none", "in place", "scaled", "gated"])}  # fmt: skip
+        if rng.random() < 0.2:
+            wiring["around"] = True
         spec["blocks"].append({"is": name, **options, "wiring": wiring})
     if rng.random() < 0.15 and len(spec["blocks"]) > 1:
         spec["again"] = rng.randrange(len(spec["blocks"]))  # this block runs once more at the end
@@ -78,9 +80,9 @@ def _norm(kind: str, width: int) -> nn.Module:
 class Wired(nn.Module):
     """A block with its norm and its residual."""
 
-    def __init__(self, sizes: Sizes, spec: Spec) -> None:
+    def __init__(self, sizes: Sizes, spec: Spec, gives: bool) -> None:
         super().__init__()
-        spec = dict(spec)
+        spec, self.gives = dict(spec), gives
         wiring = spec.pop("wiring", {})
         self.norm_kind, self.residual = wiring.get("norm", "none"), wiring.get("residual", "add")
         self.norm = _norm(self.norm_kind, sizes.width)
@@ -88,7 +90,7 @@ class Wired(nn.Module):
         self.scale = free(sizes.width) if self.residual == "scaled" else None
         self.gate = nn.Linear(sizes.width, sizes.width) if self.residual == "gated" else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Any:
         y = self.block(x if self.norm_kind == "after" else self.norm(x))
         y, extra = y if isinstance(y, tuple) else (y, None)
         if self.norm_kind == "after":
@@ -101,19 +103,18 @@ class Wired(nn.Module):
             y = x + self.gate(x).sigmoid() * y
         elif self.residual != "none":
             y = x + y
-        return y, extra
+        return (y, extra) if self.gives else y
 
 
-class PlainBlock(nn.Module):
-    """Around a wired block that gives a tensor alone."""
+class Around(nn.Module):
+    """One more module around a block."""
 
-    def __init__(self, wired: Wired, given: list[Tensor]) -> None:
+    def __init__(self, inner: Wired) -> None:
         super().__init__()
-        self.wired = wired
+        self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.wired(x)[0]
-        return y
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
 
 
 @dataclass
@@ -140,8 +141,9 @@ class Fuzzed(nn.Module):
         if self.stem_kind == "linear":
             self.stem = nn.Linear(width + 2, width)
         self.gives = any(block.get("gives") for block in spec["blocks"])
-        wired = [Wired(sizes, block) for block in spec["blocks"]]
-        self.layers = nn.ModuleList(wired if self.gives else [PlainBlock(block, []) for block in wired])
+        wired = [Wired(sizes, block, self.gives) for block in spec["blocks"]]
+        around = [block.get("wiring", {}).get("around") for block in spec["blocks"]]
+        self.layers = nn.ModuleList(Around(b) if more else b for b, more in zip(wired, around, strict=True))
         self.norm = _norm(spec.get("norm", "none"), width)
         if self.head_kind in ("linear", "tied"):
             self.head = nn.Linear(width, VOCABULARY, bias=False)
