@@ -161,7 +161,7 @@ class Attention(Op):
             scores = torch.einsum("bhqd,bhkd->bhqk", q * scale, k)
         elif self.kernel == "baddbmm":
             b, h, s, d = q.shape
-            zero = torch.zeros(1, 1, 1, dtype=q.dtype).expand(b * h, s, s)
+            zero = torch.zeros(1, s, s, dtype=q.dtype)
             flat = torch.baddbmm(zero, q.reshape(b * h, s, d), k.reshape(b * h, s, d).transpose(1, 2), alpha=scale)
             scores = flat.view(b, h, s, s)
         else:

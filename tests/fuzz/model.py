@@ -23,8 +23,8 @@ WIDTHS = (8, 12, 16, 18, 24)
 STYLES = ("replicate", "column_gather", "row_split", "column", "row")
 
 
-def draw_spec(seed: int, worlds: tuple[int, ...] = (2, 3, 4)) -> Spec:
-    """The model of ``seed``, with how it is used."""
+def draw_spec(seed: int, worlds: tuple[int, ...] = (2, 3, 4), small: bool = False) -> Spec:
+    """The model of ``seed``, with how it is used; ``small``: of one block or two."""
     rng = random.Random(seed)
     sizes = Sizes(rng.choice([2, 3]), rng.choice([3, 4, 5, 7]), rng.choice(WIDTHS))
     spec: Spec = {"seed": seed, "world": rng.choice(worlds), "batch": sizes.batch, "length": sizes.length,
@@ -35,7 +35,7 @@ def draw_spec(seed: int, worlds: tuple[int, ...] = (2, 3, 4)) -> Spec:
     spec["norm"] = rng.choice(["layer", "rms", "none"])
     spec["training"] = rng.random() < 0.7
     spec["blocks"] = []
-    for _ in range(rng.choice([1, 2, 2, 2, 3, 3, 4, 6])):
+    for _ in range(rng.choice([1, 1, 2] if small else [1, 2, 2, 2, 3, 3, 4, 6])):
         name = rng.choice(list(BLOCKS))
         options = BLOCKS[name].draw(rng, sizes)
         if options is None:

@@ -31,11 +31,13 @@ def seeds_of(run: int, count: int) -> range:
     return range(run * 1_000_000, run * 1_000_000 + count)
 
 
-def specs_of(seeds: Iterable[int], worlds: tuple[int, ...], altered: Counter[str] | None = None) -> list[Spec]:
+def specs_of(
+    seeds: Iterable[int], worlds: tuple[int, ...], altered: Counter[str] | None = None, small: bool = False
+) -> list[Spec]:
     """What the seeds draw, without what stands on the list of known failures."""
     specs = []
     for seed in seeds:
-        spec = draw_spec(seed, worlds)
+        spec = draw_spec(seed, worlds, small)
         for name, alter in KNOWN.items():
             before = json.dumps(spec)
             spec = alter(spec)
@@ -131,13 +133,18 @@ def kinds_in(value: Any) -> Iterator[str]:
 
 
 def fuzz(
-    pools: Pools, seeds: Sequence[int], worlds: tuple[int, ...], tell: Callable[[Summary], None] = lambda summary: None
+    pools: Pools,
+    seeds: Sequence[int],
+    worlds: tuple[int, ...],
+    tell: Callable[[Summary], None] = lambda summary: None,
+    *,
+    small: bool = False,
 ) -> Summary:
     """Judge the models of ``seeds``; ``tell`` is called after every batch."""
     summary = Summary()
     waiting: dict[int, list[Spec]] = {world: [] for world in worlds}
     for seed in seeds:
-        (spec,) = specs_of([seed], worlds, summary.altered)
+        (spec,) = specs_of([seed], worlds, summary.altered, small)
         batch = waiting[spec["world"]]
         batch.append(spec)
         if len(batch) == BATCH:

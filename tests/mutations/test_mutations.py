@@ -1,0 +1,35 @@
+"""Seeded faults of the planner are killed; all of them with ``--full`` or ``python -m tests.mutations``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations.faults import FAULTS
+from tests.mutations.search import killers, run_all
+from tests.mutations.unreachable import UNREACHABLE
+from tpkernels.testing.spawn import Pools
+
+SLICE = (
+    "gradients of replicated parameters are not summed",
+    "a column's input gradient is not summed",
+    "only floating point has an origin",
+    "activations may be mixed",
+    "_softmax refuses nothing",
+    "cat refuses nothing",
+    "mm does not tell what it mixes",
+    "parts may leave the model",
+)
+
+
+@pytest.mark.gloo
+def test_every_fault_is_killed(ranks: Pools, full: bool) -> None:
+    names = [name for name in FAULTS if name not in UNREACHABLE] if full else list(SLICE)
+    told = run_all(ranks, names)
+    assert not {name: how for name, how in told.items() if how.startswith("survives")}
+
+
+@pytest.mark.cpu
+def test_every_fault_has_a_model_that_kills_it_or_a_reason() -> None:
+    assert not set(FAULTS) - set(killers()) - set(UNREACHABLE)
+    assert not set(UNREACHABLE) - set(FAULTS)
+    assert not set(killers()) - set(FAULTS)
