@@ -51,7 +51,8 @@ def _many(pools: Pools, seeds: list[int], worlds: tuple[int, ...], given: argpar
     def tell(summary: Summary) -> None:
         nonlocal told
         for failure in summary.failures[told:]:
-            print(f"seed {failure['seed']} {failure['verdict']['kind']}: {failure['verdict']['detail']}", flush=True)
+            print(f"seed {failure['seed']} {failure['verdict']['kind']}: {failure['verdict']['detail']}")
+            print(f"  --spec '{json.dumps(failure['spec'])}'", flush=True)
         told = len(summary.failures)
         each = (time.monotonic() - start) / max(1, summary.models)
         bad = summary.kinds["wrong"] + summary.kinds["raises"]

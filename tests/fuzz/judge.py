@@ -23,6 +23,7 @@ from tests.fuzz.model import build_model, inputs_of
 from tests.fuzz.vocabulary import Spec
 from tests.nn.reference import tp_mesh
 from tests.sharding.compare import differs, pieces_of
+from tpkernels.comm.groups import resolve
 from tpkernels.sharding.layers import layer_of
 from tpkernels.sharding.trace import tensors_in
 
@@ -89,10 +90,12 @@ def plan_for(model: nn.Module, mesh: Any, spec: Spec) -> tuple[tpk.ShardingPlan,
     except ValueError as error:
         if "does not run with the example_inputs" not in str(error):
             raise
-    return tpk.make_plan(model, mesh, strategy="rules", overrides=options.get("overrides")), True
+    # Without data flow a user who asks for a column without its row is taken at his word.
+    own = {name: style for name, style in options.get("overrides", {}).items() if style not in ("column", "row")}
+    return tpk.make_plan(model, mesh, strategy="rules", overrides=own), True
 
 
-def _attempt(spec: Spec, mesh: Any) -> Any:
+def attempt(spec: Spec, mesh: Any) -> Any:
     """A plan, or the verdict that there is none."""
     try:
         return plan_for(build_model(spec), mesh, spec)
@@ -109,7 +112,7 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]} [{at}]"
 
 
-def check(spec: Spec, planned: Any) -> Verdict:
+def check(spec: Spec, planned: Any, mesh: Any) -> Verdict:
     """The verdict of this rank."""
     if isinstance(planned, Verdict):
         return planned
@@ -126,7 +129,7 @@ def check(spec: Spec, planned: Any) -> Verdict:
     verdict.styles = dict(Counter(_style(entry.style) for entry in plan.entries))
     verdict.proven = 0 if untraced else sum(verdict.styles.get(name, 0) for name in PROVEN)
     try:
-        tpk.parallelize(model, tp_mesh(), plan)
+        tpk.parallelize(model, mesh, plan)
     except ValueError as error:
         verdict.kind, verdict.detail = "refused", f"parallelize: {str(error)[:200]}"
         return verdict
@@ -204,28 +207,22 @@ def check_all(specs: list[Spec]) -> list[dict[str, Any]]:
     """Verdicts of this rank on all models, in one call of the ranks; shorter where ranks fell out of step."""
     warnings.simplefilter("ignore")
     mesh, rank, world = tp_mesh(), dist.get_rank(), dist.get_world_size()
-    mine = {i: _attempt(spec, world) for i, spec in enumerate(specs) if i % world == rank and i % TOGETHER}
+    mine = {i: attempt(spec, world) for i, spec in enumerate(specs) if i % world == rank and i % TOGETHER}
     shared: list[Any] = [None] * world
     dist.all_gather_object(shared, mine)
     planned: dict[int, Any] = {index: plan for some in shared for index, plan in some.items()}
     verdicts = []
     for index, spec in enumerate(specs):
         start = time.monotonic()
-        plan = planned[index] if index in planned else _attempt(spec, mesh)
-        verdict = check(spec, plan)
+        plan = planned[index] if index in planned else attempt(spec, mesh)
+        verdict = check(spec, plan, mesh)
         verdict.seconds = time.monotonic() - start
         verdicts.append(asdict(verdict))
         bad = torch.tensor([float(verdict.kind == "raises")])
         dist.all_reduce(bad)
-        if 0 < float(bad) and (float(bad) < world or _poisoned()):
+        if 0 < float(bad) and (float(bad) < world or resolve(mesh).poison is not None):
             break
     return verdicts
-
-
-def _poisoned() -> bool:
-    from tpkernels.comm.groups import resolve
-
-    return resolve(tp_mesh()).poison is not None
 
 
 ORDER = ("wrong", "raises", "refused", "invalid", "right")

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections import defaultdict
 from typing import Any
 
-from tests.fuzz.runner import judged, shrunk
+from tests.fuzz.judge import merged
 from tests.fuzz.vocabulary import Spec
 from tests.mutations.faults import FAULTS
-from tests.mutations.search import KILLERS, candidates, check_with, fired, is_killed, killers, run_all
+from tests.mutations.search import KILLERS, candidates, fired, how_killed, hunt, killers, run_all
 from tests.mutations.unreachable import UNREACHABLE
+from tpkernels.sharding import rules
 from tpkernels.testing.spawn import Pools
 
-RANK = ("wrong", "raises")
+RULE_NAMES = {str(packet).rpartition(".")[2] for packet in rules.RULES}
 
 
 def main() -> int:
@@ -51,38 +53,28 @@ def _search(pools: Pools, names: list[str]) -> None:
         for what in fired(spec):
             asked[what].append(spec)
     print(f"{len(specs)} models; rules that none asks: "
-          + ", ".join(sorted({n.partition(" ")[0] for n in FAULTS} - {n for n, _ in asked})), flush=True)  # fmt: skip
-    proven: dict[str, dict[str, Any]] = {}
+          + ", ".join(sorted(RULE_NAMES - {n for n, _ in asked})), flush=True)  # fmt: skip
     for name in names:
         rule = name.partition(" ")[0]
-        what = {"refuses": "refused", "does": "mixed"}.get(name.split(" ")[1], "asked")
-        known = asked.get((rule, what), []) if any(n == rule for n, _ in asked) else specs
-        found = _killer(pools, name, known, proven)
+        what = {"refuses": "refused", "does": "mixed"}.get((name + " x").split(" ")[1], "asked")
+        known = asked.get((rule, what), []) if rule in RULE_NAMES else random.Random(0).sample(specs, 240)
+        found = _killer(pools, name, known) if known else None
         print(f"{name}: {len(known)} models, {'survives' if found is None else found['how']}", flush=True)
         if found is not None:
             KILLERS.write_text(json.dumps(killers() | {name: found}, indent=1) + "\n")
 
 
-def _killer(pools: Pools, name: str, specs: list[Spec], proven: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    best: dict[str, Any] | None = None
-    for start in range(0, min(len(specs), 600), 12):
-        batch = specs[start : start + 12]
-        fresh = [spec for spec in batch if json.dumps(spec) not in proven]
-        if fresh:
-            for spec, verdict in zip(fresh, judged(pools, fresh), strict=True):
-                proven[json.dumps(spec)] = verdict
-        sound = [spec for spec in batch if proven[json.dumps(spec)]["kind"] in ("right", "refused")]
-        if not sound:
-            continue
-        for spec, verdict in zip(sound, judged(pools, sound, check_with, name), strict=True):
-            before = proven[json.dumps(spec)]["proven"]
-            if is_killed(verdict, before):
-                found = {"how": verdict["kind"], "proven": before, "spec": spec}
-                if verdict["kind"] == "wrong":
-                    found["spec"] = shrunk(pools, spec, "wrong", 24, check_with, name) if len(str(spec)) > 200 else spec
-                    return found
-                best = best or found
-    return best
+def _killer(pools: Pools, name: str, specs: list[Spec], most: int = 72) -> dict[str, Any] | None:
+    """What kills a fault: rather by being wrong than by raising, and rather so than by a plan that proves less."""
+    chosen = specs if len(specs) <= most else random.Random(0).sample(specs, most)
+    chosen = sorted(chosen, key=lambda spec: len(json.dumps(spec)))
+    results = pools(2).run(hunt, name, chosen, timeout=600)
+    found: dict[str, dict[str, Any]] = {}
+    for tries in zip(*results, strict=True):
+        index, proven = tries[0]["index"], tries[0]["proven before"]
+        how = how_killed(merged(list(tries)), proven)
+        found.setdefault(how, {"how": how, "proven": proven, "spec": chosen[index]})
+    return next((found[how] for how in ("wrong", "raises", "less proven", "more proven") if how in found), None)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from tests.fuzz.attention import SCORES
-from tests.fuzz.judge import check_all, plan_for
+from tests.fuzz.judge import Verdict, attempt, check_all, plan_for
 from tests.fuzz.model import build_model
 from tests.fuzz.runner import judged
 from tests.fuzz.vocabulary import BLOCKS, FEATURES, HEADS, Sizes, Spec
@@ -24,7 +27,7 @@ from tpkernels.sharding import rules
 from tpkernels.sharding.layout import Unproven
 from tpkernels.testing.spawn import Pools
 
-__all__ = ["KILLERS", "candidates", "check_with", "fired", "is_killed", "killers", "run_all"]
+__all__ = ["KILLERS", "candidates", "check_with", "fired", "how_killed", "hunt", "killers", "run_all"]
 
 KILLERS = Path(__file__).with_name("killers.json")
 
@@ -41,16 +44,45 @@ def check_with(specs: list[Spec], fault: str) -> list[dict[str, Any]]:
         return check_all(specs)
 
 
-def check_faults(pairs: list[tuple[Spec, str]]) -> list[dict[str, Any]]:
-    """One verdict for each pair of a spec and a fault, in one call of the ranks."""
-    verdicts = []
-    for spec, fault in pairs:
-        verdicts += check_with([spec], fault)
-    return verdicts
+_SOUND: dict[str, str] = {}
+"""What each model's plan is without a fault, in this process."""
 
 
-def is_killed(verdict: dict[str, Any], proven: int) -> bool:
-    return verdict["kind"] in ("wrong", "raises") or verdict["proven"] != proven
+def _plans(specs: list[Spec]) -> list[str]:
+    """What each plan says, as text; every rank plans its share."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = {i: _told(attempt(spec, world)) for i, spec in enumerate(specs) if i % world == rank}
+    shared: list[Any] = [None] * world
+    dist.all_gather_object(shared, mine)
+    told = {index: text for some in shared for index, text in some.items()}
+    return [told[index] for index in range(len(specs))]
+
+
+def _told(planned: Any) -> str:
+    if isinstance(planned, Verdict):
+        return f"{planned.kind} {planned.proven}"
+    return str([(entry.path, entry.style) for entry in planned[0].entries])
+
+
+def hunt(fault: str, specs: list[Spec]) -> list[dict[str, Any]]:
+    """Verdicts, with the fault, of models whose plan it changes (of all if it changes none); up to the first wrong."""
+    fresh = [spec for spec in specs if json.dumps(spec) not in _SOUND]
+    _SOUND.update(zip([json.dumps(spec) for spec in fresh], _plans(fresh), strict=True))
+    with FAULTS[fault]():
+        plans = _plans(specs)
+    changed = [i for i, spec in enumerate(specs) if plans[i] != _SOUND[json.dumps(spec)]]
+    found: list[dict[str, Any]] = []
+    for index in changed or range(min(len(specs), 24)):
+        (sound,) = check_all([specs[index]])
+        if sound["kind"] not in ("right", "refused"):
+            continue
+        (verdict,) = check_with([specs[index]], fault)
+        found.append({**verdict, "index": index, "proven before": sound["proven"]})
+        wrong = torch.tensor([float(verdict["kind"] == "wrong")])
+        dist.all_reduce(wrong)
+        if float(wrong) or len(found) >= 16:
+            break
+    return found
 
 
 def run_all(pools: Pools, names: list[str]) -> dict[str, str]:
@@ -62,15 +94,16 @@ def run_all(pools: Pools, names: list[str]) -> dict[str, str]:
             continue
         killer = known[name]
         (verdict,) = judged(pools, [killer["spec"]], check_with, name)
-        told[name] = _how(verdict, killer["proven"])
+        told[name] = how_killed(verdict, killer["proven"])
     return told
 
 
-def _how(verdict: dict[str, Any], proven: int) -> str:
-    if not is_killed(verdict, proven):
-        return "survives"
+def how_killed(verdict: dict[str, Any], proven: int) -> str:
+    """By a verdict with the fault, where ``proven`` modules are columns or rows without it."""
     if verdict["kind"] in ("wrong", "raises"):
         return str(verdict["kind"])
+    if verdict["proven"] == proven:
+        return "survives"
     return "less proven" if verdict["proven"] < proven else "more proven"
 
 
