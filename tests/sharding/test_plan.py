@@ -73,6 +73,7 @@ LEAKS = (
     "softmax", "mean", "roll", "residual", "scalar activation", "vector parameter", "size", "shuffle", "second output",
     "flip", "interleaved pairs", "weight read", "whole matrix", "complex", "integer", "size of a tensor",
     "size that fills", "size that scales", "size that chooses", "own backward", "kept", "parameter returned",
+    "evaluation",
 )  # fmt: skip
 
 
@@ -326,6 +327,11 @@ def test_overrides_win_and_reach_options() -> None:
 def test_overrides_that_match_nothing_or_conflict_are_refused(overrides: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tpk.make_plan(zoo.mlp(), 2, overrides=overrides)
+
+
+def test_an_override_of_a_layer_whose_weight_is_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="'up' conflicts with the model: it has parameters that the model uses"):
+        tpk.make_plan(Leaking("weight read"), 2, example_inputs=torch.zeros(5, 6), overrides={"up": "column_gather"})
 
 
 def test_an_override_of_one_of_two_tied_weights_is_refused() -> None:

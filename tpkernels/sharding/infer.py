@@ -41,6 +41,7 @@ __all__ = ["check_plain", "make_plan"]
 
 STRATEGIES = ("auto", "rules")
 EXPANSION = 1.5
+READ = "has parameters that the model uses without calling the module"
 
 
 def make_plan(
@@ -115,6 +116,8 @@ class _Planner:
         self._check_captured()
         kept = self._kept()
         for name, style in self.forced.items():
+            if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
+                raise ValueError(f"the override of {name!r} conflicts with the model: it {READ}, and must stay whole")
             self.chosen[name] = Chosen(style, "override", "asked for" if self.traced else "asked for; not proven")
         if self.traced:
             self._from_data_flow(kept)
@@ -186,7 +189,7 @@ class _Planner:
             inner = f"{name}.out_proj" if name else "out_proj"
             why = why_not_parallel(module, self.world_size) or unswappable(module)
             if why is None and name in self._read_directly():
-                why = "has parameters that the model uses without calling the module"
+                why = READ
             if why is None and not any(n in self._tied() for n in (name, inner)) and inner not in self.chosen:
                 sizes, unit = chunk_sizes(module.num_heads, self.world_size), 1
                 each = str(sizes[0])
@@ -206,7 +209,7 @@ class _Planner:
 
     def _notes(self) -> tuple[str, ...]:
         if self.observation is None or self.traced:
-            return ()
+            return () if self.observation is None or not self.observation.note else (self.observation.note,)
         return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
 
     def _kept(self) -> dict[str, str]:
@@ -224,7 +227,7 @@ class _Planner:
             elif weight.dtype not in DTYPES:
                 kept[name] = f"has weights of {weight.dtype}"
             elif recording is not None and name in recording.direct:
-                kept[name] = "has a weight that the model uses without calling the module"
+                kept[name] = READ
             elif name in read:
                 kept[name] = f"has a weight that the code of {read[name]} may use without calling the module"
             elif recording is not None and name not in recording.layer_rows and name not in tied:

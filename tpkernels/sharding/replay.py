@@ -121,6 +121,13 @@ class Replay(Session):
                         self._is_whole(leaf, f"kept by the model as {name}.{attribute}")
         self._check_gradients()
 
+    def know(self, other: Replay) -> None:
+        """Gradients must be of one kind in both runs, whatever they have in common."""
+        self.partial |= other.partial
+        self._complete |= other._complete
+        for name, groups in other.partial_groups.items():
+            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | groups
+
     def _is_whole(self, tensor: Tensor, where: str) -> None:
         if id(tensor) in self._splits:
             self.blame = self._groups.get(id(tensor), self.blame)

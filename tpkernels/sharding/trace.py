@@ -163,6 +163,9 @@ class Shadow:
         # A guess that does not fit makes an op fail, which torch would print with a traceback.
         log = logging.getLogger("torch._subclasses.fake_tensor")
         was_disabled, log.disabled = log.disabled, True
+        # torch's encoder layers read all their weights at once in evaluation, which parallel ones never do.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             for (name, attribute), value in session.attributes.items():
                 setattr(self.modules[name], attribute, value)
@@ -175,6 +178,7 @@ class Shadow:
         finally:
             self.session = None
             log.disabled = was_disabled
+            torch.backends.mha.set_fastpath_enabled(fast)
             for (name, attribute), value in before.items():
                 setattr(self.modules[name], attribute, value)
 
