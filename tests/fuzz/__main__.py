@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fuzz.runner import FAILURES, Summary, fuzz, judged, seeds_of, shrunk, specs_of
+from tests.fuzz.runner import FAILURES, Summary, fuzz, judged, seeds_of, shrunk
 from tpkernels.testing.spawn import Pools
 
 

@@ -243,7 +243,9 @@ class LatentQuery(Latent):
 class TorchAttention(Op):
     """torch's own module."""
 
-    def __init__(self, sizes: Sizes, heads: int = 2, layer: bool = False, bias: bool = True, first: bool = False) -> None:
+    def __init__(
+        self, sizes: Sizes, heads: int = 2, layer: bool = False, bias: bool = True, first: bool = False
+    ) -> None:
         super().__init__(sizes)
         self.layer = layer
         self.inner: Any = (

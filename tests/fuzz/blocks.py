@@ -111,7 +111,8 @@ class PackedGate(Op):
 
     @staticmethod
     def draw(rng: random.Random, sizes: Sizes) -> Spec:
-        how = rng.choice(["chunk", "split", "slice", "negative", "glu", "view", "pairs", "every_other", "hidden", "thirds"])
+        ways = ["chunk", "split", "slice", "negative", "glu", "view", "pairs", "every_other", "hidden", "flipped"]
+        how = rng.choice(ways)
         return {"how": how, **_draw(rng, sizes, 2)}
 
     def forward(self, x: Tensor) -> Any:
@@ -128,7 +129,7 @@ class PackedGate(Op):
             "pairs": lambda: y.view(*y.shape[:-1], half, 2).unbind(-1),
             "every_other": lambda: (y[..., ::2], y[..., 1::2]),
             "hidden": lambda: y.split([self.hidden, self.hidden], -1),
-            "thirds": lambda: (y[..., :half].flip(-1), y[..., half:]),
+            "flipped": lambda: (y[..., :half].flip(-1), y[..., half:]),
         }[self.how]()
         return self.down(self.ops(F.silu(g) * u, x))
 

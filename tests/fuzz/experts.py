@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.fuzz.blocks import HIDDEN, Wide
 from tests.fuzz.modules import free
-from tests.fuzz.vocabulary import BLOCKS, FEATURES, Op, Ops, Sizes, Spec, block, build, draw_ops
+from tests.fuzz.vocabulary import BLOCKS, FEATURES, Op, Sizes, Spec, block, build, draw_ops
 
 
 class Router(nn.Module):
@@ -117,7 +117,8 @@ class Loop(Op):
     @staticmethod
     def draw(rng: random.Random, sizes: Sizes) -> Spec:
         kind = rng.choice(["mlp", "gated_mlp", "attention", "packed_gate"])
-        return {"inner": {"is": kind, **(BLOCKS[kind].draw(rng, sizes) or {}), **({"gives": False} if kind == "attention" else {})}, "times": rng.randint(2, 3)}  # fmt: skip
+        inner = {"is": kind, **(BLOCKS[kind].draw(rng, sizes) or {})}
+        return {"inner": inner | ({"gives": False} if kind == "attention" else {}), "times": rng.randint(2, 3)}
 
     def forward(self, x: Tensor) -> Any:
         for _ in range(self.times):
@@ -131,7 +132,8 @@ class Branches(Op):
 
     def __init__(self, sizes: Sizes, left: Spec | None = None, right: Spec | None = None, how: str = "add") -> None:
         super().__init__(sizes)
-        self.left, self.right = build(BLOCKS, sizes, left or {"is": "mlp"}), build(BLOCKS, sizes, right or {"is": "mlp"})
+        self.left = build(BLOCKS, sizes, left or {"is": "mlp"})
+        self.right = build(BLOCKS, sizes, right or {"is": "mlp"})
         self.how = how
 
     @staticmethod

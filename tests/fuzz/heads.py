@@ -22,7 +22,7 @@ def _along(sizes: Sizes) -> tuple[int, ...]:
 
 
 def _both(sizes: Sizes) -> tuple[int, ...]:
-    return tuple(sizes.heads if dim == sizes.at else 1 for dim in range(1, 3)) + (sizes.head_dim,)
+    return (*(sizes.heads if dim == sizes.at else 1 for dim in range(1, 3)), sizes.head_dim)
 
 
 def head_parameter(name: str, shape: Any, run: Any, *, trap: bool = False) -> None:
@@ -37,7 +37,9 @@ head_parameter(
     lambda x, w, p, at: p * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3),
 )  # fmt: skip
 head_parameter("matrix_of_a_head", lambda s: (s.head_dim, s.head_dim), lambda x, w, p, at: x @ p)
-head_parameter("einsum_of_a_head", lambda s: (s.head_dim, s.head_dim), lambda x, w, p, at: torch.einsum("...d,de", x, p))
+head_parameter(
+    "einsum_of_a_head", lambda s: (s.head_dim, s.head_dim), lambda x, w, p, at: torch.einsum("...d,de", x, p)
+)
 head_parameter(
     "affine_of_a_head", lambda s: (s.head_dim + 1, s.head_dim), lambda x, w, p, at: F.linear(x, p[1:], p[0])
 )
@@ -63,7 +65,8 @@ head_parameter(
 )  # fmt: skip
 head_parameter(
     "scale_of_part_and_whole", lambda s: (s.head_dim,),
-    lambda x, w, p, at: x * p + (fitted(w, p.view(1, 1, -1)) * p).sum(-1).unsqueeze(at).unsqueeze(-1).detach(), trap=True,
+    lambda x, w, p, at: x * p + (fitted(w, p.view(1, 1, -1)) * p).sum(-1).unsqueeze(at).unsqueeze(-1).detach(),
+    trap=True,
 )  # fmt: skip
 head_parameter(
     "scale_of_part_and_loss", lambda s: (s.head_dim,),

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import tests.fuzz.attention
 import tests.fuzz.experts
-import tests.fuzz.heads  # noqa: F401 - these register their kinds
+import tests.fuzz.heads
+import tests.fuzz.written  # noqa: F401 - these register their kinds
 from tests.fuzz.modules import free
 from tests.fuzz.vocabulary import BLOCKS, Sizes, Spec, build
 
@@ -160,7 +161,9 @@ class Fuzzed(nn.Module):
         else:
             h = self.stem(x) if self.stem_kind == "linear" else x
         extras = []
-        order = [*self.layers, *([self.layers[self.again % len(self.layers)]] if self.again is not None and len(self.layers) else [])]
+        order = list(self.layers)
+        if self.again is not None and order:
+            order.append(order[self.again % len(order)])
         for layer in order:
             h = layer(h)
             if self.gives:

@@ -1,4 +1,4 @@
-"""Many random models on persistent ranks: batches, what to do when ranks die or hang, and smaller models that fail alike.
+"""Many random models on persistent ranks: batches, ranks that die or hang, and smaller models that fail alike.
 
 A batch that does not come back (a rank died, or hung past the deadline) is run again model by model, so that the one to
 blame is named; the pool starts again by itself.

@@ -1,4 +1,4 @@
-"""Random models on ranks: a sample here, ten thousand with ``python -m tests.fuzz``; and what shows that the judge judges.
+"""Random models on ranks: a sample here, ten thousand with ``python -m tests.fuzz``; and that the judge judges.
 
 The seeds are fixed, so that a failure is the change's and not the day's; the full run draws fresh ones.
 """

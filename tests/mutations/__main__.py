@@ -1,6 +1,7 @@
 """``python -m tests.mutations``: every seeded fault of the planner, against the model that is known to kill it.
 
-With ``--search``: look for such models for the faults that have none, and write them down.  Exit code 1 if any survives.
+With ``--search``: look for such models for the faults that have none, and write them down.
+Exit code 1 if any survives.
 """
 
 from __future__ import annotations

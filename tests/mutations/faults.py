@@ -1,7 +1,7 @@
-"""Seeded faults of the planner and of the sums that parallel modules make: each is a context manager for a rank process.
+"""Seeded faults of the planner and of the sums of parallel modules: each is a context manager for a rank process.
 
-``FAULTS`` has, for every entry of :data:`tpkernels.sharding.rules.RULES`, one fault that lets it refuse nothing, one for
-those that tell which whole tensors meet parts, and one that takes the layout for unchanged where a rule moves it; and
+``FAULTS`` has, for every entry of :data:`tpkernels.sharding.rules.RULES`, one fault that lets it refuse nothing, one
+for those that tell which whole tensors meet parts, and one that takes the layout for unchanged where a rule moves it;
 faults of the replay, of the whole proof, and of what runs.
 """
 
@@ -222,7 +222,9 @@ def _planner() -> dict[str, Fault]:
         "pointwise ops do not tell what they mix": lambda: _patched(
             (replay, "pointwise", _pointwise_of(tells=False, checks=True))
         ),
-        "pointwise ops take any layout": lambda: _patched((replay, "pointwise", _pointwise_of(tells=True, checks=False))),
+        "pointwise ops take any layout": lambda: _patched(
+            (replay, "pointwise", _pointwise_of(tells=True, checks=False))
+        ),
         "nothing is mixed": lambda: _patched((replay.Replay, "_mixed", lambda self, tensor: None)),
         "activations may be mixed": lambda: _patched((replay.Replay, "_mixed", _plan_of_partial(True))),
         "parameters are not partial": lambda: _patched((replay.Replay, "_mixed", _plan_of_partial(False))),
