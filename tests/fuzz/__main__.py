@@ -61,7 +61,7 @@ def _many(pools: Pools, seeds: list[int], worlds: tuple[int, ...], given: argpar
     summary = fuzz(pools, seeds, worlds, tell)
     seconds = time.monotonic() - start
     for failure in summary.failures[: given.shrink]:
-        failure["smaller"] = shrunk(pools, failure["spec"], failure["verdict"]["kind"])
+        failure["smaller"] = shrunk(pools, failure["spec"], failure["verdict"])
         (verdict,) = judged(pools, [failure["smaller"]])
         print(f"seed {failure['seed']} {verdict['kind']}: {verdict['detail']}")
         print(f"  --spec '{json.dumps(failure['smaller'])}'", flush=True)

@@ -166,16 +166,22 @@ def _add(summary: Summary, pools: Pools, batch: list[Spec]) -> None:
 # ---------------------------------------------------------------- smaller
 
 
+def alike(verdict: dict[str, Any]) -> tuple[str, str]:
+    """What must stay the same of a failure: wrong, or which exception."""
+    exception = verdict["detail"].partition("]: ")[2][:40] if verdict["kind"] == "raises" else ""
+    return verdict["kind"], exception
+
+
 def shrunk(
-    pools: Pools, spec: Spec, kind: str, most: int = 400, check: Callable[..., Any] = check_all, *given: Any
+    pools: Pools, spec: Spec, failed: dict[str, Any], most: int = 400, check: Callable[..., Any] = check_all, *given: Any
 ) -> Spec:
-    """A smaller spec that fails as ``spec`` does: wrong, or raising."""
+    """A smaller spec that fails as ``spec`` did by the verdict ``failed``."""
     spent = 0
     while spent < most:
         for batch in _batches(smaller(spec), 12):
             spent += len(batch)
             verdicts = judged(pools, batch, check, *given)
-            found = next((c for c, v in zip(batch, verdicts, strict=True) if v["kind"] == kind), None)
+            found = next((c for c, v in zip(batch, verdicts, strict=True) if alike(v) == alike(failed)), None)
             if found is not None:
                 spec = found
                 break

@@ -55,9 +55,9 @@ def test_a_fault_is_found_by_random_models_and_made_small(ranks: Pools) -> None:
     specs = [draw_spec(seed, (2,), small=True) for seed in seeds_of(2, 40)]
     specs = [spec for spec in specs if "temperature" in json.dumps(spec)][:2]
     verdicts = judged(ranks, specs, check_with, fault)
-    wrong = [spec for spec, verdict in zip(specs, verdicts, strict=True) if verdict["kind"] == "wrong"]
+    wrong = [(spec, verdict) for spec, verdict in zip(specs, verdicts, strict=True) if verdict["kind"] == "wrong"]
     assert wrong, verdicts
-    small = shrunk(ranks, wrong[0], "wrong", 60, check_with, fault)
+    small = shrunk(ranks, *wrong[0], 60, check_with, fault)
     assert len(json.dumps(small)) < 200, small
 
 

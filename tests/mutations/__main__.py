@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-from collections import defaultdict
 from typing import Any
 
 from tests.fuzz.judge import merged
 from tests.fuzz.vocabulary import Spec
 from tests.mutations.faults import FAULTS
-from tests.mutations.search import KILLERS, candidates, fired, how_killed, hunt, killers, run_all
+from tests.mutations.hints import candidates
+from tests.mutations.search import KILLERS, how_killed, hunt, killers, run_all
 from tests.mutations.unreachable import UNREACHABLE
-from tpkernels.sharding import rules
 from tpkernels.testing.spawn import Pools
-
-RULE_NAMES = {str(packet).rpartition(".")[2] for packet in rules.RULES}
 
 
 def main() -> int:
@@ -48,33 +44,22 @@ def main() -> int:
 
 
 def _search(pools: Pools, names: list[str]) -> None:
-    specs = list(candidates())
-    asked: dict[tuple[str, str], list[Spec]] = defaultdict(list)
-    for spec in specs:
-        for what in fired(spec):
-            asked[what].append(spec)
-    print(f"{len(specs)} models; rules that none asks: "
-          + ", ".join(sorted(RULE_NAMES - {n for n, _ in asked})), flush=True)  # fmt: skip
     for name in names:
-        rule = name.partition(" ")[0]
-        what = {"refuses": "refused", "does": "mixed"}.get((name + " x").split(" ")[1], "asked")
-        known = asked.get((rule, what), []) if rule in RULE_NAMES else random.Random(0).sample(specs, 240)
+        known = candidates(name)
         found = _killer(pools, name, known) if known else None
         print(f"{name}: {len(known)} models, {'survives' if found is None else found['how']}", flush=True)
         if found is not None:
             KILLERS.write_text(json.dumps(killers() | {name: found}, indent=1) + "\n")
 
 
-def _killer(pools: Pools, name: str, specs: list[Spec], most: int = 72) -> dict[str, Any] | None:
+def _killer(pools: Pools, name: str, specs: list[Spec]) -> dict[str, Any] | None:
     """What kills a fault: rather by being wrong than by raising, and rather so than by a plan that proves less."""
-    chosen = specs if len(specs) <= most else random.Random(0).sample(specs, most)
-    chosen = sorted(chosen, key=lambda spec: len(json.dumps(spec)))
-    results = pools(2).run(hunt, name, chosen, timeout=600)
+    results = pools(2).run(hunt, name, specs, timeout=600)
     found: dict[str, dict[str, Any]] = {}
     for tries in zip(*results, strict=True):
         index, proven = tries[0]["index"], tries[0]["proven before"]
         how = how_killed(merged(list(tries)), proven)
-        found.setdefault(how, {"how": how, "proven": proven, "spec": chosen[index]})
+        found.setdefault(how, {"how": how, "proven": proven, "spec": specs[index]})
     return next((found[how] for how in ("wrong", "raises", "less proven", "more proven") if how in found), None)
 
 
