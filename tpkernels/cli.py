@@ -154,7 +154,7 @@ def _run_explain(options: argparse.Namespace) -> int:
 
     ops = (options.op,) if options.op else FUSED_OPS
     question = (ops, options.m, options.n, options.k, DTYPES[options.dtype])
-    job = config.torchrun_environment()
+    job = config.job_environment()
     if job is None:
         text = launch(explain_on_rank, options.nproc, *question, timeout=RANK_TIMEOUT_S)[0]
     else:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
 from tpkernels.sharding.flow import Stream
-from tpkernels.sharding.layers import Layer, layer_of
+from tpkernels.sharding.layers import Layer, kind_of, layer_of
 from tpkernels.sharding.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
 
@@ -81,7 +81,7 @@ def make_entries(
         entries.append(
             Entry(
                 name,
-                type(module).__name__,
+                kind_of(module),
                 picked.style,
                 tuple(cuts),
                 picked.source,
