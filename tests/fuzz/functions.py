@@ -72,6 +72,14 @@ def _unpaired(z: Tensor) -> Tensor:
     return torch.view_as_real(z).flatten(-2)
 
 
+def _gram(rows: Tensor) -> Tensor:
+    return (rows @ rows.t()).softmax(-1)
+
+
+def _gram_plus(rows: Tensor) -> Tensor:
+    return torch.addmm(torch.ones(1, dtype=rows.dtype), rows, rows.t()).softmax(-1)
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1).mul(2).view(x.shape)
 
@@ -126,6 +134,7 @@ SAFE: dict[str, Any] = {
     "scaled_by_length": lambda x, w: x / x.shape[1] ** 0.5,
     "product_with_rows": lambda x, w: torch.softmax(w.detach() @ w.detach().transpose(1, 2), -1) @ x,
     "outputs_of_max": lambda x, w: x.max(1, keepdim=True).values + x,
+    "expanded_in_front": lambda x, w: x.expand(2, *x.shape).mean(0),
     "turned_rows": lambda x, w: x.flatten(0, 1).t().sin().t().view(x.shape),
     "squeezed": lambda x, w: x.unsqueeze(1).cos().squeeze(1),
     "std_of_length": lambda x, w: x / (1 + x.std(1, keepdim=True)),
@@ -186,6 +195,9 @@ TRAPS: dict[str, Any] = {
     "attends_to_whole": lambda x, w: torch.softmax(w @ w.transpose(1, 2), -1) @ x,
     "attends_by_part": lambda x, w: torch.softmax(x @ x.transpose(1, 2), -1) @ x,
     "gram_of_features": lambda x, w: x @ torch.tanh(x.transpose(1, 2) @ x),
+    "gram_of_rows": lambda x, w: (_gram(x.flatten(0, 1)) @ x.flatten(0, 1)).view(x.shape),
+    "gram_of_rows_plus_one": lambda x, w: (_gram_plus(x.flatten(0, 1)) @ x.flatten(0, 1)).view(x.shape),
+    "chunks_beside_themselves": lambda x, w: torch.cat([x.chunk(2, -1)[0].sin(), x], -1)[..., : x.shape[-1]],
     "outer_with_whole": lambda x, w: (x.unsqueeze(-1) * w.unsqueeze(-2)).mean(-1),
     "einsum_with_whole": lambda x, w: torch.einsum("bsf,bsg->bsf", x, w),
     "distances": lambda x, w: x + torch.cdist(x, x).mean(-1, keepdim=True),

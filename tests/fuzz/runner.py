@@ -173,7 +173,12 @@ def alike(verdict: dict[str, Any]) -> tuple[str, str]:
 
 
 def shrunk(
-    pools: Pools, spec: Spec, failed: dict[str, Any], most: int = 400, check: Callable[..., Any] = check_all, *given: Any
+    pools: Pools,
+    spec: Spec,
+    failed: dict[str, Any],
+    most: int = 400,
+    check: Callable[..., Any] = check_all,
+    *given: Any,
 ) -> Spec:
     """A smaller spec that fails as ``spec`` did by the verdict ``failed``."""
     spent = 0

@@ -46,14 +46,35 @@ def _likely(call: rules.Call) -> list[Split | None]:
     return [split if fits(shape) else None for shape in call.outputs]
 
 
-def _careless(rule: Any) -> Any:
-    def mutated(call: rules.Call) -> Any:
-        try:
-            return rule(call)
-        except Unproven:
-            return _likely(call)
+@contextmanager
+def _careless(packet: Any, alone: bool = True) -> Iterator[None]:
+    """Where the rule refuses, its result is taken for cut as its size on one rank suggests.
 
-    return mutated
+    ``alone``: the checks behind it stay, of scalars and of activations that meet parts.
+    """
+    original = replay.Replay._by_rule
+
+    def by_rule(self: Any, rule: Any, event: Any, local: Any, splits: Any, arguments: Any) -> Any:
+        try:
+            return original(self, rule, event, local, splits, arguments)
+        except Unproven:
+            if event.packet != packet:
+                raise
+            if len(event.outputs) == 1:
+                return None  # then the replay compares the sizes
+            split = _first(splits)
+            assert split is not None
+            return [
+                Split(split.dim, (shape[split.dim],)) if len(shape) > split.dim else None for shape in event.outputs
+            ]
+
+    with _patched((replay.Replay, "_by_rule", by_rule)):
+        if alone:
+            yield
+            return
+        rest = ((replay.Replay, "_mixed", _plan_of_partial(True)), (replay, "_same_scalars", lambda *both: True))
+        with _patched(*rest):
+            yield
 
 
 def _silent(rule: Any) -> Any:
@@ -197,10 +218,13 @@ def _rules() -> dict[str, Fault]:
     found: dict[str, Fault] = {}
     for packet in rules.RULES:
         name = str(packet).rpartition(".")[2]
-        if rules.RULES[packet] is rules._same or name == "native_dropout":  # these refuse nothing
+        if rules.RULES[packet] is rules._same or name == "native_dropout":
             found[f"{name} gives something whole"] = partial(_with_rule, packet, _whole)
-        else:
-            found[f"{name} refuses nothing"] = partial(_with_rule, packet, _careless)
+        elif name not in _REFUSING_NOTHING:
+            if name in _GUARDED:
+                found[f"{name} refuses nothing, nor does the rest"] = partial(_careless, packet, alone=False)
+            else:
+                found[f"{name} refuses nothing"] = partial(_careless, packet)
         if name in _MIXING:
             found[f"{name} does not tell what it mixes"] = partial(_with_rule, packet, _silent)
         if name in _MOVING:
@@ -208,6 +232,10 @@ def _rules() -> dict[str, Fault]:
     return found
 
 
+_REFUSING_NOTHING = {"transpose", "t", "permute", "unsqueeze", "squeeze", "expand"}
+_GUARDED = {"sum", "mean", "amax", "amin", "var", "std", "var_mean", "logsumexp", "linalg_vector_norm", "mm", "addmm",
+            "baddbmm", "native_layer_norm", "stack", "cat", "view", "repeat", "constant_pad_nd"}  # fmt: skip
+"""What these would let through is refused a second time, mostly because something whole then meets parts."""
 _ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
               "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
               "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip

@@ -19,7 +19,14 @@ _REASONS = {
     "_scaled_dot_product_flash_attention": _CUDA, "_scaled_dot_product_efficient_attention": _CUDA,
     "_scaled_dot_product_cudnn_attention": _CUDA, "_scaled_dot_product_fused_attention_overrideable": _CUDA,
     "native_dropout": _NOISE, "bernoulli": _NOISE, "bernoulli_": _NOISE, "rand_like": _NOISE,
+    "empty_like": "only random ops and copies, which have no rule, fill what it makes",
     "lift_fresh": "works on constants, which are whole",
 }  # fmt: skip
 
+_REASONS_OF_FAULTS = {
+    "unbind refuses nothing": "a rank has fewer results, and the replay counts them",
+    "split_with_sizes refuses nothing": "its sizes would be those of the whole, and the op itself fails on a rank",
+}
+
 UNREACHABLE = {name: why for name in FAULTS for rule, why in _REASONS.items() if name.partition(" ")[0] == rule}
+UNREACHABLE |= _REASONS_OF_FAULTS
