@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from tests.fuzz.modules import free
 from tests.fuzz.vocabulary import FEATURES, HEADS, Op, Ops, Sizes, Spec, block, draw_ops
 
-SCORES = ("none", "causal", "alibi", "table", "embedding", "sinks", "softcap", "mask_of_heads", "learned", "given_bias")
+SCORES = ("none", "causal", "alibi", "table", "embedding", "sinks", "softcap", "mask_of_heads", "learned", "given_bias",
+          "shared_table")  # fmt: skip
 
 
 class Scores(nn.Module):
@@ -21,10 +22,10 @@ class Scores(nn.Module):
     def __init__(self, sizes: Sizes, kind: str) -> None:
         super().__init__()
         self.kind, h, s = kind, sizes.heads, sizes.length
-        if kind == "alibi":
+        if kind in ("table", "shared_table"):
+            self.table = free(2 * s, h if kind == "table" else 1)
+        elif kind == "alibi":
             self.register_buffer("slopes", torch.rand(h, 1, 1))
-        elif kind == "table":
-            self.table = free(2 * s, h)
         elif kind == "embedding":
             self.bias = nn.Embedding(2 * s, h)
         elif kind == "sinks":
@@ -44,7 +45,7 @@ class Scores(nn.Module):
             return torch.zeros(size, size, dtype=scores.dtype).masked_fill(apart < size, -1e9)
         if self.kind == "alibi":
             return self.slopes * (size - apart).abs().neg()  # type: ignore[operator]
-        if self.kind == "table":
+        if self.kind in ("table", "shared_table"):
             return self.table[apart].permute(2, 0, 1).unsqueeze(0)
         if self.kind == "embedding":
             return self.bias(apart).permute(2, 0, 1).unsqueeze(0)  # type: ignore[no-any-return]
@@ -162,6 +163,8 @@ class Attention(Op):
         elif self.kernel == "baddbmm":
             b, h, s, d = q.shape
             zero = torch.zeros(1, s, s, dtype=q.dtype)
+            if self.scores.kind == "shared_table":
+                zero = self.scores.bias_of(zero, x)[0]  # type: ignore[index]
             flat = torch.baddbmm(zero, q.reshape(b * h, s, d), k.reshape(b * h, s, d).transpose(1, 2), alpha=scale)
             scores = flat.view(b, h, s, s)
         else:

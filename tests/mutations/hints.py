@@ -18,7 +18,8 @@ RULES = {
     "slice": "rotated_halves every_other repeated_features tiled_features size_in_a_slice one_feature last_feature "
              "behind_whole padded_features along_length twice_beside",
     "select": "selected_feature first_head one_feature_in_place last_head first_row_in_place scan",
-    "split": "chunks_of_length chunks_beside_themselves chunks_swapped rotated_halves_of_a_head", "split_with_sizes": "chunks_of_length",
+    "split": "chunks_of_length chunks_beside_themselves chunks_swapped rotated_halves_of_a_head",
+    "split_with_sizes": "chunks_of_length",
     "unbind": "heads_mixed recurrent",
     "cat": "beside_whole behind_whole rotated_halves heads_beside_whole twice_beside "
     "rows_beside_whole along_length chunks_swapped extra_heads", "stack": "interleaved stacked scan",
@@ -31,8 +32,10 @@ RULES = {
     "native_layer_norm": "normed_over_features layer_norm normed_over_heads normed_by_module normed_over_all",
     "mm": "matrix matrix_first matrix_of_a_head einsum from_whole heads_mixed_by_matrix "
     "linear_of_a_head gram_of_rows",
-    "addmm": "affine_of_a_head gram_of_rows_plus_one", "bmm": "attends_by_part gram_of_features attends_to_whole heads_attend rows_mixed "
-    "scores_of_itself matrix_per_head einsum_of_a_head outer_with_whole", "constant_pad_nd": "padded_features",
+    "addmm": "affine_of_a_head gram_of_rows_plus_one",
+    "bmm": "attends_by_part gram_of_features attends_to_whole heads_attend "
+    "rows_mixed scores_of_itself matrix_per_head einsum_of_a_head outer_with_whole",
+    "constant_pad_nd": "padded_features",
     "baddbmm": "", "_scaled_dot_product_flash_attention_for_cpu": "",
 }  # fmt: skip
 """Ops by rule."""
@@ -53,10 +56,10 @@ MORE: dict[str, list[Spec]] = {
     "stack": [{"is": "two_ways", "how": "stack"}],
     "bmm": [{"is": "attention", "heads": 4}, {"is": "fused_experts"}],
     "baddbmm": [{"is": "attention", "heads": 4, "kernel": "baddbmm"},
-                {"is": "attention", "heads": 4, "kernel": "baddbmm", "scores": "given_bias"}],
+                {"is": "attention", "heads": 4, "kernel": "baddbmm", "scores": "shared_table"}],
     "_scaled_dot_product_flash_attention_for_cpu": [
         {"is": "attention", "heads": 4, "kernel": "sdpa", "scores": scores}
-        for scores in ("none", "causal", "alibi", "table", "given_bias", "embedding")
+        for scores in ("none", "causal", "alibi", "table", "given_bias", "embedding", "shared_table")
     ] + [{"is": "attention", "heads": 4, "kv_heads": kv, "kernel": "gqa", "scores": "causal"} for kv in (1, 2)]
     + [{"is": "attention", "heads": 3, "kernel": "sdpa"}],
     "view": [{"is": "mlp", "ops": [{"is": "in_heads", "heads": 4, "how": how}]} for how in ("hidden", "heads_last")]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tests.mutations.faults import FAULTS
 
-__all__ = ["UNREACHABLE"]
+__all__ = ["OPEN", "UNREACHABLE"]
+
+OPEN: set[str] = set()
+"""Faults that no model of the fuzzer kills yet: it lacks a block for each."""
 
 _COPY = "a copy: the replay carries its layout on without asking the rule"
 _PARTS = "torch makes it of other ops before the planner sees it"
