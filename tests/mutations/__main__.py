@@ -12,12 +12,13 @@ import sys
 from typing import Any
 
 from tests.fuzz.judge import merged
+from tests.fuzz.runner import judged
 from tests.fuzz.vocabulary import Spec
 from tests.mutations.faults import FAULTS
 from tests.mutations.hints import candidates
-from tests.mutations.search import KILLERS, how_killed, hunt, killers, run_all
+from tests.mutations.search import KILLERS, check_with, how_killed, hunt, killers, run_all
 from tests.mutations.unreachable import UNREACHABLE
-from tpkernels.testing.spawn import Pools
+from tpkernels.testing.spawn import Pools, RanksFailed
 
 
 def main() -> int:
@@ -54,7 +55,16 @@ def _search(pools: Pools, names: list[str]) -> None:
 
 def _killer(pools: Pools, name: str, specs: list[Spec]) -> dict[str, Any] | None:
     """What kills a fault: rather by being wrong than by raising, and rather so than by a plan that proves less."""
-    results = pools(2).run(hunt, name, specs, timeout=600)
+    try:
+        results = pools(2).run(hunt, name, specs, timeout=600)
+    except RanksFailed:  # the fault brings ranks out of step: one model after the other
+        for spec in specs:
+            (sound,) = judged(pools, [spec])
+            (verdict,) = judged(pools, [spec], check_with, name)
+            how = how_killed(verdict, sound["proven"])
+            if sound["kind"] in ("right", "refused") and how != "survives":
+                return {"how": how, "proven": sound["proven"], "spec": spec}
+        return None
     found: dict[str, dict[str, Any]] = {}
     for tries in zip(*results, strict=True):
         index, proven = tries[0]["index"], tries[0]["proven before"]
