@@ -6,8 +6,41 @@ from tests.mutations.faults import FAULTS
 
 __all__ = ["OPEN", "UNREACHABLE"]
 
-OPEN: set[str] = set()
-"""Faults that no model of the fuzzer kills yet: it lacks a block for each."""
+OPEN: set[str] = {
+    "cat refuses nothing, nor does the rest",
+    "stack refuses nothing, nor does the rest",
+    "repeat refuses nothing, nor does the rest",
+    "repeat is taken to move nothing",
+    "var_mean refuses nothing, nor does the rest",
+    "baddbmm refuses nothing, nor does the rest",
+    "baddbmm does not tell what it mixes",
+    "constant_pad_nd refuses nothing, nor does the rest",
+    "activations may be mixed",
+    "parameters are not partial",
+    "nothing is completed",
+    "parameters may be partial and complete",
+    "only floating point has an origin",
+    "origins are not passed on",
+    "parts may leave the model",
+    "custom backwards are trusted",
+    "scalars may be one rank's",
+    "constants may be one rank's",
+    "ops may take other tensors",
+    "a row takes any layout",
+    "a column takes a part",
+    "half of a module may be partial",
+    "gradients of partial parameters are not planned",
+    "weights that are read may be cut",
+    "tied weights are cut apart",
+    "gradients of replicated parameters are not summed",
+    "a row's bias is added by every rank",
+    "a row does not sum",
+    "a column's input gradient is not summed",
+    "a split input's gradient is not gathered",
+    "copies of heads do not sum their gradients",
+    "an embedding does not sum",
+}
+"""Faults for which no model that kills them is written down yet: not looked for, or not found."""
 
 _COPY = "a copy: the replay carries its layout on without asking the rule"
 _PARTS = "torch makes it of other ops before the planner sees it"
