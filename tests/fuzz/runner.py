@@ -19,7 +19,7 @@ from tests.fuzz.model import draw_spec
 from tests.fuzz.vocabulary import Spec
 from tpkernels.testing.spawn import Pools, RanksFailed
 
-__all__ = ["FAILURES", "Summary", "fuzz", "judged", "seeds_of", "shrunk", "specs_of"]
+__all__ = ["FAILURES", "Summary", "fuzz", "judged", "kinds_in", "seeds_of", "shrunk", "specs_of"]
 
 BATCH = 24
 BATCH_S, MODEL_S = 600.0, 90.0
