@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import multiprocessing.forkserver
 import os
 import shlex
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.architecture_tables import document, read_files, summary
 from tests.sharding.architectures.catalogue import architectures
 from tests.sharding.architectures.sweep import examine_architecture, preload
 from tests.sharding.judge import FACTOR
@@ -84,7 +84,12 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also rows that the file has")
     parser.add_argument("--failed", action="store_true", help="of the rows that the file has, those that are not right")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
+    parser.add_argument("--write", action="store_true", help="make docs/architectures.md from the result files, run nothing")
     args = parser.parse_args()
+    if args.write:
+        target = Path(__file__).parents[1] / "docs" / "architectures.md"
+        target.write_text(document(read_files(Path(__file__).parent / "results")), encoding="utf-8")
+        return 0
     start, path, bad = time.monotonic(), Path(args.out) if args.out else None, 0
     known = architectures()
     names = [name for name in args.only.split(",") if name] or list(known)
@@ -109,6 +114,8 @@ def main() -> int:
             rows = read(path) | {key(row): row}
             write(path, rows)
         print(describe(row), flush=True)
+    if rows:
+        print(summary(list(rows.values())))
     return 1 if bad else 0
 
 

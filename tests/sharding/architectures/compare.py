@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tests.nn.reference import tp_mesh
 from tests.sharding.architectures.inputs import cast
-from tests.sharding.architectures.reference import HUGE, Reference, Run, _real, build, computing, run, settled
+from tests.sharding.architectures.reference import HUGE, Reference, Run, _real, backward, build, computing, settled
 from tests.sharding.compare import pieces_of
 from tests.sharding.judge import FACTOR, worst_ratio
 from tpkernels.sharding.styles import Replicate, Row
@@ -104,17 +104,18 @@ def _run(reference: Reference, plan: tpk.ShardingPlan, dtype: torch.dtype, found
     arguments, double = cast(reference.arguments, dtype), reference.default_double and dtype == torch.float64
     with computing(dtype, double):
         _step("parallelize", found, lambda: tpk.parallelize(model, tp_mesh(), plan))
-        outputs = _step("forward", found, lambda: settled(model(**arguments)))
-        result = _step("backward", found, lambda: run(model, arguments, reference.weights))
-        gradients = _gradients(model, reference.exact, before)
-        with torch.no_grad():
+        with torch.no_grad():  # first: training moves the statistics of batch norms
             evaluated = _step("evaluation", found, lambda: settled(model.eval()(**arguments)))
+        model.train(reference.training)
+        result = Run(_step("forward", found, lambda: settled(model(**arguments))))
+        _step("backward", found, lambda: backward(model, result, reference.weights))
+        gradients = _gradients(model, reference.exact, before)
     if dtype == torch.float32:
         _judge(verdict, reference, result, gradients)
         if reference.has_fp64:
             return
     limit = _limit(reference)
-    verdict.wrong |= _apart(outputs, reference.exact.outputs, limit)
+    verdict.wrong |= _apart(result.outputs, reference.exact.outputs, limit)
     verdict.wrong |= {f"evaluation: {n}": s for n, s in _apart(evaluated, reference.evaluated, limit).items()}
     if reference.has_fp64:
         verdict.wrong |= _gradients_apart(gradients, limit)

@@ -72,6 +72,8 @@ class _Maker:
         if "decoder_input_ids" in self.names:
             text["decoder_input_ids"] = self.ids(OTHER_LENGTH)
         text |= self.others()
+        if {"image_grid_thw", "grid_thw"} & self.names:
+            yield from self.with_grids(text)
         if "input_ids" in self.names and "pixel_values" in self.names:
             yield from self.with_images(text)
         if self.main != "input_ids" or not text:
@@ -109,6 +111,23 @@ class _Maker:
             yield "text and image", text | images
             break
 
+    def with_grids(self, text: dict[str, Any]) -> Iterator[Call]:
+        """Images as rows of patches, with their sizes in patches: 4 x 4 each."""
+        side, merge = self.config.get("patch_size", 8), self.config.get("spatial_merge_size", 2)
+        frames, channels = self.config.get("temporal_patch_size", 1), self.config.get("num_channels") or 3
+        channels = self.config.get("in_channels") or channels
+        patches = self.floats((BATCH * 16, channels * frames * side * side))
+        grid = torch.tensor([[1, 4, 4]] * BATCH)
+        if "image_grid_thw" not in self.names:
+            first = self.required[0] if self.required else "hidden_states"
+            yield "image", {first: patches, "grid_thw": grid}
+            return
+        count = 16 // merge**2
+        ids = self.ids(LENGTH + count)
+        ids[:, 1 : 1 + count] = getattr(self.model.config, "image_token_id", PLACEHOLDERS["image"])
+        kinds = {"mm_token_type_ids": (ids == ids[0, 1]).long()} if "mm_token_type_ids" in self.names else {}
+        yield "text and image", text | {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grid} | kinds
+
     def features_of(self, images: dict[str, Any]) -> int:
         """Of one image; 0 where the model does not say."""
         try:
@@ -121,7 +140,7 @@ class _Maker:
         return 0 if not isinstance(features, Tensor) else features.flatten(0, -2).shape[0] // BATCH
 
     def by_main(self, text: dict[str, Any]) -> Iterator[Call]:
-        rest = {key: value for key, value in text.items() if key != "input_ids"}
+        rest = self.others() | {key: value for key, value in text.items() if key != "input_ids"}
         if self.main == "input_features":
             mels = self.config.get("num_mel_bins") or self.config.get("feature_size") or 16
             long = 2 * int(self.config.get("max_source_positions") or 20)
@@ -135,7 +154,7 @@ class _Maker:
         if self.main == "pixel_values_videos":
             size, frames = self.config.get("image_size", 32), self.config.get("num_frames", 4)
             size = size if isinstance(size, int) else size[0]
-            yield "video", {self.main: self.floats((BATCH, frames, 3, size, size))}
+            yield "video", self.others() | {self.main: self.floats((BATCH, frames, 3, size, size))}
         if self.main == "pixel_values":
             for images in self.images():
                 yield "image", rest | images

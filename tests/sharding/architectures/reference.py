@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +24,7 @@ from tests.sharding.architectures.shrink import small_config
 from tests.sharding.architectures.special import CONFIGS, KINDS, NEEDS
 from tests.sharding.judge import allowed
 
-__all__ = ["CannotBuild", "Reference", "Run", "build", "computing", "reference_of", "run", "settled"]
+__all__ = ["CannotBuild", "Reference", "Run", "backward", "build", "computing", "reference_of", "settled"]
 
 SEED, NOISE, ULP = 3, 0.1, 6e-8
 LARGEST = 10_000_000
@@ -149,6 +150,8 @@ def computing(dtype: torch.dtype, default: bool = False) -> Iterator[None]:
 
 def settled(out: Any, name: str = "") -> dict[str, Tensor]:
     """All floating and complex tensors of a nested result by name; caches are not outputs to compare."""
+    if isinstance(out, FakeTensor):
+        raise RuntimeError(f"output {name!r} is a fake tensor, left behind by a trace")
     if isinstance(out, Tensor):
         return {name: out} if out.is_floating_point() or out.is_complex() else {}
     if isinstance(out, Mapping):
@@ -163,13 +166,12 @@ def settled(out: Any, name: str = "") -> dict[str, Tensor]:
     return found
 
 
-def run(model: nn.Module, arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Run:
-    """Forward, and backward from the weighted sum of the outputs; gradients stay at the parameters."""
+def backward(model: nn.Module, found: Run, weights: Mapping[str, Tensor]) -> None:
+    """From the weighted sum of the outputs, which are plain tensors afterwards; gradients stay at the parameters."""
     for parameter in model.parameters():
         parameter.grad = None
-    outputs = settled(model(**arguments))
-    loss_of(outputs, weights).backward()
-    return Run({name: output.detach() for name, output in outputs.items()})
+    loss_of(found.outputs, weights).backward()
+    found.outputs = {name: output.detach() for name, output in found.outputs.items()}
 
 
 def loss_of(outputs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
@@ -220,6 +222,8 @@ def reference_of(name: str) -> Reference:
     with computing(torch.float32):
         plain, weights = _measured(model, arguments, training)
         others = [_measured(_nudged(name, seed), arguments, training, weights)[0] for seed in (1, 2)]
+    if not _finite(plain):
+        raise CannotBuild("unsharded", "its gradients are not finite")
     exact, double, single = _exact(name, arguments, training, weights)
     has_fp64 = exact is not None
     exact = exact or plain
@@ -267,7 +271,8 @@ def _measured(
     if weights is None:
         with torch.no_grad():
             weights = weights_for(settled(model(**arguments)))
-    found = run(model, arguments, weights)
+    found = Run(settled(model(**arguments)))
+    backward(model, found, weights)
     found.gradients = {key: parameter.grad for key, parameter in model.named_parameters(remove_duplicate=False)}
     return found, dict(weights)
 
@@ -292,10 +297,15 @@ def _exact(
                 found, _ = _measured(model, cast(arguments, torch.float64), training, weights)
                 with finder, torch.no_grad():
                     model(**cast(arguments, torch.float64))
-            return found, double, finder.found
+            if _finite(found):
+                return found, double, finder.found
         except Exception:  # noqa: BLE001 - a model that fixes dtypes raises anything; it is judged in fp32 then
             continue
     return None, False, True
+
+
+def _finite(found: Run) -> bool:
+    return all(gradient is None or bool(gradient.isfinite().all()) for gradient in found.gradients.values())
 
 
 def _bounds(plain: list[Run], exact: Run) -> Run:

@@ -6,8 +6,11 @@ the same thing in different words get values that fit each other: 4 heads of 8 f
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 __all__ = ["HEAD_DIM", "HIDDEN", "VOCABULARY", "small_config"]
@@ -26,6 +29,9 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"q_lora_rank", 24),
     (r"(num_|n_)?(\w+_)?(key_value|kv)_heads|num_kv_heads", KEY_VALUE_HEADS),
     (r"linear_num_key_heads", 2),
+    (r"mamba_n_heads|mamba_num_heads", 8),
+    (r"num_kv_shared_layers", 0),
+    (r"num_feat_extract_layers", 99),
     (r"(num_|n_)?(\w+_)?heads?|encoder_attention_heads|decoder_attention_heads", HEADS),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_experts_per_topk|experts_per_token", 2),
     (r"(moe_num|num|n)_(local_|routed_)?experts|zero_expert_num|moe_num_experts", 4),
@@ -43,7 +49,6 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"patch_size|stem_size", 8),
     (r"sliding_window(_size)?|window_size|local_attention|attention_window|attention_chunk_size|chunk_size", 4),
     (r"mamba_chunk_size|mamba_d_state|ssm_state_size|state_size", 8),
-    (r"mamba_n_heads|mamba_num_heads", 8),
     (r"max_window_layers|num_conv_pos_embedding_groups|altup_num_inputs", 2),
     (r"num_conv_pos_embeddings", 8),
     (r"num_mel_bins|n_mel_bins", 16),
@@ -63,6 +68,8 @@ ZERO = re.compile(r"\w*(drop|layerdrop)\w*|mask_time_prob|mask_feature_prob|\w*j
 def small_config(kind: Any, options: Mapping[str, Any], given: Any = None) -> Any:
     """An object of the configuration class ``kind`` with small sizes; ``options`` win, by field, into parts as well."""
     options = dict(options)
+    if given is not None and options.get("model_type", given.model_type) != given.model_type:
+        return small_config(_class(options.pop("model_type")), options)  # another part in its place
     default = given if given is not None else kind()
     fields = {key: value for key, value in vars(default).items() if not key.startswith("_")}
     fields = {key: value for key, value in fields.items() if key not in _NOT_PASSED}
@@ -77,8 +84,29 @@ def small_config(kind: Any, options: Mapping[str, Any], given: Any = None) -> An
             if new is not value:
                 changed[key] = new
     _fit(changed, fields)
+    if isinstance(fields.get("rope_parameters"), Mapping) and "mrope_section" in _modeling(kind):
+        rope = dict(changed.get("rope_parameters", fields["rope_parameters"]))
+        parts = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]
+        for part in parts[1:] or parts:
+            whole = part.get("partial_rotary_factor", 1.0) >= 1
+            part["mrope_section"] = [2, 1, 1] if whole else [1, 1, 0]
+        changed["rope_parameters"] = rope
     kept = {key: value for key, value in fields.items() if given is not None and key not in changed}
     return kind(**{**kept, **changed, **options}) if given is None else _rebuilt(kind, kept, changed | options)
+
+
+@cache
+def _modeling(kind: Any) -> str:
+    """The source of the model of a configuration."""
+    path = Path(inspect.getfile(kind))
+    path = path.with_name(path.name.replace("configuration_", "modeling_"))
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _class(name: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[name]
 
 
 _NOT_PASSED = {"transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "model_type"}
@@ -171,7 +199,9 @@ def _small_rope(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fit(changed: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Latent attention makes keys and values for every head."""
+    """Latent attention makes keys and values for every head, and rotates a part of their features."""
+    if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
+        changed["head_dim"] = changed.get("qk_rope_head_dim", fields["qk_rope_head_dim"])
     for key in list(changed):
         if "key_value_heads" in key and fields.get("kv_lora_rank"):
             changed[key] = changed.get(key.replace("key_value", "attention"), HEADS)

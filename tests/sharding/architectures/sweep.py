@@ -20,7 +20,8 @@ __all__ = ["examine_architecture", "preload", "row_of"]
 GROUP_TIMEOUT_S = 20.0
 SHOWN = 6
 """Of the tensors that are wrong, the worst."""
-REFUSALS = ("nothing to shard",)
+REFUSALS = {"nothing to shard": "nothing to cut", "does not run with the example_inputs": "refused"}
+"""What a plan may raise, and says so."""
 
 
 def preload() -> None:
@@ -76,8 +77,8 @@ def _examined(
         cause = failure.failures[0].exception
         if not isinstance(cause, Failed):
             return {"status": "raises", "stage": "crash or hang", "reason": _summary(failure)}
-        refused = cause.stage == "plan" and any(word in cause.reason for word in REFUSALS)
-        return cause.found | {"status": "nothing to cut" if refused else "raises", "stage": cause.stage, "reason": cause.reason}
+        named = (status for words, status in REFUSALS.items() if cause.stage == "plan" and words in cause.reason)
+        return cause.found | {"status": next(named, "raises"), "stage": cause.stage, "reason": cause.reason}
     merged = dict(found[0])
     for what in ("wrong", "fp32"):
         every: dict[str, float] = {}
