@@ -32,6 +32,7 @@ from tests.sharding.judge import FACTOR
 from tpkernels.measure import report
 
 TIMEOUT_S = 120.0
+"""For one architecture's unsharded model, and for its ranks; more where others use the machine (--timeout)."""
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -43,12 +44,12 @@ def read(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {key(row): row for row in rows}
 
 
-def write(path: Path, rows: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+def write(path: Path, rows: dict[tuple[Any, ...], dict[str, Any]], timeout: float) -> None:
     """In the order of transformers' list; a new file takes the place of the old one at once."""
     import transformers
 
     order = {name: index for index, name in enumerate(architectures())}
-    about = report.describe_environment({"cores": os.cpu_count(), "factor": FACTOR, "timeout_s": TIMEOUT_S})
+    about = report.describe_environment({"cores": os.cpu_count(), "factor": FACTOR, "timeout_s": timeout})
     about["versions"]["transformers"] = transformers.__version__
     head = json.dumps(about | {"command": _command()}, indent=1).removesuffix("\n}")
     lines = ",\n".join("  " + json.dumps(row) for row in sorted(rows.values(), key=lambda r: (r["world"], r["sequence_parallel"], order.get(r["name"], 0))))
@@ -81,6 +82,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--out", metavar="FILE", help="result file; rows it has are kept")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds (default: %(default)g)")
     parser.add_argument("--again", action="store_true", help="also rows that the file has")
     parser.add_argument("--failed", action="store_true", help="of the rows that the file has, those that are not right")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
@@ -106,13 +108,13 @@ def main() -> int:
             print("the budget is spent")
             break
         begun = time.monotonic()
-        row = mine | examine_architecture(name, args.world, args.sequence_parallel, TIMEOUT_S)
+        row = mine | examine_architecture(name, args.world, args.sequence_parallel, args.timeout)
         row["seconds"] = round(time.monotonic() - begun, 1)
         row |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit()}
         bad += row["status"] in ("wrong", "raises")
         if path:
             rows = read(path) | {key(row): row}
-            write(path, rows)
+            write(path, rows, args.timeout)
         print(describe(row), flush=True)
     if rows:
         print(summary(list(rows.values())))

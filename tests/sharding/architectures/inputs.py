@@ -54,9 +54,9 @@ class _Maker:
         self.main = str(getattr(model, "main_input_name", ""))
 
     def given(self, value: Any) -> Any:
-        if isinstance(value, tuple) and value and value[0] in ("int", "float"):
-            return self.ints(value[1], value[2]) if value[0] == "int" else self.floats(value[1])
-        return value
+        if value[0] == "int":
+            return self.ints(value[1], value[2])
+        return torch.ones(value[1]) if value[0] == "ones" else self.floats(value[1])
 
     def ints(self, shape: Any, high: int) -> Tensor:
         return torch.randint(0, high, tuple(shape), generator=self.random)

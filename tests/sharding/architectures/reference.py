@@ -335,5 +335,5 @@ def _real(x: Tensor) -> Tensor:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else 'no message'}"
+    lines = [line.strip() for line in str(error).strip().splitlines() if not line.startswith("Class validation error")]
+    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"

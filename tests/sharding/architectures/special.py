@@ -1,7 +1,7 @@
 """What single architectures need beyond the rules: data only.
 
 ``CONFIGS``: fields of the configuration, those of a part in a dict of their own.  ``INPUTS``: arguments of the call by
-name, ("int", shape, below) or ("float", shape), which win over what the names of arguments suggest.  ``KINDS``: the
+name, ("int", shape, below), ("float", shape) or ("ones", shape), which win over what the names of arguments suggest.  ``KINDS``: the
 class to build where it is not the preferred one.  ``NEEDS``: why an architecture cannot be built here at all.
 """
 
@@ -14,21 +14,58 @@ __all__ = ["CONFIGS", "INPUTS", "KINDS", "NEEDS"]
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _STAGES = {"depths": [1, 1], "num_heads": [2, 4], "image_size": 16, "patch_size": 2, "window_size": 4}
 _SHARED_CACHE = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_FORECAST = {"prediction_length": 4, "context_length": 8, "num_time_features": 1}
 _RESNET = {
     "use_timm_backbone": False,
     "backbone_config": {"model_type": "resnet", "embedding_size": 8, "out_features": ["stage2", "stage3", "stage4"]},
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _FORECAST),
     **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer"), _RESNET),
+    "bit": {"num_groups": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
     "deepseek_v2": _EXPERTS,
     "dots1": _EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "esmc": {"num_key_value_heads": 4},
     "gemma3n_text": _SHARED_CACHE | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
+    "granite_speech5_encoder": {"context_size": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lilt": {"hidden_size": 48},
+    "mamba2": {"num_heads": 8},
     "swin": _STAGES,
     "swinv2": _STAGES,
 }
 
-INPUTS: dict[str, dict[str, Any]] = {}
+_IDS = ("int", (2, 7), 64)
+_SERIES = {
+    "past_values": ("float", (2, 15)),
+    "past_time_features": ("float", (2, 15, 1)),
+    "past_observed_mask": ("ones", (2, 15)),
+    "future_values": ("float", (2, 4)),
+    "future_time_features": ("float", (2, 4, 1)),
+}
+
+INPUTS: dict[str, dict[str, Any]] = {
+    "autoformer": _SERIES,
+    "bros": {"input_ids": _IDS, "bbox": ("float", (2, 7, 4))},
+    "decision_transformer": {
+        "states": ("float", (2, 5, 17)),
+        "actions": ("float", (2, 5, 4)),
+        "rewards": ("float", (2, 5, 1)),
+        "returns_to_go": ("float", (2, 5, 1)),
+        "timesteps": ("int", (2, 5), 5),
+        "attention_mask": ("ones", (2, 5)),
+    },
+    "informer": _SERIES,
+    "lxmert": {"input_ids": _IDS, "visual_feats": ("float", (2, 4, 2048)), "visual_pos": ("float", (2, 4, 4))},
+    "time_series_transformer": _SERIES,
+}
 
 KINDS: dict[str, str] = {}
 

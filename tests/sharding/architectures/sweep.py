@@ -17,7 +17,6 @@ from tpkernels.testing.spawn import RanksFailed, WorkerPool, fork_server
 
 __all__ = ["examine_architecture", "preload", "row_of"]
 
-GROUP_TIMEOUT_S = 20.0
 SHOWN = 6
 """Of the tensors that are wrong, the worst."""
 REFUSALS = {"nothing to shard": "nothing to cut", "does not run with the example_inputs": "refused"}
@@ -37,7 +36,7 @@ def examine_architecture(name: str, world: int, sequence_parallel: bool, timeout
     known = architectures()[name]
     row: dict[str, Any] = {"kind": known.kind, "head": known.head}
     try:
-        with WorkerPool(1, forked=True, group_timeout=GROUP_TIMEOUT_S) as pool:
+        with WorkerPool(1, forked=True, group_timeout=timeout / 2) as pool:
             reference = pool.run(reference_of, name, timeout=timeout)[0]
     except RanksFailed as failure:
         cause = failure.failures[0].exception
@@ -71,7 +70,7 @@ def _examined(
     reference: Reference, world: int, sequence_parallel: bool, with_inputs: bool, timeout: float
 ) -> dict[str, Any]:
     try:
-        with WorkerPool(world, forked=True, group_timeout=GROUP_TIMEOUT_S) as pool:
+        with WorkerPool(world, forked=True, group_timeout=timeout / 2) as pool:
             found = pool.run(examine, reference, sequence_parallel, with_inputs, timeout=timeout)
     except RanksFailed as failure:
         cause = failure.failures[0].exception
