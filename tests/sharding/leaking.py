@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class _Unit(torch.autograd.Function):
+    """The identity, whose gradient has length one: over all features, and not over those of a rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy / dy.norm()
 
 
 class Leaking(nn.Module):
@@ -17,8 +31,13 @@ class Leaking(nn.Module):
         self.gate = nn.Linear(6, 12)
         self.scale = nn.Parameter(torch.ones(12))
         self.one = nn.Parameter(torch.ones(1))
+        for name in ("low", "high"):
+            self.register_buffer(name, torch.ones(1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    low: Tensor
+    high: Tensor
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         h = self.up(x)
         if self.how == "softmax":
             h = h.softmax(-1)
@@ -47,5 +66,27 @@ class Leaking(nn.Module):
             h = h + self.up.weight.sum()
         elif self.how == "whole matrix":
             h = h @ torch.ones(12, 12)
+        elif self.how == "complex":
+            turned = torch.view_as_complex(x.view(*x.shape[:-1], 3, 2)) * 1j
+            h = h * torch.view_as_real(turned).flatten(-2).mean(-1, keepdim=True)
+        elif self.how == "integer":
+            h = h * (x.argmax(-1, keepdim=True) + 1)
+        elif self.how == "size of a tensor":
+            h = h * torch.tensor(float(h.shape[-1]))
+        elif self.how == "size that fills":
+            h = h * torch.full((1,), float(h.shape[-1]))
+        elif self.how == "size that scales":
+            q = h.view(1, *h.shape[:-1], -1, 2).transpose(1, 2)
+            h = F.scaled_dot_product_attention(q, q, q, scale=1 / h.shape[-1]).transpose(1, 2).reshape(h.shape)
+        elif self.how == "size that chooses":
+            h = h * (self.low if h.shape[-1] == 12 else self.high)
+        elif self.how == "own backward":
+            h = _Unit.apply(h)
+        elif self.how == "evaluation":
+            h = h if self.training else h.softmax(-1)
+        elif self.how == "kept":
+            self.kept = h
+        elif self.how == "parameter returned":
+            return self.down(h * self.one), self.one * 2
         y: Tensor = self.down(h)
         return y

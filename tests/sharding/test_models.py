@@ -80,6 +80,11 @@ def test_architectures_that_nothing_knows_come_out_right(ranks: Pools, world: in
     found(ranks, world, cases)
 
 
+def test_what_has_misled_the_planner_comes_out_right(ranks: Pools) -> None:
+    plans = found(ranks, 2, [(name, options) for name in zoo.TRAPS for options in (WHOLE, CUT)])
+    assert all("Row" in plan["styles"].values() and plan["sequence"] for plan in plans.values())
+
+
 def cut_what_must_not_be_cut(how: str) -> list[str]:
     """The fault: features that meet those of other ranks are cut all the same."""
     torch.manual_seed(1)

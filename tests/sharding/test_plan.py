@@ -71,7 +71,9 @@ def test_what_cannot_be_cut_is_reported_with_a_reason() -> None:
 
 LEAKS = (
     "softmax", "mean", "roll", "residual", "scalar activation", "vector parameter", "size", "shuffle", "second output",
-    "flip", "interleaved pairs", "weight read", "whole matrix",
+    "flip", "interleaved pairs", "weight read", "whole matrix", "complex", "integer", "size of a tensor",
+    "size that fills", "size that scales", "size that chooses", "own backward", "kept", "parameter returned",
+    "evaluation",
 )  # fmt: skip
 
 
@@ -114,6 +116,76 @@ def test_a_model_that_cannot_be_traced_is_planned_layer_by_layer_and_says_so() -
     plan = tpk.make_plan(Moody(), 2)
     assert plan["up"].style == Column(gather_output=True) and plan["down"].style == Row(split_input=True)
     assert "it cannot be traced" in plan.notes[0] and "note: no data flow" in str(plan)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_without_data_flow_nobody_is_believed_who_recommends_a_cut(name: str) -> None:
+    """A tp_plan, or a plan file, is made for other code than ours: without a proof every layer is whole in and out."""
+    model = zoo.build(name)
+
+    class Moody(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, **given: Any) -> Any:
+            return super().forward(input_ids if input_ids.sum() >= 0 else -input_ids, **given)
+
+    model.__class__ = Moody
+    plan = tpk.make_plan(model, 2)
+    assert "it cannot be traced" in plan.notes[0]
+    for entry in plan.entries:
+        alone = not isinstance(entry.style, Column) or entry.style.gather_output
+        assert alone and (not isinstance(entry.style, Row) or entry.style.split_input), entry
+    said = [entry.reason for entry in plan.entries if "says" in entry.reason]
+    assert said and not plan.attributes
+
+
+class ReadsWeights(nn.Module):
+    """Uses one layer's weight without calling it, and cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.called(nn.functional.linear(x if x.sum() > 0 else -x, self.read.weight))
+        return y
+
+
+def test_without_data_flow_a_layer_whose_weight_is_read_stays_whole() -> None:
+    plan = tpk.make_plan(ReadsWeights(), 2)
+    assert "cannot be traced" in plan.notes[0]
+    assert plan["read"].style == Replicate() and "ReadsWeights" in plan["read"].reason
+    assert plan["called"].style == Row(split_input=True)
+
+
+def test_attention_of_torch_whose_weight_is_read_stays_whole() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.attention(x, x, x)[0] * self.attention.in_proj_weight.mean())
+            return y
+
+    plan = tpk.make_plan(Reads(), 2)
+    assert plan["attention"].style == Replicate() and "without calling" in plan["attention"].reason
+    assert plan["head"].style == Column(gather_output=True)
+
+
+def test_a_parameter_that_a_closure_keeps_is_refused_by_name_and_a_module_is_not() -> None:
+    class Closure(nn.Module):
+        def __init__(self, of_module: bool) -> None:
+            super().__init__()
+            self.up, self.down, self.scale = nn.Linear(6, 12), nn.Linear(12, 6), nn.Parameter(torch.ones(1))
+            up, scale = self.up, self.scale
+            self.first = up if of_module else lambda x: up(x) * scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.first(x).relu())
+            return y
+
+    with pytest.raises(ValueError, match=r"\['scale'\] are used by code that keeps them"):
+        tpk.make_plan(Closure(False), 2)
+    assert tpk.make_plan(Closure(True), 2)["down"].style == Row()
 
 
 def test_a_plan_leaves_the_model_and_the_random_numbers_alone() -> None:
@@ -255,6 +327,11 @@ def test_overrides_win_and_reach_options() -> None:
 def test_overrides_that_match_nothing_or_conflict_are_refused(overrides: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tpk.make_plan(zoo.mlp(), 2, overrides=overrides)
+
+
+def test_an_override_of_a_layer_whose_weight_is_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="'up' conflicts with the model: it has parameters that the model uses"):
+        tpk.make_plan(Leaking("weight read"), 2, example_inputs=torch.zeros(5, 6), overrides={"up": "column_gather"})
 
 
 def test_an_override_of_one_of_two_tied_weights_is_refused() -> None:

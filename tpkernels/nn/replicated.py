@@ -29,20 +29,26 @@ Converted = dict[int, tuple[nn.Parameter, nn.Parameter]]
 
 
 def replicate_parameters(
-    module: nn.Module, group: GroupLike, *, sequence_parallel: bool = False, converted: Converted | None = None
+    module: nn.Module,
+    group: GroupLike,
+    *,
+    sequence_parallel: bool = False,
+    recurse: bool = True,
+    converted: Converted | None = None,
 ) -> nn.Module:
     """Turn all plain parameters of ``module`` and its submodules into replicated DTensors, in place; returns it.
 
     Args:
         sequence_parallel: the module works on this rank's part of the sequence, so that its gradients are sums over
             the group (one all-reduce per parameter and use).  Without it every rank must compute the same gradient.
+        recurse: its submodules', too; without it only the parameters that are its own.
         converted: the same dictionary in several calls keeps parameters tied that modules of different calls share.
 
     Parameters that are DTensors stay as they are.  A parameter that several modules share stays shared.
     """
     mesh = tp_mesh(group)
     converted = {} if converted is None else converted
-    for owner in module.modules():
+    for owner in module.modules() if recurse else [module]:
         names = []
         for name, parameter in list(owner._parameters.items()):
             if parameter is None or isinstance(parameter, DTensor):
@@ -73,6 +79,9 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         if parameter.device_mesh.ndim > 1:  # at rest in FSDP2, which asks for the parameter itself
             return parameter
         tensor = parameter.to_local()
-        return copy_to_group(tensor, mesh_of(parameter)) if sum_gradients and tensor.requires_grad else tensor
+        if not (sum_gradients and tensor.requires_grad):
+            return tensor
+        # A sum over ranks has a dimension: a parameter that is one number gets one on its way.
+        return copy_to_group(tensor.reshape(tensor.shape or (1,)), mesh_of(parameter)).reshape(tensor.shape)
 
     return property(read)

@@ -99,11 +99,13 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
     for old, new in replacements:
         old.__class__ = new.__class__
         old.__dict__ = new.__dict__
-    # Outer modules last: what an inner one was told holds.
+    # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
+    # outer modules last, because what an inner one was told holds.
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
-        style = styles[name]
-        if isinstance(style, Replicate) and (style.sequence_parallel or not isinstance(plan, ShardingPlan)):
-            replicate_parameters(modules[name], tp, sequence_parallel=style.sequence_parallel, converted=converted)
+        style, recurse = styles[name], not isinstance(plan, ShardingPlan)
+        if isinstance(style, Replicate) and (style.sequence_parallel or recurse):
+            summed = style.sequence_parallel
+            replicate_parameters(modules[name], tp, sequence_parallel=summed, recurse=recurse, converted=converted)
     replicate_parameters(model, tp, converted=converted)
     if isinstance(plan, ShardingPlan):
         for key, (_, values) in plan.attributes.items():

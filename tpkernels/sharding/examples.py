@@ -31,6 +31,10 @@ class Observation:
         self.kwargs: Any = {}
         self.trained = False
         """The recorded run was one of training, so that it shows dropout."""
+        self.recordings: list[tuple[bool, Recording]] = []
+        """That run, and one in the other mode, with what says which is one of training."""
+        self.note = ""
+        """Which mode could not be recorded, and why."""
         self.problem = ""
         given = None if example_inputs is None else _as_call(example_inputs)
         try:
@@ -45,19 +49,28 @@ class Observation:
             self.problem = "no example inputs were given, and none could be derived"
 
     def _record(self, shadow: Shadow, args: Any, kwargs: Any) -> bool:
-        """Whether the model runs with these inputs; in training mode where it can."""
+        """Whether the model runs with these inputs, in training, in evaluation or in both."""
+        failures: list[str] = []
         for training in (True, False):
             shadow.model.train(training)
             recording = Recording(shadow)
             try:
                 recording.run(args, kwargs)
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
-                self.problem = self.problem or f"it cannot be traced ({type(error).__name__}: {_first_line(error)})"
+                failures.append(f"{type(error).__name__}: {_first_line(error)}")
                 continue
-            self.recording, self.args, self.kwargs, self.trained = recording, args, kwargs, training
-            self.problem = ""
-            return True
-        return False
+            self.recordings.append((training, recording))
+        if not self.recordings:
+            self.problem = self.problem or f"it cannot be traced ({failures[0]})"
+            return False
+        self.trained, self.recording = self.recordings[0]
+        self.recording.direct |= self.recordings[-1][1].direct
+        self.args, self.kwargs, self.problem = args, kwargs, ""
+        if failures:
+            proven, other = ("training", "evaluation") if self.trained else ("evaluation", "training")
+            self.note = f"proven for {proven} alone: in {other} it cannot be traced ({failures[0]})"
+        shadow.model.train(self.trained)
+        return True
 
 
 def observe(model: nn.Module, example_inputs: object) -> Observation:

@@ -44,6 +44,13 @@ class Stream:
     """Of whole tensors made from parts of the residual, or of its gradient, in one pass forward and backward."""
     notes: list[str] = field(default_factory=list)
 
+    def same(self, other: Stream) -> bool:
+        """Whether the same modules are met, in the same way."""
+        mine, others = (
+            (stream.blocks, set(stream.whole), set(stream.local), stream.layers) for stream in (self, other)
+        )
+        return mine == others
+
 
 def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[str, tuple[str, ...]]) -> Stream:
     """Follow the residual through all lists of blocks.
@@ -57,15 +64,22 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
     stacks = _stacks(observation.shadow.model, observation.recording)
     notes: list[str] = []
     while stacks:
-        flow = _Flow(observation.shadow, stacks, roles, others)
+        flows: list[_Flow] = []
         try:
-            flow.run(observation.args, observation.kwargs)
+            for training, _ in observation.recordings:
+                observation.shadow.model.train(training)
+                flows.append(_Flow(observation.shadow, stacks, roles, others))
+                flows[-1].run(observation.args, observation.kwargs)
+            if not flows[0].stream.same(flows[-1].stream):
+                raise Unproven("it takes another way in training than in evaluation")
         except Unproven as error:
-            name = flow.stack or next(iter(stacks))
+            name = flows[-1].stack or next(iter(stacks))
             notes.append(f"the residual of {name} is not cut along the sequence: {error.reason}")
             del stacks[name]
             continue
-        stream = flow.stream
+        finally:
+            observation.shadow.model.train(observation.trained)
+        stream = flows[0].stream
         stream.notes = notes
         return stream
     return Stream([], notes=notes or ["there is no list of blocks whose residual could be cut along the sequence"])
@@ -191,7 +205,7 @@ class _Flow(Session):
         if not cut or self._local or name in self.blocks:
             return False
         prefix = f"{name}."
-        layers = any(layer.startswith(prefix) for layer in self.shadow.layers)
+        layers = any(inner.startswith(prefix) for inner in (*self.shadow.layers, *self.whole))
         own = any(True for _ in module.parameters())
         return not layers and (own or isinstance(module, nn.Dropout))
 
@@ -267,7 +281,7 @@ class _Flow(Session):
         cut = [self._splits.get(id(tensor)) for tensor in tensors]
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.pass_origins(tensors, outputs)
+        self.pass_origins(func, tensors, outputs)
         if not any(cut):
             return out
         if not self._local and packet not in _COPIES | _DROPOUT and torch.Tag.pointwise not in func.tags:
@@ -286,7 +300,7 @@ class _Flow(Session):
         self, func: Any, packet: Any, args: Any, kwargs: Any, tensors: list[Tensor], outputs: list[Tensor]
     ) -> list[Split | None]:
         def mixed(tensor: Tensor) -> None:
-            if not self._local and tensor.dim() > 0:
+            if not self._local and (tensor.dim() > 0 or self.has_origin(tensor)):
                 raise Unproven(f"{packet} joins the residual with a whole tensor of {list(tensor.shape)}")
             if self.has_origin(tensor) and self.origin(tensor) is None:
                 raise Unproven(f"{packet} joins the residual with an activation that is whole")

@@ -10,7 +10,7 @@ values are right whatever stands around them, because what goes in and what come
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from tpkernels.sharding.flow import Stream, follow
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
+from tpkernels.sharding.reads import maybe_read
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.rows import count_rows, untrained_in
 from tpkernels.sharding.search import Attributes
@@ -40,6 +41,7 @@ __all__ = ["check_plain", "make_plan"]
 
 STRATEGIES = ("auto", "rules")
 EXPANSION = 1.5
+READ = "has parameters that the model uses without calling the module"
 
 
 def make_plan(
@@ -111,13 +113,14 @@ class _Planner:
         self.attributes: Attributes = {}
 
     def plan(self, group: DeviceMesh | None, sequence_parallel: bool) -> ShardingPlan:
+        self._check_captured()
         kept = self._kept()
         for name, style in self.forced.items():
-            self.chosen[name] = Chosen(style, "override", "asked for")
+            if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
+                raise ValueError(f"the override of {name!r} conflicts with the model: it {READ}, and must stay whole")
+            self.chosen[name] = Chosen(style, "override", "asked for" if self.traced else "asked for; not proven")
         if self.traced:
             self._from_data_flow(kept)
-        elif self.hints is not None:
-            self._from_hints(self.hints, kept)
         for name, reason in kept.items():
             self.chosen.setdefault(name, Chosen(Replicate(), "default", reason))
         for name, layer in self.layers.items():
@@ -145,6 +148,16 @@ class _Planner:
             stream=stream,
             notes=(*self._notes(), *stream.notes),
         )
+
+    def _check_captured(self) -> None:
+        """Parameters are new objects afterwards: code that keeps the old ones would go on with these, untrained."""
+        recording = self.observation.recording if self.observation is not None else None
+        if recording is not None and recording.captured:
+            raise ValueError(
+                f"parameters {recording.captured[:3]} are used by code that keeps them outside of their modules (in a "
+                "closure, a default argument, a list): it would go on with the tensors from before; let it read them "
+                "from their modules"
+            )
 
     def _cut_sequence(self) -> Stream:
         """Let the residual travel cut along the sequence, where that is proven, and change the styles to match."""
@@ -175,6 +188,8 @@ class _Planner:
                 continue
             inner = f"{name}.out_proj" if name else "out_proj"
             why = why_not_parallel(module, self.world_size) or unswappable(module)
+            if why is None and name in self._read_directly():
+                why = READ
             if why is None and not any(n in self._tied() for n in (name, inner)) and inner not in self.chosen:
                 sizes, unit = chunk_sizes(module.num_heads, self.world_size), 1
                 each = str(sizes[0])
@@ -186,9 +201,15 @@ class _Planner:
             elif why is not None:
                 self.chosen[name] = Chosen(Replicate(), "default", why)
 
+    def _read_directly(self) -> Container[str]:
+        """torch's attention modules whose parameters are read past them, as far as can be told."""
+        if self.observation is None or self.observation.recording is None:
+            return maybe_read(self.model)
+        return self.observation.recording.direct
+
     def _notes(self) -> tuple[str, ...]:
         if self.observation is None or self.traced:
-            return ()
+            return () if self.observation is None or not self.observation.note else (self.observation.note,)
         return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
 
     def _kept(self) -> dict[str, str]:
@@ -196,6 +217,7 @@ class _Planner:
         kept: dict[str, str] = {}
         recording = self.observation.recording if self.observation is not None else None
         tied = self._tied()
+        read = {} if recording is not None else maybe_read(self.model)
         for name, layer in self.layers.items():
             module = self.modules[name]
             weight: Any = module.weight
@@ -205,7 +227,9 @@ class _Planner:
             elif weight.dtype not in DTYPES:
                 kept[name] = f"has weights of {weight.dtype}"
             elif recording is not None and name in recording.direct:
-                kept[name] = "has a weight that the model uses without calling the module"
+                kept[name] = READ
+            elif name in read:
+                kept[name] = f"has a weight that the code of {read[name]} may use without calling the module"
             elif recording is not None and name not in recording.layer_rows and name not in tied:
                 kept[name] = "is not called by the example"
             elif self._smallest_cut(layer) < self.world_size:
@@ -309,22 +333,6 @@ class _Planner:
                     f"{group.columns[0].rpartition('.')[0] or type(self.model).__name__}: use at most {error.count} "
                     f'ranks, or overrides={{"{group.columns[0]}": "replicate", ...}} for its layers'
                 )
-
-    def _from_hints(self, hints: Hints, kept: Mapping[str, str]) -> None:
-        """Without data flow a plan is believed where its heads divide over the ranks."""
-        if any(count % self.world_size for count in hints.heads):
-            return
-        assert self.observation is None or self.observation.problem
-        if self.observation is None:
-            return
-        for name, (said, style) in hints.styles.items():
-            if name in self.layers and name not in kept and name not in self.chosen:
-                self.chosen[name] = Chosen(style, hints.source, f"{hints.origin} says {said}; not proven")
-        for name, attributes in hints.attributes.items():
-            for attribute in attributes:
-                value = getattr(self.modules[name], attribute, None)
-                if isinstance(value, int) and value % self.world_size == 0:
-                    self.attributes[name, attribute] = (value // self.world_size,) * self.world_size
 
     def _by_rule(self, name: str, layer: Layer) -> Chosen:
         refused = [

@@ -177,6 +177,17 @@ class _Decider:
         return {index for index in blamed if index < len(self.decision.proven)}
 
     def _replay(self, proofs: Mapping[Group, Proof]) -> Replay:
+        """Of the whole model, in training and in evaluation; what the last one knows, all know.
+
+        Raises:
+            _Blamed: it does not hold.
+        """
+        try:
+            return self._replay_modes(proofs)
+        finally:
+            self.shadow.model.train(self.observation.trained)
+
+    def _replay_modes(self, proofs: Mapping[Group, Proof]) -> Replay:
         roles: dict[str, Role] = {}
         attributes: Attributes = {}
         whole: Whole = {}
@@ -188,24 +199,27 @@ class _Decider:
             widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
         for name, role in self.forced.items():
             roles.setdefault(name, replace(role, group=len(proofs)))
-        recording = self.recording
-        if widths:
-            recording = Recording(self.shadow, whole, widths)
-            recording.run(self.observation.args, self.observation.kwargs)
-        replays = [
-            Replay(self.shadow, recording, roles, attributes, self.world_size, rank)
-            for rank in unlike_ranks(roles, self.world_size)
-        ]
-        for replay in replays:
-            try:
-                replay.run_model(self.observation.args, self.observation.kwargs)
-            except Unproven as error:
-                raise _Blamed(error, replay.blame) from error
-        if any(replay.partial != replays[0].partial for replay in replays):
-            raise _Blamed(
-                Unproven("ranks of different sizes would have gradients of different kinds"), range(len(proofs))
-            )
-        return replays[0]
+        ranks, count = unlike_ranks(roles, self.world_size), len(proofs)
+        merged: Replay | None = None
+        for training, recording in self.observation.recordings:
+            self.shadow.model.train(training)
+            if widths:
+                recording = Recording(self.shadow, whole, widths)
+                recording.run(self.observation.args, self.observation.kwargs)
+            replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
+            for replay in replays:
+                if merged is not None:
+                    replay.know(merged)
+                try:
+                    replay.run_model(self.observation.args, self.observation.kwargs)
+                except Unproven as error:
+                    raise _Blamed(_in_mode(error, training), replay.blame) from error
+            if any(replay.partial != replays[0].partial for replay in replays):
+                unlike = Unproven("ranks of different sizes would have gradients of different kinds")
+                raise _Blamed(unlike, range(count))
+            merged = replays[0]
+        assert merged is not None
+        return merged
 
     def _random_pairs(self) -> list[tuple[str, str]]:
         """Where dropout works on parts: from the first column that runs to the row that ends its group."""
@@ -238,6 +252,10 @@ class _Blamed(Unproven):
     def __init__(self, error: Unproven, groups: Iterable[int]) -> None:
         super().__init__(error.reason, count=error.count)
         self.error, self.groups = error, frozenset(groups)
+
+
+def _in_mode(error: Unproven, training: bool) -> Unproven:
+    return error if training else Unproven(f"{error.reason} (in evaluation)", count=error.count)
 
 
 def _size(group: Group) -> int:

@@ -28,8 +28,10 @@ from tpkernels.sharding.trace import (
     Session,
     Shadow,
     Shape,
+    Source,
     as_shapes,
     canonical,
+    constant_of,
     is_random,
     tensors_in,
 )
@@ -37,6 +39,13 @@ from tpkernels.sharding.trace import (
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
 aten = torch.ops.aten
+_SIZES: dict[Any, tuple[int, ...]] = {
+    aten.view: (1,), aten.expand: (1,), aten.slice: (2, 3), aten.split: (1,), aten.split_with_sizes: (1,),
+    aten.full: (0,), aten.new_full: (1,), aten.zeros: (0,), aten.ones: (0,), aten.empty: (0,),
+    aten.new_zeros: (1,), aten.new_ones: (1,), aten.new_empty: (1,),
+}  # fmt: skip
+"""Arguments that say how large a result is, and may be others on one rank; all others must be the whole model's."""
+_SIZE_NAMES = {"size", "start", "end", "split_size", "split_sizes", "output_size"}
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
@@ -81,7 +90,7 @@ class Replay(Session):
     ) -> None:
         super().__init__(shadow, {key: values[rank] for key, values in attributes.items()})
         self.recording, self.roles, self.world_size, self.rank = recording, roles, world_size, rank
-        self.origins = dict(recording.origins)
+        self.origins, self.made = dict(recording.origins), dict(recording.made)
         self.partial: set[str] = set()
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
@@ -102,9 +111,34 @@ class Replay(Session):
         """Run the whole model; nothing that is cut may be part of what it returns."""
         out = self._run(self.shadow.model, args, kwargs)
         for tensor in tensors_in(out):
-            if id(tensor) in self._splits:
-                self.blame = self._groups.get(id(tensor), self.blame)
-                raise Unproven("a part of one rank is among the model's outputs")
+            self._is_whole(tensor, "among the model's outputs")
+            if self.has_origin(tensor):
+                self._complete |= self.origin(tensor) or set()
+        for name, module in self.shadow.modules.items():
+            for attribute, value in vars(module).items():
+                for leaf in tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ():
+                    if isinstance(leaf, Tensor):
+                        self._is_whole(leaf, f"kept by the model as {name}.{attribute}")
+        self._check_gradients()
+
+    def know(self, other: Replay) -> None:
+        """Gradients must be of one kind in both runs, whatever they have in common."""
+        self.partial |= other.partial
+        self._complete |= other._complete
+        for name, groups in other.partial_groups.items():
+            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | groups
+
+    def _is_whole(self, tensor: Tensor, where: str) -> None:
+        if id(tensor) in self._splits:
+            self.blame = self._groups.get(id(tensor), self.blame)
+            raise Unproven(f"a part of one rank is {where}")
+
+    def _check_gradients(self) -> None:
+        both = self.partial & self._complete
+        if both:
+            name = min(both)
+            self.blame = self.partial_groups.get(name, self.blame)
+            raise Unproven(f"parameter {name!r} meets whole and cut tensors: its gradient would be neither")
 
     def _run(self, module: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -117,19 +151,28 @@ class Replay(Session):
             raise Unproven(f"with one rank's sizes the model raises {type(error).__name__}: {text[:160]}") from error
         if self._at != self._stop:
             raise Unproven("with one rank's sizes the model runs fewer ops")
-        both = self.partial & self._complete
-        if both:
-            raise Unproven(f"parameter {min(both)!r} meets whole and cut tensors: its gradient would be neither")
+        self._check_gradients()
         return out
 
-    def _next(self, packet: Any, layer: str | None) -> Event:
+    def custom_function_called(self, name: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._is_whole(tensor, f"an argument of {name}, whose backward is code of its own")
+
+    def _next(self, packet: Any, layer: str | None, sources: tuple[Source, ...]) -> Event:
         if self._at >= self._stop:
             raise Unproven("with one rank's sizes the model runs more ops")
         event = self.recording.events[self._at]
         self._at += 1
         if event.packet != packet or event.layer != layer:
             raise Unproven(f"with one rank's sizes {layer or packet} runs where {event.layer or event.packet} was")
+        if event.sources != sources:
+            raise Unproven(f"with one rank's sizes {layer or packet} takes another tensor")
         return event
+
+    def _made(self, outputs: list[Tensor]) -> None:
+        """By the event that came last."""
+        event = self._at - 1
+        self.made |= {id(out): (id(self.recording), event, place) for place, out in enumerate(outputs)}
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
@@ -138,9 +181,12 @@ class Replay(Session):
         if packet in TRANSPARENT:
             out = func(*args, **kwargs)
             self._mark(out, self._splits.get(id(tensors[0])), groups)
-            self.pass_origins(tensors, [out])
+            self.pass_origins(func, tensors, [out])
+            self.made[id(out)] = self.source(tensors[0])
             return out
-        event = self._next(packet, None)
+        event = self._next(packet, None, self.sources_of(packet, tensors))
+        if event.constant != constant_of(func, tensors):
+            raise Unproven("a constant depends on the number of features of one rank")
         local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         splits = [self._splits_of(argument) for argument in args]
         self._check_random(func, args, tensors)
@@ -162,7 +208,8 @@ class Replay(Session):
             if answer is not None and func._schema.is_mutable and id(output) not in self._splits:
                 raise Unproven(f"{packet} writes a part over something whole")
             self._mark(output, answer, groups)
-        self.pass_origins(tensors, outputs)
+        self.pass_origins(func, tensors, outputs)
+        self._made(outputs)
         return out
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
@@ -176,6 +223,9 @@ class Replay(Session):
     ) -> list[Split | None] | None:
         """How the results are cut; None for a constant, whose shape alone tells."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        both = ((event.whole, event.kwargs), local)
+        if not _same_scalars(*(_without_sizes(event.packet, *arguments) for arguments in both)):
+            raise Unproven(f"an argument of {event.packet} depends on the number of features of one rank")
         if not any(id(tensor) in self._splits for tensor in tensors):
             if (event.whole, event.kwargs) == local:
                 self._completed(tensors)
@@ -190,8 +240,6 @@ class Replay(Session):
             return self._by_rule(rule, event, local, splits, arguments)
         if torch.Tag.pointwise not in func.tags:
             raise Unproven(f"no rule says what {event.packet} does to parts")
-        if not _same_scalars((event.whole, event.kwargs), local):
-            raise Unproven(f"a scalar of {event.packet} depends on the number of features of one rank")
         shapes = _shapes_in((event.whole, event.kwargs))
         cuts = [self._splits.get(id(tensor)) for tensor in tensors]
         return [pointwise(shapes, cuts, lambda index: self._mixed(tensors[index]))] * len(event.outputs)
@@ -235,7 +283,7 @@ class Replay(Session):
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         self.blame = self._groups.get(id(x), self.blame)
-        event, role = self._next(None, name), self.roles.get(name)
+        event, role = self._next(None, name, (self.source(x),)), self.roles.get(name)
         split, whole_in, whole_out = self._splits.get(id(x)), event.whole[0], event.outputs[0]
         last = len(whole_in) - 1
         if role is not None and role.kind == "row":
@@ -256,6 +304,7 @@ class Replay(Session):
             self._complete |= self.origin(x) or set()
         out = self.new_output(x, shape, self.layer_dtype(name, x))
         self._mark(out, answer, frozenset() if role is None or answer is None else frozenset([role.group]))
+        self._made([out])
         return out
 
     def _mixed(self, tensor: Tensor) -> None:
@@ -303,6 +352,12 @@ def _shapes_in(value: Any) -> list[Shape]:
     if isinstance(value, list | tuple):
         return [shape for item in value for shape in _shapes_in(item)]
     return []
+
+
+def _without_sizes(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    sizes = _SIZES.get(packet, ())
+    rest = [None if place in sizes else argument for place, argument in enumerate(args)]
+    return rest, {key: value for key, value in kwargs.items() if key not in _SIZE_NAMES}
 
 
 def _same_scalars(whole: Any, local: Any) -> bool:

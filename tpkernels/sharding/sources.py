@@ -9,7 +9,7 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,15 +23,12 @@ __all__ = ["Hints", "hints_for", "match", "matches", "override_styles"]
 
 @dataclass(frozen=True)
 class Hints:
-    """What a plan file or ``tp_plan`` says about a model; ``origin`` is how to call it."""
+    """What a plan file or ``tp_plan`` says about a model, which proves nothing; ``origin`` is how to call it."""
 
     source: str
     origin: str
     styles: Mapping[str, tuple[str, Style]]
     """The name used there and the style, by module."""
-    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    heads: tuple[int, ...] = ()
-    """Numbers that must divide over the ranks where nothing can be proven."""
 
 
 def match(plan: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
@@ -100,7 +97,6 @@ def hints_for(model: nn.Module) -> Hints | None:
 
 def _plan_file(model: nn.Module) -> Hints | None:
     classes = {type(module).__name__ for module in model.modules()}
-    config = getattr(model, "config", None)
     for info in pkgutil.iter_modules(plans.__path__):
         file: Any = importlib.import_module(f"{plans.__name__}.{info.name}")
         if not classes & set(file.CLASSES):
@@ -112,11 +108,7 @@ def _plan_file(model: nn.Module) -> Hints | None:
             for name in names
             if matches(name, pattern)
         }
-        attributes = {
-            name: found for pattern, found in file.ATTRIBUTES.items() for name in names if matches(name, pattern)
-        }
-        heads = tuple(value for key in file.HEADS if isinstance(value := getattr(config, key, None), int))
-        return Hints("plan file", f"plans/{info.name}.py", styles, attributes, heads or (1,))
+        return Hints("plan file", f"plans/{info.name}.py", styles)
     return None
 
 
@@ -142,6 +134,4 @@ def _tp_plan(model: nn.Module) -> Hints | None:
     }
     if not styles:
         return None
-    keys = ("num_attention_heads", "num_key_value_heads")
-    heads = tuple(value for key in keys if isinstance(value := getattr(config, key, None), int))
-    return Hints("tp_plan", f"{type(config).__name__}.base_model_tp_plan", styles, {}, heads or (1,))
+    return Hints("tp_plan", f"{type(config).__name__}.base_model_tp_plan", styles)

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,20 +32,30 @@ __all__ = [
     "Session",
     "Shadow",
     "Shape",
+    "Source",
     "TRANSPARENT",
     "as_shapes",
     "canonical",
+    "constant_of",
     "is_random",
     "tensors_in",
 ]
 
 aten = torch.ops.aten
-TRANSPARENT = {aten.clone, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh}
+TRANSPARENT = {aten.clone, aten.detach, aten.alias, aten.contiguous}
 """Copies: whether one is needed may depend on sizes, so they are no part of what must agree between two runs."""
 _VIEWS = {aten._unsafe_view, aten.reshape, aten._reshape_alias}
 
 Origin = frozenset[str] | None
-"""Where a differentiable tensor comes from: parameters alone (their names), or activations (None)."""
+"""Where a tensor comes from: parameters alone (their names), or activations (None).
+
+Every dtype has one: a complex number or an index that was an activation may become one again.
+"""
+Source = tuple[int, int, int] | int
+"""Which tensor it is, in every run alike: the recording, event and output that made it, or the id of one given."""
+_BLANK = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
+          aten.new_full, aten.new_empty}  # fmt: skip
+"""Ops that take the shape of a tensor and none of its numbers."""
 
 
 class Shape(tuple[int, ...]):
@@ -60,6 +71,10 @@ class Event:
     kwargs: dict[str, Any]
     outputs: list[Shape]
     layer: str | None = None
+    sources: tuple[Source, ...] = ()
+    """Of the tensors among the arguments."""
+    constant: bytes | None = None
+    """The numbers of a tensor that Python made (``torch.tensor(...)``)."""
 
 
 @dataclass
@@ -119,6 +134,16 @@ class Shadow:
         self.layers: dict[str, Layer] = {}
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
+        self.attentions = {
+            id(parameter): name
+            for name, module in self.modules.items()
+            if isinstance(module, nn.MultiheadAttention)
+            for parameter in module.parameters()
+        }
+        """torch's attention modules by the ids of theirs."""
+        self.originals = {id(parameter): name for name, parameter in model.named_parameters()}
+        """The model's own parameters, which only code reads that keeps them outside of their modules."""
+        self.holders = {id(module): name for name, module in model.named_modules()}
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, module in self.modules.items():
             layer = layer_of(module)
@@ -138,14 +163,22 @@ class Shadow:
         # A guess that does not fit makes an op fail, which torch would print with a traceback.
         log = logging.getLogger("torch._subclasses.fake_tensor")
         was_disabled, log.disabled = log.disabled, True
+        # torch's encoder layers read all their weights at once in evaluation, which parallel ones never do.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             for (name, attribute), value in session.attributes.items():
                 setattr(self.modules[name], attribute, value)
-            with torch.no_grad(), self.fake, session:
-                yield
+            with _reporting_custom_functions(session), torch.no_grad(), self.fake, session:
+                hook = register_module_forward_pre_hook(self._note_original)
+                try:
+                    yield
+                finally:
+                    hook.remove()
         finally:
             self.session = None
             log.disabled = was_disabled
+            torch.backends.mha.set_fastpath_enabled(fast)
             for (name, attribute), value in before.items():
                 setattr(self.modules[name], attribute, value)
 
@@ -162,6 +195,11 @@ class Shadow:
         with self.fake:
             made: tuple[Any, Any] = tree_map_only(Tensor, fake, (args, kwargs))
             return made
+
+    def _note_original(self, module: nn.Module, args: Any) -> None:
+        """A module of the model itself runs, which is swapped in place: that it reads its parameters is no capture."""
+        if self.session is not None and id(module) in self.holders:
+            self.session.original_called(self.holders[id(module)])
 
     def _reporting(self, name: str) -> Any:
         def forward(input: Tensor) -> Tensor:
@@ -185,6 +223,28 @@ class Shadow:
         return hook
 
 
+@contextmanager
+def _reporting_custom_functions(session: Session) -> Iterator[None]:
+    """Within: a ``torch.autograd.Function`` of the model's tells ``session``, and its results are activations."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        out = original.__func__(cls, *args, **kwargs)
+        if not cls.__module__.startswith("torch.utils.checkpoint"):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            session.custom_function_called(cls.__name__, tensors)
+            if any(session.has_origin(tensor) for tensor in tensors):
+                for output in tensors_in(out):
+                    session.set_origin(output, None)
+        return out
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
 def _like(tensor: Tensor) -> Tensor:
     """An empty tensor of the same kind; of one on the meta device, as if it were on the CPU."""
     device = "cpu" if tensor.is_meta else tensor.device
@@ -198,6 +258,7 @@ class Session(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.shadow, self.attributes = shadow, dict(attributes)
         self.origins: dict[int, Origin] = {}
+        self.made: dict[int, Source] = {}
         self.kept: list[Any] = []
         """Every tensor seen, so that ids stay theirs."""
 
@@ -217,6 +278,12 @@ class Session(TorchDispatchMode):
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def custom_function_called(self, name: str, tensors: list[Tensor]) -> None:
+        """A ``torch.autograd.Function`` runs: its gradient is code that this run does not see."""
+
+    def original_called(self, name: str) -> None:
+        """A module of the model itself runs, not its copy."""
+
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         pass
 
@@ -233,11 +300,18 @@ class Session(TorchDispatchMode):
         return self.origins.get(_storage(tensor))  # None also for parameters that the model does not register
 
     def set_origin(self, tensor: Tensor, origin: Origin) -> None:
-        if tensor.is_floating_point():
-            self.origins[_storage(tensor)] = origin
+        self.origins[_storage(tensor)] = origin
 
-    def pass_origins(self, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+    def source(self, tensor: Tensor) -> Source:
+        return self.made.get(id(tensor), id(tensor))
+
+    def sources_of(self, packet: Any, tensors: list[Tensor]) -> tuple[Source, ...]:
+        return () if packet is aten.lift_fresh else tuple(map(self.source, tensors))
+
+    def pass_origins(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         """Outputs come from where the inputs do."""
+        if func.overloadpacket in _BLANK:
+            return
         found = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
         if not found:
             return
@@ -277,7 +351,9 @@ class Recording(Session):
         self.scopes: list[Scope] = []
         self.nodes: list[Node] = []
         self.direct: set[str] = set()
-        """Layers whose parameters the model uses without calling them."""
+        """Layers, and torch's attention modules, whose parameters the model uses without calling them."""
+        self._originals_read: set[str] = set()
+        self._originals_called: set[str] = set()
         self.outputs: list[int] = []
         self.layer_rows: dict[str, int] = {}
         """Rows of each layer's input, over all calls."""
@@ -291,7 +367,7 @@ class Recording(Session):
     def run(self, args: Any, kwargs: Any) -> None:
         """Run the model on fake inputs."""
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if isinstance(leaf, Tensor) and _can_require_grad(leaf):
                 self.nodes.append(Node([], is_input=True))
                 self._node_of[id(leaf)] = len(self.nodes) - 1
                 self.set_origin(leaf, None)
@@ -303,21 +379,37 @@ class Recording(Session):
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
         """Run one module on the arguments that another recording saw; the scope of that call here."""
-        self.origins = dict(recording.origins)
+        self.origins, self.made = dict(recording.origins), dict(recording.made)
         with self.shadow.running(self):
             self.kept.append(self.shadow.modules[scope.name](*scope.args, **scope.kwargs))
         return next(found for found in reversed(self.scopes) if found.name == scope.name)
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        self.direct |= {self.shadow.owners[id(tensor)] for tensor in tensors if id(tensor) in self.shadow.owners}
+        self._note_readers(tensors)
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._link(tensors, outputs, is_random(func, args))
-        self.pass_origins(tensors, outputs)
-        if canonical(func) not in TRANSPARENT:
-            whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
-            self.events.append(Event(canonical(func), whole, named, [Shape(t.shape) for t in outputs]))
+        self.pass_origins(func, tensors, outputs)
+        packet = canonical(func)
+        if packet in TRANSPARENT:
+            self.made[id(out)] = self.source(tensors[0])
+            return out
+        whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
+        self._add(Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors)), outputs)
         return out
+
+    def _note_readers(self, tensors: list[Tensor]) -> None:
+        """Who reads parameters past the modules that own them."""
+        shadow = self.shadow
+        self.direct |= {shadow.owners[id(tensor)] for tensor in tensors if id(tensor) in shadow.owners}
+        attentions = {shadow.attentions[id(tensor)] for tensor in tensors if id(tensor) in shadow.attentions}
+        self.direct |= attentions - {scope.name for scope in self._open}
+        self._originals_read |= {shadow.originals[id(tensor)] for tensor in tensors if id(tensor) in shadow.originals}
+
+    def _add(self, event: Event, outputs: list[Tensor]) -> None:
+        self.events.append(event)
+        self.made |= {id(output): (id(self), len(self.events) - 1, place) for place, output in enumerate(outputs)}
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         layer, features = self.shadow.layers[name], self.widths.get(name)
@@ -333,7 +425,8 @@ class Recording(Session):
         self.layer_reads.setdefault(name, []).append((id(x), self._node_of.get(id(x), -1)))
         rows = x.numel() if layer.kind == "embedding" else x.numel() // max(1, x.shape[-1])
         self.layer_rows[name] = self.layer_rows.get(name, 0) + rows
-        self.events.append(Event(None, [Shape(x.shape)], {}, [Shape(shape)], layer=name))
+        event = Event(None, [Shape(x.shape)], {}, [Shape(shape)], layer=name, sources=(self.source(x),))
+        self._add(event, [out])
         return out
 
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
@@ -348,6 +441,14 @@ class Recording(Session):
                 self.scopes.append(scope)
                 return
 
+    def original_called(self, name: str) -> None:
+        self._originals_called.add(name)
+
+    @property
+    def captured(self) -> list[str]:
+        """Parameters of the model itself that code used which keeps them outside of their modules."""
+        return sorted(name for name in self._originals_read if name.rpartition(".")[0] not in self._originals_called)
+
     def is_input(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one that the model was called with."""
         node = self._node_of.get(id(tensor))
@@ -360,10 +461,21 @@ class Recording(Session):
         if inputs:
             self.nodes.append(Node(inputs, random=random or noisy))
             for output in outputs:
-                if output.is_floating_point():
-                    self._node_of[id(output)] = len(self.nodes) - 1
+                self._node_of[id(output)] = len(self.nodes) - 1
         if noisy or random:
             self._noise |= {_storage(output) for output in outputs if id(output) not in self._node_of}
+
+
+def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:
+    """The numbers of a real tensor that becomes part of the run; None for every other op."""
+    if func.overloadpacket is not aten.lift_fresh or isinstance(tensors[0], FakeTensor):
+        return None
+    with torch.utils._python_dispatch._disable_current_modes():
+        return tensors[0].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _can_require_grad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_random(func: Any, args: Any) -> bool:

@@ -1,7 +1,6 @@
 """BERT, RoBERTa and their kin, MiniLM among them."""
 
 CLASSES = ("BertLayer", "RobertaLayer", "ElectraLayer")
-HEADS = ("num_attention_heads",)
 PLAN = {
     "**.attention.self.query": "column",
     "**.attention.self.key": "column",
@@ -10,4 +9,3 @@ PLAN = {
     "**.intermediate.dense": "column",
     "**.layer.*.output.dense": "row",
 }
-ATTRIBUTES = {"**.attention.self": ("num_attention_heads", "all_head_size")}

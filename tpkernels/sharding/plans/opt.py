@@ -1,7 +1,6 @@
 """OPT."""
 
 CLASSES = ("OPTDecoderLayer",)
-HEADS = ("num_attention_heads",)
 PLAN = {
     "**.self_attn.q_proj": "column",
     "**.self_attn.k_proj": "column",
@@ -10,4 +9,3 @@ PLAN = {
     "**.fc1": "column",
     "**.fc2": "row",
 }
-ATTRIBUTES = {"**.self_attn": ("num_heads",)}

@@ -3,7 +3,6 @@
 from tpkernels.sharding.styles import Features
 
 CLASSES = ("T5Block",)
-HEADS = ("num_heads",)
 PLAN = {
     "**.SelfAttention.q": "column",
     "**.SelfAttention.k": "column",
@@ -17,4 +16,3 @@ PLAN = {
     "**.DenseReluDense.wi*": "column",
     "**.DenseReluDense.wo": "row",
 }
-ATTRIBUTES = {"**.SelfAttention": ("n_heads", "inner_dim"), "**.EncDecAttention": ("n_heads", "inner_dim")}

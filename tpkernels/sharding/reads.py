@@ -1,0 +1,94 @@
+"""Which layers' parameters a model's code reads past the layer, told from its source, where no run could show it.
+
+Owns: the search for ``something.weight`` and ``something.bias`` in the forward methods of a model's classes, and in the
+methods that these name.  A layer whose weight is read (``F.linear(x, self.proj.weight)``) must stay whole: otherwise a
+part is read.
+
+Errs on the side of whole: a class whose source cannot be found, or that reads the weight of something that has no name
+there, keeps all layers below it whole.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import nn
+
+__all__ = ["maybe_read"]
+
+NAMES = frozenset({"weight", "bias", "in_proj_weight", "in_proj_bias"})
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the methods of one class read: weights of attributes of these names; of something else, too."""
+
+    names: frozenset[str]
+    other: bool
+
+
+def maybe_read(model: nn.Module) -> dict[str, str]:
+    """Modules with parameters that some module around them may read, and the name of the class that does."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        reads = _reads_of(type(module))  # type: ignore[arg-type]
+        if not reads.names and not reads.other:
+            continue
+        for inner, owner in module.named_modules():
+            if not inner or not any(True for _ in owner.parameters(recurse=False)):
+                continue
+            if reads.other or inner.rpartition(".")[2] in reads.names:
+                found.setdefault(f"{path}.{inner}" if path else inner, type(module).__name__)
+    return found
+
+
+@lru_cache(maxsize=512)
+def _reads_of(cls: type[nn.Module]) -> Reads:
+    methods: dict[str, list[ast.FunctionDef]] = {}
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] not in ("torch", "builtins", "abc", "typing"):
+            own = _methods_of(base)
+            if own is None:
+                return Reads(frozenset(), other=True)
+            for method in own:
+                methods.setdefault(method.name, []).append(method)
+    names: set[str] = set()
+    other = False
+    for node in _reached(methods, "forward"):
+        if node.attr in NAMES and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+            if isinstance(node.value, ast.Attribute):
+                names.add(node.value.attr)
+            else:
+                other = True
+    return Reads(frozenset(names), other)
+
+
+@lru_cache(maxsize=512)
+def _methods_of(cls: type) -> tuple[ast.FunctionDef, ...] | None:
+    """The methods that the class itself defines; None where its source is not to be had."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return tuple(node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.FunctionDef))
+
+
+def _reached(methods: Mapping[str, list[ast.FunctionDef]], first: str) -> Iterator[ast.Attribute]:
+    """All ``something.name`` in a method, and in those of the same class that it names."""
+    todo, seen, asked = [first], {first}, set[int]()
+    while todo:
+        for method in methods.get(todo.pop(), []):
+            for node in ast.walk(method):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    if node.attr in ("dtype", "device"):  # the numbers are not read
+                        asked.add(id(node.value))
+                    if id(node) not in asked:
+                        yield node
+                    if node.attr not in seen:
+                        seen.add(node.attr)
+                        todo.append(node.attr)
