@@ -22,26 +22,29 @@ STATUS = {
 RUN = ("right", "fp32", "wrong", "raises", "nothing to cut")
 INTRODUCTION = """# Architectures of transformers
 
-Every `model_type` of the installed transformers, built small from its default configuration with random weights, planned
-and parallelized without any option (`parallelize(model, mesh)`), and compared with the unsharded model. This file is made by
-`python benchmarks/architectures.py --write` from `benchmarks/results/`.
+Every `model_type` of the installed transformers, built small from its default configuration with random weights,
+planned and parallelized without any option (`parallelize(model, mesh)`), and compared with the unsharded model. This
+file is made by `python benchmarks/architectures.py --write` from `benchmarks/results/`.
 
-**right** is: all outputs, every gradient and the outputs in evaluation within 1e-9 of the unsharded model in fp64, relative
-to the largest value (1e-6 where the model computes in fp32 inside; for a gradient, a tenth of the model's largest is added to
-its own); in fp32 at most 8 times as far from fp64 as the unsharded model, element by element (`tests/sharding/judge.py`);
-and the unsharded model still computing what it did before it was planned. fp64 decides: where fp32 is over its bound and
-fp64 is not, a router or a ReLU may have decided otherwise within rounding. Then the same unsharded model with weights off
-by one rounding gives the bound; what is over that one, too, is listed as **fp32**. Models with experts have torch's grouped
-product replaced by single ones in fp64, which torch does not offer. Where fp64 cannot run at all the reference is fp32.
+**right** is: all outputs, every gradient and the outputs in evaluation within 1e-9 of the unsharded model in fp64,
+relative to the largest value (1e-6 where the model computes in fp32 inside; for a gradient, a tenth of the model's
+largest is added to its own); in fp32 at most 8 times as far from fp64 as the unsharded model, element by element
+(`tests/sharding/judge.py`); and the unsharded model still computing what it did before it was planned. fp64 decides:
+where fp32 is over its bound and fp64 is not, a router or a ReLU may have decided otherwise within rounding. Then the
+same unsharded model with weights off by one rounding gives the bound; what is over that one, too, is listed as
+**fp32**. Models with experts have torch's grouped product replaced by single ones in fp64, which torch does not
+offer. Where fp64 cannot run at all the reference is fp32.
 
-*cut*: share of the parameters' bytes that is divided over the ranks. *proven*: layers whose neighbours were proven from
-data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without example
-inputs, and why; its layers are then taken one by one. *second*: what came of the same with example inputs.
+*cut*: share of the parameters' bytes that is divided over the ranks. *proven*: layers whose neighbours were proven
+from data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without
+example inputs, and why; its layers are then taken one by one. *second*: what came of the same with example inputs.
 """
 
 
 def document(files: Mapping[Path, dict[str, Any]]) -> str:
-    return "\n".join([INTRODUCTION, *(line for path, content in files.items() for line in _section(path, content))]) + "\n"
+    return (
+        "\n".join([INTRODUCTION, *(line for path, content in files.items() for line in _section(path, content))]) + "\n"
+    )
 
 
 def _section(path: Path, content: dict[str, Any]) -> list[str]:
@@ -70,12 +73,13 @@ def _summary(path: Path, content: dict[str, Any], rows: list[dict[str, Any]]) ->
     hardware, versions = content["hardware"], content["versions"]
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     dates = sorted(row["date"] for row in rows)
+    days = " to ".join(dict.fromkeys((dates[0][:10], dates[-1][:10])))
     return [
         summary(rows),
         "",
-        f"`benchmarks/results/{path.name}`: {dates[0][:10]}{'' if dates[0][:10] == dates[-1][:10] else ' to ' + dates[-1][:10]}, "
-        f"{hardware['cpu']}, {hardware['cores']} cores, torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"Python {versions['python']}; commit {commits}; `python benchmarks/{content['command']}`",
+        f"`benchmarks/results/{path.name}`: {days}, {hardware['cpu']}, {hardware['cores']} cores, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}, Python "
+        f"{versions['python']}; commit {commits}; `python benchmarks/{content['command']}`",
         "",
         *(f"- {status}: {meaning}" for status, meaning in STATUS.items()),
         "",
@@ -84,7 +88,10 @@ def _summary(path: Path, content: dict[str, Any], rows: list[dict[str, Any]]) ->
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     """What ran; what is not right comes first."""
-    lines = ["| architecture | class | inputs | mode | verdict | cut | proven | fp32 worst | s | |", "|---|---|---|---|---|---:|---:|---:|---:|---|"]
+    lines = [
+        "| architecture | class | inputs | mode | verdict | cut | proven | fp32 worst | s | |",
+        "|---|---|---|---|---|---:|---:|---:|---:|---|",
+    ]
     order = ("wrong", "raises", "fp32", "right", "nothing to cut")
     for row in sorted((row for row in rows if row["status"] in order), key=lambda row: order.index(row["status"])):
         worst = row.get("worst")
@@ -97,7 +104,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _reference(row: dict[str, Any]) -> str:
-    if row["reference"] == "fp32":
+    if row["reference"] != "fp64":
         return ", fp32 alone"
     return ", fp32 inside" if row["single"] else ""
 

@@ -52,7 +52,10 @@ def write(path: Path, rows: dict[tuple[Any, ...], dict[str, Any]], timeout: floa
     about = report.describe_environment({"cores": os.cpu_count(), "factor": FACTOR, "timeout_s": timeout})
     about["versions"]["transformers"] = transformers.__version__
     head = json.dumps(about | {"command": _command()}, indent=1).removesuffix("\n}")
-    lines = ",\n".join("  " + json.dumps(row) for row in sorted(rows.values(), key=lambda r: (r["world"], r["sequence_parallel"], order.get(r["name"], 0))))
+    lines = ",\n".join(
+        "  " + json.dumps(row)
+        for row in sorted(rows.values(), key=lambda r: (r["world"], r["sequence_parallel"], order.get(r["name"], 0)))
+    )
     new = path.with_suffix(".new")
     new.write_text(f'{head},\n "results": [\n{lines}\n ]\n}}\n', encoding="utf-8")
     new.replace(path)
@@ -86,7 +89,9 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also rows that the file has")
     parser.add_argument("--failed", action="store_true", help="of the rows that the file has, those that are not right")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
-    parser.add_argument("--write", action="store_true", help="make docs/architectures.md from the result files, run nothing")
+    parser.add_argument(
+        "--write", action="store_true", help="make docs/architectures.md from the result files, run nothing"
+    )
     args = parser.parse_args()
     if args.write:
         target = Path(__file__).parents[1] / "docs" / "architectures.md"

@@ -1,9 +1,9 @@
 """One architecture on the ranks: planned and parallelized as a new user does, run, and compared with the unsharded one.
 
 Owns: the verdict.  fp64 decides: an output, a gradient or a parameter that differs there by more than rounding is
-wrong.  In fp32 errors are counted in units of the unsharded model's own, as in :mod:`tests.sharding.judge`; what is over
-the bound there, and right in fp64, is a decision that hangs on a rounding (a router's choice, a ReLU) if a model whose
-weights are off by one rounding is as far off, and is reported as "fp32" otherwise.
+wrong.  In fp32 errors are counted in units of the unsharded model's own, as in :mod:`tests.sharding.judge`.  What is
+over the bound there, and right in fp64, is a decision that hangs on a rounding (a router's choice, a ReLU) if a model
+whose weights are off by one rounding is as far off, and is reported as "fp32" otherwise.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _planned(
     model = build(reference.name).train(reference.training)
     options: dict[str, Any] = {"example_inputs": reference.arguments} if with_inputs else {}
     with computing(torch.float32):
-        plan = _step("plan", found, lambda: tpk.make_plan(model, tp_mesh(), sequence_parallel=sequence_parallel, **options))
+        plan = _step(
+            "plan", found, lambda: tpk.make_plan(model, tp_mesh(), sequence_parallel=sequence_parallel, **options)
+        )
         found |= _about(plan)
         with torch.no_grad():
             outputs = _step("original after the plan", found, lambda: settled(model(**reference.arguments)))
@@ -86,7 +88,9 @@ def _planned(
 
 def _about(plan: tpk.ShardingPlan) -> dict[str, Any]:
     why = [note for note in plan.notes if note.startswith("no data flow")]
-    proven = [e for e in plan.entries if isinstance(e.style, Row) and not e.style.split_input and "not proven" not in e.reason]
+    proven = [
+        e for e in plan.entries if isinstance(e.style, Row) and not e.style.split_input and "not proven" not in e.reason
+    ]
     unproven = [e.path for e in plan.entries if "not proven" in e.reason and not isinstance(e.style, Replicate)]
     return {
         "traced": not why,
@@ -98,7 +102,9 @@ def _about(plan: tpk.ShardingPlan) -> dict[str, Any]:
     }
 
 
-def _run(reference: Reference, plan: tpk.ShardingPlan, dtype: torch.dtype, found: dict[str, Any], verdict: Verdict) -> None:
+def _run(
+    reference: Reference, plan: tpk.ShardingPlan, dtype: torch.dtype, found: dict[str, Any], verdict: Verdict
+) -> None:
     model = build(reference.name, dtype).train(reference.training)
     before = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
     arguments, double = cast(reference.arguments, dtype), reference.default_double and dtype == torch.float64

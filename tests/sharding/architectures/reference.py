@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.sharding.architectures.catalogue import architectures, class_of, config_class
+from tests.sharding.architectures.catalogue import architectures, config_class
 from tests.sharding.architectures.inputs import calls, cast
 from tests.sharding.architectures.shrink import small_config
 from tests.sharding.architectures.special import CONFIGS, KINDS, NEEDS
@@ -71,6 +71,8 @@ class Reference:
     loose: Run
     """The same, of a model whose weights are off by one rounding as well: larger where a decision hangs on it."""
     has_fp64: bool
+    why_not: str
+    """Why it has not."""
     default_double: bool
     """fp64 needs torch's default dtype to be it."""
     single: bool
@@ -224,7 +226,7 @@ def reference_of(name: str) -> Reference:
         others = [_measured(_nudged(name, seed), arguments, training, weights)[0] for seed in (1, 2)]
     if not _finite(plain):
         raise CannotBuild("unsharded", "its gradients are not finite")
-    exact, double, single = _exact(name, arguments, training, weights)
+    exact, double, single, why = _exact(name, arguments, training, weights)
     has_fp64 = exact is not None
     exact = exact or plain
     firsts = [plain] if has_fp64 else others
@@ -232,10 +234,23 @@ def reference_of(name: str) -> Reference:
     dtype = torch.float64 if has_fp64 else torch.float32
     with computing(dtype, double), torch.no_grad():
         evaluated = settled(build(name, dtype).eval()(**cast(arguments, dtype)))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    kind = type(model).__name__
     return Reference(
-        name, kind, inputs, arguments, training, exact, plain.outputs, evaluated, weights, bound, loose, has_fp64, double, single, count
+        name=name,
+        kind=type(model).__name__,
+        inputs=inputs,
+        arguments=arguments,
+        training=training,
+        exact=exact,
+        plain=plain.outputs,
+        evaluated=evaluated,
+        weights=weights,
+        bound=bound,
+        loose=loose,
+        has_fp64=has_fp64,
+        why_not=why,
+        default_double=double,
+        single=single,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
 
@@ -254,7 +269,9 @@ def _find_call(name: str, model: nn.Module) -> tuple[str, dict[str, Any], bool]:
                 except Exception as error:  # noqa: BLE001 - a guess that does not fit can raise anything
                     problems.append(_first_line(error))
                     continue
-                if all(torch.equal(first.nan_to_num(), outputs[1][key].nan_to_num()) for key, first in outputs[0].items()):
+                if all(
+                    torch.equal(first.nan_to_num(), outputs[1][key].nan_to_num()) for key, first in outputs[0].items()
+                ):
                     finite = [output.isfinite().any() for output in outputs[0].values()]
                     if all(finite):
                         return kind, arguments, training
@@ -288,8 +305,9 @@ def _nudged(name: str, seed: int) -> nn.Module:
 
 def _exact(
     name: str, arguments: Mapping[str, Any], training: bool, weights: Mapping[str, Tensor]
-) -> tuple[Run | None, bool, bool]:
-    """In fp64, whether that takes fp64 as default, and whether it is fp32 inside; None where it raises."""
+) -> tuple[Run | None, bool, bool, str]:
+    """In fp64, whether that takes fp64 as default, and whether it is fp32 inside; None where it raises, and why."""
+    why = ""
     for double in (False, True):
         model, finder = build(name, torch.float64), _FindsSingle()
         try:
@@ -298,10 +316,11 @@ def _exact(
                 with finder, torch.no_grad():
                     model(**cast(arguments, torch.float64))
             if _finite(found):
-                return found, double, finder.found
-        except Exception:  # noqa: BLE001 - a model that fixes dtypes raises anything; it is judged in fp32 then
-            continue
-    return None, False, True
+                return found, double, finder.found, ""
+            why = why or "its gradients are not finite"
+        except Exception as error:  # noqa: BLE001 - a model that fixes dtypes raises anything
+            why = why or _first_line(error)
+    return None, False, True, why
 
 
 def _finite(found: Run) -> bool:

@@ -42,7 +42,10 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"(\w+_)?(intermediate|ffn_hidden|feedforward)_(size|dim)(_mlp)?|(\w+_)?ffn_dim|d_ff|dff|dim_ff|d_inner", 48),
     (r"(\w+_)?mlp_(hidden_)?(dim|size)|encoder_linear_units|decoder_linear_units|dim_feedforward|n_inner", 48),
     (r"projector_hidden_size|projection_hidden_size", 32),
-    (r"(\w+_)?hidden_(size|dim)(_per_layer_input)?|(\w+_)?d_model|n_embd|dim|(\w*)emb(ed)?_dim|embedding_(dim|size)", 32),
+    (
+        r"(\w+_)?hidden_(size|dim)(_per_layer_input)?|(\w+_)?d_model|n_embd|dim|(\w*)emb(ed)?_dim|embedding_(dim|size)",
+        32,
+    ),
     (r"(\w+_)?projection_dim|(\w+_)?output_dim|pooler_output_size|project_dim|word_embed_proj_dim|\w+_proj_dim", 32),
     (r"mask_feature_size|fpn_feature_size|feature_size|latent_dim|encoder_out_size", 32),
     (r"image_size|pretrain_image_size|input_size|spec_size|resolution", 32),

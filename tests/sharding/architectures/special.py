@@ -1,8 +1,8 @@
 """What single architectures need beyond the rules: data only.
 
 ``CONFIGS``: fields of the configuration, those of a part in a dict of their own.  ``INPUTS``: arguments of the call by
-name, ("int", shape, below), ("float", shape) or ("ones", shape), which win over what the names of arguments suggest.  ``KINDS``: the
-class to build where it is not the preferred one.  ``NEEDS``: why an architecture cannot be built here at all.
+name, ("int", shape, below), ("float", shape) or ("ones", shape), which win over what the names of arguments suggest.
+``KINDS``: the class to build where it is not the preferred one.  ``NEEDS``: why an architecture cannot be built at all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ __all__ = ["CONFIGS", "INPUTS", "KINDS", "NEEDS"]
 
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _STAGES = {"depths": [1, 1], "num_heads": [2, 4], "image_size": 16, "patch_size": 2, "window_size": 4}
-_SHARED_CACHE = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_SHARED_CACHE = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _FORECAST = {"prediction_length": 4, "context_length": 8, "num_time_features": 1}
 _RESNET = {
     "use_timm_backbone": False,
@@ -32,7 +36,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "esmc": {"num_key_value_heads": 4},
-    "gemma3n_text": _SHARED_CACHE | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
+    "gemma3n_text": _SHARED_CACHE
+    | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
     "granite_speech5_encoder": {"context_size": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -6,7 +6,6 @@ A crash, a hang or an exception is a row like any other.
 from __future__ import annotations
 
 import math
-import multiprocessing
 from multiprocessing import forkserver
 from typing import Any
 
@@ -54,13 +53,15 @@ def examine_architecture(name: str, world: int, sequence_parallel: bool, timeout
 
 
 def row_of(reference: Reference) -> dict[str, Any]:
-    shapes = {k: list(v.shape) if hasattr(v, "shape") else v for k, v in reference.arguments.items() if k != "use_cache"}
+    shapes = {
+        k: list(v.shape) if hasattr(v, "shape") else v for k, v in reference.arguments.items() if k != "use_cache"
+    }
     return {
         "kind": reference.kind,
         "inputs": reference.inputs,
         "shapes": {key: value for key, value in shapes.items() if isinstance(value, list)},
         "mode": "training" if reference.training else "evaluation",
-        "reference": "fp64" if reference.has_fp64 else "fp32",
+        "reference": "fp64" if reference.has_fp64 else f"fp32: {reference.why_not}",
         "single": reference.single,
         "parameters": reference.parameters,
     }
