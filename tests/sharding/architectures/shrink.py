@@ -31,6 +31,9 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"linear_num_key_heads", 2),
     (r"mamba_n_heads|mamba_num_heads", 8),
     (r"num_kv_shared_layers", 0),
+    (r"index_kpool", 2),
+    (r"upsample_groups", 32),
+    (r"num_windows", 4),
     (r"num_feat_extract_layers|num_encoder_blocks|num_adapter_layers", 99),
     (r"(num_|n_)?(\w+_)?heads?|encoder_attention_heads|decoder_attention_heads", HEADS),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_experts_per_topk|experts_per_token", 2),
@@ -63,7 +66,7 @@ RULES: tuple[tuple[str, int], ...] = (
 SPECIAL_IDS = {"pad": 0, "bos": 1, "eos": 2, "sep": 3, "mask": 4, "unk": 5, "decoder_start": 1, "cls": 6}
 PLACEHOLDERS = {"image": 90, "video": 91, "audio": 92, "vision_start": 93, "vision_end": 94}
 KINDS = re.compile(r"(layer|block|indexer|attention|mlp)\w*_types?|layers_block_type|attention_layers")
-INDICES = re.compile(r"\w*(indexes|indices|idxs|_layers|hook_ids|layer_ids|out_indices)")
+INDICES = re.compile(r"(?!stage_)\w*(indexes|indices|idxs|_layers|hook_ids|layer_ids|out_indices)")
 WIDTHS = re.compile(r"hidden_sizes|embed_dims?|(\w+_)?hidden_sizes|conv_dim|tdnn_dim|\w*_dims")
 ZERO = re.compile(r"\w*(drop|layerdrop)\w*|mask_time_prob|mask_feature_prob|\w*jitter\w*|\w*noise_std")
 

@@ -18,6 +18,8 @@ _SHARED_CACHE = {
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+_PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_CODES = {"base_channels": 32, "num_embeddings": 32, "embed_dim": 16, "latent_channels": 16}
 _FORECAST = {"prediction_length": 4, "context_length": 8, "num_time_features": 1}
 _RESNET = {
     "use_timm_backbone": False,
@@ -27,24 +29,34 @@ _RESNET = {
 CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _FORECAST),
     **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer"), _RESNET),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"), _PLAIN_ROPE),
+    **dict.fromkeys(("donut-swin", "maskformer-swin", "swin", "swinv2"), _STAGES),
     "bit": {"num_groups": 4},
+    "blip-2": {"image_token_id": 90},
     "blt": {"encoder_hash_byte_group_vocab": 64},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "chameleon": {"vocabulary_map": {"<image>": 90}, "vq_config": _CODES},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_v2": _EXPERTS,
     "dots1": _EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
+    "emu3": {"vocabulary_map": {"<image>": 90}, "vq_config": _CODES},
+    "encodec": {"num_filters": 4, "hidden_size": 16, "codebook_size": 32, "codebook_dim": 16},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "esmc": {"num_key_value_heads": 4},
     "gemma3n_text": _SHARED_CACHE
     | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
+    "dots3_note": {"vision_config": {"adapter_in_dim": 32}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "grounding-dino": {"num_queries": 3},
+    "hunyuan_vl": {"text_config": _PLAIN_ROPE},
+    "janus": {"vq_config": _CODES},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
     "granite_speech5_encoder": {"context_size": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
-    "swin": _STAGES,
-    "swinv2": _STAGES,
 }
 
 _IDS = ("int", (2, 7), 64)
@@ -66,6 +78,17 @@ INPUTS: dict[str, dict[str, Any]] = {
         "returns_to_go": ("float", (2, 5, 1)),
         "timesteps": ("int", (2, 5), 5),
         "attention_mask": ("ones", (2, 5)),
+    },
+    "clvp": {"input_ids": _IDS, "input_features": ("float", (2, 32, 20))},
+    "dia": {"input_ids": _IDS, "decoder_input_ids": ("int", (2, 5, 9), 64)},
+    "esm": {"input_ids": ("int", (2, 7), 30)},
+    "esmc": {"input_ids": ("int", (2, 7), 30)},
+    "granite_speech5_ctc": {"input_features": ("float", (2, 40, 64))},
+    "granite_speech5_encoder": {"input_features": ("float", (2, 40, 64))},
+    "idefics": {
+        "input_ids": _IDS,
+        "pixel_values": ("float", (2, 1, 3, 32, 32)),
+        "image_attention_mask": ("ones", (2, 7, 1)),
     },
     "informer": _SERIES,
     "lxmert": {"input_ids": _IDS, "visual_feats": ("float", (2, 4, 2048)), "visual_pos": ("float", (2, 4, 4))},
