@@ -16,10 +16,11 @@ STATUS = {
     "wrong": "an output, a gradient, a parameter, or the unsharded model after planning differs",
     "raises": "planning, cutting, forward or backward raised, crashed or hung",
     "nothing to cut": "`make_plan` says that no layer can be cut, and raises",
+    "refused": "`make_plan` says in words why it does not do what was asked for, and raises",
     "cannot be built": "no small model that runs unsharded on a CPU here, with the reason",
     "no model": "a part of other architectures without an auto class of its own",
 }
-RUN = ("right", "fp32", "wrong", "raises", "nothing to cut")
+RUN = ("right", "fp32", "wrong", "raises", "nothing to cut", "refused")
 INTRODUCTION = """# Architectures of transformers
 
 Every `model_type` of the installed transformers, built small from its default configuration with random weights,
@@ -92,7 +93,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         "| architecture | class | inputs | mode | verdict | cut | proven | fp32 worst | s | |",
         "|---|---|---|---|---|---:|---:|---:|---:|---|",
     ]
-    order = ("wrong", "raises", "fp32", "right", "nothing to cut")
+    order = ("wrong", "raises", "fp32", "right", "nothing to cut", "refused")
     for row in sorted((row for row in rows if row["status"] in order), key=lambda row: order.index(row["status"])):
         worst = row.get("worst")
         lines.append(

@@ -18,7 +18,11 @@ __all__ = ["examine_architecture", "preload", "row_of"]
 
 SHOWN = 6
 """Of the tensors that are wrong, the worst."""
-REFUSALS = {"nothing to shard": "nothing to cut", "does not run with the example_inputs": "refused"}
+REFUSALS = {
+    "nothing to shard": "nothing to cut",
+    "does not run with the example_inputs": "refused",
+    "sequence_parallel needs": "refused",
+}
 """What a plan may raise, and says so."""
 
 
