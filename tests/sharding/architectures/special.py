@@ -18,7 +18,7 @@ _SHARED_CACHE = {
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-_PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_HEAD = {"head_dim": 8}
 _CODES = {"base_channels": 32, "num_embeddings": 32, "embed_dim": 16, "latent_channels": 16}
 _FORECAST = {"prediction_length": 4, "context_length": 8, "num_time_features": 1}
 _RESNET = {
@@ -27,14 +27,17 @@ _RESNET = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _FORECAST),
+    **dict.fromkeys(("informer", "time_series_transformer"), _FORECAST),
     **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer"), _RESNET),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"), _PLAIN_ROPE),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"), _HEAD),
     **dict.fromkeys(("donut-swin", "maskformer-swin", "swin", "swinv2"), _STAGES),
+    "autoformer": _FORECAST | {"label_length": 4},
     "bit": {"num_groups": 4},
     "blip-2": {"image_token_id": 90},
     "blt": {"encoder_hash_byte_group_vocab": 64},
+    "bros": {"hidden_size": 64},
     "chameleon": {"vocabulary_map": {"<image>": 90}, "vq_config": _CODES},
+    "cvt": {"depth": [1, 2, 3]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_v2": _EXPERTS,
     "dots1": _EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
@@ -50,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "grounding-dino": {"num_queries": 3},
-    "hunyuan_vl": {"text_config": _PLAIN_ROPE},
+    "hunyuan_vl": {"text_config": _HEAD},
     "janus": {"vq_config": _CODES},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
     "granite_speech5_encoder": {"context_size": 16},
