@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["PREFERENCE", "Architecture", "architectures", "class_of", "config_class"]
+from tests.sharding.architectures.special import CONFIGS, VARIANTS
+
+__all__ = ["PREFERENCE", "Architecture", "architectures", "config_class"]
 
 PREFERENCE = (
     "IMAGE_TEXT_TO_TEXT",
@@ -38,11 +41,14 @@ PREFERENCE = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ``model_type`` and the class that is built for it, in ``transformers``; empty where there is none."""
+    """A ``model_type``, or a variant of it, and the class in ``transformers`` that is built; empty without one."""
 
     name: str
     kind: str
     head: str
+    model_type: str
+    options: Mapping[str, Any]
+    """Fields of the configuration."""
 
 
 @cache
@@ -59,14 +65,12 @@ def architectures() -> dict[str, Architecture]:
     for name in configuration_auto.CONFIG_MAPPING_NAMES:
         kinds = ((head, mapping[name]) for head, mapping in mappings.items() if name in mapping)
         head, kind = next(kinds, ("", ""))
-        found[name] = Architecture(name, kind if isinstance(kind, str) else kind[0], head)
+        kind = kind if isinstance(kind, str) else kind[0]
+        found[name] = Architecture(name, kind, head, name, CONFIGS.get(name, {}))
+        for other, (base, options) in VARIANTS.items():
+            if base == name:
+                found[other] = Architecture(other, kind, head, name, {**CONFIGS.get(name, {}), **options})
     return found
-
-
-def class_of(architecture: Architecture) -> Any:
-    import transformers
-
-    return getattr(transformers, architecture.kind)
 
 
 def config_class(name: str) -> Any:

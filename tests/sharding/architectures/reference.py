@@ -18,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.sharding.architectures.catalogue import architectures, config_class
+from tests.sharding.architectures.catalogue import Architecture, architectures, config_class
 from tests.sharding.architectures.inputs import calls, cast
 from tests.sharding.architectures.shrink import small_config
-from tests.sharding.architectures.special import CONFIGS, KINDS, NEEDS
 from tests.sharding.judge import allowed
 
 __all__ = ["CannotBuild", "Reference", "Run", "backward", "build", "computing", "reference_of", "settled"]
@@ -86,12 +85,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     Raises:
         CannotBuild: there is none.
     """
-    kind = KINDS.get(name, architectures()[name].kind)
-    if name in NEEDS or not kind:
-        raise CannotBuild("class", NEEDS.get(name, "a part of other architectures, without a model of its own"))
+    known = architectures()[name]
+    if not known.kind:
+        raise CannotBuild("class", "a part of other architectures, without a model of its own")
     with _quiet():
         try:
-            model = _build(name, kind)
+            model = _build(known)
         except Exception as error:
             raise CannotBuild("build", _first_line(error)) from error
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -100,12 +99,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype)
 
 
-def _build(name: str, kind: str) -> nn.Module:
+def _build(known: Architecture) -> nn.Module:
     import transformers
 
-    config = small_config(config_class(name), CONFIGS.get(name, {}))
+    config = small_config(config_class(known.model_type), known.options)
     torch.manual_seed(SEED)
-    model: nn.Module = getattr(transformers, kind)(config)
+    model: nn.Module = getattr(transformers, known.kind)(config)
     random = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():  # also those that begin as zeros or ones, and would hide others' errors
@@ -258,7 +257,7 @@ def _find_call(name: str, model: nn.Module) -> tuple[str, dict[str, Any], bool]:
     """The first call that runs and whose outputs depend on the parameters, and whether in training."""
     problems: list[str] = []
     with computing(torch.float32):
-        for kind, arguments in calls(name, model):
+        for kind, arguments in calls(architectures()[name].model_type, model):
             for training in (True, False):
                 model.train(training)
                 try:

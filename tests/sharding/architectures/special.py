@@ -2,14 +2,15 @@
 
 ``CONFIGS``: fields of the configuration, those of a part in a dict of their own.  ``INPUTS``: arguments of the call by
 name, ("int", shape, below), ("float", shape) or ("ones", shape), which win over what the names of arguments suggest.
-``KINDS``: the class to build where it is not the preferred one.  ``NEEDS``: why an architecture cannot be built at all.
+``VARIANTS``: other configurations of an architecture whose defaults leave out what is of interest, under a name of
+their own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CONFIGS", "INPUTS", "KINDS", "NEEDS"]
+__all__ = ["CONFIGS", "INPUTS", "VARIANTS"]
 
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _STAGES = {"depths": [1, 1], "num_heads": [2, 4], "image_size": 16, "patch_size": 2, "window_size": 4}
@@ -98,6 +99,11 @@ INPUTS: dict[str, dict[str, Any]] = {
     "time_series_transformer": _SERIES,
 }
 
-KINDS: dict[str, str] = {}
+_EXPERT_BLOCKS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+_RELATIVE = {"use_relative_position_bias": True}
 
-NEEDS: dict[str, str] = {}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "beit relative": ("beit", _RELATIVE),
+    "data2vec-vision relative": ("data2vec-vision", _RELATIVE),
+    "gemma4_text experts": ("gemma4_text", _EXPERT_BLOCKS),
+}
