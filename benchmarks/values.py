@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.sharding import zoo
 from tests.sharding.grid import HAS_BLOCKS, MODES, WORLDS, Cell, grid, groups, reference_of, run_group, worst_of
-from tests.sharding.judge import FACTOR
 from tpkernels.measure import report
+from tpkernels.sharding.judge import FACTOR
 from tpkernels.testing.spawn import WorkerPool
 
 TIMEOUT_S = 1500.0

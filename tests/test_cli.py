@@ -11,6 +11,7 @@ import pytest
 
 import tpkernels as tpk
 from tpkernels import cli, doctor, errors
+from tpkernels.comm import launch as launch_module
 from tpkernels.comm.launch import LaunchError
 from tpkernels.comm.rank_process import RankFailure
 
@@ -55,7 +56,7 @@ def test_help_names_every_command_and_loads_none_of_them() -> None:
     assert done.returncode == 0, done.stderr
     *text, loaded = done.stdout.strip().splitlines()
     assert loaded == "[]", loaded
-    for command in ("demo", "test", "bench", "profile", "explain", "plan", "doctor"):
+    for command in ("demo", "test", "bench", "profile", "explain", "plan", "verify", "doctor"):
         assert any(line.strip().startswith(command) for line in text), command
 
 
@@ -163,3 +164,30 @@ def test_every_optional_package_that_doctor_looks_for_has_a_pip_line() -> None:
     names = {finding.name.split()[0] for finding in doctor._extras()}
     assert names == set(doctor.PIP_LINES)
     assert "Reinstall tpkernels" in doctor.how_to_install("torch")
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked")
+def test_verify_builds_a_short_model_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 38, "num_attention_heads": 4}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3} | sizes
+    tmp_path.joinpath("config.json").write_text(json.dumps(config))
+    found = tmp_path / "found.json"
+    argv = ["verify", str(tmp_path), "--layers", "1", "--dtype", "bf16", "--sequence-parallel", "--json", str(found)]
+    assert cli.main(argv) == 0
+    assert "LlamaForCausalLM on 2 ranks, bfloat16: as exact as the unsharded model" in capsys.readouterr().out
+    rows = {row["name"] for row in json.loads(found.read_text())["rows"]}
+    assert "model.layers.0.mlp.up_proj.weight" in rows and not any("layers.1" in name for name in rows)
+
+
+@pytest.mark.cpu
+def test_verify_exits_with_1_where_something_differs_and_with_2_for_a_wrong_question(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_module, "launch", lambda *args, **options: [(False, "something differs", "{}")])
+    assert cli.main(["verify", "a"]) == 1 and "something differs" in capsys.readouterr().out
+    assert cli.main(["verify", "a", "--layers", "0"]) == 2
+    assert cli.main(["verify", "a", "--override", "nothing"]) == 2

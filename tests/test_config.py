@@ -41,15 +41,3 @@ def test_the_live_environment_is_read_at_every_call(monkeypatch: pytest.MonkeyPa
 def test_a_wrong_value_is_refused_by_name(name: str, value: str, expected: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} {expected}, got '{value}'"):
         config.load({name: value})
-
-
-def test_a_process_that_no_launcher_started_has_no_place_in_a_job() -> None:
-    assert config.torchrun_environment({}) is None
-    assert config.torchrun_environment({"RANK": "0"}) is None
-
-
-def test_torchruns_variables_say_where_a_rank_stands() -> None:
-    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert config.torchrun_environment(environ) == config.TorchrunEnvironment(5, 1, 8, 4)
-    only_rank = {"RANK": "1", "WORLD_SIZE": "2"}
-    assert config.torchrun_environment(only_rank) == config.TorchrunEnvironment(1, 1, 2, 2)

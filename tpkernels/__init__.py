@@ -11,6 +11,7 @@ from tpkernels import backends, errors  # noqa: F401  (importing backends regist
 from tpkernels.comm.groups import init
 from tpkernels.comm.launch import launch
 from tpkernels.dispatch import Explanation
+from tpkernels.errors import VerificationError
 from tpkernels.fp8 import quantize_fp8
 from tpkernels.ops import (
     all_gather,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tpkernels import nn, optim
     from tpkernels.sharding import (
         ShardingPlan,
+        Verification,
         clip_grad_norm_,
         full_state_dict,
         load_full_state_dict,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         parallelize,
         save_pretrained,
         save_snapshot,
+        verify,
     )
     from tpkernels.sharding.data_parallel import data_parallel
 
@@ -47,6 +50,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "ShardingPlan",
+    "Verification",
+    "VerificationError",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
@@ -74,6 +79,7 @@ __all__ = [
     "save_pretrained",
     "save_snapshot",
     "shard",
+    "verify",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The `tpkernels` command: demo, test, train-demo, bench, profile, explain, plan, doctor.
+"""The `tpkernels` command: demo, test, train-demo, bench, profile, explain, plan, verify, doctor.
 
 Owns the command line's shape, its exit codes and how errors look: 0 done, 1 something failed, 2 bad arguments, 130
 Ctrl-C. Every subcommand starts its own local ranks, or joins a job that `torchrun` started. Assumes nothing about the
@@ -154,7 +154,7 @@ def _run_explain(options: argparse.Namespace) -> int:
 
     ops = (options.op,) if options.op else FUSED_OPS
     question = (ops, options.m, options.n, options.k, DTYPES[options.dtype])
-    job = config.torchrun_environment()
+    job = config.job_environment()
     if job is None:
         text = launch(explain_on_rank, options.nproc, *question, timeout=RANK_TIMEOUT_S)[0]
     else:
@@ -247,6 +247,15 @@ def _meta_model(source: str) -> torch.nn.Module:
     return model
 
 
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def _load_verify() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels.selftest import verify
+
+    return verify.add_arguments, verify.main
+
+
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
@@ -264,5 +273,6 @@ COMMANDS = (
     Command("profile", "train a small GPT without TP, with TP and with overlap: values, times, memory", _load_profile),
     Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
     Command("plan", "how a model would be cut over the ranks, module by module, without its weights", _load_plan),
+    Command("verify", "whether a parallelized model computes what it did: outputs and every gradient", _load_verify),
     Command("doctor", "what this machine offers, what is missing, and what to install", _load_doctor),
 )

@@ -1,7 +1,8 @@
 """The only reader of the process environment.
 
-``torchrun`` variables describe the job; the ``TPKERNELS_*`` variables are for people who cannot edit the program that
-calls us.  Everything else is an argument of the function it concerns.
+The variables of ``torchrun``, ``srun`` and ``mpirun`` describe the job (:mod:`tpkernels.launchers`); the
+``TPKERNELS_*`` variables are for people who cannot edit the program that calls us.  Everything else is an argument of
+the function it concerns.
 
 ==========================  =========================================================================================
 ``TPKERNELS_CALIBRATE``     ``0``: built-in costs instead of measuring the group once (default ``1``)
@@ -29,7 +30,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Config", "TorchrunEnvironment", "inherited", "load", "torchrun_environment"]
+from tpkernels import launchers
+
+__all__ = ["Config", "inherited", "job_environment", "load", "meeting"]
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,6 @@ class Config:
     tune: bool = False
     cache_dir: Path | None = None
     batch_gloo: bool = True
-
-
-@dataclass(frozen=True)
-class TorchrunEnvironment:
-    """What ``torchrun`` (or :func:`tpkernels.launch`) tells a rank about itself."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
 
 
 def inherited() -> dict[str, str]:
@@ -79,17 +72,22 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
     )
 
 
-def torchrun_environment(environ: Mapping[str, str] = os.environ) -> TorchrunEnvironment | None:
-    """The rank's place in the job, or None in a process that no launcher started."""
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return None
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    return TorchrunEnvironment(
-        rank=rank,
-        local_rank=int(environ.get("LOCAL_RANK", rank)),
-        world_size=world_size,
-        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
-    )
+def job_environment(environ: Mapping[str, str] = os.environ) -> launchers.Job | None:
+    """The rank's place in the job that ``torchrun``, ``srun`` or ``mpirun`` has started; None in a process alone.
+
+    Raises:
+        ValueError: variables that contradict each other.
+    """
+    return launchers.job_of(environ)
+
+
+def meeting(job: launchers.Job, environ: Mapping[str, str] = os.environ) -> launchers.Meeting | None:
+    """Where the job's ranks meet; None under ``torchrun``, which c10d knows by itself.
+
+    Raises:
+        ValueError: several hosts, and nothing says which is rank 0's.
+    """
+    return None if job.launcher == "torchrun" else launchers.meeting_of(job, environ)
 
 
 def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:

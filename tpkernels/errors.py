@@ -16,6 +16,7 @@ __all__ = [
     "PeerLost",
     "CollectiveTimeout",
     "GroupPoisoned",
+    "VerificationError",
 ]
 
 
@@ -25,6 +26,10 @@ class TpKernelsError(RuntimeError):
 
 class UnsupportedProblem(TpKernelsError, ValueError):
     """A forced ``implementation=`` cannot run this problem; the message lists every implementation's reason."""
+
+
+class VerificationError(TpKernelsError):
+    """A parallel model does not compute what the unsharded one does; the message names the first module."""
 
 
 class CommunicationError(TpKernelsError):

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpkernels import config
+from tpkernels import config, launchers
 from tpkernels.comm import launch as launch_module
 from tpkernels.comm.launch import LaunchError, RankTeam, launch, pack_call
 from tpkernels.comm.rank_process import RankDied, RankRaised, RankStuck
@@ -38,7 +38,7 @@ def join_group() -> int:
 def describe_rank(word: str) -> tuple[object, ...]:
     total = torch.tensor([join_group() + 1.0])
     dist.all_reduce(total)
-    return word, config.torchrun_environment(), total.item()
+    return word, config.job_environment(), total.item()
 
 
 def cores_and_threads() -> tuple[set[int], int]:
@@ -76,13 +76,13 @@ def raise_what_does_not_pickle() -> None:
 
 
 def rank_zero_raises_while_others_sleep() -> None:
-    if config.torchrun_environment().rank == 0:  # type: ignore[union-attr]
+    if config.job_environment().rank == 0:  # type: ignore[union-attr]
         raise ValueError("boom")
     time.sleep(60)
 
 
 def meet_in_the_store_after_rank_zero_is_dead() -> int:
-    rank = config.torchrun_environment().rank  # type: ignore[union-attr]
+    rank = config.job_environment().rank  # type: ignore[union-attr]
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=20)))
     store.set(f"pid{rank}", str(os.getpid()))
     pids = [int(store.get(f"pid{r}")) for r in range(3)]
@@ -117,7 +117,7 @@ def test_results_come_by_rank_from_ranks_that_reach_each_other() -> None:
     results = launch(describe_rank, 3, "hello")
     for rank, (word, place, total) in enumerate(results):
         assert word == "hello"
-        assert place == config.TorchrunEnvironment(rank, rank, 3, 3)
+        assert place == launchers.Job(rank, rank, 3, 3)
         assert total == 1 + 2 + 3
 
 

@@ -24,8 +24,8 @@ import tpkernels as tpk
 from tests.nn.reference import tp_mesh, whole
 from tests.sharding import zoo
 from tests.sharding.compare import NothingTravelsUnplanned, held_bytes, pieces_of
-from tests.sharding.judge import allowed, worst_ratio
 from tests.sharding.switches import switch_alike
+from tpkernels.sharding.judge import allowed, worst_ratio
 
 STEPS = 20
 WORLDS = (2, 3, 4)
@@ -254,7 +254,7 @@ class Runs:
 
 
 def run_group(group: list[Cell], reference: Reference) -> list[dict[str, float]]:
-    """How far off everything is in each cell; larger than `tests.sharding.judge.FACTOR` is wrong."""
+    """How far off everything is in each cell; larger than `tpkernels.sharding.judge.FACTOR` is wrong."""
     runs = Runs(group[0], reference)
     return [runs.run(cell.mode) for cell in group]
 

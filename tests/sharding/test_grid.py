@@ -1,8 +1,8 @@
 """Every family, in every way it is used, against the unsharded model: forward, loss, every gradient, 20 steps of AdamW.
 
 The whole grid (``--full``) is that of :mod:`tests.sharding.grid`; ``SLICE`` is what runs otherwise, and
-``benchmarks/values.py`` runs and records it cell by cell.  The bound is that of :mod:`tests.sharding.judge`; the last
-tests show that it catches what must be caught.
+``benchmarks/values.py`` runs and records it cell by cell.  The bound is that of :mod:`tpkernels.sharding.judge`; the
+last tests show that it catches what must be caught.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.nn.reference import LIMIT_S
 from tests.sharding.grid import WORLDS, Cell, Reference, Runs, grid, groups, reference_of, run_group, worst_of
-from tests.sharding.judge import FACTOR
 from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.sharding.judge import FACTOR
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")

@@ -156,6 +156,38 @@ def test_without_data_flow_a_layer_whose_weight_is_read_stays_whole() -> None:
     assert plan["called"].style == Row(split_input=True)
 
 
+def centred(x: Tensor) -> Tensor:
+    """x, whose gradient loses its mean over all features, or over those of a rank."""
+    if x.requires_grad:
+        x.register_hook(lambda dx: dx - dx.mean(-1, keepdim=True))
+    return x
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_nothing_is_cut_where_code_hooks_gradients_which_a_run_does_not_show(inside: bool) -> None:
+    class Hooks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+        if inside:
+
+            def forward(self, x: Tensor) -> Tensor:
+                h = self.up(x)
+                if h.requires_grad:
+                    h.register_hook(lambda dh: dh - dh.mean(-1, keepdim=True))
+                y: Tensor = self.down(h)
+                return y
+        else:
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.down(centred(self.up(x)))
+                return y
+
+    plan = tpk.make_plan(nn.ModuleList([Hooks(), zoo.mlp()])[0], 2, example_inputs=torch.zeros(5, 6))
+    assert plan["up"].style == Column(gather_output=True) and plan["down"].style == Row(split_input=True)
+
+
 def test_attention_of_torch_whose_weight_is_read_stays_whole() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:

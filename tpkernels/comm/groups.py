@@ -23,7 +23,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from tpkernels import config
 from tpkernels.comm import gloo_threads
+from tpkernels.comm.first_meeting import meet_at
 from tpkernels.errors import CommunicationError, GroupPoisoned
+from tpkernels.launchers import Job
 
 if TYPE_CHECKING:
     from tpkernels.comm.copy_engines import Buffers
@@ -259,8 +261,9 @@ def init(
 ) -> DeviceMesh:
     """Join the job and return its mesh with axes ``("dp", "tp")``.
 
-    Reads what ``torchrun`` or :func:`tpkernels.launch` put into the environment; a process that no launcher started is
-    a job of one rank.  Uses the process group that exists, or makes one: NCCL with CUDA devices, gloo otherwise.
+    Reads what ``torchrun``, :func:`tpkernels.launch`, Slurm's ``srun`` or an ``mpirun`` put into the environment
+    (:mod:`tpkernels.launchers`); a process that no launcher started is a job of one rank.  Uses the process group that
+    exists, or makes one: NCCL with CUDA devices, gloo otherwise.
 
     Args:
         tp: ranks that share one layer; default: all ranks that ``dp`` leaves.
@@ -269,9 +272,10 @@ def init(
         timeout: seconds after which a wait for a peer fails; default: c10d's (30 minutes for gloo).
 
     Raises:
-        ValueError: ``dp * tp`` is not the number of ranks.
+        ValueError: ``dp * tp`` is not the number of ranks; variables of launchers that contradict each other, or do not
+            say where the ranks meet.
     """
-    environment = config.torchrun_environment()
+    environment = None if dist.is_initialized() else config.job_environment()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
@@ -315,7 +319,7 @@ def _mesh_shape(world_size: int, dp: int | None, tp: int | None) -> tuple[int, i
 
 def _init_process_group(
     device: str,
-    environment: config.TorchrunEnvironment | None,
+    environment: Job | None,
     timeout: float | datetime.timedelta | None,
 ) -> None:
     if timeout is not None and not isinstance(timeout, datetime.timedelta):
@@ -324,8 +328,12 @@ def _init_process_group(
     if device == "cuda":
         torch.cuda.set_device(environment.local_rank if environment else 0)
         options["pg_options"] = _nccl_options(timeout)
+    place = None if environment is None else config.meeting(environment)
     if environment is None:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    elif place is not None:
+        store = meet_at(place, environment, timeout)
+        options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
 
 

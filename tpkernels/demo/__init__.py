@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     console = Console()
-    job = config.torchrun_environment()
+    job = config.job_environment()
     world_size = job.world_size if job else args.nproc
     if world_size not in HEAD_CUTS:
         raise ValueError(f"{world_size} ranks cannot share 12 attention heads (both models have 12); use {HEAD_CUTS}")

@@ -112,11 +112,11 @@ def main(args: argparse.Namespace) -> int:
 
     options = Options(**{name: getattr(args, name) for name in Options.__dataclass_fields__})
     _check(options)
-    job = config.torchrun_environment()
+    job = config.job_environment()
     ranks = options.tp * options.dp
     if job is not None and job.world_size != ranks:
         raise ValueError(
-            f"--tp {options.tp} x --dp {options.dp} needs {ranks} ranks, torchrun started {job.world_size}"
+            f"--tp {options.tp} x --dp {options.dp} needs {ranks} ranks, {job.launcher} started {job.world_size}"
         )
     if job is not None:
         run_on_rank(options)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["meta_model"]
+__all__ = ["meta_model", "real_model"]
 
 
 def meta_model(source: str) -> nn.Module:
@@ -25,17 +25,53 @@ def meta_model(source: str) -> nn.Module:
         ValueError: there is no such configuration, or transformers cannot make a model of it.
         ModuleNotFoundError: transformers is not installed.
     """
+    with torch.device("meta"):
+        return _build(source, None)
+
+
+def real_model(source: str, *, layers: int | None = None) -> nn.Module:
+    """The model that a configuration describes, as transformers initialises it; ``layers``: of each stack of blocks.
+
+    Raises:
+        ValueError, ModuleNotFoundError: as :func:`meta_model`; or the configuration does not count its layers.
+    """
+    return _build(source, layers)
+
+
+COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+
+
+def _build(source: str, layers: int | None) -> nn.Module:
     import transformers
 
     config = _config(transformers, source)
+    if layers is not None and not _shorten(config, layers):
+        raise ValueError(f"{source!r} has none of {COUNTS}: it cannot be built with {layers} layers")
     names = [name for name in config.architectures or [] if hasattr(transformers, name)]
     kind = getattr(transformers, names[0]) if names else transformers.AutoModel
-    with torch.device("meta"):
-        try:
-            model: nn.Module = kind.from_config(config) if not names else kind._from_config(config)
-        except ValueError as error:
-            raise ValueError(f"transformers cannot make a model of {source!r}: {error}") from error
+    try:
+        model: nn.Module = kind.from_config(config) if not names else kind._from_config(config)
+    except ValueError as error:
+        raise ValueError(f"transformers cannot make a model of {source!r}: {error}") from error
     return model
+
+
+def _shorten(config: Any, layers: int) -> bool:
+    """Fewer layers, in the configurations within this one, too; lists of one item per layer become as short."""
+    shortened = False
+    names = {getattr(config, "attribute_map", {}).get(name, name) for name in COUNTS}
+    for name in sorted(names):
+        before = getattr(config, name, None)
+        if not isinstance(before, int) or isinstance(before, bool):
+            continue
+        shortened = True
+        if before > layers:
+            setattr(config, name, layers)
+            for key, value in list(vars(config).items()):
+                if isinstance(value, list) and len(value) == before:
+                    setattr(config, key, value[:layers])
+    inner = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
+    return any([_shorten(one, layers) for one in inner]) or shortened
 
 
 def _config(transformers: Any, source: str) -> Any:

@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises: ValueError for arguments that contradict each other; what the ranks raise.
     """
-    place = config.torchrun_environment()
+    place = config.job_environment()
     if place is not None and (args.netlab or args.nproc is not None):
         raise ValueError("--netlab and --nproc start ranks themselves; leave them out under torchrun")
     if args.delay and not args.netlab:

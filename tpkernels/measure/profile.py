@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises: ValueError for arguments that contradict each other; what the ranks raise.
     """
-    place = config.torchrun_environment()
+    place = config.job_environment()
     if place is not None and (args.netlab or args.nproc is not None):
         raise ValueError("--netlab and --nproc start ranks themselves; leave them out under torchrun")
     if args.delay and not args.netlab:
@@ -128,7 +128,8 @@ def _all_results(mine: RankResult) -> list[RankResult]:
 
 def _link(args: argparse.Namespace) -> str:
     if not args.netlab:
-        return "one host" if config.torchrun_environment() is None else "torchrun"
+        job = config.job_environment()
+        return "one host" if job is None else job.launcher
     return f"network lab at {args.netlab}" + (f", delay {args.delay}" if args.delay else "")
 
 

@@ -23,6 +23,7 @@ from tpkernels.nn.random import Dropout, check_rng, sharded_rng
 from tpkernels.nn.replicated import replicate_parameters
 from tpkernels.nn.rotary import apply_rotary
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.same_weights import init_weights
 
 __all__ = [
     "ColumnParallelLinear",
@@ -41,6 +42,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "apply_rotary",
     "check_rng",
+    "init_weights",
     "mesh_mlp_bytes",
     "replicate_parameters",
     "sharded_rng",

@@ -136,7 +136,7 @@ class ParallelAttention(nn.Module):
         save_gathered: bool = False,
         implementation: str = "auto",
     ) -> Self:
-        """The same attention, cut; copies this rank's parts, which every rank must hold equally; the linears stay."""
+        """The same attention, cut; weights are compared first (:func:`init_weights`); the linears stay."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or query.out_features % num_heads:
             raise ValueError(f"query's features ({query.out_features}) must be a multiple of num_heads ({num_heads})")

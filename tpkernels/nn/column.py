@@ -115,7 +115,7 @@ class ColumnParallelLinear(ParallelLinear):
         """The same layer, cut: copies this rank's rows with dtype, device and ``requires_grad``; ``linear`` stays.
 
         ``linear`` is an ``nn.Linear``, or a layer with a weight ``[in, out]`` and a bias, such as GPT-2's Conv1D, whose
-        weight keeps that shape.  Every rank must hold equal weights; this rank's are taken for everyone's.
+        weight keeps that shape.  Ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
         """
         mesh = tp_mesh(group)
         module = cls(
@@ -157,7 +157,7 @@ class ColumnParallelLinear(ParallelLinear):
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output: as it is, or gathered."""
         (y,) = outputs
-        if not self.gather_output:
+        if not self.gather_output or self.mesh.size() == 1:
             return y
         return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)
 

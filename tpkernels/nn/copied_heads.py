@@ -59,7 +59,7 @@ class CopiedHeadsLinear(nn.Module):
         sequence_dim: int = -2,
         implementation: str = "auto",
     ) -> Self:
-        """The same layer; every rank must hold equal weights.
+        """The same layer; ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: ``heads`` divide neither features nor ``copies``, or a rank would have none of these.
@@ -124,7 +124,7 @@ class CopiedHeadsLinear(nn.Module):
         if parameter is None:
             return None
         whole = cast(Tensor, local(parameter))
-        if whole.requires_grad and torch.is_grad_enabled():
+        if whole.requires_grad and torch.is_grad_enabled() and mesh.size() > 1:
             whole = copy_to_group(whole, mesh)
         if self.transposed and whole.dim() == 2:
             whole = whole.t()

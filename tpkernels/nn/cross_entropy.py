@@ -30,7 +30,7 @@ from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops.checks import DTYPES, check_local, check_shard_sizes
 from tpkernels.ops.library import call, define
-from tpkernels.ops.shapes import start_gather
+from tpkernels.ops.shapes import fresh, start_gather
 from tpkernels.partition import Layout, offsets
 
 __all__ = ["Settings", "TokenSums", "auto_chunk", "combine", "local_sums", "reduce", "vocab_parallel_cross_entropy"]
@@ -303,7 +303,7 @@ def _kernel(
     for place, part in _chunks(logits, chunk_tokens):
         sums[place] = local_sums(part, labels[place], offsets(sizes)[rank], label_smoothing > 0)
     losses, largest, log_z = combine(sums, labels, name, sizes, settings, "cross entropy")
-    return losses.view(target.shape), largest, log_z
+    return fresh(losses, target.shape), fresh(largest, largest.shape), fresh(log_z, log_z.shape)
 
 
 def _fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

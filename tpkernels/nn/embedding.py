@@ -108,7 +108,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> Self:
         """The same table, cut: copies this rank's rows with dtype, device, ``requires_grad``; ``embedding`` stays.
 
-        Every rank must hold equal weights; this rank's are taken for everyone's.
+        Ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: options whose gradient needs all rows at once (``sparse``, ``scale_grad_by_freq``).
@@ -153,7 +153,7 @@ class VocabParallelEmbedding(nn.Module):
         return chunk_sizes(self.num_embeddings, self.mesh.size())
 
     def reset_parameters(self) -> None:
-        """Initialise anew like ``nn.Embedding``, equal to it under the same seed; all ranks must have the same seed."""
+        """Initialise anew like ``nn.Embedding``, equal to it under the first rank's seed; all ranks call it."""
         fresh = self._fresh(self.weight.device, self.weight.dtype)
         with torch.no_grad():
             self.weight.copy_(shard_parameter(fresh.weight, self.mesh, 0))
@@ -186,6 +186,8 @@ class VocabParallelEmbedding(nn.Module):
         if ids.dtype not in (torch.int64, torch.int32):
             self._refuse(f"ids must be int64 or int32, got {ids.dtype} of shape {tuple(ids.shape)}")
         partial = self._look_up(ids, mesh)
+        if mesh.size() == 1:
+            return partial
         if not self.sequence_parallel:
             return all_reduce(partial, mesh, implementation=self.implementation)
         return reduce_scatter(

@@ -36,7 +36,7 @@ class FeatureParallelEmbedding(nn.Module):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, group: GroupLike, *, gather_output: bool = False) -> Self:
-        """The same table, cut; every rank must hold equal weights.
+        """The same table, cut; ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: options that look at whole rows or at all rows at once.
@@ -65,7 +65,7 @@ class FeatureParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         mesh = self.mesh
         y = F.embedding(ids, cast(Tensor, local(self.weight)), self.padding_idx)
-        if not self.gather_output:
+        if not self.gather_output or mesh.size() == 1:
             return y
         sizes = chunk_sizes(self.embedding_dim, mesh.size())
         return all_gather(y, mesh, dim=-1, shard_sizes=sizes, replicated_grad=True)

@@ -45,6 +45,7 @@ from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulAllReduce, M
 from tpkernels.ops.library import call, call_backward, define
 from tpkernels.ops.main_grad import Sink, accumulate, sink_of
 from tpkernels.ops.matmul_all_reduce import rows_layout
+from tpkernels.ops.shapes import fresh
 from tpkernels.partition import Layout, offsets
 
 __all__ = ["vocab_parallel_linear_cross_entropy"]
@@ -209,7 +210,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *arg
             sums[place] = values
     what = "cross entropy of a head"
     losses, largest, log_z = combine(sums, tokens.labels, plan.name, plan.sizes, plan.settings, what)
-    return tokens.whole(losses, target), largest, log_z
+    return tuple(fresh(one, one.shape) for one in (tokens.whole(losses, target), largest, log_z))
 
 
 def _check(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpkernels import dispatch, partition
 from tpkernels.comm.groups import group_name
 from tpkernels.nn.parameters import as_parameter, local, mesh_of
+from tpkernels.nn.same_weights import equal_on_ranks
 from tpkernels.ops import copy_to_group
 from tpkernels.ops.contract import ACTIVATIONS, GATED, activation_forward, gate_forward
 from tpkernels.ops.library import call
@@ -152,7 +153,7 @@ class MeshMLP2D(nn.Module):
         num_slices: int | None = None,
         implementation: str = "auto",
     ) -> Self:
-        """The same block, cut; copies this rank's parts, which every rank must hold equally; the linears stay."""
+        """The same block, cut; copies this rank's parts, compared first (:func:`init_weights`); the linears stay."""
         _check(mesh, activation, num_slices, implementation)
         if (gate is not None) != (activation in GATED):
             raise ValueError(f"activation {activation!r} {'needs a' if gate is None else 'has no'} gate")
@@ -254,9 +255,9 @@ def _refuse_cut(full: Tensor) -> None:
 
 
 def _cut_parameter(full: Tensor, mesh: DeviceMesh, placements: Placements) -> nn.Parameter:
-    """This rank's part of ``full``, which all ranks hold equally; only that part is copied."""
+    """This rank's part of ``full``, which is compared over both axes; only that part is copied."""
     _refuse_cut(full)
-    part = full.detach()
+    part = equal_on_ranks(full, mesh, tp_axis=1).detach()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(placements):

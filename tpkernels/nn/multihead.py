@@ -62,7 +62,7 @@ class ParallelMultiheadAttention(nn.Module):
     def from_attention(
         cls, attention: nn.MultiheadAttention, group: GroupLike, *, implementation: str = "auto"
     ) -> Self:
-        """The same attention, cut; every rank must hold equal weights.
+        """The same attention, cut; ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
         Raises:
             ValueError: a rank would be without a head, or an option that is not there.
@@ -130,6 +130,10 @@ class ParallelMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention``; masks are the whole model's, a mask per head too."""
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                "attention whose heads are cut takes no nested tensors: pass padded ones with a key_padding_mask"
+            )
         if key is query and value is query:
             runs: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
         else:
@@ -156,11 +160,15 @@ class ParallelMultiheadAttention(nn.Module):
                 context = weights @ v
             else:  # as torch: its scores and their softmax are fp32 where numbers are bf16
                 context = F.scaled_dot_product_attention(q, k, v, mask, rate)
-        y = self.out_proj(context.transpose(1, 2).flatten(2))
-        shown = None if weights is None else self._shown(weights, average_attn_weights)
+        # The layout of the output is made before the projection, whose result is returned as it is, not as a view.
         if not batched:
-            return y[0], None if shown is None else shown[0]
-        return y if self.batch_first else y.transpose(0, 1), shown
+            context, weights = context[0], None if weights is None else weights[0]
+            y = self.out_proj(context.transpose(0, 1).flatten(1))
+        elif self.batch_first:
+            y = self.out_proj(context.transpose(1, 2).flatten(2))
+        else:
+            y = self.out_proj(context.permute(2, 0, 1, 3).flatten(2))
+        return y, None if weights is None else self._shown(weights, average_attn_weights)
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
@@ -184,9 +192,9 @@ class ParallelMultiheadAttention(nn.Module):
         return total
 
     def _shown(self, weights: Tensor, average: bool) -> Tensor:
-        """All heads' weights, or their mean."""
-        whole = all_gather(weights.contiguous(), self.mesh, dim=1, shard_sizes=self.heads, replicated_grad=True)
-        return whole.mean(1) if average else whole
+        """All heads' weights ``[..., heads, S, T]``, or their mean."""
+        whole = all_gather(weights.contiguous(), self.mesh, dim=-3, shard_sizes=self.heads, replicated_grad=True)
+        return whole.mean(-3) if average else whole
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"

@@ -118,6 +118,8 @@ def _shared(parameters: Sequence[nn.Parameter | None], sum_gradients: bool) -> l
     if not sum_gradients or not used or not any(tensor.requires_grad for tensor in used):
         return tensors
     mesh = mesh_of(cast(Tensor, next(p for p in parameters if p is not None)))
+    if mesh.size() == 1:
+        return tensors
     packed = copy_to_group(torch.stack(used), mesh)
     views = iter(packed.unbind())
     return [None if tensor is None else next(views) for tensor in tensors]

@@ -1,7 +1,7 @@
 """What column and row layers share: sizes, DTensor parameters, initialisation, checks, description.
 
-Assumes replicas: a new layer is initialised as ``nn.Linear`` would be, from torch's generator, so all ranks must have
-seeded it alike; ``from_linear`` takes this rank's copy of the weights for everyone's.
+A new layer is initialised as ``nn.Linear`` would be, from torch's generator; ranks whose weights differ take the first
+one's, or raise (:mod:`tpkernels.nn.same_weights`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ParallelLinear(nn.Module):
         return chunk_sizes(total, self.mesh.size(), self.unit)
 
     def reset_parameters(self) -> None:
-        """Initialise anew like ``nn.Linear``, equal to it under the same seed; all ranks must have the same seed."""
+        """Initialise anew like ``nn.Linear``, equal to it under the first rank's seed; all ranks call it."""
         weight, bias = self.weight, self.bias
         fresh = nn.Linear(
             self.in_features, self.out_features, bias is not None, device=weight.device, dtype=weight.dtype

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.same_weights import equal_on_ranks
 from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes, offsets
 
@@ -70,7 +71,11 @@ def has_units(total: int, unit: int, world_size: int) -> bool:
 
 
 def shard_parameter(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: bool = True) -> nn.Parameter:
-    """This rank's part of ``full``, which all ranks hold equally, as a parameter; only that part is copied."""
+    """This rank's part of ``full`` as a parameter; only that part is copied.
+
+    A collective call: ranks whose ``full`` differs take the first rank's, or raise (:func:`init_weights`).
+    """
+    full = equal_on_ranks(full, mesh)
     sizes = chunk_sizes(full.shape[dim], mesh.size())
     rank = mesh.get_local_rank()
     part = full.detach().narrow(dim, offsets(sizes)[rank], sizes[rank])
@@ -78,7 +83,8 @@ def shard_parameter(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: 
 
 
 def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool = True) -> nn.Parameter:
-    """A copy of ``full``, which all ranks hold equally, as a replicated parameter."""
+    """A copy of ``full`` as a replicated parameter; a collective call, as :func:`shard_parameter`."""
+    full = equal_on_ranks(full, mesh)
     return _parameter(_copy(full.detach()), mesh, Replicate(), full.shape, requires_grad)
 
 

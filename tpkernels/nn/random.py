@@ -11,7 +11,8 @@ all regions inside.  (Megatron-LM keeps named generator states instead, and a ch
 of them: ``megatron/core/tensor_parallel/random.py``.)
 
 Assumes one seed on all ranks of the group (``torch.manual_seed(seed + data_parallel_rank)``) and equal draws since;
-:func:`check_rng` says whether that holds.
+:func:`check_rng` says whether that holds.  ``tpk.parallelize``, and every layer that is made by hand, puts generators
+that differ in step with the first rank's, or raises (:mod:`tpkernels.nn.same_weights`).
 """
 
 from __future__ import annotations

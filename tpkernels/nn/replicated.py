@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
+from tpkernels.nn.retired import retires_parameters
 from tpkernels.ops import copy_to_group
 
 __all__ = ["Converted", "replicate_parameters"]
@@ -28,6 +29,7 @@ Converted = dict[int, tuple[nn.Parameter, nn.Parameter]]
 """What plain parameters became, by their ids; holds the plain ones so that ids stay theirs."""
 
 
+@retires_parameters
 def replicate_parameters(
     module: nn.Module,
     group: GroupLike,
@@ -79,7 +81,7 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         if parameter.device_mesh.ndim > 1:  # at rest in FSDP2, which asks for the parameter itself
             return parameter
         tensor = parameter.to_local()
-        if not (sum_gradients and tensor.requires_grad):
+        if not sum_gradients or not tensor.requires_grad or parameter.device_mesh.size() == 1:
             return tensor
         # A sum over ranks has a dimension: a parameter that is one number gets one on its way.
         return copy_to_group(tensor.reshape(tensor.shape or (1,)), mesh_of(parameter)).reshape(tensor.shape)

@@ -26,6 +26,7 @@ from tpkernels.ops.collectives import shard
 from tpkernels.ops.library import PLAIN, is_watched
 from tpkernels.ops.matmul_all_reduce import again, matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.ops.shapes import only_row
 
 __all__ = ["RowParallelLinear"]
 
@@ -94,8 +95,8 @@ class RowParallelLinear(ParallelLinear):
     ) -> Self:
         """The same layer, cut: copies this rank's columns with dtype, device and ``requires_grad``; ``linear`` stays.
 
-        ``linear`` as for :class:`ColumnParallelLinear`.  Every rank must hold equal weights; this rank's are taken for
-        everyone's.
+        ``linear`` as for :class:`ColumnParallelLinear`.  Ranks whose weights differ take the first one's, or raise
+        (:func:`init_weights`).
         """
         mesh = tp_mesh(group)
         module = cls(
@@ -119,11 +120,11 @@ class RowParallelLinear(ParallelLinear):
                 return y
         mesh, weight, bias = self.mesh, self._matrix(), local(self.bias)
         if x.dim() == 1 and not self.sequence_parallel:  # the ops take rows
-            return self.forward(x.unsqueeze(0))[0]
+            return only_row(self.forward(x.unsqueeze(0)))
         if self.split_input:
             if x.shape[-1] != self.in_features:
                 self._refuse(f"split_input takes all {self.in_features} features, got x of shape {tuple(x.shape)}")
-            x = shard(x, mesh, dim=-1, shard_sizes=self.shard_sizes)
+            x = shard(x, mesh, dim=-1, shard_sizes=self.shard_sizes) if mesh.size() > 1 else x
         why = "it must come from a column layer of as many outputs, not gathered"
         self._check_input(x, weight.shape[1], why, shard_sizes)
         if not self.sequence_parallel:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.nn.parameters import mesh_of
 from tpkernels.ops import all_gather_matmul, copy_matmul
+from tpkernels.ops.shapes import only_row
 
 __all__ = ["ColumnLike", "SharedInput", "run_gated", "run_together"]
 
@@ -55,7 +56,7 @@ def run_together(
 ) -> list[Tensor]:
     """Outputs of layers of equal options on one x: one gather, or one all-reduce of dx, for all of them."""
     if x.dim() == 1:  # the ops take rows
-        return [y[0] for y in run_together(layers, x.unsqueeze(0), mesh, shard_sizes)]
+        return [only_row(y) for y in run_together(layers, x.unsqueeze(0), mesh, shard_sizes)]
     parts = [layer.parts() for layer in layers]
     rest = iter(_products(layers[0], parts, layers[0].activation, x, mesh, shard_sizes))
     return [layer.joined([next(rest) for _ in some]) for layer, some in zip(layers, parts, strict=True)]
@@ -66,7 +67,7 @@ def run_gated(
 ) -> Tensor:
     """``act(gate(x)) * up(x)`` of two layers of equal options and sizes, gate and up, in one op."""
     if x.dim() == 1:
-        return run_gated(layers, activation, x.unsqueeze(0), mesh, shard_sizes)[0]
+        return only_row(run_gated(layers, activation, x.unsqueeze(0), mesh, shard_sizes))
     y: Tensor = _products(layers[0], [layer.parts() for layer in layers], activation, x, mesh, shard_sizes)
     return y
 

@@ -49,7 +49,7 @@ from tpkernels.ops.contract import (
 from tpkernels.ops.library import call, call_backward, define, wants_grad
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.scaled_matmul import all_gather_scaled_matmul
-from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
+from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
 from tpkernels.partition import Layout
 
 __all__ = ["all_gather_matmul"]
@@ -140,7 +140,7 @@ def all_gather_matmul(
         if activation is not None:
             outs = _activated(activation, outs)
         y = outs[0] if single else outs
-        return (y, x_shard) if return_gathered else y
+        return (y, x_shard.clone(memory_format=torch.contiguous_format)) if return_gathered else y
     needs_grad = wants_grad(x_shard, *weights, *biases)
     outputs = call(
         "all_gather_matmul",
@@ -221,9 +221,9 @@ def _kernel(
     )
     result = calling.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
     shape = gathered_shape(x, dim, layout)
-    outputs = [out.view(*shape[:-1], out.shape[1]) for out in (*result.outs, *result.preactivations)]
+    outputs = [fresh(out, (*shape[:-1], out.shape[1])) for out in (*result.outs, *result.preactivations)]
     if keep_gathered:
-        outputs.append(result.whole.view(shape))
+        outputs.append(fresh(result.whole, shape))
     return outputs
 
 

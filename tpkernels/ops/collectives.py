@@ -31,7 +31,7 @@ from tpkernels.ops.contract import AllReduce, ReduceScatter
 from tpkernels.ops.library import call, define, is_plain
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.matmul_reduce_scatter import scatter_layout
-from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, shard_shape, start_gather
+from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, shard_shape, start_gather
 from tpkernels.partition import array_split_sizes, offsets
 
 __all__ = ["all_gather", "all_reduce", "copy_to_group", "reduce_scatter", "shard"]
@@ -59,7 +59,7 @@ def all_gather(
     """
     check_local("x", x, group=group)
     if group_size(group) == 1:
-        return x
+        return _same(x)
     sizes = None if shard_sizes is None else list(shard_sizes)
     arguments = (x, group_name(group), dim, sizes, replicated_grad, implementation)
     return cast(Tensor, call("all_gather", *arguments))
@@ -76,7 +76,7 @@ def reduce_scatter(
     """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
     check_local("x", x, group=group)
     if group_size(group) == 1:
-        return x
+        return _same(x)
     sizes = None if shard_sizes is None else list(shard_sizes)
     arguments = (x, group_name(group), dim, sizes, implementation)
     return cast(Tensor, call("reduce_scatter", *arguments))
@@ -86,10 +86,10 @@ def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> 
     """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too."""
     if is_plain(x):
         state = resolve(group)
-        return x if state.size == 1 else _run_all_reduce(state, x, implementation)
+        return _same(x) if state.size == 1 else _run_all_reduce(state, x, implementation)
     check_local("x", x, group=group)
     if group_size(group) == 1:
-        return x
+        return _same(x)
     return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group), implementation))
 
 
@@ -97,7 +97,7 @@ def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
     """y = x for a replicated ``x`` that the ranks go on to use differently; the gradient is summed over the group."""
     check_local("x", x)
     if group_size(group) == 1:
-        return x
+        return _same(x)
     return cast(Tensor, torch.ops.tpkernels.copy_to_group(x, group_name(group)))
 
 
@@ -105,9 +105,14 @@ def shard(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[in
     """y_r = this rank's slice of a replicated ``x``; the gradient is gathered."""
     check_local("x", x)
     if group_size(group) == 1:
-        return x
+        return _same(x)
     sizes = None if shard_sizes is None else list(shard_sizes)
     return cast(Tensor, torch.ops.tpkernels.shard(x, group_name(group), dim, sizes))
+
+
+def _same(x: Tensor) -> Tensor:
+    """What one rank gives for ``x``: a copy, because with more ranks a result can be written to without changing x."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _check(op: str, x: Tensor, dim: int, implementation: str = "auto") -> int:
@@ -158,7 +163,7 @@ def _all_gather(
     rows = _as_rows(x)
     layout = gather_layout(rows, dim, sizes, group.size)
     whole = start_gather(group, flat(rows), layout, implementation)()
-    return whole.view(gathered_shape(x, dim, layout))
+    return fresh(whole, gathered_shape(x, dim, layout))
 
 
 def _all_gather_fake(
@@ -194,7 +199,7 @@ def _reduce_scatter(x: Tensor, name: str, dim: int, sizes: list[int] | None, imp
     layout = scatter_layout(rows.shape, dim, sizes, group.size)
     signature = Signature("reduce_scatter", x.dtype, x.device.type, layout, rows.shape[-1], implementation)
     y = calling.run(group, signature, 0, ReduceScatter(flat(rows), layout), x.device)
-    return cast(Tensor, y.view(shard_shape(x, dim, sizes[group.rank])))
+    return fresh(y, shard_shape(x, dim, sizes[group.rank]))
 
 
 def _scatter_fake(op: str) -> Any:
@@ -235,7 +240,7 @@ def _run_all_reduce(group: Group, x: Tensor, implementation: str) -> Tensor:
         layout = rows_layout(rows.shape[0], group.size)
         known = calling.Known(Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation))
         group.checked[facts] = known
-    return cast(Tensor, calling.run_known(group, known, 0, AllReduce(rows), x.device)).view(x.shape)
+    return fresh(calling.run_known(group, known, 0, AllReduce(rows), x.device), x.shape)
 
 
 def _contiguous_like(x: Tensor, *_: Any) -> Tensor:

@@ -29,7 +29,7 @@ from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, g
 from tpkernels.ops.library import call_backward, define, is_plain
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.matmul_all_reduce import rows_layout
-from tpkernels.ops.shapes import flat, pack_biases, unpack_biases
+from tpkernels.ops.shapes import flat, fresh, pack_biases, unpack_biases
 
 __all__ = ["copy_matmul"]
 
@@ -70,7 +70,7 @@ def copy_matmul(
     if not needs_grad or alone:
         rows = flat(x)
         linear = plain_linear if alone or implementation == "unfused" else _linear
-        outs = [linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, biases, strict=True)]
+        outs = [_reshaped(linear(rows, w, b), x) for w, b in zip(weights, biases, strict=True)]
     else:
         packed = pack_biases(biases, x)
         outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)
@@ -78,6 +78,14 @@ def copy_matmul(
         return gate_forward(activation, *outs)
     outs = [activation_forward(activation, out) for out in outs]
     return outs[0] if single else outs
+
+
+def _reshaped(y: Tensor, x: Tensor) -> Tensor:
+    """``y`` in the shape of ``x``; where no gradient is recorded no view, which could not be written to later on."""
+    if x.dim() == 2:
+        return y
+    y = y.view(*x.shape[:-1], y.shape[1])
+    return y if torch.is_grad_enabled() else y.detach()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,7 +103,8 @@ def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, i
     bias_list = unpack_biases(biases, weights)
     _check(x, weights, bias_list, implementation)
     rows = flat(x)  # for a strided N-D x torch would add the bias in a second rounding
-    return [F.linear(rows, w, b).view(*x.shape[:-1], w.shape[0]) for w, b in zip(weights, bias_list, strict=True)]
+    outs = (F.linear(rows, w, b) for w, b in zip(weights, bias_list, strict=True))
+    return [fresh(out, (*x.shape[:-1], out.shape[1])) for out in outs]
 
 
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, implementation: str) -> list[Tensor]:

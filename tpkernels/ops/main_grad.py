@@ -114,7 +114,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink_of(weight)
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        return y.detach() if y._is_view() else y  # of an x with rows of rows; views made in here cannot be written to
 
     @staticmethod
     @torch.autograd.function.once_differentiable

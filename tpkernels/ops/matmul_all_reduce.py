@@ -28,7 +28,7 @@ from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.library import call_backward, define, is_plain
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
 from tpkernels.ops.scaled_matmul import scaled_matmul_all_reduce
-from tpkernels.ops.shapes import flat
+from tpkernels.ops.shapes import flat, fresh
 from tpkernels.partition import Layout, array_split_sizes
 
 __all__ = ["matmul_all_reduce", "rows_layout"]
@@ -157,7 +157,7 @@ def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implement
         repeated = calling.repeatable(group, known, arguments)
         if repeated is not None:
             group.repeated[_repetition(x, weight, bias, implementation)] = repeated
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+    return fresh(y, (*x.shape[:-1], weight.shape[0]))
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:

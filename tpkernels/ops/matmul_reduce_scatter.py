@@ -29,7 +29,7 @@ from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatte
 from tpkernels.ops.library import call, call_backward, define
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
 from tpkernels.ops.scaled_matmul import scaled_matmul_reduce_scatter
-from tpkernels.ops.shapes import flat, start_gather
+from tpkernels.ops.shapes import flat, fresh, start_gather
 from tpkernels.partition import Layout, array_split_sizes
 
 __all__ = ["matmul_reduce_scatter"]
@@ -151,7 +151,7 @@ def _kernel(
     arguments = MatmulReduceScatter([flat(x)], [weight.t()], layout, bias)
     signature = Signature("matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, implementation)
     y = cast(Tensor, calling.run(group, signature, x.shape[-1], arguments, x.device))
-    return y.view(_out_shape(x, weight, dim, layout, group.rank))
+    return fresh(y, _out_shape(x, weight, dim, layout, group.rank))
 
 
 def _out_shape(x: Tensor, weight: Tensor, dim: int, layout: Layout, rank: int) -> list[int]:

@@ -37,7 +37,7 @@ from tpkernels.ops.checks import check_common, check_weights
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
 from tpkernels.ops.library import call_backward, define
 from tpkernels.ops.main_grad import Sink, sink_of
-from tpkernels.ops.shapes import flat, start_gather
+from tpkernels.ops.shapes import flat, fresh, start_gather
 from tpkernels.partition import Layout, chunk_ranges, offsets
 
 __all__ = ["Cut"]
@@ -249,7 +249,7 @@ def _both_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     _check("gather_both_matmul", x, weight, bias, cut, cut.x_sizes[resolve(cut.x_group).rank])
     with _both_axes(cut):
         out = gather_both(flat(x), weight, bias, cut, False)[0]
-    return out.view(*x.shape[:-1], out.shape[1])
+    return fresh(out, (*x.shape[:-1], out.shape[1]))
 
 
 def _both_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -261,7 +261,7 @@ def _scatter_kernel(u: Tensor, weight: Tensor, bias: Tensor | None, *arguments: 
     _check("gather_matmul_scatter", u, weight, bias, cut, weight.shape[1 - cut.w_dim])
     with _both_axes(cut):
         out = gather_and_scatter(flat(u), weight, bias, cut)
-    return out.view(*u.shape[:-1], out.shape[1])
+    return fresh(out, (*u.shape[:-1], out.shape[1]))
 
 
 def _scatter_fake(u: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:

@@ -43,7 +43,7 @@ from tpkernels.ops.checks import (
 )
 from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.ops.library import call, define, wants_grad
-from tpkernels.ops.shapes import flat, gather_layout, gathered_shape, pack_biases, unpack_biases
+from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, pack_biases, unpack_biases
 from tpkernels.partition import Layout, array_split_sizes
 
 __all__ = ["all_gather_scaled_matmul", "scaled_matmul_all_reduce", "scaled_matmul_reduce_scatter"]
@@ -232,11 +232,12 @@ def _gather_kernel(
     )  # fmt: skip
     result = calling.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
     shape = gathered_shape(x, dim, layout)
-    outputs = [out.view(*shape[:-1], out.shape[1]) for out in result.outs]
+    outputs = [fresh(out, (*shape[:-1], out.shape[1])) for out in result.outs]
     if keep_gathered:
         parts = fp8.split(result.whole, packed)
         numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts], 1).view(fp8.DTYPE)
-        outputs += [numbers.view(shape), torch.cat([part.scale for part in parts], 1).view(*shape[:-1], len(parts))]
+        scales = torch.cat([part.scale for part in parts], 1)
+        outputs += [fresh(numbers, shape), fresh(scales, (*shape[:-1], len(parts)))]
     return outputs
 
 
@@ -323,7 +324,7 @@ def _scatter_kernel(
     )
     y: Tensor = calling.run(group, signature, x.shape[-1], arguments, x.device)
     shape[dim] = layout.sizes[group.rank]
-    return y.view(shape)
+    return fresh(y, shape)
 
 
 def _scatter_fake(
@@ -370,7 +371,7 @@ def _reduce_kernel(
     )
     arguments = MatmulAllReduce([rows], [_matrix(weight, scale_weight)], bias, out_dtype=out_dtype)
     y: Tensor = calling.run(group, signature, x.shape[-1], arguments, x.device)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return fresh(y, (*x.shape[:-1], weight.shape[0]))
 
 
 def _reduce_fake(

@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     from tpkernels import config, launch
     from tpkernels.measure import report
 
-    job = config.torchrun_environment()
+    job = config.job_environment()
     if job is not None and args.world is not None:
         raise ValueError("--world starts ranks itself; leave it out under torchrun")
     if args.world is not None and args.world < 1:

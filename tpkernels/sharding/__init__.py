@@ -6,9 +6,12 @@ from tpkernels.sharding.clipping import clip_grad_norm_
 from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.sharding.export import save_pretrained
 from tpkernels.sharding.infer import make_plan
+from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.snapshots import load_snapshot, save_snapshot
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
+from tpkernels.sharding.verdict import Verification
+from tpkernels.sharding.verification import verify
 
 __all__ = [
     "Column",
@@ -18,6 +21,7 @@ __all__ = [
     "Replicate",
     "Row",
     "ShardingPlan",
+    "Verification",
     "Vocabulary",
     "clip_grad_norm_",
     "data_parallel",
@@ -29,4 +33,6 @@ __all__ = [
     "parallelize",
     "save_pretrained",
     "save_snapshot",
+    "verify",
+    "whole_outputs",
 ]

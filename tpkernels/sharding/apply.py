@@ -3,7 +3,7 @@
 Owns: all checks before anything is touched, and the swap in place.  A layer stays the same object and changes its
 class, so that every reference to it, in lists and dicts of the model's own too, is one to the parallel layer.
 
-Assumes replicas: every rank holds the same model with the same weights.
+Assumes that every rank holds the same model; whether its values are the same is compared (``init_weights``).
 
 Refuses: patterns that match nothing, styles that do not fit, weights that are tied to something outside the plan, a
 plan for another model or another number of ranks, a second pass over the same model.  After an error the model is as it
@@ -30,11 +30,17 @@ from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.replicated import Converted, replicate_parameters
+from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.same_weights import compared
+from tpkernels.nn.torch_encoder import call_cut_layers
+from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.infer import check_plain, make_plan
-from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.layers import Layer, is_attention, layer_of, take_place, unswappable
+from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
+from tpkernels.sharding.replicas import compare_models
 from tpkernels.sharding.sequence import run_sequence_parallel
 from tpkernels.sharding.shared import share_inputs
 from tpkernels.sharding.sources import match
@@ -45,7 +51,17 @@ __all__ = ["parallelize"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[str, object] = "auto") -> M:
+@retires_parameters
+@compared()
+def parallelize(
+    model: M,
+    mesh: GroupLike,
+    plan: str | ShardingPlan | Mapping[str, object] = "auto",
+    *,
+    init_weights: str = "rank 0",
+    verify: bool = False,
+    example_inputs: object = None,
+) -> M:
     """Make ``model`` tensor-parallel in place, and return it.
 
     Args:
@@ -55,7 +71,15 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
             ``**`` any number of parts, ``[0-2]`` one of the characters.  Styles are "column", "row", "replicate",
             "column_gather", "row_split", "vocabulary", "features"; names of transformers' ``tp_plan`` ("colwise", ...);
             styles of ``torch.distributed.tensor.parallel``; or :class:`Column`, :class:`Row`, :class:`Replicate`, ...
-            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole.
+            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole, and what
+            leaves the model as a part is the caller's (see :func:`tpkernels.sharding.whole_outputs`).
+        init_weights: what happens where ranks hold other parameters or buffers than the first rank of ``mesh``.  With
+            "rank 0" they get the first rank's, with a warning, and torch's default generators of the "tp" ranks go on
+            in step, so that replicas drop out the same elements.  With "same" every rank raises.
+        verify: before anything is touched, run copies of the model with the plan and without, as
+            :func:`tpkernels.verify` does; afterwards compare the ranks' batches at each call of the model, in training
+            and otherwise, which costs one small exchange (:mod:`tpkernels.sharding.batches`).
+        example_inputs: for ``plan="auto"`` and ``verify``, as for :func:`make_plan`.
 
     Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and
@@ -63,19 +87,28 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
     for code that reads them.  Their gradients must be equal on all ranks, as they are where every rank computes the
     same from the same data; modules that work on a part of the sequence need ``Replicate(sequence_parallel=True)``.
 
-    Every rank must hold equal weights.  Make the optimizer after this call: parameters are new objects.
+    All ranks of ``mesh`` call it: those of the axis "tp" and of axes for data parallelism ("dp...", "data...").  Make
+    the optimizer after this call: parameters are new objects, and the step of one that holds the old ones raises.
 
     Raises:
         ValueError: a pattern matches no module, a style does not fit a module, two patterns give one module
             different styles, a cut that DTensor cannot express, tied weights, a plan for another model or number of
-            ranks, or a model that is parallel already.  Nothing was changed.
+            ranks, a model that is parallel already, or ranks whose models differ in names, shapes or dtypes, with
+            ``init_weights="same"`` in values or random generators.  Nothing was changed.
+        VerificationError: ``verify`` found a difference; the message names the first module.  Nothing was changed, but
+            for weights that are now the first rank's.
     """
+    from tpkernels.sharding.verification import verified  # which parallelizes copies
+
     tp = tp_mesh(mesh)
-    check_plain(model)
+    weights = compare_models(model, mesh, init_weights, check=check_plain)
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f'plan must be "auto", a ShardingPlan or a mapping of names to styles, got {plan!r}')
-        plan = make_plan(model, tp)
+        plan = make_plan(model, tp, example_inputs=example_inputs)
+    if verify:
+        weights.take_first()  # what is verified is what will run
+        verified(model, mesh, plan, example_inputs)
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(plan, ShardingPlan):
         if plan.world_size != tp.size():
@@ -89,6 +122,9 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
     swaps = {name: style for name, style in styles.items() if not isinstance(style, kept)}
     layers = {name: _check_swap(name, modules[name], style, tp) for name, style in swaps.items()}
     _check_sharing(model, modules, swaps, layers, idle)
+    if not verify:
+        weights.take_first()
+    weights.report(stacklevel=4)  # past the decorators
     replacements, converted = _replacements(modules, swaps, tp)
     attentions = {name: style for name, style in styles.items() if isinstance(style, Heads) and not style.inner}
     replacements += [
@@ -97,8 +133,8 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
     ]
 
     for old, new in replacements:
-        old.__class__ = new.__class__
-        old.__dict__ = new.__dict__
+        take_place(old, new)
+    call_cut_layers(model, [old for old, _ in replacements])
     # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
     # outer modules last, because what an inner one was told holds.
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
@@ -115,6 +151,10 @@ def parallelize(model: M, mesh: GroupLike, plan: str | ShardingPlan | Mapping[st
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
+        if any(isinstance(style, Column | CopiedHeads | Features | Heads) for style in styles.values()):
+            whole_outputs(model, tp)
+    if verify:
+        compare_batches(model, tp)
     return model
 
 
@@ -127,7 +167,7 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
 
 
 def _attention(module: nn.Module, name: str = "") -> nn.MultiheadAttention:
-    if type(module) is not nn.MultiheadAttention:
+    if not isinstance(module, nn.MultiheadAttention) or not is_attention(module):
         raise ValueError(f"module {name!r} is a {type(module).__name__}; heads styles are for nn.MultiheadAttention")
     return module
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpkernels.sharding.digests import MODULUS, digest_of
+from tpkernels.nn.digests import MODULUS, digest_of
 from tpkernels.sharding.filling import (
     Buffers,
     Target,

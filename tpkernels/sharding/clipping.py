@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.retired import check_current
 from tpkernels.ops import all_gather
 from tpkernels.sharding.originals import local_of
 
@@ -40,10 +41,12 @@ def clip_grad_norm_(
     ``foreach=False``: one gradient at a time.
 
     Raises:
-        ValueError: a negative ``max_norm``, a ``norm_type`` that is not positive, gradients that are partial sums.
+        ValueError: a negative ``max_norm``, a ``norm_type`` that is not positive, gradients that are partial sums,
+            parameters that ``tpk.parallelize`` has replaced.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
     """
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    check_current(held, "clip_grad_norm_ was given")
     grads = [parameter.grad for parameter in held if parameter.grad is not None]
     p = float(norm_type)
     if not p > 0 or not max_norm >= 0:

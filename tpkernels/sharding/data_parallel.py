@@ -23,11 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.retired import retires_parameters
+from tpkernels.sharding.replicas import compare_replicas
+
 __all__ = ["data_parallel"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@retires_parameters
 def data_parallel(
     model: M,
     mesh: DeviceMesh,
@@ -35,6 +39,7 @@ def data_parallel(
     shard: bool = False,
     units: Iterable[nn.Module] | None = None,
     policy: MixedPrecisionPolicy | None = None,
+    init_weights: str = "rank 0",
 ) -> M:
     """Make a tensor-parallel model data-parallel over ``mesh["dp"]``, in place; returns it.
 
@@ -56,6 +61,8 @@ def data_parallel(
             of its ``nn.ModuleList`` s, which are the blocks of most models.  Each must be called as a module.
         policy: torch's.  ``MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` computes in
             bf16 while the parameters, which the optimizer works on, stay fp32 masters.
+        init_weights: as for ``tpk.parallelize``, for what the replicas hold: "rank 0" gives all of them the first
+            one's parameters and buffers, with "same" replicas that differ raise.
 
     Call it after ``tpk.parallelize`` and before the optimizer is made: parameters become DTensors on the axes
     ("dp", "tp").  Of several micro-batches only the last one's backward pass needs to communicate:
@@ -63,7 +70,7 @@ def data_parallel(
 
     Raises:
         ValueError: a mesh without these axes, parameters that are no DTensors or live on another mesh, a unit that is
-            no part of ``model``, a second call.
+            no part of ``model``, a second call, replicas that differ in names, shapes or dtypes.
     """
     names = mesh.mesh_dim_names or ()
     if "dp" not in names or "tp" not in names:
@@ -75,6 +82,9 @@ def data_parallel(
     foreign = [unit for unit in chosen if all(unit is not module for module in model.modules())]
     if foreign:
         raise ValueError(f"{len(foreign)} of {len(chosen)} units are no part of the model, one is {foreign[0]}")
+    replicas = compare_replicas(model, mesh["dp"], init_weights)
+    replicas.take_first()
+    replicas.report(stacklevel=3)
     policy = policy or MixedPrecisionPolicy()
     modules: list[nn.Module] = [*(unit for unit in chosen if unit is not model), model]
     for unit in modules:

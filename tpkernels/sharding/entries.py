@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
 from tpkernels.sharding.flow import Stream
-from tpkernels.sharding.layers import Layer, layer_of
+from tpkernels.sharding.layers import Layer, kind_of, layer_of
 from tpkernels.sharding.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
 
@@ -47,7 +47,7 @@ def make_entries(
     *,
     attributes: Mapping[tuple[str, str], tuple[int, ...]],
     random: tuple[tuple[str, str], ...],
-    rows: Mapping[str, int] | None,
+    rows: Mapping[str, int | None] | None,
     untrained: frozenset[str],
     shared: tuple[tuple[str, ...], ...],
     group: DeviceMesh | None,
@@ -56,7 +56,8 @@ def make_entries(
 ) -> ShardingPlan:
     """The plan that carries out ``chosen`` and keeps everything else whole.
 
-    ``rows``: what goes into each layer; ``untrained``: layers whose input needs no gradient.
+    ``rows``: what goes into each layer, None where that is not known; ``untrained``: layers whose input needs no
+    gradient.
     """
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -81,7 +82,7 @@ def make_entries(
         entries.append(
             Entry(
                 name,
-                type(module).__name__,
+                kind_of(module),
                 picked.style,
                 tuple(cuts),
                 picked.source,

@@ -6,15 +6,18 @@ Owns: the guesses.  A guess is right when the model runs with it on fake tensors
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpkernels.sharding.trace import Recording, Shadow
+from tpkernels.sharding.opaque import record
+from tpkernels.sharding.shadow import Shadow
+from tpkernels.sharding.trace import Recording
 
-__all__ = ["Observation", "observe"]
+__all__ = ["Observation", "as_call", "candidates", "observe"]
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 7, 5
 """Sizes that a model is unlikely to have: equal numbers could hide which dimension is which."""
@@ -24,7 +27,7 @@ INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_id
 class Observation:
     """A recorded run of a model, or the reason why there is none."""
 
-    def __init__(self, model: nn.Module, example_inputs: object) -> None:
+    def __init__(self, model: nn.Module, example_inputs: object, modes: list[Any] | None = None) -> None:
         self.shadow: Shadow | None = None
         self.recording: Recording | None = None
         self.args: Any = ()
@@ -36,9 +39,11 @@ class Observation:
         self.note = ""
         """Which mode could not be recorded, and why."""
         self.problem = ""
-        given = None if example_inputs is None else _as_call(example_inputs)
+        given = None if example_inputs is None else as_call(example_inputs)
         try:
             self.shadow = Shadow(model)
+            if modes is not None:
+                modes.append(weakref.ref(self.shadow.fake))
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
@@ -53,9 +58,8 @@ class Observation:
         failures: list[str] = []
         for training in (True, False):
             shadow.model.train(training)
-            recording = Recording(shadow)
             try:
-                recording.run(args, kwargs)
+                recording = record(shadow, args, kwargs)
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures.append(f"{type(error).__name__}: {_first_line(error)}")
                 continue
@@ -73,13 +77,14 @@ class Observation:
         return True
 
 
-def observe(model: nn.Module, example_inputs: object) -> Observation:
-    """Run ``model`` on fake tensors.
+def observe(model: nn.Module, example_inputs: object, modes: list[Any] | None = None) -> Observation:
+    """Run ``model`` on fake tensors; ``modes`` is given a reference to what keeps them
+    (:func:`tpkernels.sharding.caches.nothing_left`).
 
     Raises:
         ValueError: example inputs were given, and the model does not run with them.
     """
-    found = Observation(model, example_inputs)
+    found = Observation(model, example_inputs, modes)
     if example_inputs is not None and found.recording is None:
         raise ValueError(f"{type(model).__name__} does not run with the example_inputs given: {found.problem}")
     return found
@@ -150,7 +155,7 @@ def _first_inputs(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield "float", (BATCH, LENGTH, *module.normalized_shape)
 
 
-def _as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tensor, a sequence of positional arguments, or a mapping of keyword arguments."""
     if isinstance(example, Tensor):
         return (example,), {}

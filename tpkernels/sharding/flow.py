@@ -134,10 +134,12 @@ class _Flow(Session):
             for block in self.blocks
             if layer.startswith(f"{block}.")
         }
+        self.whole |= {name for name in shadow.opaque if any(f"{name}.".startswith(f"{b}.") for b in self.blocks)}
         self.stream = Stream([block for blocks in stacks.values() for block in blocks])
         self.stack: str | None = None
         self._splits: dict[int, Split] = {}
-        self._suspended: list[dict[int, Split]] = []
+        self._suspended: list[tuple[dict[int, Split], bool]] = []
+        """Outside of each module that takes everything whole: what was cut, and whether it took any of that."""
         self._local: list[str] = []
         self._shape: tuple[int, ...] = ()
         self._inputs: set[int] = set()
@@ -211,14 +213,15 @@ class _Flow(Session):
 
     def _suspend(self, tensors: list[Tensor]) -> None:
         """Inside of a module that takes everything whole."""
-        self._suspended.append(dict(self._splits))
-        for tensor in tensors:
-            if self._splits.pop(id(tensor), None) is not None:
-                self._gathers(tensor)
+        before = dict(self._splits)
+        cut = [tensor for tensor in tensors if self._splits.pop(id(tensor), None) is not None]
+        for tensor in cut:
+            self._gathers(tensor)
+        self._suspended.append((before, bool(cut)))
 
     def _resume(self, output: Any) -> None:
-        self._splits = self._suspended.pop()
-        for tensor in tensors_in(output)[:1]:
+        self._splits, took = self._suspended.pop()
+        for tensor in tensors_in(output)[:1] if took else ():
             if tuple(tensor.shape[:2]) != self._shape[:2]:
                 raise Unproven(f"what a module that is whole gives, {list(tensor.shape)}, is not along the sequence")
             self._splits[id(tensor)] = self._sequence()
@@ -273,6 +276,17 @@ class _Flow(Session):
     def _agree(self, name: str, cut: bool) -> None:
         if self.stream.layers.setdefault(name, cut) != cut:
             raise Unproven(f"{name} takes parts of the sequence in one call and all of it in another")
+
+    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
+        self.read_quietly(None, None, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+
+    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        if any(id(tensor) in self._splits for tensor in tensors):
+            raise Unproven("a module that needs values of tensors reads a part of the sequence")
+
+    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
+        self.read_quietly(None, None, [x])
+        return super().layer_called_quietly(name, x)
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         packet = canonical(func)

@@ -53,7 +53,7 @@ def _walk_back(recording: Recording, start: list[int]) -> tuple[set[str], bool, 
         if node.layer is not None:
             layers.add(node.layer)
             continue
-        closed &= not node.is_input
+        closed &= not (node.is_input or node.opaque)
         random |= node.random
         fresh = [index for index in node.inputs if index not in seen]
         seen.update(fresh)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -23,13 +24,14 @@ from tpkernels.nn.multihead import why_not_parallel
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
+from tpkernels.sharding.caches import nothing_left
 from tpkernels.sharding.entries import Chosen, make_entries
 from tpkernels.sharding.examples import Observation, observe
 from tpkernels.sharding.flow import Stream, follow
-from tpkernels.sharding.layers import Layer, layer_of, unswappable
+from tpkernels.sharding.layers import Layer, is_attention, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
-from tpkernels.sharding.reads import maybe_read
+from tpkernels.sharding.reads import hooks_gradients, maybe_read
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.rows import count_rows, untrained_in
 from tpkernels.sharding.search import Attributes
@@ -82,8 +84,10 @@ def make_plan(
         world_size = group.size()
     check_plain(model)
     forced = override_styles(overrides or {}, model)
-    observation = observe(model, example_inputs) if strategy == "auto" else None
-    return _Planner(model, world_size, forced, observation).plan(group, sequence_parallel)
+    with nothing_left() as modes:
+        planner = partial(_Planner, model, world_size, forced)
+        traced = partial(observe, model, example_inputs, modes) if strategy == "auto" else lambda: None
+        return planner(traced()).plan(group, sequence_parallel)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -184,7 +188,7 @@ class _Planner:
     def _cut_attention(self) -> None:
         """torch's own attention takes and gives whole tensors; inside, its heads are cut."""
         for name, module in self.modules.items():
-            if type(module) is not nn.MultiheadAttention or name in self.chosen:
+            if not isinstance(module, nn.MultiheadAttention) or not is_attention(module) or name in self.chosen:
                 continue
             inner = f"{name}.out_proj" if name else "out_proj"
             why = why_not_parallel(module, self.world_size) or unswappable(module)
@@ -246,6 +250,8 @@ class _Planner:
         assert self.observation is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
         excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
+        hooked = hooks_gradients(self.model)
+        excluded |= {n: f"is inside of {hooked[n]}, whose code hooks gradients" for n in self.layers if n in hooked}
         loose: dict[str, Role] = {}
         style: Style
         for name, style in self.forced.items():
@@ -361,7 +367,13 @@ class _Planner:
         return {name: names for names in owners.values() if len(names) > 1 for name in names}
 
     def _untie(self) -> None:
-        """Tied weights are cut alike, by vocabulary, or stay whole."""
+        """Tied weights are cut alike, by vocabulary, or stay whole; a layer may have several ties (weight and bias)."""
+        while self._untie_once():
+            pass
+
+    def _untie_once(self) -> bool:
+        """Whether a layer that was to be cut stays whole now, so that others with ties to it must, too."""
+        before = {name: chosen.style for name, chosen in self.chosen.items()}
         for owners in self._tied().values():
             styles = {owner: self.chosen[owner].style for owner in owners if owner in self.chosen}
             layers = all(owner in self.layers or self._idle(owner) for owner in owners)
@@ -381,6 +393,7 @@ class _Planner:
                     )
                 others = ", ".join(other for other in owners if other != owner)
                 self.chosen[owner] = Chosen(Replicate(), "default", f"tied to {others}, which stays whole")
+        return before != {name: chosen.style for name, chosen in self.chosen.items()}
 
     def _idle(self, name: str) -> bool:
         """The module holds parameters that only layers read, as far as the data flow shows."""

@@ -1,17 +1,63 @@
-"""The modules that a plan can cut: what counts as one, and its sizes.
+"""The modules that a plan can cut: what counts as one, its sizes, and how another takes its place.
 
-``nn.Linear``; the ``Conv1D`` of Hugging Face's GPT-2, a linear whose weight is transposed; ``nn.Embedding``.  A
-subclass has behaviour of its own that a swap would lose, and so have hooks and parametrizations: those stay as they
-are.
+``nn.Linear``; the ``Conv1D`` of Hugging Face's GPT-2, a linear whose weight is transposed; ``nn.Embedding``; and
+``nn.MultiheadAttention`` for its heads.  They are known by what they do, not by their type.  A subclass is one of them
+if a call runs torch's own ``forward`` and nothing of the class gets between: it overrides no more of torch's class than
+:data:`HARMLESS`, and holds the same parameters and no buffers or modules more.  An ``nn.Linear`` whose class was given
+another ``forward`` is none.  Hooks, parametrizations and a ``forward`` of an instance would be lost in a swap: those
+stay as they are.
+
+A swapped layer is an instance of the parallel class.  It keeps the plain attributes of the layer that it was, and the
+methods and class attributes that a subclass of torch's added; where the parallel layer has one of that name already,
+attributes are a reason not to swap, and methods (``reset_parameters``, ``extra_repr``) are the parallel layer's.
+``isinstance`` of the old class is over, and so is ``super()`` in a method that was kept, which raises.
+
+Not cut by itself: the ``out_proj`` of torch's attention (``NonDynamicallyQuantizableLinear``), whose weight its owner
+reads instead of calling it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
-__all__ = ["Layer", "layer_of", "unswappable"]
+from tpkernels.nn.column import ColumnParallelLinear
+from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.embedding import VocabParallelEmbedding
+from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
+from tpkernels.nn.multihead import ParallelMultiheadAttention
+from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.row import RowParallelLinear
+
+__all__ = ["Layer", "is_attention", "kind_of", "layer_of", "take_place", "unswappable"]
+
+HARMLESS = frozenset(
+    ("__annotations__", "__class_getitem__", "__constants__", "__dict__", "__doc__", "__init__", "__init_subclass__")
+) | frozenset(
+    ("__module__", "__new__", "__repr__", "__subclasshook__", "__weakref__", "_get_name", "_version", "extra_repr")
+) | frozenset(("reset_parameters", "_reset_parameters", "__annotate__", "__annotate_func__",
+               "__firstlineno__", "__static_attributes__"))  # fmt: skip
+"""What a subclass may override: nothing that a call, a conversion or a checkpoint goes through."""
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    kind: kind.forward for kind in (nn.Linear, nn.Embedding, nn.MultiheadAttention)
+}
+"""torch's own, from before anybody could replace them in its classes."""
+_TEMPLATES: dict[type[nn.Module], nn.Module] = {kind: kind(1, 1, device="meta") for kind in _FORWARDS}
+"""What torch's ``__init__`` makes; from before anybody could trace, who would leave fake tensors in a later one."""
+_CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", "_wrapped_call_impl")}
+_OURS = (
+    ColumnParallelLinear, RowParallelLinear, PackedColumnParallelLinear, CopiedHeadsLinear, VocabParallelEmbedding,
+    FeatureParallelEmbedding, ParallelMultiheadAttention,
+)  # fmt: skip
+_OPTIONS = ("activation", "gather_output", "implementation", "save_gathered", "sequence_dim", "sequence_parallel",
+            "split_input", "transposed", "unit")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,14 +71,29 @@ class Layer:
 
 def layer_of(module: nn.Module) -> Layer | None:
     """Sizes of a module that can be cut, or None."""
-    if type(module) is nn.Linear:
-        return Layer("linear", module.in_features, module.out_features)
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+    base = _base_of(module)
+    if base is nn.Linear and type(module) is not NonDynamicallyQuantizableLinear:
+        linear = cast(nn.Linear, module)
+        return Layer("linear", linear.in_features, linear.out_features)
+    if base is nn.Embedding:
+        table = cast(nn.Embedding, module)
+        whole = table.max_norm is not None or table.sparse or table.scale_grad_by_freq
+        return None if whole else Layer("embedding", table.num_embeddings, table.embedding_dim)
+    if base is not None and base.__name__ == "Conv1D":
         rows, columns = module.weight.shape  # type: ignore[misc]
         return Layer("conv1d", rows, columns)
-    if type(module) is nn.Embedding and module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
-        return Layer("embedding", module.num_embeddings, module.embedding_dim)
     return None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether it is torch's attention, or a subclass that computes as it does."""
+    return _base_of(module) is nn.MultiheadAttention
+
+
+def kind_of(module: nn.Module) -> str:
+    """The class that a plan names: of a layer the one whose behaviour it has."""
+    base = _base_of(module)
+    return (base or type(module)).__name__
 
 
 def unswappable(module: nn.Module) -> str | None:
@@ -43,4 +104,75 @@ def unswappable(module: nn.Module) -> str | None:
         return f"has hooks or parametrizations ({hooks}), which a swap would lose"
     if "forward" in vars(module):
         return "has a forward of its own, which a swap would lose"
+    taken = [name for name in _attributes(module) if name in _names_of_ours()]
+    if taken:
+        return f"has attributes {taken}, names that a parallel layer uses itself"
     return None
+
+
+def take_place(old: nn.Module, new: nn.Module) -> None:
+    """Make ``old`` what ``new`` is, in place, so that every reference to it is one to the parallel layer."""
+    classes: Any = type(new), type(old), _base_of(old) or type(old)
+    kept, kind = _attributes(old), _with_members(*classes)
+    old.__class__ = kind
+    old.__dict__ = new.__dict__ | kept
+
+
+def _base_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class of torch's, or Conv1D, whose behaviour ``module`` has."""
+    kind: Any = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return cast("type[nn.Module]", kind)
+    base: Any
+    for base, forward in _FORWARDS.items():
+        if isinstance(module, base):
+            runs_torchs = kind.forward is forward and all(getattr(kind, key) is call for key, call in _CALLS.items())
+            return base if runs_torchs and _overrides_nothing(kind, base) and _holds_the_same(module, base) else None
+    return None
+
+
+@lru_cache(maxsize=256)
+def _overrides_nothing(kind: type, base: type) -> bool:
+    made = _TEMPLATES[base]
+    guarded = {*dir(base), *vars(made), *made._parameters, *made._modules, "__getattribute__", "__getattr__"} - HARMLESS
+    return not any(name in guarded for own in _own_classes(kind, base) for name in vars(own))
+
+
+def _holds_the_same(module: nn.Module, base: type[nn.Module]) -> bool:
+    if type(module) is base:
+        return True
+    inside = {"out_proj"} if base is nn.MultiheadAttention else set()
+    same = set(module._parameters) == set(_TEMPLATES[base]._parameters) and set(module._modules) == inside
+    made = not any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values())
+    return same and made and not module._buffers
+
+
+def _own_classes(kind: type, base: type) -> list[type]:
+    """The classes of ``kind`` that ``base`` does not have, in the order of their right to a name, from the last."""
+    return [own for own in reversed(kind.__mro__) if own not in base.__mro__]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes that the module was given beside those of its kind."""
+    made = _TEMPLATES.get(_base_of(module) or type(module))
+    known = {*vars(nn.Module()), "nf", "nx"} if made is None else set(vars(made))
+    return {name: value for name, value in vars(module).items() if name not in known | {"_compiled_call_impl"}}
+
+
+@lru_cache(maxsize=1)
+def _names_of_ours() -> frozenset[str]:
+    names = {name for kind in _OURS for name in (*dir(kind), *kind.__annotations__)}
+    return frozenset((names | set(_OPTIONS)) - set(dir(nn.Module)))
+
+
+@lru_cache(maxsize=256)
+def _with_members(new: type, old: type, base: type) -> type:
+    """``new`` with what a subclass of torch's layer added to its class, or ``new`` itself where that is nothing."""
+    members: dict[str, Any] = {}
+    for own in _own_classes(old, base):
+        members |= {name: value for name, value in vars(own).items() if not name.startswith(("__", "_abc_"))}
+    members = {name: value for name, value in members.items() if not hasattr(new, name)}
+    if not members:
+        return new
+    members |= {"__module__": new.__module__, "__doc__": new.__doc__, "__qualname__": new.__qualname__}
+    return type(new.__name__, (new,), members)

@@ -19,7 +19,7 @@ from math import prod
 
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["Split", "Unproven", "share", "through_view"]
+__all__ = ["Split", "Unproven", "group_of", "share", "through_view"]
 
 
 class Unproven(Exception):
@@ -81,7 +81,7 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], worl
     Raises:
         Unproven: parts of the ranks would interleave, or pieces do not divide over the ranks.
     """
-    (low, high), (first, last) = _group_of(split.dim, before, after)
+    (low, high), (first, last) = group_of(split.dim, before, after)
     outer, inner = prod(before[low : split.dim]), prod(before[split.dim + 1 : high])
     sizes = after[first:last]
     if outer == 1 and inner == 1:
@@ -122,7 +122,7 @@ def _why_not(count: int, world_size: int) -> str:
     return f" ({'/'.join(map(str, sizes))}, as torch.chunk cuts, leaves some without any)" if empty else ""
 
 
-def _group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+def group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """The smallest ranges of dimensions of ``before`` (with ``dim``) and ``after`` that are views of each other."""
     i = j = 0
     while i < len(before) or j < len(after):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpkernels.sharding.layers import kind_of
 from tpkernels.sharding.styles import Column, CopiedHeads, Replicate, Style, style_from_dict, style_to_dict
 
 __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
@@ -153,7 +154,7 @@ class ShardingPlan:
             for name in (entry.path, *entry.aliases):
                 if name not in modules:
                     wrong.append(f"there is no module {name!r}")
-                elif type(modules[name]).__name__ != entry.kind:
+                elif kind_of(modules[name]) != entry.kind:
                     wrong.append(f"{name!r} is a {type(modules[name]).__name__}, not a {entry.kind}")
                 else:
                     held = {key: tuple(p.shape) for key, p in modules[name].named_parameters(recurse=False)}

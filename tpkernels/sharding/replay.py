@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.sharding.layout import Split, Unproven, share
@@ -23,12 +23,14 @@ from tpkernels.sharding.rules import RULES, Call, pointwise
 from tpkernels.sharding.trace import (
     TRANSPARENT,
     Event,
+    Opaque,
     Recording,
     Scope,
     Session,
     Shadow,
     Shape,
     Source,
+    as_given,
     as_shapes,
     canonical,
     constant_of,
@@ -105,7 +107,7 @@ class Replay(Session):
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
         self._at, self._stop = scope.start, scope.stop
-        self._run(self.shadow.modules[scope.name], scope.args, scope.kwargs)
+        self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 
     def run_model(self, args: Any, kwargs: Any) -> None:
         """Run the whole model; nothing that is cut may be part of what it returns."""
@@ -280,6 +282,40 @@ class Replay(Session):
             if share(whole[differ[0]], self.world_size, pieces)[self.rank] == local[differ[0]]:
                 return Split(differ[0], (whole[differ[0]],), pieces)
         raise Unproven(f"a constant of {list(local)} is no part of one of {list(whole)}")
+
+    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            self._is_whole(tensor, f"given to {name}, which needs values of tensors")
+        event = self._next(Opaque(name), None, tuple(map(self.source, tensors)))
+        if [as_given((args, kwargs))] != event.whole:
+            raise Unproven(f"what is given to {name} depends on the number of features of one rank")
+        inside = [key for key in self.attributes if key[0] == name or key[0].startswith(f"{name}.")]
+        if inside:
+            raise Unproven(f"{name} needs values of tensors, and has the number {'.'.join(inside[0])}")
+        if self._open and any(isinstance(m, nn.Dropout) for m in self.shadow.modules[name].modules()):
+            raise Unproven(f"{name} draws random numbers between layers of the group")
+        self._completed(tensors)
+
+    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        event = self.recording.events[self._at - 1]
+        if [tuple(output.shape) for output in outputs] != [tuple(shape) for shape in event.outputs]:
+            raise Unproven(f"{name} gives other shapes with one rank's sizes")
+        self._made(outputs)
+
+    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._is_whole(tensor, f"read by {self.quiet}, which needs values of tensors")
+            if id(tensor) in self.shadow.names:
+                self._complete |= self.origin(tensor) or set()
+        if self._open and is_random(func, args):
+            raise Unproven(f"{self.quiet} draws random numbers between layers of the group")
+
+    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
+        self._is_whole(x, f"the input of {name}, inside of a module that needs values of tensors")
+        if name in self.roles:
+            raise Unproven(f"{name} is inside of a module that needs values of tensors")
+        return super().layer_called_quietly(name, x)
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         self.blame = self._groups.get(id(x), self.blame)

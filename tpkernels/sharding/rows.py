@@ -15,18 +15,18 @@ from tpkernels.sharding.trace import Recording
 __all__ = ["count_rows", "untrained_in"]
 
 
-def count_rows(recording: Recording) -> dict[str, int]:
-    """Rows that go into each layer, over all its calls."""
-    rows = dict(recording.layer_rows)
+def count_rows(recording: Recording) -> dict[str, int | None]:
+    """Rows that go into each layer, over all its calls; None where that depends on the values of tensors."""
+    rows: dict[str, int | None] = dict(recording.layer_rows)
     for scope in recording.scopes:
         if not isinstance(recording.shadow.modules[scope.name], nn.MultiheadAttention):
             continue
         query, *others = _inputs(scope.args, scope.kwargs)
         inner = f"{scope.name}.out_proj" if scope.name else "out_proj"
-        rows[inner] = rows.get(inner, 0) + _rows(query)
+        rows[inner] = (rows.get(inner) or 0) + _rows(query)
         distinct = {id(x): _rows(x) for x in (query, *others) if not recording.is_input(x)}
-        rows[scope.name] = rows.get(scope.name, 0) + sum(distinct.values())
-    return rows
+        rows[scope.name] = (rows.get(scope.name) or 0) + sum(distinct.values())
+    return rows | dict.fromkeys(recording.rows_unknown)
 
 
 def untrained_in(recording: Recording) -> frozenset[str]:

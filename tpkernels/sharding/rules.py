@@ -165,7 +165,8 @@ def _unbind(call: Call) -> Answer:
 
 
 def _cat(call: Call) -> Answer:
-    splits, shapes = call.splits[0], call.whole[0]
+    kept = [place for place, shape in enumerate(call.whole[0]) if tuple(shape) != (0,)]  # torch leaves those out
+    splits, shapes = [call.splits[0][place] for place in kept], [call.whole[0][place] for place in kept]
     if any(split is None for split in splits):
         raise Unproven("whole and cut tensors are concatenated")
     dim = _dim(call.value(1, "dim", 0), len(shapes[0]))

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from tpkernels.nn.parameters import shard_parameter
+from tpkernels.nn.same_weights import compared
 from tpkernels.sharding.filling import Target
 from tpkernels.sharding.originals import Original, local_of
 
@@ -57,7 +58,10 @@ def as_written(original: Original) -> Tensor:
         return local_of(tensor).reshape(1) if tensor.dim() == 0 else tensor
     whole, tensor = original.whole(), original.parts[0].tensor
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    return whole if mesh is None or mesh.ndim > 1 else shard_parameter(whole, mesh, original.dim).detach()
+    if mesh is None or mesh.ndim > 1:
+        return whole
+    with compared():
+        return shard_parameter(whole, mesh, original.dim).detach()
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

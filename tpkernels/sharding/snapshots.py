@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from tpkernels.sharding.digests import MODULUS, digest_of
+from tpkernels.nn.digests import MODULUS, digest_of
 from tpkernels.sharding.filling import (
     Buffers,
     Target,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike, resolve
-from tpkernels.ops.calling import exchange
-from tpkernels.sharding.digests import MODULUS, digest_of
+from tpkernels.nn.digests import MODULUS, digest_of
+from tpkernels.ops.first_rank import exchange_over
 from tpkernels.sharding.originals import Original, meshes_of
 
 __all__ = ["Ranks", "add_up", "check_same"]
@@ -46,11 +46,7 @@ class Ranks:
 
     def exchange(self, what: str, facts: Facts) -> list[Facts]:
         """Every rank's ``facts``, in rank order."""
-        known: dict[str, Facts] = {str(dist.get_rank()): facts}
-        for group in self._groups:
-            rows = exchange(group, what, known)
-            known = {rank: one for row in rows for rank, one in row.items()}
-        return [known[rank] for rank in sorted(known, key=int)]
+        return list(exchange_over(self._groups, what, facts).values())
 
     def step(self, what: str, work: Callable[[], None]) -> None:
         """``work`` on all ranks, or ValueError on all."""

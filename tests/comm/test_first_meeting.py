@@ -1,0 +1,130 @@
+"""Processes with the environments of srun and mpirun find each other, and strangers do not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tpkernels.launchers import job_of, meeting_of
+from tpkernels.testing.spawn import fork_server
+
+pytestmark = pytest.mark.gloo
+
+LIMIT_S = 60.0
+
+
+def slurm(rank: int, world_size: int, job: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_STEP_TASKS_PER_NODE": str(world_size),
+        "SLURM_STEP_NODELIST": "here",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+def open_mpi(rank: int, world_size: int, job: str) -> dict[str, str]:
+    names = {"RANK": rank, "SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_SIZE": world_size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {"OMPI_MCA_ess_base_jobid": job}
+
+
+def hydra(rank: int, world_size: int, job: str) -> dict[str, str]:
+    names = {"PMI_RANK": rank, "PMI_SIZE": world_size, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": world_size}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_PORT": str(free_port())}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(connection: object, environ: dict[str, str]) -> None:
+    """A process with this environment, as ``srun`` starts it, but without the time that imports take."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update(environ)
+    try:
+        said = []
+        for _ in range(2):  # a job may leave its group and make another one
+            mesh = tpk.init(timeout=8.0)
+            y = tpk.all_reduce(torch.full((2, 3), float(dist.get_rank() + 1)), mesh["tp"])
+            said.append((dist.get_rank(), dist.get_world_size(), float(y[0, 0])))
+            dist.destroy_process_group()
+        connection.send(said)  # type: ignore[attr-defined]
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        connection.send(f"{type(error).__name__}: {error}")  # type: ignore[attr-defined]
+
+
+def started(environs: list[dict[str, str]]) -> list[object]:
+    """What processes with these environments say, in order."""
+    context, answers, processes = fork_server(), [], []
+    for environ in environs:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=run, args=(theirs, environ), daemon=True)
+        process.start()
+        theirs.close()
+        answers.append(mine)
+        processes.append(process)
+    try:
+        return [mine.recv() if mine.poll(LIMIT_S) else "silence" for mine in answers]
+    finally:
+        for process in processes:
+            process.join(LIMIT_S)
+            process.kill()
+
+
+def test_ranks_of_each_launcher_find_each_other() -> None:
+    for make, world_size in ((slurm, 2), (open_mpi, 3), (hydra, 2)):
+        environs = [make(rank, world_size, f"meet{os.getpid()}") for rank in range(world_size)]
+        if make is hydra:
+            environs = [environ | {"MASTER_PORT": environs[0]["MASTER_PORT"]} for environ in environs]
+        total = world_size * (world_size + 1) / 2
+        assert started(environs) == [[(rank, world_size, total)] * 2 for rank in range(world_size)]
+
+
+def test_two_jobs_on_one_host_do_not_meet() -> None:
+    jobs = [[slurm(rank, 2, f"{job}{os.getpid()}") for rank in range(2)] for job in ("a", "b")]
+    assert started(jobs[0] + jobs[1]) == [[(rank, 2, 3.0)] * 2 for rank in (0, 1, 0, 1)]
+
+
+def test_a_port_that_is_taken_is_an_error_of_all_ranks_with_the_way_out() -> None:
+    environs = [slurm(rank, 2, f"taken{os.getpid()}") for rank in range(2)]
+    job = job_of(environs[0])
+    assert job is not None
+    place = meeting_of(job, environs[0])
+    options = {"is_master": True, "wait_for_workers": False}
+    other = dist.TCPStore("127.0.0.1", place.port, 2, **options)  # type: ignore[attr-defined]
+    other.set("tpkernels/job", "another job")
+    first, second = started(environs)
+    assert f"rank 0 cannot serve the ranks at 127.0.0.1:{place.port}" in str(first)
+    assert "rank 1 of the job" in str(second) and "met another job" in str(second) and "'another job'" in str(second)
+    for said in (first, second):
+        assert "Slurm's job taken" in str(said) and "export MASTER_PORT" in str(said)
+
+
+def test_new_interpreters_join_the_job_of_their_environment() -> None:
+    script = (
+        "import tpkernels as tpk, torch; mesh = tpk.init(timeout=60)\n"
+        "print(tpk.all_reduce(torch.ones(2) * (mesh.get_rank() + 1), mesh['tp'])[0].item(), mesh.size())"
+    )
+    plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+    def start(rank: int) -> str:
+        environ = plain | open_mpi(rank, 2, f"new{os.getpid()}")
+        done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+        return done.stdout + done.stderr[-2000:]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, range(2))) == ["3.0 2\n"] * 2

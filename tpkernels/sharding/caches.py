@@ -1,0 +1,224 @@
+"""No tensor of a trace stays behind: ``lru_cache`` helpers are emptied after each run, and a check follows each plan.
+
+Owns: which caches a run used, and the search for fake tensors that outlive the trace.  Helpers of a model keep tensors
+in ``functools.lru_cache`` (tables of positions, anchors): run on fake tensors they would hand those to the real model
+later.  A cache that a run used and that holds tensors is emptied, real tensors included: the model computes them again,
+and every run of a trace starts alike.
+
+Whatever else keeps a tensor (a dict of a module, a class attribute, a closure, an object that a copy of the model
+shares with it) is found by the life of the fake mode, which every fake tensor holds: once the trace is gone and the
+mode is alive, something has kept one.  An entry of a plain dict is taken out, and what was appended to a list; anything
+else is an error that names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import traceback
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = ["Caches", "FakeTensorLeft", "nothing_left"]
+
+DEPTH = 12
+"""How deep containers in a cache are searched for tensors; one entry of it is linked to the next."""
+_NO_MODELS = {*sys.stdlib_module_names, "torch", "sympy", "numpy", "triton"} - {"__main__"}
+"""Libraries whose caches hold no tensors of models; there are hundreds of them."""
+_HOLDERS = (Tensor, list, tuple, dict)
+
+
+class FakeTensorLeft(RuntimeError):
+    """Running the model on fake tensors left one where the model would find it."""
+
+
+class Caches:
+    """Every ``functools.lru_cache`` of the process that may be a model's, and how often each was called."""
+
+    def __init__(self) -> None:
+        found = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
+        models = [cache for cache in found if _library_of(cache) not in _NO_MODELS]
+        self._counts = [(weakref.ref(cache), _calls(cache)) for cache in models]
+
+    def empty(self) -> bool:
+        """Empty the caches that were used since the last call and hold tensors; whether there was a real one."""
+        real, counts = False, []
+        for reference, before in self._counts:
+            cache = reference()
+            if cache is None:
+                continue
+            if (now := _calls(cache)) != before:
+                tensors = _tensors_in(cache)
+                real |= any(not isinstance(tensor, FakeTensor) for tensor in tensors)
+                if tensors:
+                    cache.cache_clear()
+                    now = _calls(cache)
+            counts.append((reference, now))
+        self._counts = counts
+        return real
+
+
+def _library_of(cache: Any) -> str:
+    return str(getattr(cache, "__module__", "")).partition(".")[0]
+
+
+def _calls(cache: Any) -> tuple[int, int]:
+    info = cache.cache_info()
+    return info.hits, info.misses
+
+
+def _tensors_in(cache: Any) -> list[Tensor]:
+    """Tensors among the keys and values of an ``lru_cache``, in containers and in attributes of objects."""
+    found: list[Tensor] = []
+    seen = {id(cache.__wrapped__), id(getattr(cache, "__dict__", None))}
+    todo = [item for item in gc.get_referents(cache) if id(item) not in seen]
+    for _ in range(DEPTH):
+        after: list[Any] = []
+        for item in todo:
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, dict | list | tuple | set | frozenset) or type(item).__name__ == "_lru_list_elem":
+                after += gc.get_referents(item)
+            elif not isinstance(item, type | types.ModuleType | types.FunctionType | nn.Module):
+                after += [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, _HOLDERS)]
+        todo = after
+    return found
+
+
+@contextmanager
+def nothing_left() -> Iterator[list[weakref.ref[FakeTensorMode]]]:
+    """After the block, which adds the modes it traces with to the list it is given, no fake tensor of theirs is alive.
+
+    Raises:
+        FakeTensorLeft: one is, in a place where it cannot simply be taken out.
+    """
+    modes: list[weakref.ref[FakeTensorMode]] = []
+    try:
+        yield modes
+    except Exception as error:
+        _forget_locals(error)
+        _check(modes)
+        raise
+    _check(modes)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """What the frames of a traceback hold is no leftover: it goes, and the lines stay."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _check(modes: list[weakref.ref[FakeTensorMode]]) -> None:
+    if all(mode() is None for mode in modes):
+        return
+    gc.collect()  # copies of models refer to themselves
+    places: list[str] = []
+    for reference in modes:
+        mode = reference()
+        if mode is None:
+            continue
+        fakes = _fakes_of(mode)
+        for fake in fakes:
+            places += _take_out(fake, [fakes])
+    if places:
+        raise FakeTensorLeft(
+            f"running the model on fake tensors left one in {'; '.join(dict.fromkeys(places))}: the model would use it "
+            'in place of a real tensor.  Reset that place or build the model again, and plan with strategy="rules", '
+            "which runs nothing"
+        )
+
+
+def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
+    return [item for item in gc.get_objects() if issubclass(type(item), FakeTensor) and item.fake_mode is mode]
+
+
+def _take_out(item: Any, inside: list[Any]) -> list[str]:
+    """Take a fake tensor, or a sequence with one, out of plain dicts and ends of lists; where else it is kept.
+
+    ``inside``: the search's own list, and what ``item`` is part of already.  No closure here may hold what is searched.
+    """
+    places = []
+    holders = gc.get_referrers(item)
+    for holder in holders:
+        if _is_one_of(holder, inside) or isinstance(holder, types.FrameType):
+            continue
+        if type(holder) is dict and _owner_of(holder) is None:
+            for key in _keys_of(holder, item):
+                del holder[key]
+        elif type(holder) is tuple and len(inside) < DEPTH:
+            places += _take_out(holder, [*inside, holders, item])
+        elif type(holder) is list:
+            places += _take_out_of_list(holder, [*inside, holders, item])
+        else:
+            places.append(_describe(holder, item))
+    return places
+
+
+def _is_one_of(item: Any, known: list[Any]) -> bool:
+    return any(item is other for other in known) or item is known
+
+
+def _keys_of(holder: Any, item: Any) -> list[Any]:
+    return [key for key, value in holder.items() if value is item]
+
+
+def _take_out_of_list(holder: list[Any], inside: list[Any]) -> list[str]:
+    """What was appended, run after run, goes; a list that is the value of a dict goes with its entry.
+
+    A list of one tensor is a place for one: it would be empty, and the model count on what is in it.
+    """
+    outers = gc.get_referrers(holder)
+    for outer in outers:
+        if type(outer) is dict and _owner_of(outer) is None and len(inside) < DEPTH:
+            return _take_out(holder, [*inside, outers])
+    if len(holder) > 1 and _is_one_of(holder[-1], inside[0]):
+        start = len(holder) - 1
+        while start and _is_one_of(holder[start - 1], inside[0]):
+            start -= 1
+        del holder[start:]
+    return [_describe(holder, inside[-1])] if _is_one_of(inside[-1], list(holder)) else []
+
+
+def _owner_of(namespace: dict[Any, Any]) -> Any:
+    """The module, class or object whose dict this is, if it is one."""
+    for owner in gc.get_referrers(namespace):
+        if isinstance(owner, type):
+            if any(part is namespace for part in gc.get_referents(owner)):
+                return owner
+        elif getattr(owner, "__dict__", None) is namespace:
+            return owner
+    return None
+
+
+def _describe(holder: Any, fake: Any) -> str:
+    """Where in the program ``holder`` is, in words."""
+    if isinstance(holder, dict):
+        return f"{_name_of(_owner_of(holder))}.{(_keys_of(holder, fake) or ['?'])[0]}"
+    if isinstance(holder, types.CellType):
+        functions = [item for item in gc.get_objects() if type(item) is types.FunctionType]
+        inside = next((f for f in functions if any(cell is holder for cell in f.__closure__ or ())), None)
+        return f"the closure of {inside.__module__}.{inside.__qualname__}" if inside is not None else "a closure"
+    if isinstance(holder, list | tuple | set):
+        for outer in gc.get_referrers(holder):
+            if isinstance(outer, dict) and (owner := _owner_of(outer)) is not None:
+                return f"{_name_of(owner)}.{(_keys_of(outer, holder) or ['?'])[0]}"
+        return f"a {type(holder).__name__}"
+    return f"{_name_of(holder)}.{(_keys_of(getattr(holder, '__dict__', {}), fake) or ['?'])[0]}"
+
+
+def _name_of(owner: Any) -> str:
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind is owner else f"an object of {kind.__qualname__}"

@@ -1,0 +1,160 @@
+"""Objects that keep parts between the calls of a model: key-value caches.
+
+The next call needs this rank's parts, and a user who reads ``cache.layers[0].keys`` must not take them for all heads.
+So the object gets a class of its own: while a model runs, and in the object's methods (``reorder_cache``, ...), its
+attributes are the parts; to anybody else they are DTensors of the whole shape, whose ``full_tensor()`` gathers, or,
+where a DTensor cannot say how they are cut, an error with their name.  What is assigned from outside may be such a
+DTensor, a whole tensor, or this rank's part.
+
+The technique is that of :mod:`tpkernels.nn.replicated`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import getattr_static, isfunction
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.partition import chunk_sizes, offsets
+
+__all__ = ["Kept", "enter", "guard", "kept_by", "leave"]
+
+_ATTRIBUTE = "_tpkernels_kept"
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+"""How many models, and methods of objects that keep parts, this thread is in."""
+
+
+def enter() -> None:
+    """A model runs: objects show their parts."""
+    _depth.value += 1
+
+
+def leave() -> None:
+    """It has returned."""
+    _depth.value -= 1
+
+
+def _is_inside() -> bool:
+    return torch.compiler.is_compiling() or _depth.value > 0
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    enter()
+    try:
+        yield
+    finally:
+        leave()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How the attributes of an object are cut over ``mesh``: dimension and whole size, or None where no rule knows."""
+
+    mesh: DeviceMesh
+    cuts: Mapping[str, tuple[int, int] | None]
+
+    def __deepcopy__(self, memo: Any) -> Kept:
+        return self
+
+    def whole(self, owner: str, name: str, part: Any) -> Any:
+        """What a reader from outside gets for ``part``."""
+        if not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(part)):
+            return part  # nothing was kept yet
+        cut = self.cuts[name]
+        if cut is None or not isinstance(part, Tensor):
+            raise RuntimeError(
+                f"{owner}.{name} holds this rank's part of something, and how it is cut is not known: it can be given "
+                "back to the model, but not be read"
+            )
+        dim, total = cut
+        shape = torch.Size((*part.shape[:dim], total, *part.shape[dim + 1 :]))
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=strides)
+
+    def part(self, name: str, value: Any) -> Any:
+        """What the model is to find for a ``value`` that is assigned from outside."""
+        cut = self.cuts[name]
+        if cut is None or not isinstance(value, Tensor) or not value.numel():
+            return value
+        dim, total = cut
+        if isinstance(value, DTensor):
+            return value.redistribute(self.mesh, [Shard(dim)]).to_local()
+        if value.dim() <= dim or value.shape[dim] != total:
+            return value
+        sizes, rank = chunk_sizes(total, self.mesh.size()), self.mesh.get_local_rank()
+        return value.narrow(dim, offsets(sizes)[rank], sizes[rank])
+
+
+def kept_by(holder: Any) -> Kept | None:
+    """How the attributes of an object that :func:`guard` has seen are cut."""
+    return cast("Kept | None", vars(holder).get(_ATTRIBUTE))
+
+
+def guard(holder: Any, kept: Kept) -> None:
+    """Hide the parts that ``holder`` keeps from everybody but models and its own methods."""
+    before = kept_by(holder)
+    if before is not None and (before.cuts == kept.cuts or before.cuts.keys() >= kept.cuts.keys()):
+        return
+    if before is not None:
+        kept = Kept(kept.mesh, {**before.cuts, **kept.cuts})
+    holder.__dict__[_ATTRIBUTE] = kept
+    cls: Any = type(holder)
+    holder.__class__ = _guarded(getattr(cls, "_unguarded", cls), tuple(sorted(kept.cuts)))
+
+
+@functools.lru_cache(maxsize=256)
+def _guarded(cls: type, names: tuple[str, ...]) -> type:
+    """A subclass of ``cls`` whose attributes ``names`` depend on who reads them."""
+    members: dict[str, Any] = {
+        name: _method(getattr(cls, name))
+        for name in dir(cls)
+        if isfunction(getattr_static(cls, name)) and not name.startswith("__")
+    }
+    members |= {name: _property(name) for name in names}
+    members |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+    if hasattr(cls, "_layer_type"):  # transformers registers subclasses of its cache layers that have one
+        members["_layer_type"] = None
+    return type(cls.__name__, (cls,), members | {"_unguarded": cls})
+
+
+def _method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_inside():
+            return method(self, *args, **kwargs)
+        with _inside():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def _property(name: str) -> property:
+    def read(self: Any) -> Any:
+        if name not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = self.__dict__[name]
+        if _is_inside():
+            return value
+        return self.__dict__[_ATTRIBUTE].whole(type(self).__name__, name, value)
+
+    def write(self: Any, value: Any) -> None:
+        self.__dict__[name] = value if _is_inside() else self.__dict__[_ATTRIBUTE].part(name, value)
+
+    return property(read, write)

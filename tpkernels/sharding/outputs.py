@@ -1,0 +1,356 @@
+"""Whatever leaves a parallel model as a part is made whole, or refused by name.
+
+A plan is proven for the call that was traced.  A call with other flags (``output_attentions=True``) may return what no
+proof saw: the attention of this rank's heads.  So the first call of each kind is followed op by op
+(:class:`tpkernels.sharding.parts.Parts`), the ranks tell each other what is a part in what it returns, and that call
+and all later ones of its kind return whole tensors:
+
+- a part whose layout is known is gathered; gradients flow back to each rank's part;
+- a DTensor (the residual under sequence parallelism) becomes a plain tensor;
+- an object that keeps parts for the next call (a key-value cache) is guarded, see :mod:`tpkernels.sharding.kept`;
+- any other part is ValueError, and so are hooks that would be shown a part, and modules that keep one as attribute.
+  A hook, or a module, with an attribute ``takes_parts = True`` is left alone.
+
+The kind of a call: which arguments there are, their flags, dtypes and which of their sizes are 1; training or not;
+gradients or not; the flags and texts in the model's configs.  Flags that a module keeps elsewhere are no part of it;
+where they change what the model returns, the call raises, and the next one is followed again.
+
+Under ``torch.compile`` and ``torch.export`` nothing is followed: ``output_attentions`` is refused there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.nn.parameters import tp_mesh
+from tpkernels.ops import all_gather
+from tpkernels.ops.calling import exchange
+from tpkernels.ops.checks import DTYPES
+from tpkernels.partition import chunk_sizes
+from tpkernels.sharding import found, kept
+from tpkernels.sharding.following import Followed, foreign_hooks
+from tpkernels.sharding.layout import Split
+from tpkernels.sharding.parts import UNKNOWN, Mark, Parts
+
+__all__ = ["whole_outputs"]
+
+_MOST_KINDS = 256
+_FLAGS = ("output_attentions",)
+"""Of transformers: what asks for parts."""
+
+
+
+def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
+    """Make every tensor whole that a call of ``model`` returns as a part, from now on.
+
+    ``parallelize`` does this for plans that are proven.  An explicit mapping of names to styles is carried out as it
+    stands, and what leaves such a model as a part is its caller's, unless this is called.
+    """
+    tp = tp_mesh(mesh)
+    if tp.size() == 1:
+        return
+    guard = _Guard(tp)
+    model.register_forward_pre_hook(guard.before, with_kwargs=True)
+    guard.end = model.register_forward_hook(guard.after, with_kwargs=True, always_call=True).id
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a part at ``path`` is cut: the segments of every rank along ``dim``."""
+
+    path: found.Path
+    dim: int
+    segments: tuple[tuple[int, ...], ...]
+
+    def gather(self, part: Tensor, mesh: DeviceMesh) -> Tensor:
+        firsts = [own[0] for own in self.segments]
+        if all(len(own) == 1 for own in self.segments):
+            return self._gather(part, mesh, self.dim, firsts)
+        own = self.segments[mesh.get_local_rank()]
+        if all(len(set(some)) == 1 for some in self.segments):
+            runs = part.unflatten(self.dim, (-1, own[0]))
+            return self._gather(runs, mesh, self.dim + 1, firsts).flatten(self.dim, self.dim + 1)
+        pieces = part.split(list(own), self.dim)
+        sizes = zip(*self.segments, strict=True)
+        wholes = [self._gather(x, mesh, self.dim, list(of)) for x, of in zip(pieces, sizes, strict=True)]
+        return torch.cat(wholes, self.dim)
+
+    @staticmethod
+    def _gather(x: Tensor, mesh: DeviceMesh, dim: int, sizes: list[int]) -> Tensor:
+        return all_gather(x.contiguous(), mesh, dim=dim, shard_sizes=sizes, replicated_grad=True)
+
+
+@dataclass
+class _Kind:
+    """What happens to the results of one kind of calls."""
+
+    changes: dict[found.Path, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    keepers: list[tuple[found.Path, list[tuple[Any, kept.Kept]]]] = field(default_factory=list)
+    """Objects in ``(args, kwargs, output)``, by what they are in: a cache has one for each layer of the model."""
+    outline: Any = None
+    hooks: set[frozenset[int]] = field(default_factory=set)
+    """Sets of other people's hooks that have been checked."""
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, _Kind | None, Followed | None]] = []
+
+
+class _Guard:
+    """The hooks around a model."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._kinds: dict[Any, _Kind] = {}
+        self._calls = _Calls()
+        self._configs: list[dict[str, Any]] | None = None
+        self._handles = -1
+        self._hooks: frozenset[int] = frozenset()
+        self.end = -1
+        """The number of the hook after a call, without which there must be none before it."""
+
+    def __deepcopy__(self, memo: Any) -> _Guard:
+        twin = _Guard(self._mesh)
+        twin.end = self.end
+        return twin
+
+    # ------------------------------------------------------------------ hooks
+
+    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            _refuse_flags(model, kwargs)
+            return
+        if self.end not in model._forward_hooks:
+            raise RuntimeError("the hook that makes outputs whole has been removed from the model's forward hooks")
+        key, hooks = self._key(model, args, kwargs), self._foreign(model)
+        kind, followed = self._kinds.get(key), None
+        kept.enter()
+        if (kind is None or hooks not in kind.hooks) and detect_fake_mode() is None:
+            followed = Followed(model)
+            followed.__enter__()
+            _mark_kept(followed.parts, (args, kwargs))
+        self._calls.stack.append((key, kind, followed))
+
+    def after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._calls.stack:
+            return None
+        key, kind, followed = self._calls.stack.pop()
+        kept.leave()
+        if followed is not None:
+            followed.__exit__()
+            if output is None:  # the call raised
+                return None
+            kind = self._learn(key, kind, followed, (args, kwargs, output))
+        if kind is None or output is None:
+            return None
+        return self._finish(key, kind, args, kwargs, output)
+
+    def _finish(self, key: Any, kind: _Kind, args: Any, kwargs: Any, output: Any) -> Any:
+        if (kind.changes or kind.keepers) and found.outline(output) != kind.outline:
+            del self._kinds[key]
+            raise ValueError(
+                "this call returned other things than earlier ones with the same arguments and the same configuration, "
+                "so that it is not known which of them are parts: call again, and it will be found out"
+            )
+        for path, holders in kind.keepers:
+            around = found.look((args, kwargs, output), path)
+            for key, how in holders:
+                kept.guard(found.look(around, (key,)), how)
+        if not kind.changes:
+            return None
+        done: dict[int, Tensor] = {}
+
+        def once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def run(x: Tensor) -> Tensor:
+                if id(x) not in done:
+                    done[id(x)] = change(x)
+                return done[id(x)]
+
+            return run
+
+        return found.replaced(output, {path: once(change) for path, change in kind.changes.items()})
+
+    # ------------------------------------------------------------------ kinds of calls
+
+    def _key(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._configs is None:
+            configs = {id(config): config for config in map(_config_of, model.modules()) if config is not None}
+            self._configs = list(configs.values())
+        flags = [value for config in self._configs for value in config.values() if value.__class__ in (bool, str)]
+        given = tuple([(name, _fact(value)) for name, value in kwargs.items()])
+        return model.training, torch.is_grad_enabled(), tuple(map(_fact, args)), given, tuple(flags)
+
+    def _foreign(self, model: nn.Module) -> frozenset[int]:
+        """Other people's hooks, looked for when some hook has been made since the last time."""
+        if RemovableHandle.next_id != self._handles:
+            self._handles = RemovableHandle.next_id
+            modules = (module for module in model.modules() if module is not model)
+            self._hooks = frozenset(id(hook) for module in modules for _, hook in foreign_hooks(module))
+        return self._hooks
+
+    def _learn(self, key: Any, kind: _Kind | None, followed: Followed, values: tuple[Any, Any, Any]) -> _Kind:
+        """The kind of a call that was followed; a kind that all ranks know costs no word between them."""
+        followed.check_attributes()
+        problems = followed.problems
+        if kind is None:
+            kind = self._agree(followed.parts, problems, values)
+        elif problems:
+            raise ValueError(_listing(problems))
+        kind.hooks.add(self._hooks)
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.pop(next(iter(self._kinds)))
+        self._kinds[key] = kind
+        return kind
+
+    def _agree(self, parts: Parts, problems: list[str], values: tuple[Any, Any, Any]) -> _Kind:
+        """What is to be done, from what all ranks have seen."""
+        seen = list(_parts_in(parts, values))
+        paths = [found.name_of(leaf.path) for leaf, _ in seen]
+        mine = {"problems": problems, "paths": paths, "cuts": [_said(mark) for _, mark in seen]}
+        said = exchange(resolve(self._mesh), "outputs of a model", mine)
+        wrong = {text: None for one in said for text in one["problems"]}
+        if any(one["paths"] != paths for one in said):
+            wrong["the ranks return different things"] = None
+        kind = _Kind(outline=found.outline(values[2]))
+        keeps: dict[found.Path, dict[str, tuple[int, int] | None]] = {}
+        for index, (leaf, _) in enumerate(seen if not wrong else ()):
+            self._treat(kind, keeps, wrong, leaf, [one["cuts"][index] for one in said])
+        if wrong:
+            raise ValueError(_listing(list(wrong)))
+        around: dict[found.Path, list[tuple[Any, kept.Kept]]] = {}
+        for path, cuts in keeps.items():
+            around.setdefault(path[:-1], []).append((path[-1], kept.Kept(self._mesh, cuts)))
+        kind.keepers = list(around.items())
+        return kind
+
+    def _treat(self, kind: _Kind, keeps: Any, wrong: dict[str, None], leaf: found.Leaf, said: list[Any]) -> None:
+        cut = _joined(leaf, said)
+        if leaf.holder is not None:
+            attribute = leaf.path[len(leaf.holder)][1:]
+            is_plain = len(leaf.path) == len(leaf.holder) + 1
+            keeps.setdefault(leaf.holder, {})[attribute] = _as_shard(cut) if cut is not None and is_plain else None
+        elif isinstance(leaf.tensor, DTensor):
+            kind.changes[leaf.path[1:]] = _full
+        elif leaf.path[0] != _OUTPUT:
+            wrong[f"{found.name_of(leaf.path)} is the caller's, and a part was written into it"] = None
+        elif cut is None or leaf.tensor.dtype not in DTYPES:
+            how = "no rule says how it is cut" if cut is None else f"{leaf.tensor.dtype} cannot be gathered"
+            if cut is None and all(said):
+                how = "with one head on a rank it could be cut in more than one way (a batch of two may tell)"
+            wrong[
+                f"{found.name_of(leaf.path[1:])} is this rank's part of a larger tensor, and {how}: do not ask for it, "
+                'or make the plan with overrides={...: "replicate"} for the layers that it comes from'
+            ] = None
+        else:
+            kind.changes[leaf.path[1:]] = functools.partial(cut.gather, mesh=self._mesh)
+
+
+_OUTPUT = 2
+_CACHED = (".keys", ".values")
+"""Of the layers of transformers' caches."""
+
+
+def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[found.Leaf, Mark]]:
+    """What is no whole tensor in ``(args, kwargs, output)``, once where an object is among both."""
+    known: set[int] = set()
+    for place in (_OUTPUT, 1, 0):
+        for leaf in found.leaves(values[place]):
+            mark = UNKNOWN if isinstance(leaf.tensor, DTensor) else parts.of(leaf.tensor)
+            if mark is None or (place != _OUTPUT and (id(leaf.tensor) in known or isinstance(leaf.tensor, DTensor))):
+                continue
+            known.add(id(leaf.tensor))
+            holder = None if leaf.holder is None else (place, *leaf.holder)
+            yield found.Leaf((place, *leaf.path), leaf.tensor, holder), mark
+
+
+def _said(mark: Mark) -> list[list[Any]]:
+    """A mark for the other ranks."""
+    return [[split.dim, list(split.segments)] for split in sorted(mark, key=lambda split: (split.dim, split.segments))]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return cast(DTensor, tensor).full_tensor()
+
+
+def _joined(leaf: found.Leaf, said: list[list[Any]]) -> _Cut | None:
+    """The one layout that every rank's sizes allow, or None."""
+    ways = [{(dim, len(segments)): tuple(segments) for dim, segments in one} for one in said]
+    common = sorted(set(ways[0]).intersection(*ways[1:]))
+    if len(common) > 1 and leaf.path[-1] in _CACHED and leaf.tensor.dim() == 4:  # [batch, heads, length, features]
+        common = [way for way in common if way == (1, 1)] or common
+    if len(common) != 1:
+        return None
+    return _Cut(leaf.path, common[0][0], tuple(way[common[0]] for way in ways))
+
+
+def _as_shard(cut: _Cut) -> tuple[int, int] | None:
+    """Dimension and whole size, where DTensor's ``Shard`` cuts alike."""
+    if any(len(own) != 1 for own in cut.segments):
+        return None
+    sizes = tuple(own[0] for own in cut.segments)
+    return (cut.dim, sum(sizes)) if sizes == chunk_sizes(sum(sizes), len(sizes)) else None
+
+
+def _mark_kept(parts: Parts, values: Any) -> None:
+    """What objects among the arguments keep from earlier calls."""
+    for leaf in found.leaves(values):
+        if leaf.holder is None or not leaf.tensor.numel():
+            continue
+        kept_parts = kept.kept_by(found.look(values, leaf.holder))
+        if kept_parts is not None and leaf.path[len(leaf.holder)][1:] in kept_parts.cuts:
+            cut = kept_parts.cuts[leaf.path[len(leaf.holder)][1:]]
+            known = cut is not None and len(leaf.path) == len(leaf.holder) + 1
+            parts.mark(leaf.tensor, frozenset([_whole_dim(leaf.tensor, cast(Any, cut)[0])]) if known else UNKNOWN)
+
+
+def _whole_dim(tensor: Tensor, dim: int) -> Split:
+    return Split(dim, (tensor.shape[dim],))
+
+
+def _fact(value: Any) -> Any:
+    """What may decide which way a model goes, and not how large its tensors are."""
+    kind = value.__class__
+    if value is None or kind is bool or kind is str:
+        return value
+    if isinstance(value, Tensor):
+        return value.dtype, tuple([size == 1 for size in value.shape])
+    if kind is int:
+        return value if -2 < value < 16 else int  # a small one is a flag, or an index; a larger one a position
+    if isinstance(value, Mapping):
+        return tuple([(key, _fact(item)) for key, item in value.items()])
+    if kind is list or kind is tuple:
+        return kind, tuple(map(_fact, value)) if len(value) <= 64 else len(value)
+    return kind
+
+
+def _config_of(module: nn.Module) -> dict[str, Any] | None:
+    config = getattr(module, "config", None)
+    return config.__dict__ if hasattr(config, "__dict__") and not isinstance(config, nn.Module) else None
+
+
+def _refuse_flags(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    for flag in _FLAGS:
+        value = kwargs.get(flag)
+        if value is None:
+            value = getattr(getattr(model, "config", None), flag, False)
+        if value:
+            raise ValueError(f"{flag}=True asks for parts of the ranks, which are not gathered in compiled code: call "
+                             "the model without torch.compile for them")  # fmt: skip
+
+
+def _listing(problems: list[str]) -> str:
+    more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+    return "; ".join(problems[:4]) + more

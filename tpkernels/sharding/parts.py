@@ -1,0 +1,370 @@
+"""Which tensors of a running model are parts: one forward pass, followed op by op on the real tensors of this rank.
+
+Owns: :class:`Parts`, a dispatch mode.  What column layers give, and what sums over the ranks leave in parts, is marked
+with how it is cut; ops pass marks on by the rules of :mod:`tpkernels.sharding.rules`; gathers and all-reduces end them.
+No whole shape is known here, so the rules are asked as for one rank: local shapes are the whole ones.
+
+A dimension of which this rank has one element (one head) can be read in several ways after a ``view``; a mark is the
+set of :class:`Split` that local sizes allow, and what follows rules most of them out.  An empty set is a part whose
+layout no rule knows.  Nothing is kept alive: a tensor is known by its storage and its place in it, because autograd
+makes new objects of views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.sharding.layout import Split, Unproven, group_of, through_view
+from tpkernels.sharding.rules import RULES, Call, pointwise
+from tpkernels.sharding.trace import Shape, as_shapes, canonical
+
+__all__ = ["UNKNOWN", "Mark", "Parts"]
+
+Mark = frozenset[Split]
+UNKNOWN: Mark = frozenset()
+
+aten = torch.ops.aten
+_CONSTANT = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}
+_UNIFORM = _CONSTANT | {aten.zeros, aten.ones, aten.full}
+_COLUMN = {"copy_matmul": -1, "all_gather_matmul": 7, "all_gather_scaled_matmul": 10}
+"""Ops of column layers, and which argument asks for the gathered input as the last result."""
+_WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "scaled_matmul_all_reduce"}
+_MOST_READINGS = 16
+"""Of all arguments of an op together."""
+
+
+class Parts(TorchDispatchMode):
+    """Follows parts while it is the innermost mode but one of torch's own."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._marks: dict[Any, Mark] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        """Those known of; while the reference is held nothing else gets the storage's address."""
+        self._uniform: dict[int, dict[Any, frozenset[int]]] = {}
+        """By storage: tensors made of one number, and what is computed from them; dimensions along which they repeat.
+
+        A constant of this rank's sizes meets parts as what it is, a part of a larger one.
+        """
+
+    def of(self, tensor: Tensor) -> Mark | None:
+        """How ``tensor`` is cut, or None if it is whole."""
+        if not self._storages or isinstance(tensor, DTensor):
+            return None
+        storage = _storage(tensor)
+        if storage is None or storage._cdata not in self._storages or storage._cdata in self._uniform:
+            return None
+        return self._marks.get(_place(tensor, storage), UNKNOWN)
+
+    def mark(self, tensor: Tensor, mark: Mark) -> None:
+        """Remember that ``tensor`` is a part."""
+        storage = _storage(tensor)
+        if storage is not None:
+            self._hold(storage)
+            self._uniform.pop(storage._cdata, None)
+            self._marks[_place(tensor, storage)] = mark
+
+    def _hold(self, storage: Any) -> None:
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def _shape(self, tensor: Tensor) -> Shape:
+        """With 1 for the dimensions along which a whole tensor repeats."""
+        storage = _storage(tensor)
+        same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
+        return Shape(1 if dim in same else size for dim, size in enumerate(tensor.shape))
+
+    def _note_uniform(self, func: Any, packet: Any, tensors: Sequence[Tensor], out: Any) -> None:
+        """Follow tensors that repeat one number, through elementwise ops."""
+        if not isinstance(out, Tensor) or isinstance(out, DTensor) or not out.dim():
+            return
+        if packet in _UNIFORM:
+            same = frozenset(range(out.dim()))
+        elif self._uniform and torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
+            shapes = [self._shape(tensor) for tensor in tensors]
+            sizes = [[shape[dim] for shape in shapes if -dim <= len(shape)] for dim in range(-out.dim(), 0)]
+            same = frozenset(dim for dim, these in enumerate(sizes) if set(these) <= {1} and out.shape[dim] > 1)
+        else:
+            return
+        storage = _storage(out)
+        if same and storage is not None:
+            self._hold(storage)
+            self._uniform[storage._cdata] = {_place(out, storage): same}
+
+
+    def mark_last(self, tensor: Tensor) -> None:
+        """``tensor`` is what a layer gives whose output features are cut."""
+        self.mark(tensor, _cut(tensor, -1))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor's turn: what it makes of the op comes here next
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = getattr(func, "_schema", None)
+        if name is not None and func.namespace == "tpkernels":
+            out = func(*args, **kwargs)
+            self._fused(name.name.removeprefix("tpkernels::"), args, tensors, out)
+            return out
+        marks = [self.of(tensor) for tensor in tensors]
+        is_op = isinstance(func, torch._ops.OpOverload)
+        packet = canonical(func) if is_op else func
+        if all(mark is None for mark in marks):
+            out = func(*args, **kwargs)
+            self._forget_uniform(func, args, kwargs)
+            if is_op:
+                self._note_uniform(func, packet, tensors, out)
+            return out
+        if is_op and packet not in RULES and packet not in _OWN:
+            with self:
+                taken_apart = func.decompose(*args, **kwargs)
+            if taken_apart is not NotImplemented:
+                return taken_apart
+        out = func(*args, **kwargs)
+        if packet in _CONSTANT or getattr(func, "namespace", "") == "prim":
+            self._note_uniform(func, packet, tensors, out)
+            return out
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        broadcast = [self._shape(tensor) for tensor in tensors]
+        answers = _answers(func, packet, args, kwargs, tensors, marks, outputs, broadcast)
+        self._forget_uniform(func, args, kwargs)
+        for output, answer in zip(outputs, answers, strict=True):
+            if answer is not None:
+                self.mark(output, answer)
+        for written in _written(func, args, kwargs):
+            if not any(written is output for output in outputs):
+                self.mark(written, UNKNOWN)
+        return out
+
+    def _forget_uniform(self, func: Any, args: Any, kwargs: Any) -> None:
+        for written in _written(func, args, kwargs) if self._uniform else ():
+            storage = _storage(written)
+            if storage is not None:
+                self._uniform.pop(storage._cdata, None)
+
+    def _fused(self, name: str, args: Any, tensors: Sequence[Tensor], out: Any) -> None:
+        """The package's own ops say themselves what they give."""
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if name in _WHOLE:
+            return
+        if name in _COLUMN:
+            is_gathered = _COLUMN[name] > 0 and args[_COLUMN[name]]
+            for output in outputs[: len(outputs) - bool(is_gathered)]:
+                self.mark_last(output)
+        elif name in ("matmul_reduce_scatter", "reduce_scatter", "shard"):
+            self.mark(outputs[0], _cut(outputs[0], args[4] if name == "matmul_reduce_scatter" else args[2]))
+        elif name == "copy_to_group":
+            mark = self.of(tensors[0])
+            if mark is not None:
+                self.mark(outputs[0], mark)
+        else:
+            for output in outputs["cross_entropy" in name :]:  # the loss is whole, what backward needs is not
+                self.mark(output, UNKNOWN)
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
+        return None
+
+
+def _place(tensor: Tensor, storage: Any) -> Any:
+    return storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _cut(tensor: Tensor, dim: int) -> Mark:
+    dim %= tensor.dim()
+    return frozenset([Split(dim, (tensor.shape[dim],))])
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Arguments that the op writes into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _answers(
+    func: Any,
+    packet: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Tensor],
+    marks: Sequence[Mark | None],
+    outputs: Sequence[Tensor],
+    broadcast: Sequence[Shape],
+) -> list[Mark | None]:
+    """How each output is cut: the layouts that follow from any reading of the arguments."""
+    known = {id(tensor): mark for tensor, mark in zip(tensors, marks, strict=True) if mark is not None}
+    shapes = [Shape(output.shape) for output in outputs]
+    if UNKNOWN in known.values() or prod(map(len, known.values())) > _MOST_READINGS:
+        return [UNKNOWN] * len(outputs)
+    found: list[set[Split]] = [set() for _ in outputs]
+    whole = [False] * len(outputs)
+    for reading in product(*known.values()):
+        splits = dict(zip(known, reading, strict=True))
+        try:
+            answers = _one_reading(func, packet, args, kwargs, tensors, splits, shapes, broadcast)
+        except Unproven:
+            continue
+        for index, (answer, shape) in enumerate(zip(answers, shapes, strict=True)):
+            if answer is None:
+                whole[index] = True
+            else:
+                found[index] |= {split for split in answer if _fits(split, shape)}
+    return [None if is_whole and not some else frozenset(some) for is_whole, some in zip(whole, found, strict=True)]
+
+
+def _fits(split: Split, shape: Sequence[int]) -> bool:
+    return split.dim < len(shape) and shape[split.dim] == sum(split.segments)
+
+
+def _one_reading(
+    func: Any,
+    packet: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Tensor],
+    splits: dict[int, Split],
+    shapes: Sequence[Shape],
+    broadcast: Sequence[Shape],
+) -> Sequence[set[Split] | None]:
+    def split_of(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return splits.get(id(argument))
+        return [split_of(item) for item in argument] if isinstance(argument, list | tuple) else None
+
+    def mix(index: int) -> None:
+        """Gradients are the plan's matter."""
+
+    if packet not in RULES and packet not in _OWN and torch.Tag.pointwise in getattr(func, "tags", ()):
+        cuts = [splits.get(id(tensor)) for tensor in tensors]
+        return [{pointwise(broadcast, cuts, mix)}] * len(shapes)
+    whole = as_shapes(args)
+    named = {key: as_shapes(value) for key, value in kwargs.items()}
+    if isinstance(kwargs.get("attn_mask"), Tensor):
+        named["attn_mask split"] = splits.get(id(kwargs["attn_mask"]))
+    call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)
+    own = _OWN.get(packet)
+    if own is not None:
+        return [own(call)] * len(shapes)
+    rule = RULES.get(packet)
+    if rule is None:
+        raise Unproven(f"no rule says what {packet} does to parts")
+    answer = rule(call)
+    answers = answer if isinstance(answer, list) else [answer] * len(shapes)
+    return [None if split is None else {split} for split in answers]
+
+
+# ------------------------------------------------------------------ rules for real tensors of one rank
+
+
+def _view(call: Call) -> set[Split]:
+    """All cuts of the result that are the same elements as the cut that goes in."""
+    split, before, after = call.cut(), call.whole[0], call.outputs[0]
+    if tuple(before) == tuple(after):
+        return {split}
+    count, size = len(split.segments), split.segments[0] if split.segments else 0
+    if len(set(split.segments)) != 1 or not prod(before):
+        return {through_view(split, before, after, 1)}
+    runs, run = prod(before[: split.dim]) * count, size * prod(before[split.dim + 1 :])
+    if before[split.dim] != 1:
+        (low, _), (first, last) = group_of(split.dim, before, after)
+        inner = prod(after[last:])
+        while last < len(after) and after[last] == 1:  # of single heads, say
+            last += 1
+        found = _same_runs(runs // prod(before[:low]), run // inner, after, range(first, last), last)
+        # Single elements of the ranks in turn are meant only where nothing else is left.
+        return {cut for cut in found if cut.segments[0] > 1 or len(cut.segments) == 1} or found
+    # One element: it lies between the same larger dimensions as before, or was merged into one of them.
+    outside = prod(before[: split.dim])
+    ones = [dim for dim in range(len(before)) if before[dim] == 1 and prod(before[:dim]) == outside]
+    places = [dim for dim in range(len(after)) if after[dim] == 1 and prod(after[:dim]) == outside]
+    if len(ones) == len(places):
+        return {Split(places[ones.index(split.dim)], (1,))}
+    if places:
+        return {Split(dim, (1,)) for dim in places}
+    return _same_runs(runs, run, after, range(len(after)), len(after))
+
+
+def _same_runs(runs: int, run: int, after: Sequence[int], dims: range, last: int) -> set[Split]:
+    """Dimensions of ``after`` that can be cut so that each rank has ``runs`` runs of ``run`` elements."""
+    found = set()
+    for dim in dims:
+        inner = prod(after[dim + 1 : last])
+        if not inner or run % inner or not run // inner or after[dim] % (run // inner):
+            continue
+        size = run // inner
+        if prod(after[dims.start : dim]) * (after[dim] // size) == runs:
+            found.add(Split(dim, (size,) * (after[dim] // size)))
+    return found
+
+
+def _squeeze(call: Call) -> set[Split]:
+    """A cut dimension has more than one element in the whole tensor, whatever it has here."""
+    split, shape = call.cut(), call.whole[0]
+    given = call.value(1, "dim", None)
+    wanted = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    gone = [dim for dim in (dim % max(1, len(shape)) for dim in wanted) if shape[dim] == 1]
+    if split.dim in gone:
+        raise Unproven("a cut dimension is squeezed")
+    return {split.at(split.dim - sum(dim < split.dim for dim in gone))}
+
+
+def _cat(call: Call) -> set[Split]:
+    """An empty vector may stand at the start of a list that grows."""
+    pairs = zip(call.whole[0], call.splits[0], strict=True)
+    kept = [(shape, split) for shape, split in pairs if split is not None or shape != (0,)]
+    shapes, splits = [shape for shape, _ in kept], [split for _, split in kept]
+    arguments = [shapes, *call.whole[1:]]
+    moved = Call(arguments, arguments, call.kwargs, [splits], call.outputs, 1, 0, call.mix)
+    answer = RULES[aten.cat](moved)
+    return {answer} if isinstance(answer, Split) else set()
+
+
+def _copy(call: Call) -> set[Split]:
+    """``target.copy_(source)``: what is written says how the target is cut."""
+    target, source = call.whole[0], call.whole[1]
+    if call.splits[1] is None:
+        raise Unproven("something whole is written over a part")
+    split = call.cut(1).at(call.cut(1).dim + len(target) - len(source))
+    if call.splits[0] not in (None, split):
+        raise Unproven("a part is written in another layout")
+    return {split}
+
+
+def _index_copy(call: Call) -> set[Split]:
+    """Rows are written along a dimension that is not the cut one."""
+    dim, source = call.whole[1] % len(call.whole[0]), call.splits[3]
+    if not isinstance(source, Split) or source.dim == dim or call.splits[0] not in (None, source):
+        raise Unproven("rows of another layout are written")
+    return {source}
+
+
+def _index_select(call: Call) -> set[Split]:
+    if call.cut().dim == call.whole[1] % len(call.whole[0]):
+        raise Unproven("elements of a cut dimension are selected")
+    return {call.cut()}
+
+
+_OWN: dict[Any, Callable[[Call], set[Split]]] = {
+    aten.view: _view, aten.squeeze: _squeeze, aten.cat: _cat, aten.copy_: _copy,
+    aten.index_copy_: _index_copy, aten.index_copy: _index_copy, aten.index_select: _index_select,
+}  # fmt: skip
