@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.architecture_tables import document, read_files, summary
 from tests.sharding.architectures.catalogue import architectures
 from tests.sharding.architectures.sweep import examine_architecture, preload
-from tests.sharding.judge import FACTOR
 from tpkernels.measure import report
+from tpkernels.sharding.judge import FACTOR
 
 TIMEOUT_S = 120.0
 """For one architecture's unsharded model, and for its ranks; more where others use the machine (--timeout)."""

@@ -18,8 +18,8 @@ from tpkernels.testing.spawn import Pools
 
 LIMIT_S = 180.0
 SAMPLE = ("qwen3_moe", "deepseek_v2", "llama4_text", "jamba", "beit relative", "ctrl")
-"""What was wrong or raised once, each for a reason of its own: norms of heads, latent attention, complex numbers, weights
-that the model reads itself, fake tensors in caches, additions in place."""
+"""What was wrong or raised once, each for a reason of its own: norms of heads, latent attention, complex numbers,
+weights that the model reads itself, fake tensors in caches, additions in place."""
 
 
 @pytest.mark.gloo

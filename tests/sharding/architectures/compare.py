@@ -1,9 +1,9 @@
 """One architecture on the ranks: planned and parallelized as a new user does, run, and compared with the unsharded one.
 
 Owns: the verdict.  fp64 decides: an output, a gradient or a parameter that differs there by more than rounding is
-wrong.  In fp32 errors are counted in units of the unsharded model's own, as in :mod:`tests.sharding.judge`.  What is
-over the bound there, and right in fp64, is a decision that hangs on a rounding (a router's choice, a ReLU) if a model
-whose weights are off by one rounding is as far off, and is reported as "fp32" otherwise.
+wrong.  In fp32 errors are counted in units of the unsharded model's own, as in :mod:`tpkernels.sharding.judge`.
+What is over the bound there, and right in fp64, is a decision that hangs on a rounding (a router's choice, a ReLU)
+if a model whose weights are off by one rounding is as far off, and is reported as "fp32" otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.nn.reference import tp_mesh
 from tests.sharding.architectures.inputs import cast
 from tests.sharding.architectures.reference import HUGE, Reference, Run, _real, backward, build, computing, settled
 from tests.sharding.compare import pieces_of
-from tests.sharding.judge import FACTOR, worst_ratio
+from tpkernels.sharding.judge import FACTOR, worst_ratio
 from tpkernels.sharding.styles import Replicate, Row
 
 __all__ = ["LIMIT", "Failed", "examine"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tests.sharding.architectures.catalogue import Architecture, architectures, config_class
 from tests.sharding.architectures.inputs import calls, cast
 from tests.sharding.architectures.shrink import small_config
-from tests.sharding.judge import allowed
+from tpkernels.sharding.judge import allowed
 
 __all__ = ["CannotBuild", "Reference", "Run", "backward", "build", "computing", "reference_of", "settled"]
 
