@@ -11,9 +11,10 @@ pytest.importorskip("transformers", reason="the package transformers is missing:
 
 from tests.sharding.architectures import compare
 from tests.sharding.architectures.catalogue import architectures
+from tests.sharding.architectures.compare import examine
 from tests.sharding.architectures.reference import CannotBuild, Reference, reference_of
 from tests.sharding.architectures.shrink import small_config
-from tests.sharding.architectures.sweep import examine_architecture
+from tests.sharding.architectures.sweep import verdict_of
 from tpkernels.testing.spawn import Pools
 
 LIMIT_S = 180.0
@@ -24,21 +25,21 @@ weights that the model reads itself, fake tensors in caches, additions in place.
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", SAMPLE)
-def test_an_architecture_computes_what_the_unsharded_model_computes(name: str) -> None:
+def test_an_architecture_computes_what_the_unsharded_model_computes(ranks: Pools, name: str) -> None:
     if name not in architectures():
         pytest.skip(f"this transformers has no {name}")
-    row = examine_architecture(name, 2, False, LIMIT_S)
+    row = verdict_of(ranks(2).run(examine, reference_of(name), False, False, timeout=LIMIT_S))
     assert row["status"] == "right", row
 
 
 def _scale_a_gradient(given: Reference) -> dict[str, Any]:
     """What the comparison says of a model that is right, and of one with a gradient that is 2 % off."""
-    found = compare.examine(given, False, False)
+    found = examine(given, False, False)
     first = next(name for name, gradient in given.exact.gradients.items() if gradient is not None)
     changed = given.exact.gradients[first]
     assert changed is not None
     given.exact.gradients[first] = 1.02 * changed
-    return {"first": first, "right": found["wrong"], "wrong": compare.examine(given, False, False)["wrong"]}
+    return {"first": first, "right": found["wrong"], "wrong": examine(given, False, False)["wrong"]}
 
 
 @pytest.mark.gloo
@@ -50,9 +51,9 @@ def test_a_gradient_that_is_two_percent_off_is_wrong(ranks: Pools) -> None:
 
 @pytest.mark.cpu
 def test_what_cannot_be_built_says_why() -> None:
-    parts = [name for name, known in architectures().items() if not known.kind]
+    part = next(name for name, known in architectures().items() if not known.kind)
     with pytest.raises(CannotBuild) as raised:
-        reference_of(parts[0])
+        reference_of(part)
     assert raised.value.stage == "class" and raised.value.reason
 
 

@@ -14,7 +14,7 @@ from tests.sharding.architectures.compare import Failed, examine
 from tests.sharding.architectures.reference import CannotBuild, Reference, reference_of
 from tpkernels.testing.spawn import RanksFailed, WorkerPool, fork_server
 
-__all__ = ["examine_architecture", "preload", "row_of"]
+__all__ = ["examine_architecture", "preload", "row_of", "verdict_of"]
 
 SHOWN = 6
 """Of the tensors that are wrong, the worst."""
@@ -83,6 +83,11 @@ def _examined(
             return {"status": "raises", "stage": "crash or hang", "reason": _summary(failure)}
         named = (status for words, status in REFUSALS.items() if cause.stage == "plan" and words in cause.reason)
         return cause.found | {"status": next(named, "raises"), "stage": cause.stage, "reason": cause.reason}
+    return verdict_of(found)
+
+
+def verdict_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks found, as a part of the row."""
     merged = dict(found[0])
     for what in ("wrong", "fp32"):
         every: dict[str, float] = {}
