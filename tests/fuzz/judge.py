@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
 from tests.fuzz.model import build_model, inputs_of
 from tests.fuzz.vocabulary import Spec
-from tests.nn.reference import tp_mesh
 from tests.sharding.compare import differs, pieces_of
 from tpkernels.comm.groups import resolve
 from tpkernels.sharding.layers import layer_of
@@ -31,6 +31,7 @@ __all__ = ["LIMIT", "Verdict", "check_all", "merged"]
 
 LIMIT = 1e-9
 """Relative to the largest value; a missing sum is off by the size of the values themselves."""
+PATIENCE_S = 20.0
 TOGETHER = 16
 """One model of so many is planned by every rank for itself on the mesh; of the others each rank plans its share."""
 
@@ -203,10 +204,22 @@ def compare(model: nn.Module, plain: nn.Module, actual: Run, expected: Run) -> l
     return wrong
 
 
+_meshes: list[tuple[object, DeviceMesh]] = []
+"""The last one, with the default group of its time."""
+
+
+def _mesh() -> DeviceMesh:
+    """One per default group as long as it is healthy; ranks that fell out of step say so soon."""
+    world = dist.group.WORLD
+    if not _meshes or _meshes[-1][0] is not world or resolve(_meshes[-1][1]).poison is not None:
+        _meshes[:] = [(world, tpk.init(timeout=PATIENCE_S)["tp"])]
+    return _meshes[-1][1]
+
+
 def check_all(specs: list[Spec]) -> list[dict[str, Any]]:
     """Verdicts of this rank on all models, in one call of the ranks; shorter where ranks fell out of step."""
     warnings.simplefilter("ignore")
-    mesh, rank, world = tp_mesh(), dist.get_rank(), dist.get_world_size()
+    mesh, rank, world = _mesh(), dist.get_rank(), dist.get_world_size()
     mine = {i: attempt(spec, world) for i, spec in enumerate(specs) if i % world == rank and i % TOGETHER}
     shared: list[Any] = [None] * world
     dist.all_gather_object(shared, mine)
