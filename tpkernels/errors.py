@@ -11,6 +11,7 @@ from collections.abc import Sequence
 __all__ = [
     "TpKernelsError",
     "UnsupportedProblem",
+    "StateMismatch",
     "CommunicationError",
     "GroupMismatch",
     "PeerLost",
@@ -30,6 +31,10 @@ class UnsupportedProblem(TpKernelsError, ValueError):
 
 class VerificationError(TpKernelsError):
     """A parallel model does not compute what the unsharded one does; the message names the first module."""
+
+
+class StateMismatch(TpKernelsError, ValueError):
+    """A state dict that is not this model's, or not the same on all ranks; every rank raises, and nothing changed."""
 
 
 class CommunicationError(TpKernelsError):

@@ -315,8 +315,33 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "attention 10": lambda: Attention(40, 10),
     "transformer 10": lambda: transformer(40, 10),
 }
+class ScaledNorm(nn.Module):
+    """A norm inside of a module with a parameter of its own: both work on what the residual's part is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(6), nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x) * self.scale
+        return y
+
+
+class ScaledNormBlock(nn.Module):
+    """A block that does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.mlp = ScaledNorm(), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.mlp(self.scaled(x))
+        return y
+
+
 TRAPS: dict[str, Callable[[], nn.Module]] = {
     "scaled": lambda: Blocks(Scaled(), Scaled()),
+    "scaled norm": lambda: Blocks(ScaledNormBlock()),
     "wrapped attention": lambda: Blocks(Wrapped(), Scaled()),
 }
 """What has misled the planner: each was planned, and computed something else."""

@@ -91,6 +91,11 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         """Of the first part: for code that asks a layer for its dtype or device."""
         return self.layers[0].weight
 
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """Of the first part."""
+        return self.layers[0].bias
+
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """The parameters of the layer that was cut: along which dimension which of this one's make them up."""
         parts = range(len(self.layers))

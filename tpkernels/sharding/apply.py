@@ -38,6 +38,7 @@ from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.infer import check_plain, make_plan
 from tpkernels.sharding.layers import Layer, is_attention, layer_of, take_place, unswappable
 from tpkernels.sharding.outputs import whole_outputs
+from tpkernels.sharding.plain_state import speak_originals
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.replicas import compare_models
@@ -155,7 +156,7 @@ def parallelize(
             whole_outputs(model, tp)
     if verify:
         compare_batches(model, tp)
-    return model
+    return speak_originals(model)
 
 
 def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], tp: DeviceMesh) -> None:

@@ -31,7 +31,7 @@ from tpkernels.sharding.flow import Stream, follow
 from tpkernels.sharding.layers import Layer, is_attention, layer_of, unswappable
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.proofs import SMALL_GROUP, Decision, decide
-from tpkernels.sharding.reads import hooks_gradients, maybe_read
+from tpkernels.sharding.reads import maybe_read
 from tpkernels.sharding.replay import Role
 from tpkernels.sharding.rows import count_rows, untrained_in
 from tpkernels.sharding.search import Attributes
@@ -179,10 +179,12 @@ class _Planner:
             old = self.chosen[name]
             if cut and isinstance(old.style, Column | CopiedHeads | Row):
                 self.chosen[name] = replace(old, style=replace(old.style, sequence_parallel=True))
-        for name in stream.local:
-            if any(True for _ in self.modules[name].parameters()):
-                reason = "works on a part of the sequence: its gradients are summed"
-                self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
+        for local in stream.local:
+            for inner, module in self.modules[local].named_modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    reason = "works on a part of the sequence: its gradients are summed"
+                    name = ".".join(filter(None, (local, inner)))
+                    self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
         return stream
 
     def _cut_attention(self) -> None:
@@ -250,8 +252,6 @@ class _Planner:
         assert self.observation is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
         excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
-        hooked = hooks_gradients(self.model)
-        excluded |= {n: f"is inside of {hooked[n]}, whose code hooks gradients" for n in self.layers if n in hooked}
         loose: dict[str, Role] = {}
         style: Style
         for name, style in self.forced.items():

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tpkernels.nn.gathering import gathered
 from tpkernels.sharding.originals import Original, Part, unique
 
 __all__ = ["Slot", "described", "groups_of", "new_slots", "options_for", "revived", "slots_of"]
@@ -81,8 +81,7 @@ def plain(what: str, value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [plain(what, item) for item in value]
     if isinstance(value, Tensor) and value.dim() == 0:
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return {"tensor": whole.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"tensor": gathered(value).item(), "dtype": str(value.dtype).removeprefix("torch.")}
     raise ValueError(f"{what} of the optimizer is a {type(value).__name__}: only tensors and plain values can be saved")
 
 

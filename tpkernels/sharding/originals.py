@@ -12,28 +12,38 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.gathering import gathered
 from tpkernels.nn.parallel_linear import ParallelLinear
 
 __all__ = [
     "Box",
     "Original",
     "Part",
+    "as_held",
     "box_of",
     "check_real",
+    "holds_as_held",
+    "keys_of",
     "local_of",
     "meshes_of",
     "originals_of",
     "unique",
 ]
+
+_AS_HELD: ContextVar[bool] = ContextVar("as_held", default=False)
+_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+"""Is part of the names of modules, and by torch's own hooks not of the names of state."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,7 @@ class Part:
 
     def whole(self) -> Tensor:
         """A tensor of ``shape``, gathered from all ranks; on the only rank of a mesh it may be the very tensor."""
-        tensor = self.tensor.detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.reshape(self.shape)
+        return gathered(self.tensor).reshape(self.shape)
 
     def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
         if self.units is None:
@@ -109,6 +117,11 @@ class Original:
     def names(self) -> tuple[str, ...]:
         return self.name, *self.aliases
 
+    @property
+    def is_held_whole(self) -> bool:
+        """One tensor of the parallel model has its shape: a DTensor, or one that is not cut."""
+        return len(self.parts) == 1 and self.parts[0].units is None
+
     def box(self, part: Part) -> Box:
         """Where this rank's share of ``part`` lies."""
         box = part.box
@@ -124,8 +137,23 @@ class Original:
         return torch.cat(wholes, self.dim) if len(wholes) > 1 else wholes[0].clone()
 
 
+@contextmanager
+def as_held() -> Iterator[None]:
+    """Within it ``state_dict`` and ``load_state_dict`` of modules speak of the tensors that they hold, locally."""
+    token = _AS_HELD.set(True)
+    try:
+        yield
+    finally:
+        _AS_HELD.reset(token)
+
+
+def holds_as_held() -> bool:
+    """Whether the caller is within :func:`as_held`."""
+    return _AS_HELD.get()
+
+
 def originals_of(model: nn.Module) -> dict[str, Original]:
-    """The tensors of ``model.state_dict()`` as they were before :func:`parallelize`, by all names and in its order.
+    """The tensors of the unsharded ``model.state_dict()``, by all names and in its order.
 
     Raises:
         ValueError: the model was not parallelized, or keeps state that is no tensor.
@@ -135,10 +163,34 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
             f"the {type(model).__name__} is not parallelized: call tpk.parallelize first, or use the model's own "
             "state_dict() and load_state_dict()"
         )
-    held = model.state_dict(keep_vars=True)
+    held = _held(model)
     strange = [name for name, value in held.items() if not isinstance(value, Tensor)]
     if strange:
         raise ValueError(f"the model keeps state that is no tensor: {strange}")
+    return _originals(model, held)
+
+
+def keys_of(module: nn.Module) -> tuple[dict[str, Original], dict[str, tuple[str, ...]], list[str]]:
+    """The originals of any module, the names of the tensors that hold each, and the names of state that is no tensor.
+
+    All names are those of the module's own ``load_state_dict``.
+    """
+    held = _held(module)
+    packed, inner, _ = _packed(module)
+    keys = {
+        name: packed[name][1] if name in packed else (name,)
+        for name in dict.fromkeys(inner.get(key, key) for key, value in held.items() if isinstance(value, Tensor))
+    }
+    return _originals(module, held), keys, [key for key, value in held.items() if not isinstance(value, Tensor)]
+
+
+def _held(model: nn.Module) -> dict[str, Any]:
+    with as_held():
+        return model.state_dict(keep_vars=True)
+
+
+def _originals(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Original]:
+    held = {key: value for key, value in held.items() if isinstance(value, Tensor)}
     packed, inner, units = _packed(model)
     names: dict[tuple[int, ...], list[str]] = {}
     parts: dict[tuple[int, ...], tuple[int, list[tuple[Tensor, int | None]]]] = {}
@@ -146,7 +198,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
         name = inner.get(key, key)
         dim, keys = packed.get(name, (0, (key,)))
         if key == keys[0]:
-            tensors = [cast(Tensor, held[one]) for one in keys]
+            tensors = [held[one] for one in keys]
             identity = tuple(id(tensor) for tensor in tensors)
             names.setdefault(identity, []).append(name)
             parts[identity] = dim, [(tensor, units.get(one)) for tensor, one in zip(tensors, keys, strict=True)]
@@ -188,7 +240,7 @@ def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], d
     units: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         tell = getattr(module, "packed_parameters", None)
-        prefix = f"{path}." if path else ""
+        prefix = (f"{path}." if path else "").replace(_CHECKPOINT_WRAPPER, "")
         if isinstance(module, ParallelLinear):
             units |= {prefix + name: dim for name, dim in module.parameters_by_unit().items()}
         for name, (dim, keys) in (tell() if callable(tell) else {}).items():

@@ -1,6 +1,4 @@
-"""What a model's code does that no run on fake tensors shows, told from the code itself.
-
-It reads parameters of a layer past the layer (asked where there is no run), and it hooks gradients of tensors.
+"""Which layers' parameters a model's code reads past the layer, told from its source, where no run could show it.
 
 Owns: the search for ``something.weight`` and ``something.bias`` in the forward methods of a model's classes, and in the
 methods that these name.  A layer whose weight is read (``F.linear(x, self.proj.weight)``) must stay whole: otherwise a
@@ -18,16 +16,12 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType
 
 from torch import nn
 
-__all__ = ["hooks_gradients", "maybe_read"]
+__all__ = ["maybe_read"]
 
 NAMES = frozenset({"weight", "bias", "in_proj_weight", "in_proj_bias"})
-
-
-HOOKS = frozenset({"register_hook", "register_multi_grad_hook"})
 
 
 @dataclass(frozen=True)
@@ -51,37 +45,6 @@ def maybe_read(model: nn.Module) -> dict[str, str]:
             if reads.other or inner.rpartition(".")[2] in reads.names:
                 found.setdefault(f"{path}.{inner}" if path else inner, type(module).__name__)
     return found
-
-
-def hooks_gradients(model: nn.Module) -> dict[str, str]:
-    """Modules inside of which gradients pass through hooks of the code's own, and the name of the class that has it.
-
-    A run takes no gradients, so that it meets no hook; one that mixes features is right for a whole tensor alone.
-    """
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if _has_hooks(type(module)):  # type: ignore[arg-type]
-            for inner, _ in module.named_modules():
-                found.setdefault(".".join(filter(None, (path, inner))), type(module).__name__)
-    return found
-
-
-@lru_cache(maxsize=512)
-def _has_hooks(cls: type[nn.Module]) -> bool:
-    bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] != "torch"]
-    own = [inspect.unwrap(value) for base in bases for value in vars(base).values() if inspect.isfunction(value)]
-    called = [
-        other
-        for function in own
-        for name in function.__code__.co_names
-        if inspect.isfunction(other := function.__globals__.get(name)) and not other.__module__.startswith("torch.")
-    ]
-    return any(_names_a_hook(function.__code__) for function in (*own, *called))
-
-
-def _names_a_hook(code: CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return bool(HOOKS & set(code.co_names)) or any(map(_names_a_hook, inner))
 
 
 @lru_cache(maxsize=512)

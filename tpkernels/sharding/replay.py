@@ -156,9 +156,9 @@ class Replay(Session):
         self._check_gradients()
         return out
 
-    def custom_function_called(self, name: str, tensors: list[Tensor]) -> None:
+    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            self._is_whole(tensor, f"an argument of {name}, whose backward is code of its own")
+            self._is_whole(tensor, f"given to {name}, whose backward is code of its own")
 
     def _next(self, packet: Any, layer: str | None, sources: tuple[Source, ...]) -> Event:
         if self._at >= self._stop:

@@ -255,8 +255,8 @@ class Session(TorchDispatchMode):
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def custom_function_called(self, name: str, tensors: list[Tensor]) -> None:
-        """A ``torch.autograd.Function`` runs: its gradient is code that this run does not see."""
+    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
+        """The gradients of ``tensors`` pass through code that this run does not see."""
 
     def original_called(self, name: str) -> None:
         """A module of the model itself runs, not its copy."""

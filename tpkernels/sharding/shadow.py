@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from tpkernels.sharding.backwards import code_of_gradients
 from tpkernels.sharding.caches import Caches
 from tpkernels.sharding.guesses import GUESSES, Answers
 from tpkernels.sharding.layers import Layer, layer_of, unswappable
@@ -106,7 +107,7 @@ class Shadow:
             for (name, attribute), value in session.attributes.items():
                 setattr(self.modules[name], attribute, value)
             with (
-                _reporting_custom_functions(session),
+                code_of_gradients(session),
                 torch.compiler.set_stance("force_eager"),  # a compiled function shows no ops
                 torch.no_grad(),
                 self.fake,
@@ -194,28 +195,6 @@ class Shadow:
                 self.session.left(name, output)
 
         return hook
-
-
-@contextmanager
-def _reporting_custom_functions(session: Session) -> Iterator[None]:
-    """Within: a ``torch.autograd.Function`` of the model's tells ``session``, and its results are activations."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        out = original.__func__(cls, *args, **kwargs)
-        if not cls.__module__.startswith(("torch.utils.checkpoint", "torch._dynamo")):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            session.custom_function_called(cls.__name__, tensors)
-            if any(session.has_origin(tensor) for tensor in tensors):
-                for output in tensors_in(out):
-                    session.set_origin(output, None)
-        return out
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.errors import CommunicationError
 from tpkernels.nn.digests import MODULUS, digest_of
 from tpkernels.ops.first_rank import exchange_over
 from tpkernels.sharding.originals import Original, meshes_of
 
 __all__ = ["Ranks", "add_up", "check_same"]
 
+_ADVICE = (
+    "State is saved and loaded by all ranks together: call model.state_dict(), load_state_dict() and tpk's functions "
+    "for state on every rank, whichever then writes; tpk.full_state_dict(model, rank=0) gives rank 0 alone the tensors"
+)
 T = TypeVar("T")
 Facts = Mapping[str, Any]
 
@@ -45,8 +50,15 @@ class Ranks:
         return all(group.rank == 0 for group in self._groups)
 
     def exchange(self, what: str, facts: Facts) -> list[Facts]:
-        """Every rank's ``facts``, in rank order."""
-        return list(exchange_over(self._groups, what, facts).values())
+        """Every rank's ``facts``, in rank order.
+
+        Raises:
+            GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: a rank did not come, which the message names.
+        """
+        try:
+            return list(exchange_over(self._groups, what, facts).values())
+        except CommunicationError as error:
+            raise type(error)(f"{error}\n{_ADVICE}", ranks=error.ranks) from error
 
     def step(self, what: str, work: Callable[[], None]) -> None:
         """``work`` on all ranks, or ValueError on all."""

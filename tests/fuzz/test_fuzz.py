@@ -1,0 +1,91 @@
+"""Random models on ranks: a sample here, ten thousand with ``python -m tests.fuzz``; and that the judge judges.
+
+The seeds are fixed, so that a failure is the change's and not the day's; the full run draws fresh ones.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.fuzz.known import KNOWN
+from tests.fuzz.model import draw_spec
+from tests.fuzz.runner import fuzz, judged, kinds_in, seeds_of, shrunk, smaller
+from tests.fuzz.vocabulary import BLOCKS, FEATURES, HEADS, Spec
+from tests.mutations.search import check_with
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+SEED = 13
+SHARES = {2: 150, 3: 40, 4: 10}
+"""Models by number of ranks; more ranks show little more, and cost more."""
+
+
+def test_no_random_model_is_wrong(ranks: Pools, full: bool) -> None:
+    for world, count in SHARES.items():
+        seeds = seeds_of(SEED + world, count * (10 if full else 1))
+        print(f"seeds {seeds[0]} to {seeds[-1]} on {world} ranks")
+        summary = fuzz(ranks, seeds, (world,), small=not full)
+        told = [f"seed {failure['seed']}: {failure['verdict']['detail']}" for failure in summary.failures]
+        assert not told, "\n".join([*told, summary.told()])
+        assert 2 * summary.proven >= summary.models, summary.told()
+
+
+FOUND: list[Spec] = [
+    # An angle that is a parameter: complex numbers lost where they came from, and its gradient was not summed.
+    {"blocks": [{"is": "packed_gate", "ops": [{"is": "magnitude"}]}]},
+    {"blocks": [{"is": "mlp", "ops": [{"is": "phase"}]}]},
+]
+"""What random models have found, made smaller."""
+
+
+def test_what_random_models_have_found_is_right_now(ranks: Pools) -> None:
+    specs = [{"seed": 0, "world": 2, **spec} for spec in FOUND]
+    for spec, verdict in zip(specs, judged(ranks, specs), strict=True):
+        assert verdict["kind"] in ("right", "refused"), (spec, verdict["detail"])
+
+
+def test_a_fault_is_found_by_random_models_and_made_small(ranks: Pools) -> None:
+    """Gradients of replicated parameters that nobody sums: seeded, found, and shrunk to a block with an op or two."""
+    fault = "gradients of replicated parameters are not summed"
+    drawn = (draw_spec(seed, (2,), small=True) for seed in seeds_of(2, 2000))
+    likely = [spec for spec in drawn if "temperature" in json.dumps(spec)][:6]
+    verdicts = judged(ranks, likely, check_with, fault)
+    wrong = [(spec, verdict) for spec, verdict in zip(likely, verdicts, strict=True) if verdict["kind"] == "wrong"]
+    assert wrong, [verdict["kind"] for verdict in verdicts]
+    small = shrunk(ranks, *min(wrong, key=lambda pair: len(json.dumps(pair[0]))), 100, check_with, fault)
+    assert len(json.dumps(small)) < 200, small
+
+
+@pytest.mark.cpu
+def test_a_seed_draws_the_same_model_always_and_as_data() -> None:
+    for seed in range(50):
+        spec = draw_spec(seed)
+        assert spec == draw_spec(seed) == json.loads(json.dumps(spec))
+
+
+@pytest.mark.cpu
+def test_there_are_many_kinds_and_all_are_drawn() -> None:
+    drawn = set[str]()
+    for seed in range(1500):
+        drawn |= set(kinds_in(draw_spec(seed)))
+    kinds = {*BLOCKS, *FEATURES, *HEADS}
+    assert len(kinds) > 200
+    assert not kinds - drawn
+
+
+@pytest.mark.cpu
+def test_smaller_specs_are_smaller() -> None:
+    spec = draw_spec(3)
+    sizes = [len(json.dumps(made)) for made in smaller(spec)]
+    assert sizes
+    assert all(size <= len(json.dumps(spec)) for size in sizes)
+
+
+@pytest.mark.cpu
+def test_what_is_known_to_fail_is_taken_out_of_the_models_and_of_nothing_else() -> None:
+    for name, alter in KNOWN.items():
+        changed = [seed for seed in range(100) if alter(draw_spec(seed)) != draw_spec(seed)]
+        assert 0 < len(changed) < 100, name

@@ -1,0 +1,33 @@
+"""Seeded faults of the planner are killed; all of them with ``--full`` or ``python -m tests.mutations``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations.faults import FAULTS
+from tests.mutations.search import killers, run_all
+from tests.mutations.unreachable import OPEN, UNREACHABLE
+from tpkernels.testing.spawn import Pools
+
+SLICE = (
+    "_softmax refuses nothing",
+    "slice refuses nothing",
+    "mm does not tell what it mixes",
+    "native_layer_norm does not tell what it mixes",
+    "pointwise ops do not tell what they mix",
+    "sum refuses nothing, nor does the rest",
+)
+
+
+@pytest.mark.gloo
+def test_every_fault_is_killed(ranks: Pools, full: bool) -> None:
+    names = [name for name in FAULTS if name not in UNREACHABLE and name not in OPEN] if full else list(SLICE)
+    told = run_all(ranks, names)
+    assert not {name: how for name, how in told.items() if how.startswith("survives")}
+
+
+@pytest.mark.cpu
+def test_every_fault_has_a_model_that_kills_it_or_a_reason() -> None:
+    assert set(FAULTS) - set(killers()) - set(UNREACHABLE) == OPEN
+    assert not set(UNREACHABLE) - set(FAULTS)
+    assert not set(killers()) - set(FAULTS)

@@ -1,0 +1,68 @@
+"""Faults that no model on a CPU can show, and why."""
+
+from __future__ import annotations
+
+from tests.mutations.faults import FAULTS
+
+__all__ = ["OPEN", "UNREACHABLE"]
+
+OPEN: set[str] = {
+    "cat refuses nothing, nor does the rest",
+    "stack refuses nothing, nor does the rest",
+    "repeat refuses nothing, nor does the rest",
+    "repeat is taken to move nothing",
+    "var_mean refuses nothing, nor does the rest",
+    "baddbmm refuses nothing, nor does the rest",
+    "baddbmm does not tell what it mixes",
+    "constant_pad_nd refuses nothing, nor does the rest",
+    "activations may be mixed",
+    "parameters are not partial",
+    "nothing is completed",
+    "parameters may be partial and complete",
+    "only floating point has an origin",
+    "origins are not passed on",
+    "parts may leave the model",
+    "custom backwards are trusted",
+    "scalars may be one rank's",
+    "constants may be one rank's",
+    "ops may take other tensors",
+    "a row takes any layout",
+    "a column takes a part",
+    "half of a module may be partial",
+    "gradients of partial parameters are not planned",
+    "weights that are read may be cut",
+    "tied weights are cut apart",
+    "gradients of replicated parameters are not summed",
+    "a row's bias is added by every rank",
+    "a row does not sum",
+    "a column's input gradient is not summed",
+    "a split input's gradient is not gathered",
+    "copies of heads do not sum their gradients",
+    "an embedding does not sum",
+}
+"""Faults for which no model that kills them is written down yet: not looked for, or not found."""
+
+_COPY = "a copy: the replay carries its layout on without asking the rule"
+_PARTS = "torch makes it of other ops before the planner sees it"
+_CUDA = "a kernel of CUDA"
+_NOISE = "draws random numbers, which are never those of the unsharded model"
+_VIEW = "the trace calls it a view"
+_REASONS = {
+    "clone": _COPY, "detach": _COPY, "alias": _COPY, "contiguous": _COPY,
+    "_unsafe_view": _VIEW, "reshape": _VIEW, "_reshape_alias": _VIEW,
+    "chunk": _PARTS, "softmax": _PARTS, "repeat_interleave": _PARTS, "rms_norm": _PARTS, "_fused_rms_norm": _PARTS,
+    "_safe_softmax": _PARTS,
+    "_scaled_dot_product_flash_attention": _CUDA, "_scaled_dot_product_efficient_attention": _CUDA,
+    "_scaled_dot_product_cudnn_attention": _CUDA, "_scaled_dot_product_fused_attention_overrideable": _CUDA,
+    "native_dropout": _NOISE, "bernoulli": _NOISE, "bernoulli_": _NOISE, "rand_like": _NOISE,
+    "empty_like": "only random ops and copies, which have no rule, fill what it makes",
+    "lift_fresh": "works on constants, which are whole",
+}  # fmt: skip
+
+_REASONS_OF_FAULTS = {
+    "unbind refuses nothing": "a rank has fewer results, and the replay counts them",
+    "split_with_sizes refuses nothing": "its sizes would be those of the whole, and the op itself fails on a rank",
+}
+
+UNREACHABLE = {name: why for name in FAULTS for rule, why in _REASONS.items() if name.partition(" ")[0] == rule}
+UNREACHABLE |= _REASONS_OF_FAULTS

@@ -1,0 +1,79 @@
+"""The whole of a DTensor, gathered by this library's own op, so that every wait is bounded and names who is missing.
+
+``DTensor.full_tensor()`` uses c10d's functional collectives: a rank that calls it alone hangs, or is aborted by gloo.
+Owns: the order in which the axes of a mesh have cut a tensor, FSDP2's cut of what tensor parallelism has cut included.
+Any dtype can be gathered, because bits are copied.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpkernels.ops import all_gather
+from tpkernels.ops.checks import DTYPES
+from tpkernels.partition import chunk_sizes
+
+__all__ = ["gathered"]
+
+_BITS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """What ``tensor.full_tensor()`` gives, without a place in a graph; a plain tensor is returned as it is.
+
+    All ranks of the mesh call it.  Where nothing is cut the result is this rank's own tensor, not a copy.
+
+    Raises:
+        ValueError: a placement that is neither replicated nor cut as ``torch.chunk`` cuts.
+        GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    mesh = tensor.device_mesh
+    local = cast(DTensor, tensor.detach()).to_local()
+    for axis, dim, sizes in reversed(_cuts(tensor)):
+        local = _gather(local, mesh.get_group(axis), dim, sizes)
+    return local
+
+
+def _cuts(tensor: DTensor) -> list[tuple[int, int, list[int]]]:
+    """Axis, dimension and every rank's size of each cut, outermost first."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not part of the mesh {mesh}")
+    placed = list(enumerate(tensor.placements))
+    # An axis with a split factor has cut what the axes after it had cut before (FSDP2's way).
+    order = [one for one in placed if not hasattr(one[1], "split_factor")]
+    order += [one for one in placed if hasattr(one[1], "split_factor")]
+    shape, cuts = list(tensor.shape), []
+    for axis, placement in order:
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None or placement.is_partial():
+            raise ValueError(f"a tensor with placements {tensor.placements} cannot be gathered")
+        sizes = list(chunk_sizes(shape[dim], mesh.size(axis)))
+        cuts.append((axis, dim, sizes))
+        shape[dim] = sizes[coordinate[axis]]
+    held = tuple(tensor._local_tensor.shape)
+    if held != tuple(shape):
+        raise ValueError(f"this rank holds {held} of a tensor {tuple(tensor.shape)} cut by {tensor.placements}")
+    return cuts
+
+
+def _gather(part: Tensor, group: torch.distributed.ProcessGroup, dim: int, sizes: list[int]) -> Tensor:
+    dtype, part = part.dtype, part.contiguous()
+    if dtype in DTYPES:
+        return all_gather(part, group, dim=dim, shard_sizes=sizes)
+    if part.is_complex():
+        return torch.view_as_complex(_gather(torch.view_as_real(part), group, dim, sizes))
+    if part.element_size() == 1:  # every byte is a number that fp16 has
+        numbers = all_gather(part.view(torch.uint8).to(torch.float16), group, dim=dim, shard_sizes=sizes)
+        return numbers.to(torch.uint8).view(dtype)
+    return all_gather(part.view(_BITS[part.element_size()]), group, dim=dim, shard_sizes=sizes).view(dtype)
