@@ -34,7 +34,7 @@ largest is added to its own); in fp32 at most 8 times as far from fp64 as the un
 decides: where fp32 is over its bound and fp64 is not, a router or a ReLU may have decided otherwise within rounding.
 Then the same unsharded model with weights off by one rounding gives the bound; what is over that one, too, is listed
 as **fp32**. Models with experts have torch's grouped product replaced by single ones in fp64, which torch does not
-offer. Where fp64 cannot run at all the reference is fp32.
+offer. Where fp64 cannot run at all the reference is fp32, and the limit 1e-4.
 
 *cut*: share of the parameters' bytes that is divided over the ranks. *proven*: layers whose neighbours were proven
 from data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without

@@ -27,6 +27,8 @@ __all__ = ["LIMIT", "Failed", "examine"]
 
 LIMIT = {False: 1e-9, True: 1e-6}
 """Of fp64, relative to the largest value; for models that are fp32 inside."""
+LIMIT_FP32 = 1e-4
+"""Where the reference cannot be fp64."""
 SAME = 1e-6
 """For the unsharded model in fp32 before and after it was planned."""
 SHARE = 0.1
@@ -123,15 +125,14 @@ def _run(
     limit = _limit(reference)
     verdict.wrong |= _apart(result.outputs, reference.exact.outputs, limit)
     verdict.wrong |= {f"evaluation: {n}": s for n, s in _apart(evaluated, reference.evaluated, limit).items()}
-    if reference.has_fp64:
-        verdict.wrong |= _gradients_apart(gradients, limit)
+    verdict.wrong |= _gradients_apart(gradients, limit)
     for name, value in before.items():
         if not all(torch.equal(p.to_local(), cut(value)) for p, cut in pieces_of(model, name, value)):
             verdict.wrong[f"parameter {name}"] = float("inf")
 
 
 def _limit(reference: Reference) -> float:
-    return LIMIT[reference.single] if reference.has_fp64 else 1e-4
+    return LIMIT[reference.single] if reference.has_fp64 else LIMIT_FP32
 
 
 Pieces = dict[str, list[tuple[Tensor | None, Tensor | None, Any]]]
@@ -205,8 +206,7 @@ def _judge(verdict: Verdict, reference: Reference, result: Run, gradients: Piece
         ratio = worst_ratio(actual, exact.double(), bound)
         verdict.worst = max(verdict.worst, min(ratio, 1e9))
         if ratio > FACTOR and (ratio := worst_ratio(actual, exact.double(), loose)) > FACTOR:
-            into = verdict.fp32 if reference.has_fp64 else verdict.wrong
-            into[what] = max(into.get(what, 0.0), ratio)
+            verdict.fp32[what] = max(verdict.fp32.get(what, 0.0), ratio)
 
     for name, exact in reference.exact.outputs.items():
         if name in result.outputs and result.outputs[name].shape == exact.shape:
