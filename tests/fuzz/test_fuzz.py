@@ -38,6 +38,12 @@ FOUND: list[Spec] = [
     # An angle that is a parameter: complex numbers lost where they came from, and its gradient was not summed.
     {"blocks": [{"is": "packed_gate", "ops": [{"is": "magnitude"}]}]},
     {"blocks": [{"is": "mlp", "ops": [{"is": "phase"}]}]},
+    # Parts were followed into a constant that something whole was written to: the output was refused.
+    {"blocks": [{"is": "experts", "router": "mask", "rows": "all"}]},
+    # A hook on a gradient that mixes features, which a run without gradients does not meet.
+    {"blocks": [{"is": "mlp", "ops": [{"is": "hook_over_features"}]}]},
+    # A norm inside of a module that works on a part of the sequence, and has a parameter of its own.
+    {"blocks": [{"is": "norms"}, {"is": "mlp"}], "sequence_parallel": True},
 ]
 """What random models have found, made smaller."""
 

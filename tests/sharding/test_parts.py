@@ -100,6 +100,15 @@ def test_views_and_writes_share_the_mark_of_their_storage() -> None:
         assert parts.of(grown) == {Split(1, (2,))}
 
 
+def test_a_constant_that_is_written_to_is_whole_beside_parts() -> None:
+    parts = Parts()
+    with parts:
+        parts.mark_last(features(3, 4))
+        chosen = F.one_hot(torch.tensor([0, 1, 1]), 2)
+        assert parts.of(chosen) is None
+        assert parts.of(features(3, 2) * chosen) is None
+
+
 def test_a_storage_that_is_gone_leaves_no_mark_behind() -> None:
     parts = Parts()
     with parts:

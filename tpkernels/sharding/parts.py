@@ -53,6 +53,8 @@ class Parts(TorchDispatchMode):
         self._marks: dict[Any, Mark] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         """Those known of; while the reference is held nothing else gets the storage's address."""
+        self._cut: set[int] = set()
+        """Storages in which a part lies; those of tensors that were uniform and were written to are not among them."""
         self._uniform: dict[int, dict[Any, frozenset[int]]] = {}
         """By storage: tensors made of one number, and what is computed from them; dimensions along which they repeat.
 
@@ -61,10 +63,10 @@ class Parts(TorchDispatchMode):
 
     def of(self, tensor: Tensor) -> Mark | None:
         """How ``tensor`` is cut, or None if it is whole."""
-        if not self._storages or isinstance(tensor, DTensor):
+        if not self._cut or isinstance(tensor, DTensor):
             return None
         storage = _storage(tensor)
-        if storage is None or storage._cdata not in self._storages or storage._cdata in self._uniform:
+        if storage is None or storage._cdata not in self._cut or storage._cdata in self._uniform:
             return None
         return self._marks.get(_place(tensor, storage), UNKNOWN)
 
@@ -74,6 +76,7 @@ class Parts(TorchDispatchMode):
         if storage is not None:
             self._hold(storage)
             self._uniform.pop(storage._cdata, None)
+            self._cut.add(storage._cdata)
             self._marks[_place(tensor, storage)] = mark
 
     def _hold(self, storage: Any) -> None:
@@ -102,7 +105,6 @@ class Parts(TorchDispatchMode):
         if same and storage is not None:
             self._hold(storage)
             self._uniform[storage._cdata] = {_place(out, storage): same}
-
 
     def mark_last(self, tensor: Tensor) -> None:
         """``tensor`` is what a layer gives whose output features are cut."""
