@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
-from tests.nn.reference import LIMIT_S, part_of, tp_mesh
+from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.sharding.compare import compare_tensors, differs
 from tpkernels.sharding.styles import Column, CopiedHeads, Heads, Row
 from tpkernels.testing.spawn import Pools
@@ -66,10 +66,7 @@ def refilled(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
     model.to("meta")
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local.copy_(part_of(values[name], tensor) if isinstance(tensor, DTensor) else values[name])
+    model.load_state_dict(values)
     return model
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.nn.reference import LIMIT_S
@@ -62,7 +62,12 @@ def _missing_all_reduce(model: nn.Module) -> None:
 
 def _bias_added_twice(model: nn.Module) -> None:
     layer = next(m for m in model.modules() if isinstance(m, RowParallelLinear))
-    layer.register_forward_hook(lambda module, args, y: y + module.bias.to_local())  # type: ignore[operator]
+
+    def hook(module: nn.Module, args: object, y: Tensor) -> Tensor:
+        return y + module.bias.to_local()  # type: ignore[operator, union-attr]
+
+    hook.takes_parts = True  # type: ignore[attr-defined]
+    layer.register_forward_hook(hook)
 
 
 def _wrong_head(model: nn.Module) -> None:
