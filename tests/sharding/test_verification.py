@@ -69,8 +69,11 @@ def _no_sum_of_dx(model: nn.Module) -> None:
 
 
 def _bias_on_each_rank(model: nn.Module) -> None:
-    layer = model.get_submodule("transformer.h.0.mlp.c_proj")
-    layer.register_forward_hook(lambda module, args, y: y + module.bias.to_local())
+    def hook(module: nn.Module, args: object, y: Tensor) -> Tensor:
+        return y + module.bias.to_local()  # type: ignore[operator, union-attr]
+
+    hook.takes_parts = True  # type: ignore[attr-defined]
+    model.get_submodule("transformer.h.0.mlp.c_proj").register_forward_hook(hook)
 
 
 def _raises(model: nn.Module) -> None:
