@@ -175,9 +175,9 @@ def _one_nonfinite(link: Link, group: Any, case: Case, dice: random.Random) -> N
 
 @lru_cache
 def _library_leaks(dtype: torch.dtype) -> bool:
-    """Whether torch's own GEMM makes NaN where there is none: oneDNN's for AMX does, in bf16, where K is odd.
+    """Whether torch's own GEMM makes NaN where there is none: oneDNN's does, in bf16, where K is odd.
 
-    On one CPU NaN leaks into the row before, on another an Inf in the last column turns into NaN.
+    On a CPU with AMX NaN leaks into the row before, on one without an Inf in the last column turns into NaN.
     """
     draw = torch.Generator().manual_seed(1)
     for rows, k in product((32, 70), (3, 5, 7)):  # which of these, is the CPU's matter
