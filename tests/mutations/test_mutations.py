@@ -16,6 +16,12 @@ SLICE = (
     "native_layer_norm does not tell what it mixes",
     "pointwise ops do not tell what they mix",
     "sum refuses nothing, nor does the rest",
+    "gradients of partial parameters are not planned",
+    "gradients of replicated parameters are not summed",
+    "a row's bias is added by every rank",
+    "a row does not sum",
+    "a column's input gradient is not summed",
+    "a split input's gradient is not gathered",
 )
 
 
