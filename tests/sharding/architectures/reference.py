@@ -232,8 +232,9 @@ def reference_of(name: str) -> Reference:
     firsts = [plain] if has_fp64 else others
     bound, loose = _bounds(firsts, exact), _bounds([plain, *others], exact)
     dtype = torch.float64 if has_fp64 else torch.float32
+    evaluating = build(name, dtype).eval()  # before fp64 is the default, which would draw other weights
     with computing(dtype, double), torch.no_grad():
-        evaluated = settled(build(name, dtype).eval()(**cast(arguments, dtype)))
+        evaluated = settled(evaluating(**cast(arguments, dtype)))
     return Reference(
         name=name,
         kind=type(model).__name__,
