@@ -7,6 +7,7 @@ from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.sharding.export import save_pretrained
 from tpkernels.sharding.infer import make_plan
 from tpkernels.sharding.outputs import whole_outputs
+from tpkernels.sharding.plain_optimizer import load_optimizer_state_dict, optimizer_state_dict
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.snapshots import load_snapshot, save_snapshot
 from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
@@ -27,9 +28,11 @@ __all__ = [
     "data_parallel",
     "full_state_dict",
     "load_full_state_dict",
+    "load_optimizer_state_dict",
     "load_pretrained",
     "load_snapshot",
     "make_plan",
+    "optimizer_state_dict",
     "parallelize",
     "save_pretrained",
     "save_snapshot",
