@@ -60,6 +60,11 @@ def test_a_module_that_does_more_than_take_and_give_tensors_is_not_traced_around
     observation = Observation(Asking(how), X)
     assert observation.recording is None
     assert {"size": "depend", "writes": "writes", "leaks": "hands"}[how] in observation.problem
+    # That is no fault of the inputs: its layers are gathered, as they are without.
+    plan = tpk.make_plan(Asking(how), 2, example_inputs=X)
+    assert plan.notes[0].startswith("no data flow")
+    assert all(style.gather_output for style in (e.style for e in plan.entries) if isinstance(style, Column))
+    assert all(style.split_input for style in (e.style for e in plan.entries) if isinstance(style, Row))
 
 
 class Around(nn.Module):

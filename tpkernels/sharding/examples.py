@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.sharding.opaque import record
+from tpkernels.sharding.opaque import NeedsValues, record
 from tpkernels.sharding.shadow import Shadow
 from tpkernels.sharding.trace import Recording
 
@@ -39,6 +39,8 @@ class Observation:
         self.note = ""
         """Which mode could not be recorded, and why."""
         self.problem = ""
+        self.needs_values = False
+        """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
         given = None if example_inputs is None else as_call(example_inputs)
         try:
             self.shadow = Shadow(model)
@@ -60,6 +62,10 @@ class Observation:
             shadow.model.train(training)
             try:
                 recording = record(shadow, args, kwargs)
+            except NeedsValues as error:
+                failures.append(f"{type(error.__cause__).__name__}: {_first_line(error.__cause__)}")
+                self.needs_values = True
+                continue
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures.append(f"{type(error).__name__}: {_first_line(error)}")
                 continue
@@ -82,11 +88,15 @@ def observe(model: nn.Module, example_inputs: object, modes: list[Any] | None = 
     (:func:`tpkernels.sharding.caches.nothing_left`).
 
     Raises:
-        ValueError: example inputs were given, and the model does not run with them.
+        ValueError: example inputs were given, and the model does not run with them for another reason than that it
+            asks for the values of tensors.
     """
     found = Observation(model, example_inputs, modes)
-    if example_inputs is not None and found.recording is None:
-        raise ValueError(f"{type(model).__name__} does not run with the example_inputs given: {found.problem}")
+    if example_inputs is not None and found.recording is None and not found.needs_values:
+        raise ValueError(
+            f"{type(model).__name__} does not run with the example_inputs given: {found.problem}. If it does run with "
+            "them on real tensors, leave them out: its layers are gathered then, one by one"
+        )
     return found
 
 
@@ -176,5 +186,5 @@ def _floats(*shape: int) -> Tensor:
     return torch.zeros(shape, device="meta")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException | None) -> str:
     return str(error).splitlines()[0][:160] if str(error) else "no message"

@@ -23,10 +23,14 @@ from tpkernels.sharding.guesses import GUESSES, Guess
 from tpkernels.sharding.shadow import Shadow
 from tpkernels.sharding.trace import Event, NotOpaque, Opaque, Recording
 
-__all__ = ["record"]
+__all__ = ["NeedsValues", "record"]
 
 MOST_OPAQUE = 2000
 """Modules that may be marked, one recording each at worst."""
+
+
+class NeedsValues(Exception):
+    """The model itself would have to be opaque, because of what this was raised from."""
 
 
 @dataclass
@@ -45,14 +49,15 @@ def record(shadow: Shadow, args: Any, kwargs: Any) -> Recording:
     """A recording of ``shadow``; modules that need values are opaque afterwards.
 
     Raises:
-        Exception: what the model raises, or what made it need the value of a tensor outside of every module.
+        NeedsValues: it needs the values of tensors, and no module but the model itself could be opaque.
+        Exception: what the model raises.
     """
     for _ in range(MOST_OPAQUE):
         try:
             return _agreed(shadow, args, kwargs)
         except _Close as close:
             if not close.name or close.name in shadow.opaque:
-                raise close.cause from None
+                raise NeedsValues from close.cause
             for name in _alike(shadow, close.name):
                 shadow.make_opaque(name)
     raise RuntimeError(f"more than {MOST_OPAQUE} modules need the values of tensors")
