@@ -87,7 +87,9 @@ def plan_for(model: nn.Module, mesh: Any, spec: Spec) -> tuple[tpk.ShardingPlan,
     if spec.get("untraced"):
         return tpk.make_plan(model, mesh, strategy="rules"), True
     try:
-        return tpk.make_plan(model, mesh, example_inputs=(inputs_of(spec),), **options), False
+        plan = tpk.make_plan(model, mesh, example_inputs=(inputs_of(spec),), **options)
+        if not any(note.startswith("no data flow") for note in plan.notes):
+            return plan, False
     except ValueError as error:
         if "does not run with the example_inputs" not in str(error):
             raise

@@ -167,7 +167,8 @@ class _Planner:
         """Let the residual travel cut along the sequence, where that is proven, and change the styles to match."""
         if self.observation is None or not self.traced:
             why = self.observation.problem if self.observation is not None else 'strategy is "rules"'
-            raise ValueError(f"sequence_parallel needs the data flow of the model: {why}; give example_inputs")
+            advice = "" if self.observation is not None and self.observation.needs_values else "; give example_inputs"
+            raise ValueError(f"sequence_parallel needs the data flow of the model: {why}{advice}")
         roles: dict[str, str] = {}
         for group in self.decision.proven:
             roles |= dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
