@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -60,6 +61,26 @@ def test_a_fake_tensor_that_cannot_be_taken_out_is_an_error_that_says_where(how:
     where = {"class": r"tests\.sharding\.asking\.Keeping\.table", "shared object": r"an object of Scratch\.table"}
     with pytest.raises(FakeTensorLeft, match=where.get(how, r"closure|cell|list")):
         tpk.make_plan(Keeping(how), 2, example_inputs=X)
+
+
+@pytest.mark.parametrize("how", ["lru_cache", "closure"])
+def test_objects_that_the_user_took_from_the_garbage_collector_are_looked_at_too(how: str) -> None:
+    """As servers do with ``gc.freeze``: they stay frozen."""
+    model = Keeping(how)
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        if how == "lru_cache":
+            tpk.make_plan(model, 2, example_inputs=X)
+            assert runs_on_real_tensors(model)
+        else:
+            with pytest.raises(FakeTensorLeft, match=r"closure|cell|list"):
+                tpk.make_plan(model, 2, example_inputs=X)
+        assert gc.get_freeze_count() >= before
+    finally:
+        gc.unfreeze()
+    tpk.make_plan(Keeping("list"), 2, example_inputs=X)
+    assert gc.get_freeze_count() == 0, "a plan leaves nothing frozen"
 
 
 def test_nothing_is_left_either_where_there_is_no_plan() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["Caches", "FakeTensorLeft", "nothing_left"]
+__all__ = ["Caches", "FakeTensorLeft", "Watch", "nothing_left"]
 
 DEPTH = 12
 """How deep containers in a cache are searched for tensors; one entry of it is linked to the next."""
@@ -43,7 +43,8 @@ class Caches:
     """Every ``functools.lru_cache`` of the process that may be a model's, and how often each was called."""
 
     def __init__(self) -> None:
-        found = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
+        with _thawed():
+            found = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
         models = [cache for cache in found if _library_of(cache) not in _NO_MODELS]
         self._counts = [(weakref.ref(cache), _calls(cache)) for cache in models]
 
@@ -95,21 +96,55 @@ def _tensors_in(cache: Any) -> list[Tensor]:
     return found
 
 
+class Watch:
+    """The caches that there are before a trace, and the fake modes it traces with."""
+
+    def __init__(self) -> None:
+        self.caches = Caches()
+        self._modes: list[weakref.ref[FakeTensorMode]] = []
+
+    def add(self, mode: FakeTensorMode) -> None:
+        self._modes.append(weakref.ref(mode))
+
+    @property
+    def alive(self) -> list[weakref.ref[FakeTensorMode]]:
+        return [mode for mode in self._modes if mode() is not None]
+
+
 @contextmanager
-def nothing_left() -> Iterator[list[weakref.ref[FakeTensorMode]]]:
-    """After the block, which adds the modes it traces with to the list it is given, no fake tensor of theirs is alive.
+def nothing_left() -> Iterator[Watch]:
+    """After the block, which tells what it traces with, no fake tensor is alive.
 
     Raises:
         FakeTensorLeft: one is, in a place where it cannot simply be taken out.
     """
-    modes: list[weakref.ref[FakeTensorMode]] = []
+    watch = Watch()
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()  # a collection then looks at what the trace has made, not at every object of the process
     try:
-        yield modes
-    except Exception as error:
-        _forget_locals(error)
-        _check(modes)
-        raise
-    _check(modes)
+        try:
+            yield watch
+        except Exception as error:
+            _forget_locals(error)
+            _check(watch)
+            raise
+        _check(watch)
+    finally:
+        gc.unfreeze()
+        if was_frozen:
+            gc.freeze()
+
+
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """Within the block ``gc`` sees all objects; those that somebody froze are frozen again afterwards."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        if was_frozen:
+            gc.freeze()
 
 
 def _forget_locals(error: BaseException | None) -> None:
@@ -119,10 +154,24 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _check(modes: list[weakref.ref[FakeTensorMode]]) -> None:
-    if all(mode() is None for mode in modes):
+def _check(watch: Watch) -> None:
+    if watch.alive:
+        gc.collect()  # copies of models refer to themselves
+    if not watch.alive:
         return
-    gc.collect()  # copies of models refer to themselves
+    gc.unfreeze()
+    gc.collect()
+    places = _search(watch.alive)
+    if places:
+        raise FakeTensorLeft(
+            f"running the model on fake tensors left one in {'; '.join(dict.fromkeys(places))}: the model would use it "
+            'in place of a real tensor.  Reset that place or build the model again, and plan with strategy="rules", '
+            "which runs nothing"
+        )
+
+
+def _search(modes: list[weakref.ref[FakeTensorMode]]) -> list[str]:
+    """The places that keep a fake tensor which cannot be taken out."""
     places: list[str] = []
     for reference in modes:
         mode = reference()
@@ -131,12 +180,7 @@ def _check(modes: list[weakref.ref[FakeTensorMode]]) -> None:
         fakes = _fakes_of(mode)
         for fake in fakes:
             places += _take_out(fake, [fakes])
-    if places:
-        raise FakeTensorLeft(
-            f"running the model on fake tensors left one in {'; '.join(dict.fromkeys(places))}: the model would use it "
-            'in place of a real tensor.  Reset that place or build the model again, and plan with strategy="rules", '
-            "which runs nothing"
-        )
+    return places
 
 
 def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:

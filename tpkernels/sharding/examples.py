@@ -6,13 +6,13 @@ Owns: the guesses.  A guess is right when the model runs with it on fake tensors
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tpkernels.sharding.caches import Watch
 from tpkernels.sharding.opaque import NeedsValues, record
 from tpkernels.sharding.shadow import Shadow
 from tpkernels.sharding.trace import Recording
@@ -27,7 +27,7 @@ INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_id
 class Observation:
     """A recorded run of a model, or the reason why there is none."""
 
-    def __init__(self, model: nn.Module, example_inputs: object, modes: list[Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, example_inputs: object, watch: Watch | None = None) -> None:
         self.shadow: Shadow | None = None
         self.recording: Recording | None = None
         self.args: Any = ()
@@ -43,9 +43,9 @@ class Observation:
         """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
         given = None if example_inputs is None else as_call(example_inputs)
         try:
-            self.shadow = Shadow(model)
-            if modes is not None:
-                modes.append(weakref.ref(self.shadow.fake))
+            watch = watch or Watch()
+            self.shadow = Shadow(model, watch.caches)
+            watch.add(self.shadow.fake)
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
@@ -83,15 +83,14 @@ class Observation:
         return True
 
 
-def observe(model: nn.Module, example_inputs: object, modes: list[Any] | None = None) -> Observation:
-    """Run ``model`` on fake tensors; ``modes`` is given a reference to what keeps them
-    (:func:`tpkernels.sharding.caches.nothing_left`).
+def observe(model: nn.Module, example_inputs: object, watch: Watch | None = None) -> Observation:
+    """Run ``model`` on fake tensors; ``watch`` is of :func:`tpkernels.sharding.caches.nothing_left`.
 
     Raises:
         ValueError: example inputs were given, and the model does not run with them for another reason than that it
             asks for the values of tensors.
     """
-    found = Observation(model, example_inputs, modes)
+    found = Observation(model, example_inputs, watch)
     if example_inputs is not None and found.recording is None and not found.needs_values:
         raise ValueError(
             f"{type(model).__name__} does not run with the example_inputs given: {found.problem}. If it does run with "

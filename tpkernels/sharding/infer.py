@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -84,10 +83,10 @@ def make_plan(
         world_size = group.size()
     check_plain(model)
     forced = override_styles(overrides or {}, model)
-    with nothing_left() as modes:
-        planner = partial(_Planner, model, world_size, forced)
-        traced = partial(observe, model, example_inputs, modes) if strategy == "auto" else lambda: None
-        return planner(traced()).plan(group, sequence_parallel)
+    if strategy == "rules":
+        return _Planner(model, world_size, forced, None).plan(group, sequence_parallel)
+    with nothing_left() as watch:
+        return _Planner(model, world_size, forced, observe(model, example_inputs, watch)).plan(group, sequence_parallel)
 
 
 def check_plain(model: nn.Module) -> None:

@@ -44,9 +44,9 @@ class Shadow:
         Exception: whatever copying the model's own objects raises.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, caches: Caches) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.caches = Caches()
+        self.caches = caches
         self.names: dict[int, str] = {}
         memo: dict[int, Any] = {}
         with self.fake:
