@@ -167,6 +167,9 @@ class Attention(Op):
                 zero = self.scores.bias_of(zero, x)[0]  # type: ignore[index]
             flat = torch.baddbmm(zero, q.reshape(b * h, s, d), k.reshape(b * h, s, d).transpose(1, 2), alpha=scale)
             scores = flat.view(b, h, s, s)
+            if self.scores.kind == "shared_table":  # is in it already
+                weights = scores.softmax(-1)
+                return weights @ v, weights
         else:
             scores = q @ k.transpose(-1, -2) * scale
         weights = self.scores(scores, x)

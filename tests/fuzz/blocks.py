@@ -192,18 +192,58 @@ class Tied(Wide):
         self.how = how
         if how == "alike":
             self.other.weight = self.up.weight
+        elif how == "square" and self.up.weight.shape == self.down.weight.shape:
+            self.down.weight = self.up.weight
         elif how == "transposed":
             self.down.weight = nn.Parameter(self.up.weight.detach().t().clone())
 
     @staticmethod
     def draw(rng: random.Random, sizes: Sizes) -> Spec:
-        return {"how": rng.choice(["alike", "functional", "transposed"]), **_draw(rng, sizes, 2)}
+        return {"how": rng.choice(["alike", "functional", "transposed", "square"]), **_draw(rng, sizes, 2)}
 
     def forward(self, x: Tensor) -> Any:
         h = self.ops(self.up(x), x) + self.other(x)
         if self.how == "functional":
             return F.linear(h, self.up.weight.t())
         return self.down(h)
+
+
+@block("scaled_mlp")
+class Scaled(Wide):
+    """A number on the features, and one on what the row gives: the same one, or another one of the same module."""
+
+    def __init__(self, sizes: Sizes, how: str = "another", **options: Any) -> None:
+        super().__init__(sizes, **options)
+        self.inside, self.outside = free(1), free(1) if how == "another" else None
+
+    @staticmethod
+    def draw(rng: random.Random, sizes: Sizes) -> Spec:
+        return {"how": rng.choice(["another", "same"]), **_draw(rng, sizes, 1)}
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.down(self.ops(self.up(x), x) * self.inside)
+        return y * (self.inside if self.outside is None else self.outside)
+
+
+@block("added_to_zeros")
+class AddedToZeros(Wide):
+    """Features that are added to a view of zeros, which a row takes, or another layer, or the caller gets."""
+
+    def __init__(self, sizes: Sizes, how: str = "row", gives: bool = False, **options: Any) -> None:
+        super().__init__(sizes, **options)
+        self.gives = gives
+        self.other = nn.Linear(self.up.out_features, sizes.width) if how == "layer" else None
+
+    @staticmethod
+    def draw(rng: random.Random, sizes: Sizes) -> Spec:
+        return {"how": rng.choice(["row", "layer"]), "gives": rng.random() < 0.3, **_draw(rng, sizes, 1)}
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.ops(self.up(x), x)
+        found = torch.zeros(h.shape, dtype=h.dtype)
+        found[:, 0].add_(h[:, 0])
+        y = self.down(h + found) if self.other is None else self.down(h) + self.other(found)
+        return (y, found) if self.gives else y
 
 
 @block("reads_the_weight")

@@ -84,6 +84,17 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1).mul(2).view(x.shape)
 
 
+def _written_to_zeros(x: Tensor) -> Tensor:
+    """One feature, by way of a tensor that is made of no other one."""
+    found = torch.zeros(*x.shape[:2], 1, dtype=x.dtype)
+    found[..., 0] = x[..., 0]
+    return found
+
+
+def _scores_plus(x: Tensor, bias: float) -> Tensor:
+    return torch.baddbmm(torch.full((1,), bias, dtype=x.dtype), x, x.transpose(1, 2)).softmax(-1)
+
+
 SAFE: dict[str, Any] = {
     "relu": lambda x, w: x.relu(),
     "gelu": lambda x, w: F.gelu(x),
@@ -144,6 +155,8 @@ SAFE: dict[str, Any] = {
     "zeroed_in_place": lambda x, w: _copied(x, lambda y: y[:, :1].zero_()) + _copied(x, lambda y: y[:, 1:].fill_(0.5)),
     "copied_into_empty": lambda x, w: torch.empty_like(x).copy_(x),
     "repeated_rows": lambda x, w: x.repeat(1, 2, 1)[:, : x.shape[1]],
+    "repeated_in_front": lambda x, w: x.repeat(2, 1, 1, 1).mean(0),
+    "tiled_features_without_the_rest": lambda x, w: x.repeat(1, 1, 2).tanh()[..., : x.shape[-1]],
     "movedim": lambda x, w: x.movedim(2, 0).exp().log1p().movedim(0, 2),
 }
 
@@ -172,17 +185,20 @@ TRAPS: dict[str, Any] = {
     "variance_of_features": lambda x, w: x / (1 + x.var(-1, keepdim=True)),
     "std_of_features": lambda x, w: x / (1 + x.std(-1, keepdim=True)),
     "var_mean_of_features": lambda x, w: x - torch.var_mean(x, -1, keepdim=True)[1],
+    "mean_of_var_mean": lambda x, w: x - torch.var_mean(x, -1)[1].unsqueeze(-1),
     "smallest_feature": lambda x, w: x - x.amin(-1, keepdim=True),
     "prod_of_features": lambda x, w: x * x.tanh().prod(-1, keepdim=True),
     "numbers_of_features": lambda x, w: x * torch.arange(x.shape[-1], dtype=x.dtype).div(8).add(1),
     "scaled_by_features": lambda x, w: x / x.shape[-1] ** 0.5,
     "scaled_by_numel": lambda x, w: x * (x.numel() / 100),
+    "divided_by_a_tensor": lambda x, w: x / torch.tensor(float(x.shape[-1]), dtype=x.dtype),
     "minus_linspace": lambda x, w: x - torch.linspace(0, 1, x.shape[-1], dtype=x.dtype),
     "lower_triangle": lambda x, w: x.tril(2),
     "plus_whole": lambda x, w: x + fitted(w, x),
     "times_whole": lambda x, w: x * fitted(w, x).sigmoid(),
     "whole_in_place": lambda x, w: _copied(x, lambda y: y.add_(w[..., :1])),
     "times_a_feature_of_the_whole": lambda x, w: x * w[..., :1],
+    "times_the_whole_by_way_of_zeros": lambda x, w: x * _written_to_zeros(w),
     "plus_the_mean_of_the_whole": lambda x, w: x + w.mean(-1, keepdim=True),
     "largest_of_two": lambda x, w: torch.maximum(x, w[..., -1:]),
     "where_whole": lambda x, w: torch.where(x > 0, x, w[..., :1]),
@@ -194,6 +210,7 @@ TRAPS: dict[str, Any] = {
     "rows_beside_whole": lambda x, w: torch.cat([fitted(w, x), x], 1)[:, w.shape[1] :] + x,
     "attends_to_whole": lambda x, w: torch.softmax(w @ w.transpose(1, 2), -1) @ x,
     "attends_by_part": lambda x, w: torch.softmax(x @ x.transpose(1, 2), -1) @ x,
+    "attends_by_part_and_bias": lambda x, w: _scores_plus(x, 0.5) @ x,
     "gram_of_features": lambda x, w: x @ torch.tanh(x.transpose(1, 2) @ x),
     "gram_of_rows": lambda x, w: (_gram(x.flatten(0, 1)) @ x.flatten(0, 1)).view(x.shape),
     "gram_of_rows_plus_one": lambda x, w: (_gram_plus(x.flatten(0, 1)) @ x.flatten(0, 1)).view(x.shape),
@@ -211,6 +228,7 @@ TRAPS: dict[str, Any] = {
     "counts_of_the_largest": lambda x, w: x * (1 + torch.bincount(x.argmax(-1).flatten(), minlength=9)[:1]),
     "unfolded_features": lambda x, w: x + x.unfold(-1, 2, 1).sum(-1)[..., :1],
     "padded_features": lambda x, w: F.pad(x, (1, 0))[..., :-1] + x,
+    "shifted_features": lambda x, w: F.pad(x, (1, -1)),
     "repeated_features": lambda x, w: x.repeat_interleave(2, -1)[..., : x.shape[-1]],
     "tiled_features": lambda x, w: x.repeat(1, 1, 2)[..., 1 : x.shape[-1] + 1],
     "moved_between_rows": lambda x, w: x.reshape(x.shape[0], -1).roll(1, -1).view(x.shape),

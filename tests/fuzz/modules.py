@@ -122,6 +122,52 @@ class Gate(Op):
         return torch.lerp(x, g, g.sigmoid())
 
 
+@op(FEATURES, "two_layouts", trap=True)
+class TwoLayouts(Op):
+    """As many features again, made of two halves that are cut each by itself, joined along another dimension."""
+
+    def __init__(self, sizes: Sizes, how: str = "cat") -> None:
+        super().__init__(sizes)
+        half = sizes.features // 2
+        self.left, self.right = nn.Linear(sizes.width, half), nn.Linear(sizes.width, sizes.features - half)
+        self.how = how
+
+    @staticmethod
+    def draw(rng: random.Random, sizes: Sizes) -> Spec:
+        return {"how": rng.choice(["cat", "stack"])}
+
+    def forward(self, x: Tensor, whole: Tensor) -> Tensor:
+        halves = torch.cat([self.left(whole), self.right(whole)], -1)
+        if self.how == "stack":
+            return torch.stack([x, halves]).amax(0)
+        return torch.cat([x, halves], 1).unflatten(1, (2, x.shape[1])).mean(1)
+
+
+@op(FEATURES, "tiled_to_a_size", trap=True)
+class TiledToSize(Op):
+    """Repeated as often as it takes to be of one size."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.total = 2 * sizes.features
+
+    def forward(self, x: Tensor, whole: Tensor) -> Tensor:
+        return x - x.repeat(1, 1, self.total // x.shape[-1]).mean(-1, keepdim=True)
+
+
+@op(FEATURES, "chosen_by_size", trap=True)
+class ChosenBySize(Op):
+    """The same op on another tensor where there are fewer features."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.by_size = {sizes.features: 0}
+
+    def forward(self, x: Tensor, whole: Tensor) -> Tensor:
+        waves = x.sin(), x.cos()
+        return x * waves[self.by_size.get(x.shape[-1], 1)]
+
+
 @op(FEATURES, "gate_of_one", trap=True)
 class GateOfOne(Op):
     """A whole activation that a layer made."""

@@ -15,7 +15,7 @@ from tests.fuzz.judge import merged
 from tests.fuzz.runner import judged
 from tests.fuzz.vocabulary import Spec
 from tests.mutations.faults import FAULTS
-from tests.mutations.hints import candidates
+from tests.mutations.hints import candidates, likely
 from tests.mutations.search import KILLERS, check_with, how_killed, hunt, killers, run_all
 from tests.mutations.unreachable import UNREACHABLE
 from tpkernels.testing.spawn import Pools, RanksFailed
@@ -46,9 +46,13 @@ def main() -> int:
 
 def _search(pools: Pools, names: list[str]) -> None:
     for name in names:
-        known = candidates(name)
-        found = _killer(pools, name, known) if known else None
-        print(f"{name}: {len(known)} models, {'survives' if found is None else found['how']}", flush=True)
+        found, tried = None, 0
+        for specs in (likely(name), candidates(name)):
+            for world in sorted({spec["world"] for spec in specs}):
+                here = [spec for spec in specs if spec["world"] == world]
+                if found is None:
+                    found, tried = _killer(pools, name, here), tried + len(here)
+        print(f"{name}: {tried} models, {'survives' if found is None else found['how']}", flush=True)
         if found is not None:
             KILLERS.write_text(json.dumps(killers() | {name: found}, indent=1) + "\n")
 
@@ -56,7 +60,7 @@ def _search(pools: Pools, names: list[str]) -> None:
 def _killer(pools: Pools, name: str, specs: list[Spec]) -> dict[str, Any] | None:
     """What kills a fault: rather by being wrong than by raising, and rather so than by a plan that proves less."""
     try:
-        results = pools(2).run(hunt, name, specs, timeout=600)
+        results = pools(specs[0]["world"]).run(hunt, name, specs, timeout=600)
     except RanksFailed:  # the fault brings ranks out of step: one model after the other
         for spec in specs:
             (sound,) = judged(pools, [spec])

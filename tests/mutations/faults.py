@@ -173,13 +173,15 @@ def _row_input_unchecked() -> Any:
 
 
 def _whole_input_unchecked() -> Any:
-    """A layer that takes the whole is given a part of the right size."""
+    """A layer that takes the whole is given a part, and the part's size is not looked at either."""
     original = replay.Replay.layer_called
 
     def layer_called(self: Any, name: str, x: Tensor) -> Tensor:
-        role = self.roles.get(name)
-        if (role is None or role.kind != "row") and id(x) in self._splits:
-            del self._splits[id(x)]
+        role, event = self.roles.get(name), self.recording.events[min(self._at, self._stop - 1)]
+        if (role is None or role.kind != "row") and id(x) in self._splits and event.layer == name:
+            whole = self.new_output(x, tuple(event.whole[0]), x.dtype)
+            self.made[id(whole)] = self.source(x)
+            return original(self, name, whole)
         return original(self, name, x)
 
     return layer_called
@@ -264,7 +266,7 @@ def _planner() -> dict[str, Fault]:
         "origins are not passed on": lambda: _patched((session, "pass_origins", lambda *args: None)),
         "parts may leave the model": lambda: _patched((replay.Replay, "run_model", _outputs_unchecked)),
         "custom backwards are trusted": lambda: _patched(
-            (replay.Replay, "custom_function_called", lambda self, name, tensors: None)
+            (replay.Replay, "gradient_code_called", lambda self, name, tensors: None)
         ),
         "scalars may be one rank's": lambda: _patched((replay, "_same_scalars", lambda whole, local: True)),
         "constants may be one rank's": lambda: _patched(

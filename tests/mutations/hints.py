@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.fuzz.vocabulary import BLOCKS, FEATURES, Spec
 
-__all__ = ["candidates"]
+__all__ = ["candidates", "likely"]
 
 RULES = {
     "_to_copy": "through_bool through_fp32", "zeros_like": "times_a_new_one", "ones_like": "ones_like",
@@ -22,12 +22,13 @@ RULES = {
     "split_with_sizes": "chunks_of_length",
     "unbind": "heads_mixed recurrent",
     "cat": "beside_whole behind_whole rotated_halves heads_beside_whole twice_beside "
-    "rows_beside_whole along_length chunks_swapped extra_heads", "stack": "interleaved stacked scan",
-    "repeat": "tiled_features repeated_rows glu", "_softmax": "softmax_over_features softmax_over_heads",
+    "rows_beside_whole along_length chunks_swapped extra_heads two_layouts", "stack": "interleaved stacked scan",
+    "repeat": "tiled_features repeated_rows glu repeated_in_front tiled_features_without_the_rest tiled_to_a_size",
+    "_softmax": "softmax_over_features softmax_over_heads",
     "_log_softmax": "log_softmax_over_features", "cumsum": "cumsum_over_features cumsum_over_heads heads_through_batch",
     "flip": "flip_features flipped_heads", "sum": "sum_of_features sum_over_heads", "mean": "centred_over_features "
     "sum_of_everything mean_over_heads", "amax": "largest_feature largest_head", "amin": "smallest_feature",
-    "var": "variance_of_features", "std": "std_of_features", "var_mean": "var_mean_of_features",
+    "var": "variance_of_features", "std": "std_of_features", "var_mean": "var_mean_of_features mean_of_var_mean",
     "logsumexp": "logsumexp", "linalg_vector_norm": "vector_norm l2_normed",
     "native_layer_norm": "normed_over_features layer_norm normed_over_heads normed_by_module normed_over_all",
     "mm": "matrix matrix_first matrix_of_a_head einsum from_whole heads_mixed_by_matrix "
@@ -35,8 +36,8 @@ RULES = {
     "addmm": "affine_of_a_head gram_of_rows_plus_one",
     "bmm": "attends_by_part gram_of_features attends_to_whole heads_attend "
     "rows_mixed scores_of_itself matrix_per_head einsum_of_a_head outer_with_whole",
-    "constant_pad_nd": "padded_features",
-    "baddbmm": "", "_scaled_dot_product_flash_attention_for_cpu": "",
+    "constant_pad_nd": "padded_features shifted_features",
+    "baddbmm": "attends_by_part_and_bias", "_scaled_dot_product_flash_attention_for_cpu": "",
 }  # fmt: skip
 """Ops by rule."""
 
@@ -53,7 +54,7 @@ MORE: dict[str, list[Spec]] = {
             {"is": "latent_attention", "heads": 4}],
     "native_layer_norm": [{"is": "mlp", "ops": [
         {"is": "in_heads", "heads": 4, "ops": [{"is": "normed_by_module", "rms": False}]}]}],
-    "stack": [{"is": "two_ways", "how": "stack"}],
+    "stack": [{"is": "two_ways", "how": "stack"}, {"is": "mlp", "ops": [{"is": "two_layouts", "how": "stack"}]}],
     "bmm": [{"is": "attention", "heads": 4}, {"is": "fused_experts"}],
     "baddbmm": [{"is": "attention", "heads": 4, "kernel": "baddbmm"},
                 {"is": "attention", "heads": 4, "kernel": "baddbmm", "scores": "shared_table"}],
@@ -101,6 +102,41 @@ def _of(name: str) -> list[Spec]:
             for layout in ("bshd", "bhsd")
         ]
     return found
+
+
+FIRST: dict[str, list[Spec]] = {
+    "cat refuses nothing, nor does the rest": _of("two_layouts"),
+    "stack refuses nothing, nor does the rest": [
+        _around({"is": "mlp", "ops": [{"is": "two_layouts", "how": "stack"}]})
+    ],
+    "repeat refuses nothing, nor does the rest": _of("tiled_to_a_size"),
+    "repeat is taken to move nothing": _of("repeated_in_front"),
+    "var_mean refuses nothing, nor does the rest": _of("mean_of_var_mean"),
+    "baddbmm refuses nothing, nor does the rest": _of("attends_by_part_and_bias"),
+    "constant_pad_nd refuses nothing, nor does the rest": _of("shifted_features"),
+    "activations may be mixed": _of("times_the_whole_by_way_of_zeros"),
+    "nothing is completed": [_around({"is": "scaled_mlp", "how": "same"})],
+    "parameters may be partial and complete": [_around({"is": "scaled_mlp", "how": "same"})],
+    "half of a module may be partial": [_around({"is": "scaled_mlp"})],
+    "parts may leave the model": [_around({"is": "added_to_zeros", "gives": True})],
+    "a column takes a part": [_around({"is": "added_to_zeros", "how": "layer"})],
+    "tied weights are cut apart": [_around({"is": "tied_layers", "how": "square", "hidden": 8})],
+    "custom backwards are trusted": [*_of("gradient_over_features"), *_of("hook_over_features")],
+    "constants may be one rank's": _of("divided_by_a_tensor"),
+    "ops may take other tensors": _of("chosen_by_size"),
+    "a row takes any layout": [_around({"is": "two_ways", "how": "cat"})],
+    "copies of heads do not sum their gradients": [
+        _around({"is": "attention", "heads": 4, "kv_heads": 1}),
+        _around({"is": "attention", "heads": 4, "kv_heads": 2}, world=4),
+    ],
+    "an embedding does not sum": [_around({"is": "mlp"}, stem="ids")],
+}
+"""By faults: what shows them most plainly."""
+
+
+def likely(fault: str) -> list[Spec]:
+    """Models made to kill ``fault``; there may be none."""
+    return FIRST.get(fault, [])
 
 
 def candidates(fault: str) -> list[Spec]:
