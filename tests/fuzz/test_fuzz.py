@@ -46,6 +46,8 @@ FOUND: list[Spec] = [
     {"blocks": [{"is": "mlp", "ops": [{"is": "hook_over_features"}]}]},
     # A norm inside of a module that works on a part of the sequence, and has a parameter of its own.
     {"blocks": [{"is": "norms"}, {"is": "mlp"}], "sequence_parallel": True},
+    # 15 features, 8 and 7 of them on two ranks, and code that asks for more than 7: only the first rank was replayed.
+    {"blocks": [{"is": "mlp", "hidden": 15, "ops": [{"is": "branch", "on": "features", "ops": [{"is": "tanh"}]}]}]},
 ]
 """What random models have found, made smaller."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tpkernels.nn import copied_heads, embedding, replicated, row, shared_input
 from tpkernels.nn.row import RowParallelLinear
-from tpkernels.sharding import infer, proofs, replay, rules, trace
+from tpkernels.sharding import infer, proofs, replay, rules, search, trace
 from tpkernels.sharding.layout import Split, Unproven
 
 __all__ = ["FAULTS", "Fault"]
@@ -280,6 +280,9 @@ def _planner() -> dict[str, Fault]:
         ),
         "gradients of partial parameters are not planned": lambda: _patched(
             (proofs._Decider, "run", _without_partial())
+        ),
+        "ranks of other sizes than the first are like it": lambda: _patched(
+            *((module, "unlike_ranks", lambda roles, world_size: [0]) for module in (search, proofs))
         ),
         "weights that are read may be cut": lambda: _patched((infer._Planner, "_kept", lambda self: {})),
         "tied weights are cut apart": lambda: _patched((infer._Planner, "_untie", lambda self: None),

@@ -121,6 +121,9 @@ FIRST: dict[str, list[Spec]] = {
     "parts may leave the model": [_around({"is": "added_to_zeros", "gives": True})],
     "a column takes a part": [_around({"is": "added_to_zeros", "how": "layer"})],
     "tied weights are cut apart": [_around({"is": "tied_layers", "how": "square", "hidden": 8})],
+    "ranks of other sizes than the first are like it": [
+        _around({"is": "mlp", "hidden": 15, "ops": [{"is": "branch", "on": "features", "ops": [{"is": "tanh"}]}]})
+    ],
     "custom backwards are trusted": [*_of("gradient_over_features"), *_of("hook_over_features")],
     "constants may be one rank's": _of("divided_by_a_tensor"),
     "ops may take other tensors": _of("chosen_by_size"),

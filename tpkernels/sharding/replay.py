@@ -68,9 +68,10 @@ class Role:
 
 
 def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
-    """The first of all ranks that have equal numbers of pieces: what holds for them holds for all."""
-    pieces = sorted({role.pieces for role in roles.values() if role.pieces})
-    firsts = {tuple(share(count, world_size)[rank] for count in pieces): rank for rank in reversed(range(world_size))}
+    """The first of all ranks that have equal sizes: what holds for them holds for all."""
+    cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.segments})
+    shares = [share(size, world_size, pieces) for size, pieces in cuts]
+    firsts = {tuple(sizes[rank] for sizes in shares): rank for rank in reversed(range(world_size))}
     return sorted(firsts.values())
 
 

@@ -235,9 +235,9 @@ class Search:
                 replay.run_scope(scope)
             finally:
                 self._queries = max(self._queries, replay.heads.get(0, 0))
-        for name, sizes in segments.items():
-            if any(0 in share(size, world_size, pieces) for size in sizes):
-                raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
+            for name, sizes in segments.items():
+                if any(0 in share(size, world_size, pieces) for size in sizes):
+                    raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
         return replay.heads.get(0, 0)
 
     def _layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:
