@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tests.sharding.architectures.special import CONFIGS, VARIANTS
+from tests.sharding.architectures.special import CLASSES, CONFIGS, VARIANTS
 
 __all__ = ["PREFERENCE", "Architecture", "architectures", "config_class"]
 
@@ -65,7 +65,7 @@ def architectures() -> dict[str, Architecture]:
     for name in configuration_auto.CONFIG_MAPPING_NAMES:
         kinds = ((head, mapping[name]) for head, mapping in mappings.items() if name in mapping)
         head, kind = next(kinds, ("", ""))
-        kind = kind if isinstance(kind, str) else kind[0]
+        kind = CLASSES.get(name) or (kind if isinstance(kind, str) else kind[0])
         found[name] = Architecture(name, kind, head, name, CONFIGS.get(name, {}))
         for other, (base, options) in VARIANTS.items():
             if base == name:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.sharding.architectures.shrink import PLACEHOLDERS
-from tests.sharding.architectures.special import INPUTS
+from tests.sharding.architectures.special_inputs import INPUTS
 
 __all__ = ["calls", "cast"]
 
@@ -54,9 +54,20 @@ class _Maker:
         self.main = str(getattr(model, "main_input_name", ""))
 
     def given(self, value: Any) -> Any:
-        if value[0] == "int":
-            return self.ints(value[1], value[2])
-        return torch.ones(value[1]) if value[0] == "ones" else self.floats(value[1])
+        kind, *rest = value
+        if kind == "words":
+            length, placeholder, count = rest
+            ids = self.ids(length)
+            ids[:, 1 : 1 + count] = placeholder
+            return ids
+        makers = {
+            "int": self.ints,
+            "is": torch.tensor,
+            "ones": torch.ones,
+            "float": self.floats,
+            "uniform": lambda shape: torch.rand(shape, generator=self.random),
+        }
+        return makers[kind](*rest)
 
     def ints(self, shape: Any, high: int) -> Tensor:
         return torch.randint(0, high, tuple(shape), generator=self.random)
@@ -142,7 +153,8 @@ class _Maker:
     def by_main(self, text: dict[str, Any]) -> Iterator[Call]:
         rest = self.others() | {key: value for key, value in text.items() if key != "input_ids"}
         if self.main == "input_features":
-            mels = self.config.get("num_mel_bins") or self.config.get("feature_size") or 16
+            names = ("num_mel_bins", "feature_size", "feature_projection_input_dim", "input_feat_per_channel")
+            mels = next((self.config[name] for name in names if self.config.get(name)), 16)
             long = 2 * int(self.config.get("max_source_positions") or 20)
             for shape in ((BATCH, mels, long), (BATCH, long, mels), (BATCH, 1, long, mels)):
                 yield "audio", rest | {"input_features": self.floats(shape)}

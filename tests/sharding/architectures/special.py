@@ -1,7 +1,7 @@
-"""What single architectures need beyond the rules: data only.
+"""What single architectures need of their configuration beyond the rules: data only.
 
-``CONFIGS``: fields of the configuration, those of a part in a dict of their own.  ``INPUTS``: arguments of the call by
-name, ("int", shape, below), ("float", shape) or ("ones", shape), which win over what the names of arguments suggest.
+``CONFIGS``: fields of the configuration, those of a part in a dict of their own.  ``CLASSES``: what is built where the
+head that the catalogue would take is a part of the model alone, or draws random numbers that a call cannot give.
 ``VARIANTS``: other configurations of an architecture whose defaults leave out what is of interest, under a name of
 their own.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CONFIGS", "INPUTS", "VARIANTS"]
+__all__ = ["CLASSES", "CONFIGS", "VARIANTS"]
 
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _STAGES = {"depths": [1, 1], "num_heads": [2, 4], "image_size": 16, "patch_size": 2, "window_size": 4}
@@ -27,7 +27,26 @@ _RESNET = {
     "backbone_config": {"model_type": "resnet", "embedding_size": 8, "out_features": ["stage2", "stage3", "stage4"]},
 }
 
+_CODEC = {
+    "num_filters": 4,
+    "codebook_size": 32,
+    "codebook_dim": 16,
+    "vector_quantization_hidden_dimension": 16,
+    "num_key_value_heads": 4,
+}
+_SAM_PARTS = {
+    "vision_config": {"output_channels": 32, "num_pos_feats": 16},
+    "prompt_encoder_config": {"image_embedding_size": 4, "mask_input_channels": 4},
+}
+_ROI = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
+_RT_DETR = {"backbone_config": _ROI, "encoder_in_channels": [16, 24, 32], "decoder_in_channels": [32] * 3}
+_VOCAB = {"vocab_size": 96}
+
 CONFIGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("sam", "sam_hq"), _SAM_PARTS),
+    **dict.fromkeys(("rt_detr", "rt_detr_v2"), _RT_DETR),
+    **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), _VOCAB),
+    **dict.fromkeys(("mimi", "mimi_encoder", "mimi_decoder"), _CODEC),
     **dict.fromkeys(("informer", "time_series_transformer"), _FORECAST),
     **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer"), _RESNET),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"), _HEAD),
@@ -61,42 +80,71 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
-}
-
-_IDS = ("int", (2, 7), 64)
-_SERIES = {
-    "past_values": ("float", (2, 15)),
-    "past_time_features": ("float", (2, 15, 1)),
-    "past_observed_mask": ("ones", (2, 15)),
-    "future_values": ("float", (2, 4)),
-    "future_time_features": ("float", (2, 4, 1)),
-}
-
-INPUTS: dict[str, dict[str, Any]] = {
-    "autoformer": _SERIES,
-    "bros": {"input_ids": _IDS, "bbox": ("float", (2, 7, 4))},
-    "decision_transformer": {
-        "states": ("float", (2, 5, 17)),
-        "actions": ("float", (2, 5, 4)),
-        "rewards": ("float", (2, 5, 1)),
-        "returns_to_go": ("float", (2, 5, 1)),
-        "timesteps": ("int", (2, 5), 5),
-        "attention_mask": ("ones", (2, 5)),
+    "bark": {"codec_config": {"num_filters": 4, "hidden_size": 16, "codebook_size": 32, "codebook_dim": 16}},
+    "clap": {
+        "audio_config": {
+            "patch_embeds_hidden_size": 8,
+            "num_attention_heads": [2, 2, 4, 4],
+            "hidden_size": 64,
+            "num_mel_bins": 16,
+            "spec_size": 64,
+        }
     },
-    "clvp": {"input_ids": _IDS, "input_features": ("float", (2, 32, 20))},
-    "dia": {"input_ids": _IDS, "decoder_input_ids": ("int", (2, 5, 9), 64)},
-    "esm": {"input_ids": ("int", (2, 7), 30)},
-    "esmc": {"input_ids": ("int", (2, 7), 30)},
-    "granite_speech5_ctc": {"input_features": ("float", (2, 40, 64))},
-    "granite_speech5_encoder": {"input_features": ("float", (2, 40, 64))},
-    "idefics": {
-        "input_ids": _IDS,
-        "pixel_values": ("float", (2, 1, 3, 32, 32)),
-        "image_attention_mask": ("ones", (2, 7, 1)),
+    "csm": {
+        "codec_config": _CODEC,
+        "num_codebooks": 4,
+        "depth_decoder_config": {"num_codebooks": 4, "backbone_hidden_size": 32},
     },
-    "informer": _SERIES,
-    "lxmert": {"input_ids": _IDS, "visual_feats": ("float", (2, 4, 2048)), "visual_pos": ("float", (2, 4, 4))},
-    "time_series_transformer": _SERIES,
+    "instructblip": {"image_token_index": 90, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 91, "num_query_tokens": 4},
+    "kosmos-2": {"latent_query_num": 4, "text_config": {"layers": 2}},
+    "ministral": {"head_dim": 8},
+    "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
+    "molmo2": {
+        "adapter_config": {"vision_feature_layer": [1, 0]},
+        "vision_config": {"num_position_embeddings": 16},
+        "image_patch_id": 90,
+    },
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "moonshine_streaming": {"num_key_value_heads": 4, "encoder_config": {"num_key_value_heads": 4}},
+    "mpnet": {"relative_attention_num_buckets": 32},
+    "nemotron": {"num_key_value_heads": 2},
+    "patchtst": {"context_length": 32},
+    "perceiver": {"d_latents": 32, "num_self_attends_per_block": 2},
+    "reformer": {
+        "axial_pos_shape": [4, 4],
+        "axial_pos_embds_dim": [8, 24],
+        "attn_layers": ["local", "lsh"],
+        "num_buckets": 2,
+        "attention_head_size": 8,
+        "feed_forward_size": 48,
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "hash_seed": 0,
+        "max_position_embeddings": 16,
+        "num_hidden_layers": 2,
+    },
+    "speech_to_text": {"conv_channels": 48, "input_feat_per_channel": 16},
+    "timesfm": {"patch_length": 8, "context_length": 32, "horizon_length": 8},
+    "timesfm2_5": {"patch_length": 8, "context_length": 32, "horizon_length": 8},
+    "udop": {"relative_attention_num_buckets": 32},
+    "vivit": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
+    "videomae": {"num_frames": 4},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention"],
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
 }
 
 _EXPERT_BLOCKS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
@@ -106,4 +154,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "beit relative": ("beit", _RELATIVE),
     "data2vec-vision relative": ("data2vec-vision", _RELATIVE),
     "gemma4_text experts": ("gemma4_text", _EXPERT_BLOCKS),
+}
+
+CLASSES: dict[str, str] = {
+    "musicgen": "MusicgenForConditionalGeneration",
+    "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+    "vit_mae": "ViTMAEForPreTraining",
 }

@@ -1,0 +1,84 @@
+"""What single architectures are called with, where the names of arguments do not say it: data only.
+
+``INPUTS``: arguments by name: ("int", shape, below), ("float", shape), ("uniform", shape) between 0 and 1,
+("ones", shape), ("words", length, id, count) for ids of which ``count`` from the second on are a placeholder, or
+("is", value) for integers that are written out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["INPUTS"]
+
+_IDS = ("int", (2, 7), 64)
+_SERIES = {
+    "past_values": ("float", (2, 15)),
+    "past_time_features": ("float", (2, 15, 1)),
+    "past_observed_mask": ("ones", (2, 15)),
+    "future_values": ("float", (2, 4)),
+    "future_time_features": ("float", (2, 4, 1)),
+}
+
+_VIDEO = ("float", (2, 4, 3, 32, 32))
+_PATCHES = ("float", (2, 16, 192))
+_IMAGE = ("float", (2, 3, 32, 32))
+
+INPUTS: dict[str, dict[str, Any]] = {
+    "clap": {"input_ids": _IDS, "input_features": ("float", (2, 1, 64, 16))},
+    "instructblip": {"input_ids": ("words", 11, 90, 4), "qformer_input_ids": _IDS, "pixel_values": _IMAGE},
+    "instructblipvideo": {"input_ids": ("words", 23, 91, 16), "qformer_input_ids": _IDS, "pixel_values": _VIDEO},
+    "kosmos-2": {
+        "input_ids": ("int", (2, 11), 64),
+        "pixel_values": _IMAGE,
+        "image_embeds_position_mask": ("is", [[0] + [1] * 4 + [0] * 6] * 2),
+    },
+    "reformer": {"input_ids": ("int", (2, 16), 64)},
+    "siglip2": {
+        "pixel_values": _PATCHES,
+        "pixel_attention_mask": ("ones", (2, 16)),
+        "spatial_shapes": ("is", [[4, 4], [2, 8]]),
+    },
+    "siglip2_vision_model": {
+        "pixel_values": _PATCHES,
+        "pixel_attention_mask": ("ones", (2, 16)),
+        "spatial_shapes": ("is", [[4, 4], [2, 8]]),
+    },
+    "udop": {
+        "input_ids": _IDS,
+        "decoder_input_ids": ("int", (2, 5), 64),
+        "bbox": ("uniform", (2, 7, 4)),
+        "pixel_values": _IMAGE,
+    },
+    "vivit": {"pixel_values": _VIDEO},
+    "videomae": {"pixel_values": _VIDEO},
+    "vit_mae": {"pixel_values": _IMAGE, "noise": ("uniform", (2, 16))},
+    "patchtst": {"past_values": ("float", (2, 32, 1))},
+    "patchtsmixer": {"past_values": ("float", (2, 32, 1))},
+    "timesfm": {"past_values": ("float", (2, 24)), "freq": ("is", [0, 1])},
+    "timesfm2_5": {"past_values": ("float", (2, 24))},
+    "autoformer": _SERIES,
+    "bros": {"input_ids": _IDS, "bbox": ("float", (2, 7, 4))},
+    "decision_transformer": {
+        "states": ("float", (2, 5, 17)),
+        "actions": ("float", (2, 5, 4)),
+        "rewards": ("float", (2, 5, 1)),
+        "returns_to_go": ("float", (2, 5, 1)),
+        "timesteps": ("int", (2, 5), 5),
+        "attention_mask": ("ones", (2, 5)),
+    },
+    "clvp": {"input_ids": _IDS, "input_features": ("float", (2, 32, 20))},
+    "dia": {"input_ids": _IDS, "decoder_input_ids": ("int", (2, 5, 9), 64)},
+    "esm": {"input_ids": ("int", (2, 7), 30)},
+    "esmc": {"input_ids": ("int", (2, 7), 30)},
+    "granite_speech5_ctc": {"input_features": ("float", (2, 40, 64))},
+    "granite_speech5_encoder": {"input_features": ("float", (2, 40, 64))},
+    "idefics": {
+        "input_ids": _IDS,
+        "pixel_values": ("float", (2, 1, 3, 32, 32)),
+        "image_attention_mask": ("ones", (2, 7, 1)),
+    },
+    "informer": _SERIES,
+    "lxmert": {"input_ids": _IDS, "visual_feats": ("float", (2, 4, 2048)), "visual_pos": ("float", (2, 4, 4))},
+    "time_series_transformer": _SERIES,
+}
