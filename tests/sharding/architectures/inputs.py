@@ -64,6 +64,7 @@ class _Maker:
             "int": self.ints,
             "is": torch.tensor,
             "ones": torch.ones,
+            "no": lambda shape: torch.zeros(shape, dtype=torch.bool),
             "float": self.floats,
             "uniform": lambda shape: torch.rand(shape, generator=self.random),
         }

@@ -33,6 +33,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"num_kv_shared_layers", 0),
     (r"index_kpool", 2),
     (r"upsample_groups", 32),
+    (r"upsample_initial_channel", 64),
     (r"num_windows", 4),
     (r"num_feat_extract_layers|num_encoder_blocks|num_adapter_layers", 99),
     (r"(num_|n_)?(\w+_)?heads?|encoder_attention_heads|decoder_attention_heads", HEADS),
@@ -90,7 +91,8 @@ def small_config(kind: Any, options: Mapping[str, Any], given: Any = None) -> An
             if new is not value:
                 changed[key] = new
     _fit(changed, fields)
-    if isinstance(fields.get("rope_parameters"), Mapping) and "mrope_section" in _modeling(kind):
+    changed |= {key: value for key, value in _stages(default, fields, changed, options).items() if given is not None}
+    if fields.get("rope_parameters") and "mrope_section" in _modeling(kind):
         rope = dict(changed.get("rope_parameters", fields["rope_parameters"]))
         parts = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]
         for part in parts[1:] or parts:
@@ -113,6 +115,19 @@ def _class(name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[name]
+
+
+def _stages(
+    default: Any, fields: Mapping[str, Any], changed: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A backbone hands on the features of as many stages as before; where layers are its stages, it has no fewer."""
+    wanted = getattr(default, "_out_features", None) or []
+    if len(wanted) < 2 or {"out_features", "out_indices", "_out_features"} & set(options):
+        return {}
+    if "num_hidden_layers" not in changed or "depths" in fields:
+        return {"out_features": list(wanted)}
+    layers = int(options.get("num_hidden_layers", len(wanted)))
+    return {"num_hidden_layers": layers, "out_features": [f"stage{layers - i}" for i in reversed(range(len(wanted)))]}
 
 
 _NOT_PASSED = {"transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "model_type"}

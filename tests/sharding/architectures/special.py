@@ -38,6 +38,39 @@ _SAM_PARTS = {
     "vision_config": {"output_channels": 32, "num_pos_feats": 16},
     "prompt_encoder_config": {"image_embedding_size": 4, "mask_input_channels": 4},
 }
+_HGNET = {
+    "embedding_size": 8,
+    "hidden_sizes": [16, 16, 24, 32],
+    "depths": [1, 1, 1, 1],
+    "stem_channels": [3, 8, 8],
+    "stage_in_channels": [8, 16, 16, 24],
+    "stage_mid_channels": [8, 8, 8, 8],
+    "stage_out_channels": [16, 16, 24, 32],
+    "stage_num_blocks": [1, 1, 1, 1],
+    "stage_numb_of_layers": [2, 2, 2, 2],
+}
+_HGNET_DETR = {"backbone_config": _HGNET, "encoder_in_channels": [16, 24, 32], "decoder_in_channels": [32] * 3}
+_HIERA = {
+    "embed_dim_per_stage": [8, 16, 24, 32],
+    "num_attention_heads_per_stage": [1, 2, 2, 4],
+    "blocks_per_stage": [1, 1, 2, 1],
+    "global_attention_blocks": [3],
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "image_size": [64, 64],
+    "window_positional_embedding_background_size": [4, 4],
+    "window_size_per_stage": [4, 2, 2, 1],
+}
+_HIERA_NECK = {
+    "backbone_config": _HIERA,
+    "backbone_channel_list": [32, 24, 16, 8],
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+}
+_SAM2 = {
+    "vision_config": _HIERA_NECK,
+    "prompt_encoder_config": {"image_size": 64, "patch_size": 16, "mask_input_channels": 4},
+}
+_WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
 _ROI = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 _RT_DETR = {"backbone_config": _ROI, "encoder_in_channels": [16, 24, 32], "decoder_in_channels": [32] * 3}
 _VOCAB = {"vocab_size": 96}
@@ -45,6 +78,82 @@ _VOCAB = {"vocab_size": 96}
 CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("sam", "sam_hq"), _SAM_PARTS),
     **dict.fromkeys(("rt_detr", "rt_detr_v2"), _RT_DETR),
+    **dict.fromkeys(("d_fine", "deimv2"), _HGNET_DETR),
+    **dict.fromkeys(("sam2", "sam2_video", "edgetam_video"), _SAM2),
+    "sam2_hiera_det_model": _HIERA,
+    "sam2_vision_model": _HIERA_NECK,
+    "hgnet_v2": _HGNET,
+    **dict.fromkeys(("qwen2_5_vl_vision", "exaone4_5_vision"), _WINDOWS),
+    "align": {
+        "projection_dim": 80,
+        "vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 80},
+    },
+    "blip_2_qformer": {"encoder_hidden_size": 32},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_config": {"hidden_size_global": 64},
+        "decoder_config": {"hidden_size_global": 64},
+        "global_config": {"hidden_size": 64, "head_dim": 16},
+    },
+    "bridgetower": {"hidden_size": 128, "text_config": {"hidden_size": 128}, "vision_config": {"hidden_size": 128}},
+    "clvp": {
+        part: {"hidden_size": 128, "projection_dim": 128} for part in ("text_config", "speech_config", "decoder_config")
+    }
+    | {"projection_dim": 128},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "n_shared_experts": 1},
+        "vision_config": {"sam_config": {"output_channels": 32, "downsample_channels": [32, 32]}},
+    },
+    "depth_pro": {
+        "patch_size": 32,
+        "intermediate_hook_ids": [1, 0],
+        "intermediate_feature_dims": [32, 32],
+        "scaled_images_feature_dims": [32, 32, 32],
+    },
+    "diffusion_gemma": {
+        "text_config": {
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "canvas_length": 8,
+    },
+    "efficientloftr": {
+        "hidden_size": 32,
+        "out_features": [8, 8, 16, 32],
+        "stage_num_blocks": [1, 1, 1, 1],
+        "num_attention_layers": 2,
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [1, 1, 2]}}
+    },
+    "fastspeech2_conformer_with_hifigan": {"vocoder_config": {"model_in_dim": 16}},
+    "gemma3n_audio": {"input_feat_size": 16, "sscp_conv_channel_size": [8, 4]},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2}
+    },
+    "gemma4_audio": {"subsampling_conv_channels": [8, 4]},
+    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
+    "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [1],
+        "downsample_rate": "1/2",
+        "qformer_config": {"encoder_hidden_size": 32},
+    },
+    "kyutai_speech_to_text": {
+        "codec_config": _CODEC,
+        "num_codebooks": 4,
+        "codebook_vocab_size": 33,
+        "audio_bos_token_id": 32,
+        "audio_pad_token_id": 69,
+    },
+    "lw_detr": {"projector_scale_factors": [1.0], "num_queries": 4, "group_detr": 2},
+    "muse_glimmer_assistant": {"target_layer_ids": [0]},
+    "neomme": {"head_dim": 16},
+    "neucodec": {"encoder_hidden_size": 8, "downsampling_ratios": [2, 2]},
+    "univnet": {"model_hidden_channels": 8, "model_in_channels": 8},
     **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), _VOCAB),
     **dict.fromkeys(("mimi", "mimi_encoder", "mimi_decoder"), _CODEC),
     **dict.fromkeys(("informer", "time_series_transformer"), _FORECAST),
@@ -54,7 +163,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "autoformer": _FORECAST | {"label_length": 4},
     "bit": {"num_groups": 4},
     "blip-2": {"image_token_id": 90},
-    "blt": {"encoder_hash_byte_group_vocab": 64},
     "bros": {"hidden_size": 64},
     "chameleon": {"vocabulary_map": {"<image>": 90}, "vq_config": _CODES},
     "cvt": {"depth": [1, 2, 3]},

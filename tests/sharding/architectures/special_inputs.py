@@ -1,8 +1,8 @@
 """What single architectures are called with, where the names of arguments do not say it: data only.
 
 ``INPUTS``: arguments by name: ("int", shape, below), ("float", shape), ("uniform", shape) between 0 and 1,
-("ones", shape), ("words", length, id, count) for ids of which ``count`` from the second on are a placeholder, or
-("is", value) for integers that are written out.
+("ones", shape), ("no", shape) for a mask that is False, ("words", length, id, count) for ids of which ``count`` from
+the second on are a placeholder, or ("is", value) for integers that are written out.
 """
 
 from __future__ import annotations
@@ -20,11 +20,42 @@ _SERIES = {
     "future_time_features": ("float", (2, 4, 1)),
 }
 
+_GRID = ("is", [[1, 4, 4]] * 2)
 _VIDEO = ("float", (2, 4, 3, 32, 32))
 _PATCHES = ("float", (2, 16, 192))
 _IMAGE = ("float", (2, 3, 32, 32))
 
 INPUTS: dict[str, dict[str, Any]] = {
+    "audioflamingo3_encoder": {"input_features": ("float", (2, 16, 128)), "input_features_mask": ("ones", (2, 128))},
+    "blip_2_qformer": {"query_embeds": ("float", (2, 4, 32)), "encoder_hidden_states": ("float", (2, 5, 32))},
+    "depth_pro": {"pixel_values": ("float", (2, 3, 128, 128))},
+    "efficientloftr": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
+    "lightglue": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
+    "superglue": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
+    "minicpm_ocr_vision": {"pixel_values": ("float", (2, 3, 8, 128)), "target_sizes": ("is", [[4, 4], [4, 4]])},
+    "minicpmv4_7_vision": {"pixel_values": ("float", (2, 3, 8, 128)), "target_sizes": ("is", [[4, 4], [4, 4]])},
+    "fun_asr_nano_encoder": {"input_features": ("float", (2, 20, 112)), "input_features_mask": ("ones", (2, 20))},
+    "gemma3n_audio": {"audio_mel": ("float", (2, 32, 16)), "audio_mel_mask": ("no", (2, 32))},
+    "gemma4_audio": {"input_features": ("float", (2, 32, 128)), "attention_mask": ("ones", (2, 32))},
+    "gemma4_vision": {
+        "pixel_values": ("uniform", (2, 9, 192)),
+        "pixel_position_ids": ("is", [[[x, y] for y in range(3) for x in range(3)]] * 2),
+    },
+    "kimi_k25_vision": {"pixel_values": ("float", (32, 3, 8, 8)), "grid_thw": _GRID},
+    "muse_glimmer_vision": {"pixel_values": ("float", (32, 384)), "grid_thw": _GRID},
+    "muse_spark_vision": {"pixel_values": ("float", (32, 384)), "grid_thw": _GRID},
+    "muse_glimmer_assistant": {
+        "noise_embeds": ("float", (2, 7, 32)),
+        "context_hidden_states": ("float", (2, 7, 32)),
+        "attention_mask": ("ones", (2, 14)),
+    },
+    "inkling2_vision": {"pixel_values": ("float", (8 * 256, 3)), "image_grid_thw": _GRID},
+    "pe_audio": {"input_ids": _IDS, "input_values": ("float", (2, 1, 7680))},
+    "pe_audio_encoder": {"input_values": ("float", (2, 1, 7680))},
+    "mimi_decoder": {"latents": ("float", (2, 32, 4))},
+    "pix2struct": {"flattened_patches": ("uniform", (2, 8, 194)), "decoder_input_ids": ("int", (2, 5), 64)},
+    "xclip": {"input_ids": _IDS, "pixel_values": ("float", (2, 8, 3, 32, 32))},
+    "videoprism": {"input_ids": _IDS, "pixel_values_videos": _VIDEO},
     "clap": {"input_ids": _IDS, "input_features": ("float", (2, 1, 64, 16))},
     "instructblip": {"input_ids": ("words", 11, 90, 4), "qformer_input_ids": _IDS, "pixel_values": _IMAGE},
     "instructblipvideo": {"input_ids": ("words", 23, 91, 16), "qformer_input_ids": _IDS, "pixel_values": _VIDEO},
