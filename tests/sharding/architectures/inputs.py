@@ -64,6 +64,8 @@ class _Maker:
             "int": self.ints,
             "is": torch.tensor,
             "ones": torch.ones,
+            "exactly": lambda value: value,
+            "yes": lambda shape: torch.ones(shape, dtype=torch.bool),
             "no": lambda shape: torch.zeros(shape, dtype=torch.bool),
             "float": self.floats,
             "uniform": lambda shape: torch.rand(shape, generator=self.random),
@@ -126,7 +128,10 @@ class _Maker:
     def with_grids(self, text: dict[str, Any]) -> Iterator[Call]:
         """Images as rows of patches, with their sizes in patches: 4 x 4 each."""
         side, merge = self.config.get("patch_size", 8), self.config.get("spatial_merge_size", 2)
-        frames, channels = self.config.get("temporal_patch_size", 1), self.config.get("num_channels") or 3
+        frames, channels = (
+            self.config.get("temporal_patch_size") or self.config.get("patch_temporal", 1),
+            self.config.get("num_channels") or 3,
+        )
         channels = self.config.get("in_channels") or channels
         patches = self.floats((BATCH * 16, channels * frames * side * side))
         grid = torch.tensor([[1, 4, 4]] * BATCH)

@@ -77,7 +77,7 @@ def small_config(kind: Any, options: Mapping[str, Any], given: Any = None) -> An
     options = dict(options)
     if given is not None and options.get("model_type", given.model_type) != given.model_type:
         return small_config(_class(options.pop("model_type")), options)  # another part in its place
-    default = given if given is not None else kind()
+    default = given if given is not None else _default(kind, options)
     fields = {key: value for key, value in vars(default).items() if not key.startswith("_")}
     fields = {key: value for key, value in fields.items() if key not in _NOT_PASSED}
     layers = _layers(fields, options)
@@ -101,6 +101,14 @@ def small_config(kind: Any, options: Mapping[str, Any], given: Any = None) -> An
         changed["rope_parameters"] = rope
     kept = {key: value for key, value in fields.items() if given is not None and key not in changed}
     return kind(**{**kept, **changed, **options}) if given is None else _rebuilt(kind, kept, changed | options)
+
+
+def _default(kind: Any, options: Mapping[str, Any]) -> Any:
+    """What the class makes of nothing; of the options, where it refuses its own defaults."""
+    try:
+        return kind()
+    except Exception:  # noqa: BLE001 - a validator raises anything; if this raises as well, that is the reason
+        return kind(**options)
 
 
 @cache
@@ -130,7 +138,16 @@ def _stages(
     return {"num_hidden_layers": layers, "out_features": [f"stage{layers - i}" for i in reversed(range(len(wanted)))]}
 
 
-_NOT_PASSED = {"transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "model_type"}
+_NOT_PASSED = {
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "id2label",
+    "label2id",
+    "model_type",
+    "stage_names",
+}
 
 
 def _rebuilt(kind: Any, kept: Mapping[str, Any], changed: Mapping[str, Any]) -> Any:
@@ -220,7 +237,12 @@ def _small_rope(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fit(changed: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Latent attention makes keys and values for every head, and rotates a part of their features."""
+    """Latent attention makes keys and values for every head, and rotates a part of their features.
+
+    Windows over merged patches are counted in pixels.
+    """
+    if {"window_size", "spatial_merge_size", "patch_size"} <= fields.keys():
+        changed["window_size"] = 2 * fields["spatial_merge_size"] * changed.get("patch_size", fields["patch_size"])
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         changed["head_dim"] = changed.get("qk_rope_head_dim", fields["qk_rope_head_dim"])
     for key in list(changed):

@@ -38,6 +38,27 @@ _SAM_PARTS = {
     "vision_config": {"output_channels": 32, "num_pos_feats": 16},
     "prompt_encoder_config": {"image_embedding_size": 4, "mask_input_channels": 4},
 }
+_ENCODEC = {"num_filters": 4, "hidden_size": 16, "codebook_size": 32, "codebook_dim": 16}
+_MUSICGEN = {"audio_encoder": _ENCODEC}
+_NEUCODEC = {"encoder_hidden_size": 8, "downsampling_ratios": [2, 2], "quantization_dim": 64, "num_key_value_heads": 4}
+_COMPASS_ROPE = {
+    kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    for kind in ("full_attention", "sliding_attention")
+}
+_DOTS3 = {
+    "per_layer_config": {1: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "head_dim": 12}},
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_SPEECH5 = {"context_size": 16, "num_key_value_heads": 4}
+_QWEN4 = {
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+}
+_VIBE = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 _HGNET = {
     "embedding_size": 8,
     "hidden_sizes": [16, 16, 24, 32],
@@ -70,20 +91,77 @@ _SAM2 = {
     "vision_config": _HIERA_NECK,
     "prompt_encoder_config": {"image_size": 64, "patch_size": 16, "mask_input_channels": 4},
 }
-_WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
 _ROI = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 _RT_DETR = {"backbone_config": _ROI, "encoder_in_channels": [16, 24, 32], "decoder_in_channels": [32] * 3}
 _VOCAB = {"vocab_size": 96}
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("sam", "sam_hq"), _SAM_PARTS),
+    "sam": _SAM_PARTS,
     **dict.fromkeys(("rt_detr", "rt_detr_v2"), _RT_DETR),
     **dict.fromkeys(("d_fine", "deimv2"), _HGNET_DETR),
     **dict.fromkeys(("sam2", "sam2_video", "edgetam_video"), _SAM2),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), _MUSICGEN),
+    "pp_doclayout_v4": _HGNET_DETR,
+    **dict.fromkeys(("neucodec", "xcodec2"), _NEUCODEC),
+    "pp_doclayout_v3": _HGNET_DETR | {"x4_feat_dim": 16, "mask_feature_channels": [8, 8]},
+    "cohere_compass": {"text_config": {"rope_parameters": _COMPASS_ROPE}},
+    "cohere_compass_text": {"rope_parameters": _COMPASS_ROPE},
+    "dots3_note_text": _DOTS3,
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "qwen3_asr_encoder": {"downsample_hidden_size": 8},
+    "sam3_tracker": {
+        "vision_config": {
+            "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+            "backbone_config": {"global_attn_indexes": [1]},
+        }
+    },
+    "seggpt": {
+        "merge_index": 0,
+        "image_size": [64, 32],
+        "intermediate_hidden_state_indices": [1, 2, 3, 4],
+        "num_hidden_layers": 5,
+    },
+    "step3p7": {"text_config": {"sliding_window": 4}},
+    "superglue": {
+        "hidden_size": 64,
+        "keypoint_encoder_sizes": [8, 16, 32, 64],
+        "keypoint_detector_config": {"descriptor_decoder_dim": 64, "decoder_hidden_size": 64},
+        "gnn_layers_types": ["self", "cross"],
+    },
+    "t5gemma2_encoder": {"mm_tokens_per_image": 4, "image_token_index": 90, "text_config": {"dropout_rate": 0.0}},
+    "textnet": {"stem_out_channels": 8},
+    "tvp": {"backbone_config": _ROI, "max_img_size": 128, "visual_prompt_size": 8, "num_frames": 2},
+    "vits": {
+        "noise_scale": 0.0,
+        "noise_scale_duration": 0.0,
+        "spectrogram_bins": 17,
+        "flow_size": 32,
+        "duration_predictor_filter_channels": 32,
+    },
+    "muse_spark": {"out_hidden_size": 128, "audio_config": {"num_hidden_layers": 4}},
+    "muse_glimmer": {"out_hidden_size": 128},
+    "exaone4_5": {"image_token_id": 90},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "vibevoice_acoustic_tokenizer": _VIBE,
+    "vibevoice_acoustic_tokenizer_encoder": _VIBE,
+    "vibevoice_acoustic_tokenizer_decoder": _VIBE,
+    "vibevoice": {"audio_config": _VIBE, "semantic_model_config": _VIBE},
+    "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _VIBE, "semantic_tokenizer_encoder_config": _VIBE},
+    "zoedepth": {"bottleneck_features": 32, "bin_embedding_dim": 16, "num_attractors": [4, 4, 2, 1]},
+    "chmv2": {"post_process_channels": [8, 16, 24, 32], "number_output_channels": 16},
+    "pp_doclayout_v2": _HGNET_DETR | {"class_thresholds": [0.5, 0.5], "class_order": [0, 1]},
+    "sam_hq": _SAM_PARTS | {"mask_decoder_config": {"vit_dim": 32}},
+    "sapiens2": {"head_config": {"upsample_out_channels": [8, 8], "conv_out_channels": [8]}},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "omdet-turbo": _RESNET | {"encoder_in_channels": [24, 32, 40], "vision_features_channels": [32, 32, 32]},
     "sam2_hiera_det_model": _HIERA,
     "sam2_vision_model": _HIERA_NECK,
     "hgnet_v2": _HGNET,
-    **dict.fromkeys(("qwen2_5_vl_vision", "exaone4_5_vision"), _WINDOWS),
     "align": {
         "projection_dim": 80,
         "vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 80},
@@ -121,7 +199,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "efficientloftr": {
         "hidden_size": 32,
-        "out_features": [8, 8, 16, 32],
+        "fine_fusion_dims": [32, 16, 16],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "out_features": [16, 16, 16, 32],
         "stage_num_blocks": [1, 1, 1, 1],
         "num_attention_layers": 2,
     },
@@ -137,6 +218,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
     "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
     "granite4_vision": {
+        "vision_config": {"hidden_size": 64},
         "deepstack_layer_map": [[-1, 0]],
         "spatial_target_layers": [1],
         "downsample_rate": "1/2",
@@ -152,8 +234,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lw_detr": {"projector_scale_factors": [1.0], "num_queries": 4, "group_detr": 2},
     "muse_glimmer_assistant": {"target_layer_ids": [0]},
     "neomme": {"head_dim": 16},
-    "neucodec": {"encoder_hidden_size": 8, "downsampling_ratios": [2, 2]},
-    "univnet": {"model_hidden_channels": 8, "model_in_channels": 8},
+    "univnet": {"kernel_predictor_hidden_channels": 8, "model_hidden_channels": 8, "model_in_channels": 8},
     **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), _VOCAB),
     **dict.fromkeys(("mimi", "mimi_encoder", "mimi_decoder"), _CODEC),
     **dict.fromkeys(("informer", "time_series_transformer"), _FORECAST),
@@ -177,24 +258,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "esmc": {"num_key_value_heads": 4},
     "gemma3n_text": _SHARED_CACHE
     | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
-    "dots3_note": {"vision_config": {"adapter_in_dim": 32}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "grounding-dino": {"num_queries": 3},
     "hunyuan_vl": {"text_config": _HEAD},
     "janus": {"vq_config": _CODES},
-    "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
-    "granite_speech5_encoder": {"context_size": 16},
+    "granite_speech5_ctc": {"encoder_config": _SPEECH5},
+    "granite_speech5_encoder": _SPEECH5,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
-    "bark": {"codec_config": {"num_filters": 4, "hidden_size": 16, "codebook_size": 32, "codebook_dim": 16}},
+    "bark": {"codec_config": _ENCODEC},
     "clap": {
         "audio_config": {
             "patch_embeds_hidden_size": 8,
+            "window_size": 2,
             "num_attention_heads": [2, 2, 4, 4],
             "hidden_size": 64,
-            "num_mel_bins": 16,
+            "num_mel_bins": 32,
             "spec_size": 64,
         }
     },
@@ -249,6 +330,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "num_hidden_layers": 4,
+        "hybrid_layer_ids": [1, 3],
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
         "num_key_value_heads": 4,

@@ -1,8 +1,9 @@
 """What single architectures are called with, where the names of arguments do not say it: data only.
 
 ``INPUTS``: arguments by name: ("int", shape, below), ("float", shape), ("uniform", shape) between 0 and 1,
-("ones", shape), ("no", shape) for a mask that is False, ("words", length, id, count) for ids of which ``count`` from
-the second on are a placeholder, or ("is", value) for integers that are written out.
+("ones", shape), ("no", shape) and ("yes", shape) for masks of booleans, ("words", length, id, count) for ids of which
+``count`` from the second on are a placeholder, ("is", value) for integers that are written out, or ("exactly", value)
+for what is no tensor.
 """
 
 from __future__ import annotations
@@ -26,17 +27,60 @@ _PATCHES = ("float", (2, 16, 192))
 _IMAGE = ("float", (2, 3, 32, 32))
 
 INPUTS: dict[str, dict[str, Any]] = {
+    "musicgen": {"input_ids": _IDS, "decoder_input_ids": ("int", (8, 5), 64)},
+    "musicgen_melody": {
+        "input_ids": _IDS,
+        "input_features": ("float", (2, 6, 12)),
+        "decoder_input_ids": ("int", (8, 5), 64),
+    },
+    "kyutai_speech_to_text": {"input_ids": ("int", (2, 7, 5), 32)},
+    "molmo2": {
+        "input_ids": ("words", 11, 90, 4),
+        "pixel_values": ("float", (2, 16, 192)),
+        "image_token_pooling": ("is", [[16 * i + 4 * j + k for k in range(4)] for i in range(2) for j in range(4)]),
+        "image_grids": ("is", [[2, 2, 0, 0], [2, 2, 0, 0]]),
+        "image_num_crops": ("is", [1, 1]),
+        "mm_token_type_ids": ("is", [[0] + [1] * 4 + [0] * 6] * 2),
+    },
+    "neucodec": {"input_values": ("float", (2, 1, 640)), "input_features": ("float", (2, 160, 160))},
+    "xcodec2": {"input_values": ("float", (2, 1, 640)), "input_features": ("float", (2, 160, 160))},
+    "qwen3_asr_encoder": {"input_features": ("float", (2, 16, 100)), "input_features_mask": ("ones", (2, 100))},
+    "speech-encoder-decoder": {"input_values": ("float", (2, 1200)), "decoder_input_ids": ("int", (2, 5), 64)},
+    "tvp": {
+        "input_ids": ("int", (1, 7), 64),
+        "pixel_values": ("float", (1, 2, 3, 128, 128)),
+        "attention_mask": ("ones", (1, 7)),
+    },
+    "univnet": {"input_features": ("float", (2, 10, 16)), "noise_sequence": ("float", (2, 10, 8))},
+    "vits": {"input_ids": ("int", (2, 7), 38)},
+    "video_llama_3_vision": {"pixel_values": ("float", (32, 192)), "grid_thw": _GRID, "merge_sizes": ("is", [2, 2])},
+    "pi0": {
+        "state": ("float", (2, 32)),
+        "noise": ("float", (2, 4, 32)),
+        "timestep": ("uniform", (2,)),
+        "actions": ("float", (2, 4, 32)),
+        "input_ids": ("words", 23, 90, 16),
+        "pixel_values": ("float", (2, 1, 3, 32, 32)),
+        "pixel_attention_mask": ("yes", (2, 1)),
+    },
+    "muse_spark_audio": {"input_values": ("float", (2, 3840))},
+    "seggpt": {"pixel_values": _IMAGE, "prompt_pixel_values": _IMAGE, "prompt_masks": _IMAGE},
+    "vibevoice_acoustic_tokenizer": {"input_values": ("float", (2, 1, 64)), "sample": ("exactly", False)},
+    "vibevoice_acoustic_tokenizer_encoder": {"hidden_states": ("float", (2, 1, 64))},
+    "vibevoice_acoustic_tokenizer_decoder": {"hidden_states": ("float", (2, 32, 8))},
+    "voxtral_realtime": {"input_ids": ("int", (2, 8), 64), "input_features": ("float", (2, 16, 64))},
+    "pocket_tts_audio_tokenizer_decoder": {"latents": ("float", (2, 32, 7))},
     "audioflamingo3_encoder": {"input_features": ("float", (2, 16, 128)), "input_features_mask": ("ones", (2, 128))},
     "blip_2_qformer": {"query_embeds": ("float", (2, 4, 32)), "encoder_hidden_states": ("float", (2, 5, 32))},
     "depth_pro": {"pixel_values": ("float", (2, 3, 128, 128))},
     "efficientloftr": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
     "lightglue": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
     "superglue": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
-    "minicpm_ocr_vision": {"pixel_values": ("float", (2, 3, 8, 128)), "target_sizes": ("is", [[4, 4], [4, 4]])},
-    "minicpmv4_7_vision": {"pixel_values": ("float", (2, 3, 8, 128)), "target_sizes": ("is", [[4, 4], [4, 4]])},
+    "minicpm_ocr_vision": {"pixel_values": ("float", (1, 3, 8, 256)), "target_sizes": ("is", [[4, 4], [4, 4]])},
+    "minicpmv4_7_vision": {"pixel_values": ("float", (1, 3, 8, 256)), "target_sizes": ("is", [[4, 4], [4, 4]])},
     "fun_asr_nano_encoder": {"input_features": ("float", (2, 20, 112)), "input_features_mask": ("ones", (2, 20))},
     "gemma3n_audio": {"audio_mel": ("float", (2, 32, 16)), "audio_mel_mask": ("no", (2, 32))},
-    "gemma4_audio": {"input_features": ("float", (2, 32, 128)), "attention_mask": ("ones", (2, 32))},
+    "gemma4_audio": {"input_features": ("float", (2, 32, 8)), "attention_mask": ("ones", (2, 32))},
     "gemma4_vision": {
         "pixel_values": ("uniform", (2, 9, 192)),
         "pixel_position_ids": ("is", [[[x, y] for y in range(3) for x in range(3)]] * 2),
@@ -49,14 +93,14 @@ INPUTS: dict[str, dict[str, Any]] = {
         "context_hidden_states": ("float", (2, 7, 32)),
         "attention_mask": ("ones", (2, 14)),
     },
-    "inkling2_vision": {"pixel_values": ("float", (8 * 256, 3)), "image_grid_thw": _GRID},
+    "inkling2_vision": {"pixel_values": ("float", (32, 16, 16, 3)), "image_grid_thw": _GRID},
     "pe_audio": {"input_ids": _IDS, "input_values": ("float", (2, 1, 7680))},
     "pe_audio_encoder": {"input_values": ("float", (2, 1, 7680))},
     "mimi_decoder": {"latents": ("float", (2, 32, 4))},
-    "pix2struct": {"flattened_patches": ("uniform", (2, 8, 194)), "decoder_input_ids": ("int", (2, 5), 64)},
+    "pix2struct": {"flattened_patches": ("uniform", (2, 8, 34)), "decoder_input_ids": ("int", (2, 5), 64)},
     "xclip": {"input_ids": _IDS, "pixel_values": ("float", (2, 8, 3, 32, 32))},
-    "videoprism": {"input_ids": _IDS, "pixel_values_videos": _VIDEO},
-    "clap": {"input_ids": _IDS, "input_features": ("float", (2, 1, 64, 16))},
+    "videoprism": {"input_ids": _IDS, "pixel_values_videos": ("float", (2, 16, 3, 32, 32))},
+    "clap": {"input_ids": _IDS, "input_features": ("float", (2, 1, 64, 32))},
     "instructblip": {"input_ids": ("words", 11, 90, 4), "qformer_input_ids": _IDS, "pixel_values": _IMAGE},
     "instructblipvideo": {"input_ids": ("words", 23, 91, 16), "qformer_input_ids": _IDS, "pixel_values": _VIDEO},
     "kosmos-2": {
