@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tests.sharding.architectures.special import CLASSES, CONFIGS, VARIANTS
+from tests.sharding.architectures.special import CLASSES, CONFIGS, PARTS, VARIANTS
 
 __all__ = ["PREFERENCE", "Architecture", "architectures", "config_class"]
 
@@ -49,6 +49,8 @@ class Architecture:
     model_type: str
     options: Mapping[str, Any]
     """Fields of the configuration."""
+    part: str = ""
+    """The field of the configuration that the class is made from; empty for all of it."""
 
 
 @cache
@@ -70,6 +72,9 @@ def architectures() -> dict[str, Architecture]:
         for other, (base, options) in VARIANTS.items():
             if base == name:
                 found[other] = Architecture(other, kind, head, name, {**CONFIGS.get(name, {}), **options})
+        for other, (base, part, kind) in PARTS.items():
+            if base == name:
+                found[other] = Architecture(other, kind, "", name, CONFIGS.get(name, {}), part)
     return found
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tests.sharding.architectures.catalogue import Architecture, architectures, config_class
 from tests.sharding.architectures.inputs import calls, cast
 from tests.sharding.architectures.shrink import small_config
+from tests.sharding.architectures.special import SEEDED
 from tpkernels.sharding.judge import allowed
 
 __all__ = ["CannotBuild", "Reference", "Run", "backward", "build", "computing", "reference_of", "settled"]
@@ -96,13 +97,20 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     count = sum(parameter.numel() for parameter in model.parameters())
     if not 0 < count <= LARGEST:
         raise CannotBuild("build", f"{count:,} parameters")
+    if name in SEEDED:
+        model.register_forward_pre_hook(_seed)
     return model.to(dtype)
+
+
+def _seed(module: nn.Module, arguments: Any) -> None:
+    torch.manual_seed(SEED)
 
 
 def _build(known: Architecture) -> nn.Module:
     import transformers
 
     config = small_config(config_class(known.model_type), known.options)
+    config = getattr(config, known.part) if known.part else config
     torch.manual_seed(SEED)
     model: nn.Module = getattr(transformers, known.kind)(config)
     random = torch.Generator().manual_seed(SEED)
@@ -258,8 +266,9 @@ def reference_of(name: str) -> Reference:
 def _find_call(name: str, model: nn.Module) -> tuple[str, dict[str, Any], bool]:
     """The first call that runs and whose outputs depend on the parameters, and whether in training."""
     problems: list[str] = []
+    known = architectures()[name]
     with computing(torch.float32):
-        for kind, arguments in calls(architectures()[name].model_type, model):
+        for kind, arguments in calls(name if known.part else known.model_type, model):
             for training in (True, False):
                 model.train(training)
                 try:

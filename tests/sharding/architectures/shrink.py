@@ -77,7 +77,7 @@ def small_config(kind: Any, options: Mapping[str, Any], given: Any = None) -> An
     options = dict(options)
     if given is not None and options.get("model_type", given.model_type) != given.model_type:
         return small_config(_class(options.pop("model_type")), options)  # another part in its place
-    default = given if given is not None else _default(kind, options)
+    default = given if given is not None else kind()
     fields = {key: value for key, value in vars(default).items() if not key.startswith("_")}
     fields = {key: value for key, value in fields.items() if key not in _NOT_PASSED}
     layers = _layers(fields, options)
@@ -101,14 +101,6 @@ def small_config(kind: Any, options: Mapping[str, Any], given: Any = None) -> An
         changed["rope_parameters"] = rope
     kept = {key: value for key, value in fields.items() if given is not None and key not in changed}
     return kind(**{**kept, **changed, **options}) if given is None else _rebuilt(kind, kept, changed | options)
-
-
-def _default(kind: Any, options: Mapping[str, Any]) -> Any:
-    """What the class makes of nothing; of the options, where it refuses its own defaults."""
-    try:
-        return kind()
-    except Exception:  # noqa: BLE001 - a validator raises anything; if this raises as well, that is the reason
-        return kind(**options)
 
 
 @cache

@@ -2,15 +2,17 @@
 
 ``CONFIGS``: fields of the configuration, those of a part in a dict of their own.  ``CLASSES``: what is built where the
 head that the catalogue would take is a part of the model alone, or draws random numbers that a call cannot give.
-``VARIANTS``: other configurations of an architecture whose defaults leave out what is of interest, under a name of
-their own.
+``PARTS``: models of a part that the whole runs in its ``generate`` alone, with the field of the configuration and the
+class.  ``SEEDED``: those that draw random numbers in every forward; all draw the same, which does not depend on the
+floating dtype.  ``VARIANTS``: other configurations of an architecture whose defaults leave out what is of interest,
+under a name of their own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CLASSES", "CONFIGS", "VARIANTS"]
+__all__ = ["CLASSES", "CONFIGS", "PARTS", "SEEDED", "VARIANTS"]
 
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _STAGES = {"depths": [1, 1], "num_heads": [2, 4], "image_size": 16, "patch_size": 2, "window_size": 4}
@@ -41,6 +43,7 @@ _SAM_PARTS = {
 _ENCODEC = {"num_filters": 4, "hidden_size": 16, "codebook_size": 32, "codebook_dim": 16}
 _MUSICGEN = {"audio_encoder": _ENCODEC}
 _NEUCODEC = {"encoder_hidden_size": 8, "downsampling_ratios": [2, 2], "quantization_dim": 64, "num_key_value_heads": 4}
+_BARK = {"input_vocab_size": 96, "output_vocab_size": 96, "block_size": 64}
 _COMPASS_ROPE = {
     kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     for kind in ("full_attention", "sliding_attention")
@@ -158,7 +161,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sapiens2": {"head_config": {"upsample_out_channels": [8, 8], "conv_out_channels": [8]}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
-    "omdet-turbo": _RESNET | {"encoder_in_channels": [24, 32, 40], "vision_features_channels": [32, 32, 32]},
+    "omdet-turbo": _RESNET
+    | {
+        "encoder_in_channels": [16, 32, 64],
+        "apply_layernorm_after_vision_backbone": False,
+        "text_projection_in_dim": 64,
+        "text_projection_out_dim": 64,
+        "class_embed_dim": 64,
+        "text_config": {"hidden_size": 64},
+        "vision_features_channels": [32, 32, 32],
+        "task_encoder_hidden_dim": 48,
+    },
     "sam2_hiera_det_model": _HIERA,
     "sam2_vision_model": _HIERA_NECK,
     "hgnet_v2": _HGNET,
@@ -211,9 +224,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "fastspeech2_conformer_with_hifigan": {"vocoder_config": {"model_in_dim": 16}},
     "gemma3n_audio": {"input_feat_size": 16, "sscp_conv_channel_size": [8, 4]},
-    "gemma4_assistant": {
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2}
-    },
     "gemma4_audio": {"subsampling_conv_channels": [8, 4]},
     "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
     "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
@@ -268,7 +278,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
-    "bark": {"codec_config": _ENCODEC},
+    "bark": {
+        "codec_config": _ENCODEC,
+        **dict.fromkeys(("semantic_config", "coarse_acoustics_config", "fine_acoustics_config"), _BARK),
+    },
     "clap": {
         "audio_config": {
             "patch_embeds_hidden_size": 8,
@@ -347,7 +360,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 CLASSES: dict[str, str] = {
+    "csm_depth_decoder_model": "CsmDepthDecoderForCausalLM",
+    "qwen2_5_omni_dit": "Qwen2_5OmniToken2WavDiTModel",
+    "qwen2_5_omni_talker": "Qwen2_5OmniTalkerForConditionalGeneration",
+    "qwen3_omni_moe_talker_code_predictor": "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
     "musicgen": "MusicgenForConditionalGeneration",
     "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
     "vit_mae": "ViTMAEForPreTraining",
+}
+
+SEEDED: tuple[str, ...] = ("vilt",)
+
+PARTS: dict[str, tuple[str, str, str]] = {
+    "bark semantic": ("bark", "semantic_config", "BarkSemanticModel"),
+    "bark fine": ("bark", "fine_acoustics_config", "BarkFineModel"),
 }

@@ -27,6 +27,16 @@ _PATCHES = ("float", (2, 16, 192))
 _IMAGE = ("float", (2, 3, 32, 32))
 
 INPUTS: dict[str, dict[str, Any]] = {
+    "qwen2_5_omni_dit": {
+        "hidden_states": ("float", (2, 8, 80)),
+        "condition_vector": ("float", (2, 20, 80)),
+        "speaker_embedding": ("float", (2, 8, 32)),
+        "quantized_code": ("int", (2, 4), 64),
+        "time_step": ("uniform", (2,)),
+    },
+    "qwen2_5_omni_talker": {"inputs_embeds": ("float", (2, 7, 32)), "thinker_reply_part": ("float", (2, 3, 32))},
+    "qwen3_omni_moe_talker_code_predictor": {"inputs_embeds": ("float", (2, 3, 32))},
+    "bark fine": {"codebook_idx": ("exactly", 2), "input_ids": ("int", (2, 7, 8), 64)},
     "musicgen": {"input_ids": _IDS, "decoder_input_ids": ("int", (8, 5), 64)},
     "musicgen_melody": {
         "input_ids": _IDS,
@@ -70,6 +80,20 @@ INPUTS: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_decoder": {"hidden_states": ("float", (2, 32, 8))},
     "voxtral_realtime": {"input_ids": ("int", (2, 8), 64), "input_features": ("float", (2, 16, 64))},
     "pocket_tts_audio_tokenizer_decoder": {"latents": ("float", (2, 32, 7))},
+    "moonshine": {"input_values": ("float", (2, 4000)), "decoder_input_ids": ("int", (2, 5), 64)},
+    "omdet-turbo": {
+        "pixel_values": ("float", (2, 3, 64, 64)),
+        "classes_input_ids": ("int", (4, 5), 64),
+        "classes_attention_mask": ("ones", (4, 5)),
+        "tasks_input_ids": ("int", (2, 6), 64),
+        "tasks_attention_mask": ("ones", (2, 6)),
+        "classes_structure": ("is", [2, 2]),
+    },
+    "vilt": {
+        "input_ids": _IDS,
+        "pixel_values": _IMAGE,
+        "pixel_mask": ("ones", (2, 32, 32)),
+    },
     "audioflamingo3_encoder": {"input_features": ("float", (2, 16, 128)), "input_features_mask": ("ones", (2, 128))},
     "blip_2_qformer": {"query_embeds": ("float", (2, 4, 32)), "encoder_hidden_states": ("float", (2, 5, 32))},
     "depth_pro": {"pixel_values": ("float", (2, 3, 128, 128))},
