@@ -78,3 +78,29 @@ def test_small_configurations_fit_together() -> None:
     assert small_config(LlavaConfig, {}).vision_config.hidden_size == small.hidden_size
     kinds = small_config(Qwen3NextConfig, {}).layer_types
     assert len(kinds) == 2 == len(set(kinds))
+
+
+@pytest.mark.cpu
+def test_a_small_backbone_hands_on_as_many_stages_as_the_large_one() -> None:
+    from transformers import DepthAnythingConfig, UperNetConfig
+
+    layers = small_config(DepthAnythingConfig, {}).backbone_config
+    assert layers.num_hidden_layers == 4 == len(layers.out_features)
+    assert small_config(UperNetConfig, {}).backbone_config.out_features == ["stage1", "stage2", "stage3", "stage4"]
+
+
+@pytest.mark.cpu
+def test_windows_of_merged_patches_hold_several() -> None:
+    from transformers import Qwen2_5_VLConfig
+
+    vision = small_config(Qwen2_5_VLConfig, {}).vision_config
+    assert vision.window_size == 2 * vision.spatial_merge_size * vision.patch_size
+
+
+@pytest.mark.cpu
+def test_a_part_is_built_where_the_whole_has_no_forward() -> None:
+    if "bark" not in architectures():
+        pytest.skip("this transformers has no bark")
+    found = reference_of("bark semantic")
+    assert found.kind == "BarkSemanticModel"
+    assert float(found.plain["logits"].abs().max()) > 0
