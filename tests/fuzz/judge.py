@@ -88,6 +88,9 @@ def plan_for(model: nn.Module, mesh: Any, spec: Spec) -> tuple[tpk.ShardingPlan,
         return tpk.make_plan(model, mesh, strategy="rules"), True
     try:
         plan = tpk.make_plan(model, mesh, example_inputs=(inputs_of(spec),), **options)
+        if any("not proven" in entry.reason for entry in plan.entries):  # the user is taken at his word
+            del options["overrides"]
+            plan = tpk.make_plan(model, mesh, example_inputs=(inputs_of(spec),), **options)
         if not any(note.startswith("no data flow") for note in plan.notes):
             return plan, False
     except ValueError as error:

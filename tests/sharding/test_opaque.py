@@ -53,6 +53,26 @@ def test_layers_whose_weights_are_read_inside_stay_whole_with_all_their_like() -
     assert all(isinstance(plan[f"moe.experts.{index}.0"].style, Replicate) for index in range(4))
 
 
+class Branching(nn.Module):
+    """One of two layers, by the values of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.positive(x) if x.sum() > 0 else self.negative(x)
+        return y
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["positive", "negative"])
+def test_an_override_inside_of_an_opaque_module_is_refused_also_where_no_guess_reaches_it(name: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=f"1.{name} is inside of a module that needs values"):
+        tpk.make_plan(model, 2, example_inputs=X, overrides={f"1.{name}": "column"})
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["size", "writes", "leaks"])
 def test_a_module_that_does_more_than_take_and_give_tensors_is_not_traced_around(how: str) -> None:

@@ -121,7 +121,7 @@ class _Planner:
         for name, style in self.forced.items():
             if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
                 raise ValueError(f"the override of {name!r} conflicts with the model: it {READ}, and must stay whole")
-            self.chosen[name] = Chosen(style, "override", "asked for" if self.traced else "asked for; not proven")
+            self.chosen[name] = Chosen(style, "override", f"asked for{'' if self._is_seen(name) else '; not proven'}")
         if self.traced:
             self._from_data_flow(kept)
         for name, reason in kept.items():
@@ -207,6 +207,12 @@ class _Planner:
             elif why is not None:
                 self.chosen[name] = Chosen(Replicate(), "default", why)
 
+    def _is_seen(self, name: str) -> bool:
+        """The data flow shows what becomes of the module's output."""
+        if self.observation is None or self.observation.recording is None:
+            return False
+        return name not in self.layers or name in self.observation.recording.layer_rows
+
     def _read_directly(self) -> Container[str]:
         """torch's attention modules whose parameters are read past them, as far as can be told."""
         if self.observation is None or self.observation.recording is None:
@@ -266,11 +272,18 @@ class _Planner:
                 loose[name] = Role("row", (total,), pieces=self._pieces(total, style.unit))
             else:
                 excluded[name] = "is overridden"
-        self.decision = decide(self.observation, self.world_size, excluded, loose)
-        if self.decision.conflicts:
+        assert self.observation.recording is not None
+        hidden = [  # also where no guess of the values reaches them
+            f"{name} is inside of a module that needs values of tensors"
+            for name in loose if name in self.observation.recording.rows_unknown
+        ]  # fmt: skip
+        if not hidden:
+            self.decision = decide(self.observation, self.world_size, excluded, loose)
+        conflicts = hidden or self.decision.conflicts
+        if conflicts:
             names = ", ".join(map(repr, loose))
             raise ValueError(
-                f"the overrides of {names} conflict with the model: {self.decision.conflicts[0]}; override the layers "
+                f"the overrides of {names} conflict with the model: {conflicts[0]}; override the layers "
                 'that belong to them as well, or use "column_gather" and "row_split", which fit everywhere'
             )
         self._check_heads()
