@@ -48,6 +48,8 @@ FOUND: list[Spec] = [
     {"blocks": [{"is": "norms"}, {"is": "mlp"}], "sequence_parallel": True},
     # 15 features, 8 and 7 of them on two ranks, and code that asks for more than 7: only the first rank was replayed.
     {"blocks": [{"is": "mlp", "hidden": 15, "ops": [{"is": "branch", "on": "features", "ops": [{"is": "tanh"}]}]}]},
+    # A rank without any of the sequence, whose view of nothing was no view of the rules': it raised, the others waited.
+    {"world": 3, "length": 4, "blocks": [{"is": "matmul_mlp", "how": "@"}, {"is": "mlp"}], "sequence_parallel": True},
 ]
 """What random models have found, made smaller."""
 

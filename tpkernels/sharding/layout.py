@@ -123,7 +123,13 @@ def _why_not(count: int, world_size: int) -> str:
 
 
 def group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The smallest ranges of dimensions of ``before`` (with ``dim``) and ``after`` that are views of each other."""
+    """The smallest ranges of dimensions of ``before`` (with ``dim``) and ``after`` that are views of each other.
+
+    Raises:
+        Unproven: there are no elements, and sizes do not tell.
+    """
+    if 0 in before:
+        raise Unproven(f"{list(before)} without elements is viewed as {list(after)}")
     i = j = 0
     while i < len(before) or j < len(after):
         low, first = i, j
