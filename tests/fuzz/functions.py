@@ -91,6 +91,12 @@ def _written_to_zeros(x: Tensor) -> Tensor:
     return found
 
 
+def _first_quarter(x: Tensor) -> Tensor:
+    quarter = x.shape[-1] // 4
+    first, _ = x.split([quarter, x.shape[-1] - quarter], -1)
+    return first.repeat_interleave(4, -1) if x.shape[-1] % 4 == 0 else x
+
+
 def _scores_plus(x: Tensor, bias: float) -> Tensor:
     return torch.baddbmm(torch.full((1,), bias, dtype=x.dtype), x, x.transpose(1, 2)).softmax(-1)
 
@@ -155,6 +161,11 @@ SAFE: dict[str, Any] = {
     "zeroed_in_place": lambda x, w: _copied(x, lambda y: y[:, :1].zero_()) + _copied(x, lambda y: y[:, 1:].fill_(0.5)),
     "copied_into_empty": lambda x, w: torch.empty_like(x).copy_(x),
     "repeated_rows": lambda x, w: x.repeat(1, 2, 1)[:, : x.shape[1]],
+    "times_what_was_empty": lambda x, w: x * torch.empty_like(x).fill_(0.5),
+    "nothing_of_dropout": lambda x, w: x + 0 * F.dropout(x, 0.5, True),
+    "nothing_of_native_dropout": lambda x, w: x + 0 * torch.native_dropout(x, 0.5, True)[0],
+    "nothing_of_noise": lambda x, w: x + 0 * torch.rand_like(x),
+    "nothing_of_draws": lambda x, w: x + 0 * torch.bernoulli(x.detach().sigmoid()),
     "repeated_in_front": lambda x, w: x.repeat(2, 1, 1, 1).mean(0),
     "tiled_features_without_the_rest": lambda x, w: x.repeat(1, 1, 2).tanh()[..., : x.shape[-1]],
     "movedim": lambda x, w: x.movedim(2, 0).exp().log1p().movedim(0, 2),
@@ -162,6 +173,7 @@ SAFE: dict[str, Any] = {
 
 TRAPS: dict[str, Any] = {
     "softmax_over_features": lambda x, w: x.softmax(-1),
+    "safe_softmax_over_features": lambda x, w: torch._safe_softmax(x, -1),
     "log_softmax_over_features": lambda x, w: F.log_softmax(x, -1),
     "normed_over_features": lambda x, w: F.layer_norm(x, (x.shape[-1],)),
     "rms_by_hand": lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1),
@@ -230,6 +242,7 @@ TRAPS: dict[str, Any] = {
     "padded_features": lambda x, w: F.pad(x, (1, 0))[..., :-1] + x,
     "shifted_features": lambda x, w: F.pad(x, (1, -1)),
     "repeated_features": lambda x, w: x.repeat_interleave(2, -1)[..., : x.shape[-1]],
+    "first_quarter_of_features": lambda x, w: x + _first_quarter(x),
     "tiled_features": lambda x, w: x.repeat(1, 1, 2)[..., 1 : x.shape[-1] + 1],
     "moved_between_rows": lambda x, w: x.reshape(x.shape[0], -1).roll(1, -1).view(x.shape),
     "viewed_as_other_rows": lambda x, w: x.view(x.shape[0], x.shape[2], x.shape[1]).softmax(-1).view(x.shape),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tests.fuzz.model  # noqa: F401 - registers the kinds that are named here
 from tests.fuzz.vocabulary import BLOCKS, FEATURES, Spec
 
 __all__ = ["candidates", "likely"]
@@ -105,6 +106,13 @@ def _of(name: str) -> list[Spec]:
 
 
 FIRST: dict[str, list[Spec]] = {
+    "empty_like gives something whole": _of("times_what_was_empty"),
+    "bernoulli_ gives something whole": _of("nothing_of_dropout"),
+    "bernoulli gives something whole": _of("nothing_of_draws"),
+    "native_dropout gives something whole": _of("nothing_of_native_dropout"),
+    "rand_like gives something whole": _of("nothing_of_noise"),
+    "_safe_softmax refuses nothing": _of("safe_softmax_over_features"),
+    "split_with_sizes refuses nothing": _of("first_quarter_of_features"),
     "cat refuses nothing, nor does the rest": _of("two_layouts"),
     "stack refuses nothing, nor does the rest": [
         _around({"is": "mlp", "ops": [{"is": "two_layouts", "how": "stack"}]})

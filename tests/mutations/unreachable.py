@@ -9,23 +9,18 @@ __all__ = ["UNREACHABLE"]
 _COPY = "a copy: the replay carries its layout on without asking the rule"
 _PARTS = "torch makes it of other ops before the planner sees it"
 _CUDA = "a kernel of CUDA"
-_NOISE = "draws random numbers, which are never those of the unsharded model"
 _VIEW = "the trace calls it a view"
 _REASONS = {
     "clone": _COPY, "detach": _COPY, "alias": _COPY, "contiguous": _COPY,
     "_unsafe_view": _VIEW, "reshape": _VIEW, "_reshape_alias": _VIEW,
     "chunk": _PARTS, "softmax": _PARTS, "repeat_interleave": _PARTS, "rms_norm": _PARTS, "_fused_rms_norm": _PARTS,
-    "_safe_softmax": _PARTS,
     "_scaled_dot_product_flash_attention": _CUDA, "_scaled_dot_product_efficient_attention": _CUDA,
     "_scaled_dot_product_cudnn_attention": _CUDA, "_scaled_dot_product_fused_attention_overrideable": _CUDA,
-    "native_dropout": _NOISE, "bernoulli": _NOISE, "bernoulli_": _NOISE, "rand_like": _NOISE,
-    "empty_like": "only random ops and copies, which have no rule, fill what it makes",
     "lift_fresh": "works on constants, which are whole",
 }  # fmt: skip
 
 _REASONS_OF_FAULTS = {
     "unbind refuses nothing": "a rank has fewer results, and the replay counts them",
-    "split_with_sizes refuses nothing": "its sizes would be those of the whole, and the op itself fails on a rank",
 }
 
 UNREACHABLE = {name: why for name in FAULTS for rule, why in _REASONS.items() if name.partition(" ")[0] == rule}
