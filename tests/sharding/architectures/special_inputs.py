@@ -26,7 +26,11 @@ _VIDEO = ("float", (2, 4, 3, 32, 32))
 _PATCHES = ("float", (2, 16, 192))
 _IMAGE = ("float", (2, 3, 32, 32))
 
+_GROUNDING = {"input_ids": _IDS, "pixel_values": ("float", (2, 3, 128, 128))}
+"""Large enough for two pixels in the coarsest features: the norm of a single one has no gradient but rounding."""
+
 INPUTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDING),
     "audioflamingo3_encoder": {"input_features": ("float", (2, 16, 128)), "input_features_mask": ("ones", (2, 128))},
     "autoformer": _SERIES,
     "bark fine": {"codebook_idx": ("exactly", 2), "input_ids": ("int", (2, 7, 8), 64)},
