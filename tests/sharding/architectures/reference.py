@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tests.sharding.architectures.catalogue import Architecture, architectures, config_class
 from tests.sharding.architectures.inputs import calls, cast
 from tests.sharding.architectures.shrink import small_config
-from tests.sharding.architectures.special import SEEDED
+from tests.sharding.architectures.special import REMEMBERS, SEEDED
 from tpkernels.sharding.judge import allowed
 
 __all__ = ["CannotBuild", "Reference", "Run", "backward", "build", "computing", "reference_of", "settled"]
@@ -99,11 +100,20 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         raise CannotBuild("build", f"{count:,} parameters")
     if name in SEEDED:
         model.register_forward_pre_hook(_seed)
+    if name in REMEMBERS:
+        model.register_forward_pre_hook(partial(_forget, REMEMBERS[name]))
     return model.to(dtype)
 
 
 def _seed(module: nn.Module, arguments: Any) -> None:
     torch.manual_seed(SEED)
+
+
+def _forget(caches: tuple[str, ...], module: nn.Module, arguments: Any) -> None:
+    for name in caches:
+        cache = getattr(module, name)
+        cache.cache.clear()
+        cache.current_load = 0
 
 
 def _build(known: Architecture) -> nn.Module:

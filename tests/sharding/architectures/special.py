@@ -4,15 +4,16 @@
 head that the catalogue would take is a part of the model alone, or draws random numbers that a call cannot give.
 ``PARTS``: models of a part that the whole runs in its ``generate`` alone, with the field of the configuration and the
 class.  ``SEEDED``: those that draw random numbers in every forward; all draw the same, which does not depend on the
-floating dtype.  ``VARIANTS``: other configurations of an architecture whose defaults leave out what is of interest,
-under a name of their own.
+floating dtype.  ``REMEMBERS``: caches, by attribute, that a model keeps between calls with the graph that made them;
+they are emptied before each call.  ``VARIANTS``: other configurations of an architecture whose defaults leave out what
+is of interest, under a name of their own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CLASSES", "CONFIGS", "PARTS", "SEEDED", "VARIANTS"]
+__all__ = ["CLASSES", "CONFIGS", "PARTS", "REMEMBERS", "SEEDED", "VARIANTS"]
 
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _STAGES = {"depths": [1, 1], "num_heads": [2, 4], "image_size": 16, "patch_size": 2, "window_size": 4}
@@ -374,3 +375,5 @@ PARTS: dict[str, tuple[str, str, str]] = {
     "bark semantic": ("bark", "semantic_config", "BarkSemanticModel"),
     "bark fine": ("bark", "fine_acoustics_config", "BarkFineModel"),
 }
+
+REMEMBERS: dict[str, tuple[str, ...]] = {"omdet-turbo": ("language_cache_class", "language_cache_prompt")}
