@@ -50,6 +50,8 @@ FOUND: list[Spec] = [
     {"blocks": [{"is": "mlp", "hidden": 15, "ops": [{"is": "branch", "on": "features", "ops": [{"is": "tanh"}]}]}]},
     # A rank without any of the sequence, whose view of nothing was no view of the rules': it raised, the others waited.
     {"world": 3, "length": 4, "blocks": [{"is": "matmul_mlp", "how": "@"}, {"is": "mlp"}], "sequence_parallel": True},
+    # A part in a list that is a field of the result.
+    {"blocks": [{"is": "added_to_zeros", "gives": True}], "output": "object"},
 ]
 """What random models have found, made smaller."""
 

@@ -14,6 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -239,14 +240,16 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a nested result, objects with attributes included."""
-    found = []
+def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
+    """All tensors of a nested result, dataclasses included, and of other objects the tensors that are attributes."""
+    found: list[Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif isinstance(leaf, Mapping):
-            found += tensors_in(list(leaf.values()))
+            found += tensors_in(list(leaf.values()), depth)
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and depth:  # one may refer to itself
+            found += tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)], depth - 1)
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
             found += [item for item in vars(leaf).values() if isinstance(item, Tensor)]
     return found
