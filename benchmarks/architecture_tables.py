@@ -33,8 +33,10 @@ largest is added to its own); in fp32 at most 8 times as far from fp64 as the un
 (`tpkernels/sharding/judge.py`); and the unsharded model still computing what it did before it was planned. fp64
 decides: where fp32 is over its bound and fp64 is not, a router or a ReLU may have decided otherwise within rounding.
 Then the same unsharded model with weights off by one rounding gives the bound; what is over that one, too, is listed
-as **fp32**. Models with experts have torch's grouped product replaced by single ones in fp64, which torch does not
-offer. Where fp64 cannot run at all the reference is fp32, and the limit 1e-4.
+as **fp32**. A model that amplifies a rounding (batch norms over two values) is judged alike in fp64: what differs there
+by less than 1e-6 may differ by 8 times what weights off by one rounding of fp64 change in the unsharded model
+("shaken" in the file). Models with experts have torch's grouped product replaced by single ones in fp64, which torch
+does not offer. Where fp64 cannot run at all the reference is fp32, and the limit 1e-4.
 
 *cut*: share of the parameters' bytes that is divided over the ranks. *proven*: layers whose neighbours were proven
 from data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without

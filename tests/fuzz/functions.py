@@ -142,7 +142,8 @@ SAFE: dict[str, Any] = {
     "through_bool": lambda x, w: x * (x > 0),
     "through_fp32": lambda x, w: x + x.detach().float().round().to(x.dtype),
     "gathered_along_length": lambda x, w: x.gather(1, x.argsort(1)),
-    "largest_of_length": lambda x, w: x * (x == x.amax(1, keepdim=True)),
+    # Equal tokens have equal rows but for rounding: all of them are the largest.
+    "largest_of_length": lambda x, w: x * (x > x.amax(1, keepdim=True) - 1e-6),
     "repeated_length": lambda x, w: x.repeat_interleave(2, 1)[:, ::2],
     "unfolded_length": lambda x, w: x.unfold(1, 2, 1).sum(-1)[:, :1] + x,
     "times_a_new_one": lambda x, w: x * x.new_full((1,), 0.5) + torch.zeros_like(x),

@@ -50,6 +50,15 @@ FOUND: list[Spec] = [
     {"blocks": [{"is": "mlp", "hidden": 15, "ops": [{"is": "branch", "on": "features", "ops": [{"is": "tanh"}]}]}]},
     # A rank without any of the sequence, whose view of nothing was no view of the rules': it raised, the others waited.
     {"world": 3, "length": 4, "blocks": [{"is": "matmul_mlp", "how": "@"}, {"is": "mlp"}], "sequence_parallel": True},
+    # A list of modules between a column and its row, taken for blocks whose residual could be cut along the sequence.
+    {
+        "blocks": [
+            {"is": "mlp"},
+            {"is": "mlp", "ops": [{"is": "in_heads", "ops": [{"is": "affine_of_a_head"}]}]},
+        ],
+        "again": 0,
+        "sequence_parallel": True,
+    },
     # A part in a list that is a field of the result.
     {"blocks": [{"is": "added_to_zeros", "gives": True}], "output": "object"},
 ]

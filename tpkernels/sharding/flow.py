@@ -138,6 +138,8 @@ class _Flow(Session):
         self.stream = Stream([block for blocks in stacks.values() for block in blocks])
         self.stack: str | None = None
         self._splits: dict[int, Split] = {}
+        self._features: set[int] = set()
+        """What columns give, and what is made of it: parts that differ by features, which no sequence cuts again."""
         self._suspended: list[tuple[dict[int, Split], bool]] = []
         """Outside of each module that takes everything whole: what was cut, and whether it took any of that."""
         self._local: list[str] = []
@@ -169,6 +171,8 @@ class _Flow(Session):
             x = _residual_of(args, kwargs)
             if x is None:
                 raise Unproven(f"{name} takes no residual")
+            if id(x) in self._features:
+                raise Unproven(f"{name} works between a column and its row, on a part of the features")
             self.stack = self.first.get(name, self.stack)
             if id(x) not in self._splits:
                 if name not in self.first:
@@ -253,6 +257,7 @@ class _Flow(Session):
             return out
         if role == "column":
             self._agree(name, split is not None)
+            self._features.add(id(out))
         elif role == "row":
             inside = self.stack is not None and not self._suspended
             if split is not None:
@@ -296,6 +301,8 @@ class _Flow(Session):
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self.pass_origins(func, tensors, outputs)
+        if any(id(tensor) in self._features for tensor in tensors):
+            self._features |= {id(output) for output in outputs}
         if not any(cut):
             return out
         if not self._local and packet not in _COPIES | _DROPOUT and torch.Tag.pointwise not in func.tags:

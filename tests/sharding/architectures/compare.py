@@ -18,7 +18,17 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tests.nn.reference import tp_mesh
 from tests.sharding.architectures.inputs import cast
-from tests.sharding.architectures.reference import HUGE, Reference, Run, _real, backward, build, computing, settled
+from tests.sharding.architectures.reference import (
+    HUGE,
+    Reference,
+    Run,
+    _real,
+    backward,
+    build,
+    computing,
+    nudged_runs,
+    settled,
+)
 from tests.sharding.compare import pieces_of
 from tpkernels.sharding.judge import FACTOR, worst_ratio
 from tpkernels.sharding.styles import Replicate, Row
@@ -27,6 +37,8 @@ __all__ = ["LIMIT", "Failed", "examine"]
 
 LIMIT = {False: 1e-9, True: 1e-6}
 """Of fp64, relative to the largest value; for models that are fp32 inside."""
+FURTHEST = 1e-6
+"""Relative to the largest value: the most that a rounding of fp64 which the model amplifies may explain."""
 LIMIT_FP32 = 1e-4
 """Where the reference cannot be fp64."""
 SAME = 1e-6
@@ -124,9 +136,13 @@ def _run(
         if reference.has_fp64:
             return
     limit = _limit(reference)
-    verdict.wrong |= _apart(result.outputs, reference.exact.outputs, limit)
-    verdict.wrong |= {f"evaluation: {n}": s for n, s in _apart(evaluated, reference.evaluated, limit).items()}
-    verdict.wrong |= _gradients_apart(gradients, limit)
+    wrong = _apart(result.outputs, reference.exact.outputs, limit)
+    wrong |= {f"evaluation: {n}": s for n, s in _apart(evaluated, reference.evaluated, limit).items()}
+    wrong |= _gradients_apart(gradients, limit)
+    if wrong and reference.has_fp64 and max(wrong.values()) < FURTHEST:
+        found["shaken"] = shaken = _shaken(reference)
+        wrong = {name: size for name, size in wrong.items() if size > FACTOR * shaken}
+    verdict.wrong |= wrong
     for name, value in before.items():
         if not all(torch.equal(p.to_local(), cut(value)) for p, cut in pieces_of(model, name, value)):
             verdict.wrong[f"parameter {name}"] = float("inf")
@@ -134,6 +150,16 @@ def _run(
 
 def _limit(reference: Reference) -> float:
     return LIMIT[reference.single] if reference.has_fp64 else LIMIT_FP32
+
+
+def _shaken(reference: Reference) -> float:
+    """How far from itself the unsharded model is in fp64 when its weights are off by a rounding."""
+    exact, *others = nudged_runs(reference)
+    sizes = [0.0]
+    for other in others:
+        gradients: Pieces = {name: [(other.gradients[name], value, None)] for name, value in exact.gradients.items()}
+        sizes += [*_apart(other.outputs, exact.outputs, 0.0).values(), *_gradients_apart(gradients, 0.0).values()]
+    return max(sizes)
 
 
 Pieces = dict[str, list[tuple[Tensor | None, Tensor | None, Any]]]

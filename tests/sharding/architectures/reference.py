@@ -25,9 +25,20 @@ from tests.sharding.architectures.shrink import small_config
 from tests.sharding.architectures.special import REMEMBERS, SEEDED
 from tpkernels.sharding.judge import allowed
 
-__all__ = ["CannotBuild", "Reference", "Run", "backward", "build", "computing", "reference_of", "settled"]
+__all__ = [
+    "CannotBuild",
+    "Reference",
+    "Run",
+    "backward",
+    "build",
+    "computing",
+    "nudged_runs",
+    "reference_of",
+    "settled",
+]
 
-SEED, NOISE, ULP = 3, 0.1, 6e-8
+SEED, NOISE = 3, 0.1
+ULP = {torch.float32: 6e-8, torch.float64: 1.1e-16}
 LARGEST = 10_000_000
 """Parameters: what is larger was not made small."""
 HUGE = 1e30
@@ -314,13 +325,21 @@ def _measured(
     return found, dict(weights)
 
 
-def _nudged(name: str, seed: int) -> nn.Module:
+def _nudged(name: str, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model with weights that are off by a rounding."""
-    model, random = build(name), torch.Generator().manual_seed(seed)
+    model, random = build(name, dtype), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + ULP * torch.randn(parameter.shape, generator=random))
+            parameter.mul_(1 + ULP[dtype] * torch.randn(parameter.shape, generator=random, dtype=dtype))
     return model
+
+
+def nudged_runs(reference: Reference) -> list[Run]:
+    """What the unsharded model gives in fp64, and then twice with weights that are off by a rounding of fp64."""
+    arguments = cast(reference.arguments, torch.float64)
+    models = [build(reference.name, torch.float64), *(_nudged(reference.name, s, torch.float64) for s in (1, 2))]
+    with computing(torch.float64, reference.default_double):
+        return [_measured(model, arguments, reference.training, reference.weights)[0] for model in models]
 
 
 def _exact(
