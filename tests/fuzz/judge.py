@@ -89,7 +89,7 @@ def plan_for(model: nn.Module, mesh: Any, spec: Spec) -> tuple[tpk.ShardingPlan,
     try:
         plan = tpk.make_plan(model, mesh, example_inputs=(inputs_of(spec),), **options)
         if any("not proven" in entry.reason for entry in plan.entries):  # the user is taken at his word
-            del options["overrides"]
+            options.pop("overrides", None)
             plan = tpk.make_plan(model, mesh, example_inputs=(inputs_of(spec),), **options)
         if not any(note.startswith("no data flow") for note in plan.notes):
             return plan, False

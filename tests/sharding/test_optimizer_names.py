@@ -174,6 +174,7 @@ WRONG: dict[str, tuple[Callable[[State], Any], str]] = {
     "another shape": (lambda s: s["state"][PACKED].update(exp_avg=torch.ones(3, 3)), r"c_attn.weight is \(3, 3\)"),
     "another group": (lambda s: s["param_groups"][0]["params"].pop(), "its groups have other parameters"),
     "one rank's": (_on_rank_1(lambda s: s["state"][PACKED]["exp_avg"].add_(1)), "different optimizers or state dicts"),
+    "one rank's option": (_on_rank_1(lambda s: s["param_groups"][0].update(lr=0.5)), "different optimizers or"),
     "one rank's name": (_on_rank_1(lambda s: s["state"].pop(PACKED)), "rank 1: it has the state of other parameters"),
 }
 

@@ -26,6 +26,7 @@ from tpkernels.nn.gathering import gathered
 from tpkernels.sharding.filling import as_real
 from tpkernels.sharding.optimizer_state import Slot, groups_of, options_for, plain, slots_of
 from tpkernels.sharding.originals import Original, check_real, local_of, meshes_of, originals_of
+from tpkernels.sharding.plain_state import cut_alike
 from tpkernels.sharding.together import Ranks, check_same
 
 __all__ = ["load_optimizer_state_dict", "optimizer_state_dict"]
@@ -39,7 +40,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, full: bool =
     ``{"state": {name: {slot: value}}, "param_groups": [{"params": [names], options}]}``.  As in ``model.state_dict()``
     a slot (``exp_avg``) that one DTensor can say is that DTensor, and shares the optimizer's memory; any other is a
     whole plain tensor, equal on all ranks.  With ``full`` all are whole plain tensors.  All ranks call it.  Slots of a
-    fresh optimizer are made as torch makes them, by a step of learning rate 0.
+    fresh optimizer are made as torch makes them, by a step of learning rate 0, which counts as one.
 
     Raises:
         ValueError: the model is not parallelized, parameters that are not the model's, slots of a packed parameter
@@ -74,8 +75,8 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
     All ranks call it.
 
     Raises:
-        ValueError: names, slots, shapes or groups that are not this optimizer's, or tensors that differ between ranks;
-            on every rank, with the optimizer as it was.
+        ValueError: names, slots, shapes or groups that are not this optimizer's, or tensors, values or options that
+            differ between ranks; on every rank, with the optimizer as it was (a fresh one has its slots by then).
     """
     ranks, what = Ranks.of(model), "load_optimizer_state_dict"
 
@@ -159,6 +160,8 @@ def _checked(held: _Held, model: nn.Module, given: Mapping[str, Any]) -> list[An
         if set(state[name]) != slots:
             raise ValueError(f"{name} has the slots {sorted(state[name])} there and {sorted(slots)} here")
     facts: list[Any] = [[plain(name, state[name][slot]) for slot in sorted(some)] for name, some in held.values.items()]
+    options = [{key: value for key, value in one.items() if key not in ("params", "param_names")} for one in groups]
+    facts += [{key: plain(f"option {key!r}", value) for key, value in one.items()} for one in options]
     return facts + [_facts_of(slot, state[slot.of.name][slot.name], model) for slot in held.slots]
 
 
@@ -196,6 +199,9 @@ def _to_load(held: _Held, optimizer: Optimizer, given: Mapping[str, Any]) -> Sta
 
 def _parts(original: Original, value: Tensor) -> list[Tensor]:
     """What this rank holds of ``value``, in memory of its own."""
+    first = original.parts[0].tensor
+    if isinstance(value, DTensor) and original.is_held_whole and cut_alike(value, first):
+        return [as_real(first, local_of(value).clone())]
     whole = gathered(value)
     return [
         as_real(part.tensor, whole[original.box(part).slices].to(local_of(part.tensor).device).clone().contiguous())

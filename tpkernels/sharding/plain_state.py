@@ -34,7 +34,7 @@ from tpkernels.sharding.filling import as_real, device_of
 from tpkernels.sharding.originals import Original, Part, as_held, holds_as_held, keys_of, local_of, meshes_of
 from tpkernels.sharding.together import Ranks
 
-__all__ = ["speak_originals"]
+__all__ = ["cut_alike", "speak_originals"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -195,7 +195,7 @@ class _Load:
 
     def _is_reachable(self, original: Original, value: DTensor) -> bool:
         """Whether a DTensor is cut as the model's, or can be gathered on a mesh of the model's."""
-        if original.is_held_whole and _cut_alike(value, original.parts[0].tensor):
+        if original.is_held_whole and cut_alike(value, original.parts[0].tensor):
             return True
         return any(value.device_mesh is mesh or value.device_mesh == mesh for mesh in meshes_of(self._module))
 
@@ -235,7 +235,7 @@ class _Load:
 
     def _parts(self, original: Original, value: Tensor) -> list[Tensor]:
         like = original.parts[0].tensor
-        if isinstance(value, DTensor) and original.is_held_whole and _cut_alike(value, like):
+        if isinstance(value, DTensor) and original.is_held_whole and cut_alike(value, like):
             return [self._as(original.parts[0], local_of(value))]
         whole = gathered(value)
         return [self._as(part, whole[original.box(part).slices]) for part in original.parts]
@@ -250,7 +250,8 @@ class _Load:
         return as_parameter(made, like.requires_grad) if self._assign else made
 
 
-def _cut_alike(value: DTensor, like: Tensor) -> bool:
+def cut_alike(value: DTensor, like: Tensor) -> bool:
+    """Whether each rank holds of ``value`` what it holds of ``like``."""
     return (
         isinstance(like, DTensor)
         and value.placements == like.placements
