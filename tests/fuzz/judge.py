@@ -25,7 +25,7 @@ from tests.fuzz.vocabulary import Spec
 from tests.sharding.compare import differs, pieces_of
 from tpkernels.comm.groups import resolve
 from tpkernels.sharding.layers import layer_of
-from tpkernels.sharding.trace import tensors_in
+from tpkernels.sharding.tensors import tensors_in
 
 __all__ = ["LIMIT", "Verdict", "check_all", "merged"]
 
@@ -47,6 +47,8 @@ class Verdict:
     proven: int = 0
     """Columns and rows that depend on each other, which only a proof allows."""
     untraced: bool = False
+    sequence_parallel: bool = False
+    """A residual travels cut along the sequence."""
     seconds: float = 0.0
 
 
@@ -58,17 +60,27 @@ class Run:
     gradient: Tensor | None
 
 
-def run(model: nn.Module, x: Tensor, training: bool) -> Run:
-    """Forward and backward; the loss weighs every element of every output that has a gradient."""
-    x = x.detach().clone().requires_grad_(x.requires_grad)
-    outputs = [y.to_local() if isinstance(y, DTensor) else y for y in tensors_in(model(x))]
+def run(model: nn.Module, x: Tensor) -> Run:
+    """Forward and backward; the loss weighs every element of every output that has a gradient.
+
+    Outputs are also those of training and of evaluation without gradients.
+    """
+    training, x = model.training, x.detach().clone().requires_grad_(x.requires_grad)
+    outputs = _outputs(model, x)
     generator = torch.Generator().manual_seed(3)
     losses = [
         (y * torch.randn(y.shape, dtype=y.dtype, generator=generator)).sum() for y in outputs if y.requires_grad
     ]
     if losses:
         torch.stack(losses).sum().backward()
+    with torch.no_grad():
+        for mode in (not training, training):
+            outputs += _outputs(model.train(mode), x)
     return Run([y.detach() for y in outputs], x.grad)
+
+
+def _outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [y.to_local() if isinstance(y, DTensor) else y for y in tensors_in(model(x))]
 
 
 def _finite(model: nn.Module, result: Run) -> bool:
@@ -125,13 +137,13 @@ def check(spec: Spec, planned: Any, mesh: Any) -> Verdict:
     plan, untraced = planned
     plain, x = build_model(spec), inputs_of(spec)
     try:
-        expected = run(plain, x, plain.training)
+        expected = run(plain, x)
     except Exception as error:  # noqa: BLE001 - the model's own fault
         return Verdict("invalid", _told(error))
     if not _finite(plain, expected):
         return Verdict("invalid", "not finite")
     model = build_model(spec)
-    verdict = Verdict("right", untraced=untraced)
+    verdict = Verdict("right", untraced=untraced, sequence_parallel=bool(plan.sequence_blocks))
     verdict.styles = dict(Counter(_style(entry.style) for entry in plan.entries))
     verdict.proven = 0 if untraced else sum(verdict.styles.get(name, 0) for name in PROVEN)
     try:
@@ -143,7 +155,7 @@ def check(spec: Spec, planned: Any, mesh: Any) -> Verdict:
         verdict.kind, verdict.detail = "raises", f"parallelize: {_told(error)}"
         return verdict
     try:
-        actual = run(model, x, model.training)
+        actual = run(model, x)
     except Exception as error:  # noqa: BLE001
         verdict.kind, verdict.detail = "raises", _told(error)
         return verdict

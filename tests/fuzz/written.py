@@ -144,7 +144,8 @@ class Branch(Op):
 
     @staticmethod
     def draw(rng: random.Random, sizes: Sizes) -> Spec:
-        on = rng.choice(["length", "training", "flag", "loop", "data", "features", "grad", "item"])
+        on = rng.choice(["length", "training", "flag", "loop", "data", "features", "grad", "item", "requires",
+                         "detached"])  # fmt: skip
         return {"on": on, "ops": draw_ops(FEATURES, rng, sizes, 1, 0.2)}
 
     def forward(self, x: Tensor, whole: Tensor) -> Tensor:
@@ -160,6 +161,8 @@ class Branch(Op):
             "item": lambda: whole.detach().abs().max().item() > 1.0,
             "features": lambda: x.shape[-1] > 7,
             "grad": torch.is_grad_enabled,
+            "requires": lambda: x.requires_grad,
+            "detached": lambda: whole.detach().requires_grad,
         }[self.on]()
         return self.inner(x, whole) if taken else x * 2
 
@@ -172,10 +175,10 @@ class Checkpointed(Op):
 
     @staticmethod
     def draw(rng: random.Random, sizes: Sizes) -> Spec:
-        return {"ops": draw_ops(FEATURES, rng, sizes, 2, 0.1)}
+        return {"ops": draw_ops(FEATURES, rng, sizes, 2, 0.1), "reentrant": rng.random() < 0.4}
 
     def forward(self, x: Tensor, whole: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.inner, x, whole, use_reentrant=False)  # type: ignore[assignment]
+        y: Tensor = checkpoint(self.inner, x, whole, use_reentrant=self.reentrant)  # type: ignore[assignment]
         return y
 
 

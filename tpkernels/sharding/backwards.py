@@ -1,30 +1,64 @@
-"""What a model's code does to gradients, which a run without gradients does not show: that it does, is reported.
+"""What a model's code does to gradients, and asks about them, in a run where no tensor has one.
 
-Owns: :func:`code_of_gradients`.  A ``torch.autograd.Function`` has a backward of its own, a hook on a tensor changes
-what passes.  Both are code over whole tensors, and what they make of a part is not known.  Code that asks a tensor
-whether it requires a gradient before it hooks it is told so where a training step would.
+Owns: :func:`code_of_gradients` and :class:`Requiring`.  A ``torch.autograd.Function`` has a backward of its own, a hook
+on a tensor changes what passes.  Both are code over whole tensors, and what they make of a part is not known: that they
+are there, is reported.  Code that asks a tensor whether it requires a gradient is told what a real run would tell it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from tpkernels.sharding.tensors import can_require_grad, storage_of
 
 if TYPE_CHECKING:
     from tpkernels.sharding.session import Session
+    from tpkernels.sharding.shadow import Shadow
 
-__all__ = ["code_of_gradients"]
+__all__ = ["Requiring", "code_of_gradients"]
 
 _NOT_THE_MODELS = ("torch.utils.checkpoint", "torch._dynamo")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _INTERNAL = frozenset({"torch", "tpkernels"})
+
+
+class Requiring:
+    """Which tensors of a run would require a gradient: as autograd says it, without its graph."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self.shadow = shadow
+        self._storages: set[int] = set()
+        self._detached: set[int] = set()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        name = self.shadow.names.get(id(tensor))
+        if name is not None:
+            return name not in self.shadow.frozen
+        return storage_of(tensor) in self._storages and id(tensor) not in self._detached
+
+    def made(self, tensors: Iterable[Tensor]) -> None:
+        """``tensors`` are results of parameters or of tensors that require a gradient."""
+        for tensor in tensors:
+            if torch.is_grad_enabled() and can_require_grad(tensor):
+                self._storages.add(storage_of(tensor))
+                self._detached.discard(id(tensor))
+
+    def passed(self, func: Any, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """``func`` made ``outputs`` of ``tensors``, or wrote to them."""
+        if func.overloadpacket is not torch.ops.aten.detach and any(tensor in self for tensor in tensors):
+            self.made(outputs)
+        if func.overloadpacket is torch.ops.aten.detach or not torch.is_grad_enabled():
+            given = {id(tensor) for tensor in tensors}
+            self._detached |= {id(output) for output in outputs} - given
 
 
 @contextmanager
@@ -37,8 +71,13 @@ def code_of_gradients(session: Session) -> Iterator[None]:
         if any(session.has_origin(tensor) for tensor in tensors):
             for tensor in made:
                 session.set_origin(tensor, None)
+        if any(tensor in session.requiring for tensor in tensors):
+            session.requiring.made(made)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # what it runs again for the gradients is what counts
+            run, _, *inputs = args
+            return run(*inputs)
         out = original.__func__(cls, *args, **kwargs)
         if not cls.__module__.startswith(_NOT_THE_MODELS):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -77,15 +116,14 @@ def _hooks_told(told: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iter
 
 @contextmanager
 def _requiring_gradients(session: Session) -> Iterator[None]:
-    """Within: to the model's code, what comes from parameters or activations requires a gradient."""
+    """Within: to the model's code, tensors require a gradient as they would in a real run."""
     base: Any = torch._C.TensorBase.requires_grad
 
     def asked(self: Tensor) -> bool:
         if base.__get__(self):
             return True
         asking = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-        can = self.is_floating_point() or self.is_complex()
-        return can and asking not in _INTERNAL and session.has_origin(self)
+        return asking not in _INTERNAL and self in session.requiring
 
     Tensor.requires_grad = property(asked, base.__set__)  # type: ignore[assignment]
     try:

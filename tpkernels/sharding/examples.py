@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tpkernels.sharding.caches import Watch
 from tpkernels.sharding.opaque import NeedsValues, record
-from tpkernels.sharding.shadow import Shadow
+from tpkernels.sharding.shadow import MODES, Mode, Shadow
 from tpkernels.sharding.trace import Recording
 
 __all__ = ["Observation", "as_call", "candidates", "observe"]
@@ -32,10 +32,10 @@ class Observation:
         self.recording: Recording | None = None
         self.args: Any = ()
         self.kwargs: Any = {}
-        self.trained = False
-        """The recorded run was one of training, so that it shows dropout."""
-        self.recordings: list[tuple[bool, Recording]] = []
-        """That run, and one in the other mode, with what says which is one of training."""
+        self.mode = MODES[0]
+        """Of the recorded run; one of training shows dropout."""
+        self.recordings: list[tuple[Mode, Recording]] = []
+        """That run first, and one for each mode in which the model runs otherwise."""
         self.note = ""
         """Which mode could not be recorded, and why."""
         self.problem = ""
@@ -56,30 +56,33 @@ class Observation:
             self.problem = "no example inputs were given, and none could be derived"
 
     def _record(self, shadow: Shadow, args: Any, kwargs: Any) -> bool:
-        """Whether the model runs with these inputs, in training, in evaluation or in both."""
-        failures: list[str] = []
-        for training in (True, False):
-            shadow.model.train(training)
+        """Whether the model runs with these inputs, in at least one mode."""
+        failures: dict[Mode, str] = {}
+        for mode in MODES:
+            shadow.set_mode(mode)
             try:
                 recording = record(shadow, args, kwargs)
             except NeedsValues as error:
-                failures.append(f"{type(error.__cause__).__name__}: {_first_line(error.__cause__)}")
+                failures[mode] = f"{type(error.__cause__).__name__}: {_first_line(error.__cause__)}"
                 self.needs_values = True
                 continue
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
-                failures.append(f"{type(error).__name__}: {_first_line(error)}")
+                failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
                 continue
-            self.recordings.append((training, recording))
+            if not any(mode.training == other.training and recording.same(known) for other, known in self.recordings):
+                self.recordings.append((mode, recording))
         if not self.recordings:
-            self.problem = self.problem or f"it cannot be traced ({failures[0]})"
+            self.problem = self.problem or f"it cannot be traced ({failures[MODES[0]]})"
             return False
-        self.trained, self.recording = self.recordings[0]
-        self.recording.direct |= self.recordings[-1][1].direct
+        self.mode, self.recording = self.recordings[0]
+        for _, other_recording in self.recordings[1:]:
+            self.recording.direct |= other_recording.direct
         self.args, self.kwargs, self.problem = args, kwargs, ""
         if failures:
-            proven, other = ("training", "evaluation") if self.trained else ("evaluation", "training")
-            self.note = f"proven for {proven} alone: in {other} it cannot be traced ({failures[0]})"
-        shadow.model.train(self.trained)
+            failed, why = next(iter(failures.items()))
+            proven = [str(mode) for mode in MODES if mode not in failures and mode.gradients == failed.gradients]
+            self.note = f"proven for {' and '.join(proven)} alone: in {failed} it cannot be traced ({why})"
+        shadow.set_mode(self.mode)
         return True
 
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.sharding.examples import Observation
 from tpkernels.sharding.layout import Split, Unproven
 from tpkernels.sharding.rules import RULES, Call, pointwise
-from tpkernels.sharding.trace import Recording, Session, Shadow, Shape, as_shapes, canonical, is_random, tensors_in
+from tpkernels.sharding.tensors import storage_of, tensors_in
+from tpkernels.sharding.trace import Recording, Session, Shadow, Shape, as_shapes, canonical, is_random
 
 __all__ = ["Stream", "follow"]
 
@@ -66,19 +67,19 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
     while stacks:
         flows: list[_Flow] = []
         try:
-            for training, _ in observation.recordings:
-                observation.shadow.model.train(training)
+            for mode, _ in observation.recordings:
+                observation.shadow.set_mode(mode)
                 flows.append(_Flow(observation.shadow, stacks, roles, others))
                 flows[-1].run(observation.args, observation.kwargs)
-            if not flows[0].stream.same(flows[-1].stream):
-                raise Unproven("it takes another way in training than in evaluation")
+                if not flows[0].stream.same(flows[-1].stream):
+                    raise Unproven(f"it takes another way in {mode} than in {observation.mode}")
         except Unproven as error:
             name = flows[-1].stack or next(iter(stacks))
             notes.append(f"the residual of {name} is not cut along the sequence: {error.reason}")
             del stacks[name]
             continue
         finally:
-            observation.shadow.model.train(observation.trained)
+            observation.shadow.set_mode(observation.mode)
         stream = flows[0].stream
         stream.notes = notes
         return stream
@@ -139,7 +140,7 @@ class _Flow(Session):
         self.stack: str | None = None
         self._splits: dict[int, Split] = {}
         self._features: set[int] = set()
-        """What columns give, and what is made of it: parts that differ by features, which no sequence cuts again."""
+        """Storages of what columns give, and of what is made of it: parts by features, which no sequence cuts again."""
         self._suspended: list[tuple[dict[int, Split], bool]] = []
         """Outside of each module that takes everything whole: what was cut, and whether it took any of that."""
         self._local: list[str] = []
@@ -171,8 +172,7 @@ class _Flow(Session):
             x = _residual_of(args, kwargs)
             if x is None:
                 raise Unproven(f"{name} takes no residual")
-            if id(x) in self._features:
-                raise Unproven(f"{name} works between a column and its row, on a part of the features")
+            self._has_all_features(x, name)
             self.stack = self.first.get(name, self.stack)
             if id(x) not in self._splits:
                 if name not in self.first:
@@ -188,7 +188,7 @@ class _Flow(Session):
 
     def left(self, name: str, output: Any = None) -> None:
         if name in self.whole and self._suspended:
-            self._resume(output)
+            self._resume(name, output)
             self._note(self.stream.whole, name)
         if self._local and self._local[-1] == name:
             self._local.pop()
@@ -223,13 +223,18 @@ class _Flow(Session):
             self._gathers(tensor)
         self._suspended.append((before, bool(cut)))
 
-    def _resume(self, output: Any) -> None:
+    def _resume(self, name: str, output: Any) -> None:
         self._splits, took = self._suspended.pop()
         for tensor in tensors_in(output)[:1] if took else ():
+            self._has_all_features(tensor, name)
             if tuple(tensor.shape[:2]) != self._shape[:2]:
                 raise Unproven(f"what a module that is whole gives, {list(tensor.shape)}, is not along the sequence")
             self._splits[id(tensor)] = self._sequence()
             self._gathers(tensor)  # its gradient
+
+    def _has_all_features(self, tensor: Tensor, name: str) -> None:
+        if storage_of(tensor) in self._features:
+            raise Unproven(f"{name} works between a column and its row, on a part of the features")
 
     def _gathers(self, tensor: Tensor) -> None:
         self.stream.gathered_bytes += tensor.numel() * tensor.element_size()
@@ -257,7 +262,7 @@ class _Flow(Session):
             return out
         if role == "column":
             self._agree(name, split is not None)
-            self._features.add(id(out))
+            self._features.add(storage_of(out))
         elif role == "row":
             inside = self.stack is not None and not self._suspended
             if split is not None:
@@ -301,8 +306,8 @@ class _Flow(Session):
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self.pass_origins(func, tensors, outputs)
-        if any(id(tensor) in self._features for tensor in tensors):
-            self._features |= {id(output) for output in outputs}
+        if any(storage_of(tensor) in self._features for tensor in tensors):
+            self._features |= {storage_of(output) for output in outputs}
         if not any(cut):
             return out
         if not self._local and packet not in _COPIES | _DROPOUT and torch.Tag.pointwise not in func.tags:

@@ -154,10 +154,11 @@ class _Planner:
 
     def _check_captured(self) -> None:
         """Parameters are new objects afterwards: code that keeps the old ones would go on with these, untrained."""
-        recording = self.observation.recording if self.observation is not None else None
-        if recording is not None and recording.captured:
+        recordings = self.observation.recordings if self.observation is not None else []
+        captured = sorted({name for _, recording in recordings for name in recording.captured})
+        if captured:
             raise ValueError(
-                f"parameters {recording.captured[:3]} are used by code that keeps them outside of their modules (in a "
+                f"parameters {captured[:3]} are used by code that keeps them outside of their modules (in a "
                 "closure, a default argument, a list): it would go on with the tensors from before; let it read them "
                 "from their modules"
             )

@@ -14,14 +14,14 @@ on by another way than its results.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tpkernels.sharding.guesses import GUESSES, Guess
 from tpkernels.sharding.shadow import Shadow
-from tpkernels.sharding.trace import Event, NotOpaque, Opaque, Recording
+from tpkernels.sharding.trace import NotOpaque, Opaque, Recording
 
 __all__ = ["NeedsValues", "record"]
 
@@ -137,7 +137,7 @@ def _run(shadow: Shadow, guess: Guess, args: Any, kwargs: Any) -> Recording:
 def _compare(first: Recording, runs: list[Recording]) -> None:
     for other in runs:
         events = zip(first.events, other.events, strict=False)
-        same = next((at for at, pair in enumerate(events) if _plain(pair[0]) != _plain(pair[1])), None)
+        same = next((at for at, pair in enumerate(events) if pair[0].anywhere() != pair[1].anywhere()), None)
         if same is None and len(first.events) == len(other.events):
             continue
         before = first.events[: len(first.events) if same is None else same + 1]
@@ -146,12 +146,6 @@ def _compare(first: Recording, runs: list[Recording]) -> None:
             raise RuntimeError("two runs of the model differ before any value was asked for")
         error = ValueError(f"the results of {opaque[-1]} depend on the values of tensors")
         raise _Close(first.callers[opaque[-1]], error)
-
-
-def _plain(event: Event) -> Event:
-    """Without the identity of the recording in its sources."""
-    sources = tuple((0, *source[1:]) if isinstance(source, tuple) else source for source in event.sources)
-    return replace(event, sources=sources)
 
 
 def _join(first: Recording, runs: list[Recording]) -> None:

@@ -17,6 +17,7 @@ from tpkernels.sharding.groups import Group, find_groups
 from tpkernels.sharding.layout import Unproven
 from tpkernels.sharding.replay import Replay, Role, unlike_ranks
 from tpkernels.sharding.search import Attributes, Proof, Search, Whole
+from tpkernels.sharding.shadow import MODES, Mode
 from tpkernels.sharding.trace import Recording, Scope, Shadow
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
@@ -177,7 +178,7 @@ class _Decider:
         return {index for index in blamed if index < len(self.decision.proven)}
 
     def _replay(self, proofs: Mapping[Group, Proof]) -> Replay:
-        """Of the whole model, in training and in evaluation; what the last one knows, all know.
+        """Of the whole model, in every mode; what the last one knows, all know.
 
         Raises:
             _Blamed: it does not hold.
@@ -185,7 +186,7 @@ class _Decider:
         try:
             return self._replay_modes(proofs)
         finally:
-            self.shadow.model.train(self.observation.trained)
+            self.shadow.set_mode(self.observation.mode)
 
     def _replay_modes(self, proofs: Mapping[Group, Proof]) -> Replay:
         roles: dict[str, Role] = {}
@@ -201,8 +202,8 @@ class _Decider:
             roles.setdefault(name, replace(role, group=len(proofs)))
         ranks, count = unlike_ranks(roles, self.world_size), len(proofs)
         merged: Replay | None = None
-        for training, recording in self.observation.recordings:
-            self.shadow.model.train(training)
+        for mode, recording in self.observation.recordings:
+            self.shadow.set_mode(mode)
             if widths:
                 recording = Recording(self.shadow, whole, widths)
                 recording.run(self.observation.args, self.observation.kwargs)
@@ -213,7 +214,7 @@ class _Decider:
                 try:
                     replay.run_model(self.observation.args, self.observation.kwargs)
                 except Unproven as error:
-                    raise _Blamed(_in_mode(error, training), replay.blame) from error
+                    raise _Blamed(_in_mode(error, mode), replay.blame) from error
             if any(replay.partial != replays[0].partial for replay in replays):
                 unlike = Unproven("ranks of different sizes would have gradients of different kinds")
                 raise _Blamed(unlike, range(count))
@@ -224,7 +225,7 @@ class _Decider:
     def _random_pairs(self) -> list[tuple[str, str]]:
         """Where dropout works on parts: from the first column that runs to the row that ends its group."""
         noisy = {group for group in self.decision.proven if group.random}
-        if not self.observation.trained:
+        if not self.observation.mode.training:
             noisy = {group for group in self.decision.proven if self._may_drop(group)}
         column = {name: group for group in noisy for name in group.columns}
         row = {name: group for group in noisy for name in group.rows}
@@ -254,8 +255,8 @@ class _Blamed(Unproven):
         self.error, self.groups = error, frozenset(groups)
 
 
-def _in_mode(error: Unproven, training: bool) -> Unproven:
-    return error if training else Unproven(f"{error.reason} (in evaluation)", count=error.count)
+def _in_mode(error: Unproven, mode: Mode) -> Unproven:
+    return error if mode == MODES[0] else Unproven(f"{error.reason} (in {mode})", count=error.count)
 
 
 def _size(group: Group) -> int:

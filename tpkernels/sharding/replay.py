@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.sharding.layout import Split, Unproven, share
 from tpkernels.sharding.rules import RULES, Call, pointwise
+from tpkernels.sharding.tensors import tensors_in
 from tpkernels.sharding.trace import (
     TRANSPARENT,
     Event,
@@ -35,7 +36,6 @@ from tpkernels.sharding.trace import (
     canonical,
     constant_of,
     is_random,
-    tensors_in,
 )
 
 __all__ = ["Replay", "Role", "unlike_ranks"]

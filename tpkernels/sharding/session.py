@@ -6,7 +6,7 @@ Owns: :class:`Session`, the mode that sees each op; the kinds of steps that a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpkernels.sharding.backwards import Requiring
 from tpkernels.sharding.higher_order import as_op
-from tpkernels.sharding.shadow import Shadow, tensors_in
+from tpkernels.sharding.shadow import Shadow
+from tpkernels.sharding.tensors import storage_of, tensors_in
 
 __all__ = [
     "Event",
@@ -32,12 +34,9 @@ __all__ = [
     "TRANSPARENT",
     "as_given",
     "as_shapes",
-    "can_require_grad",
     "canonical",
     "constant_of",
     "is_random",
-    "storage_of",
-    "tensors_in",
 ]
 
 aten = torch.ops.aten
@@ -89,6 +88,11 @@ class Event:
     """Of the tensors among the arguments."""
     constant: bytes | None = None
     """The numbers of a tensor that Python made (``torch.tensor(...)``)."""
+
+    def anywhere(self) -> Event:
+        """Without the identity of the recording in its sources."""
+        sources = tuple((0, *source[1:]) if isinstance(source, tuple) else source for source in self.sources)
+        return replace(self, sources=sources)
 
 
 @dataclass
@@ -151,6 +155,7 @@ class Session(TorchDispatchMode):
         self.shadow, self.attributes = shadow, dict(attributes)
         self.origins: dict[int, Origin] = {}
         self.made: dict[int, Source] = {}
+        self.requiring = Requiring(shadow)
         self.kept: list[Any] = []
         """Every tensor seen, so that ids stay theirs."""
         self.guess = shadow.guess
@@ -179,6 +184,7 @@ class Session(TorchDispatchMode):
                     raise NotOpaque(name, "hands tensors on by another way than its results")
             out = self.op(func, args, kwargs, tensors)
         self.kept.append(out)
+        self.requiring.passed(func, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
         return out
 
     # ------------------------------------------------------------------ opaque modules
@@ -212,6 +218,8 @@ class Session(TorchDispatchMode):
     def _fresh(self, tensor: Tensor) -> Tensor:
         out = self.new_output(tensor, tuple(tensor.shape), tensor.dtype)
         self.set_origin(out, None)
+        if tensor in self.requiring:
+            self.requiring.made([out])
         return out
 
     def _quiet_op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -330,16 +338,8 @@ def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:
         return tensors[0].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def can_require_grad(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def is_random(func: Any, args: Any) -> bool:
     """Attention kernels count as random in torch even where they drop nothing."""
     attention = "scaled_dot_product" in func._schema.name
     drops = not attention or (len(args) > 3 and isinstance(args[3], float) and args[3] > 0)
     return torch.Tag.nondeterministic_seeded in func.tags and drops
-
-
-def storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -12,16 +12,15 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from tpkernels.sharding.backwards import code_of_gradients
 from tpkernels.sharding.caches import Caches
@@ -31,7 +30,21 @@ from tpkernels.sharding.layers import Layer, layer_of, unswappable
 if TYPE_CHECKING:
     from tpkernels.sharding.session import Session
 
-__all__ = ["Shadow", "tensors_in"]
+__all__ = ["MODES", "Mode", "Shadow"]
+
+
+class Mode(NamedTuple):
+    """What a model's code may ask about the run it is in: ``self.training``, and ``torch.is_grad_enabled()``."""
+
+    training: bool
+    gradients: bool
+
+    def __str__(self) -> str:
+        name = "training" if self.training else "evaluation"
+        return name if self.gradients else f"{name} without gradients"
+
+
+MODES = (Mode(True, True), Mode(False, True), Mode(True, False), Mode(False, False))
 
 _SHARED = (type(threading.Lock()), type(threading.RLock()), types.ModuleType, torch.Generator)
 """What cannot be copied and holds nothing of a run."""
@@ -58,6 +71,8 @@ class Shadow:
         for module in model.modules():
             memo |= _uncopyable(module, memo)
         self.model = copy.deepcopy(model, memo)
+        self.gradients = True
+        """Whether runs are with gradients enabled; no tensor has one."""
         self.modules = dict(self.model.named_modules())
         self.session: Session | None = None
         self.opaque: set[str] = set()
@@ -77,6 +92,7 @@ class Shadow:
         """The model's own parameters, which only code reads that keeps them outside of their modules."""
         self.holders = {id(module): name for name, module in model.named_modules()}
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         for name, module in self.modules.items():
             layer = layer_of(module)
             if layer is not None and unswappable(module) is None:
@@ -87,6 +103,11 @@ class Shadow:
                 module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 module.register_forward_hook(self._leaving(name))
 
+    def set_mode(self, mode: Mode) -> None:
+        """Of the runs that follow."""
+        self.model.train(mode.training)
+        self.gradients = mode.gradients
+
     def make_opaque(self, name: str) -> None:
         """From now on the module is one step: what happens inside is neither recorded nor followed."""
         self.opaque.add(name)
@@ -95,7 +116,10 @@ class Shadow:
 
     @contextmanager
     def running(self, session: Session) -> Iterator[None]:
-        """Fake mode, the session on top of it, no gradients, and its attributes in place of the model's."""
+        """Fake mode, the session on top of it, and its attributes in place of the model's.
+
+        Gradients are enabled as the mode says, to the model's code alone: no parameter requires one.
+        """
         before = {key: getattr(self.modules[key[0]], key[1]) for key in session.attributes}
         self.session = session
         # A guess that does not fit makes an op fail, which torch would print with a traceback.
@@ -110,7 +134,7 @@ class Shadow:
             with (
                 code_of_gradients(session),
                 torch.compiler.set_stance("force_eager"),  # a compiled function shows no ops
-                torch.no_grad(),
+                torch.set_grad_enabled(self.gradients),
                 self.fake,
                 _fake_as_real(),
                 Answers(session, self.guess),
@@ -169,9 +193,11 @@ class Shadow:
     def _reporting(self, name: str) -> Any:
         def forward(input: Tensor) -> Tensor:
             assert self.session is not None
-            if self.session.quiet is not None:
-                return self.session.layer_called_quietly(name, input)
-            return self.session.layer_called(name, input)
+            quiet = self.session.quiet is not None
+            out = (self.session.layer_called_quietly if quiet else self.session.layer_called)(name, input)
+            if any(tensor in self.session.requiring for tensor in (input, *self.modules[name].parameters())):
+                self.session.requiring.made([out])
+            return out
 
         return forward
 
@@ -237,19 +263,4 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
             found[id(value)] = value.detach().clone()
         elif isinstance(value, _SHARED):
             found[id(value)] = value
-    return found
-
-
-def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
-    """All tensors of a nested result, dataclasses included, and of other objects the tensors that are attributes."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            found += tensors_in(list(leaf.values()), depth)
-        elif is_dataclass(leaf) and not isinstance(leaf, type) and depth:  # one may refer to itself
-            found += tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)], depth - 1)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            found += [item for item in vars(leaf).values() if isinstance(item, Tensor)]
     return found

@@ -27,13 +27,11 @@ from tpkernels.sharding.session import (
     Source,
     as_given,
     as_shapes,
-    can_require_grad,
     canonical,
     constant_of,
     is_random,
-    storage_of,
-    tensors_in,
 )
+from tpkernels.sharding.tensors import can_require_grad, storage_of, tensors_in
 
 __all__ = [
     "TRANSPARENT",
@@ -52,7 +50,6 @@ __all__ = [
     "canonical",
     "constant_of",
     "is_random",
-    "tensors_in",
 ]
 
 
@@ -176,6 +173,11 @@ class Recording(Session):
     def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
         self.called_quietly.add(name)
         return super().layer_called_quietly(name, x)
+
+    def same(self, other: Recording) -> bool:
+        """Whether the same ops ran on the same tensors."""
+        mine, others = ([event.anywhere() for event in recording.events] for recording in (self, other))
+        return mine == others and (self.captured, self.direct) == (other.captured, other.direct)
 
     @property
     def innermost(self) -> str:
