@@ -54,11 +54,12 @@ class Requiring:
 
     def passed(self, func: Any, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """``func`` made ``outputs`` of ``tensors``, or wrote to them."""
-        if func.overloadpacket is not torch.ops.aten.detach and any(tensor in self for tensor in tensors):
-            self.made(outputs)
-        if func.overloadpacket is torch.ops.aten.detach or not torch.is_grad_enabled():
-            given = {id(tensor) for tensor in tensors}
-            self._detached |= {id(output) for output in outputs} - given
+        if torch.is_grad_enabled() and func.overloadpacket is not torch.ops.aten.detach:
+            if any(tensor in self for tensor in tensors):
+                self.made(outputs)
+                return
+        given = {id(tensor) for tensor in tensors}
+        self._detached |= {id(out) for out in outputs if storage_of(out) in self._storages} - given
 
 
 @contextmanager
