@@ -134,6 +134,25 @@ class PackedGate(Op):
         return self.down(self.ops(F.silu(g) * u, x))
 
 
+@block("two_packed")
+class TwoPacked(PackedGate):
+    """Two layers of gate and up, of which one is taken apart before they meet and both after it."""
+
+    def __init__(self, sizes: Sizes, **options: Any) -> None:
+        super().__init__(sizes, **options)
+        self.other = nn.Linear(sizes.width, 2 * self.hidden)
+
+    @staticmethod
+    def draw(rng: random.Random, sizes: Sizes) -> Spec:
+        return {"how": rng.choice(["first", "last"]), **_draw(rng, sizes, 2)}
+
+    def forward(self, x: Tensor) -> Any:
+        a, b = self.both(x).chunk(2, -1)
+        apart, other = torch.cat([a.tanh(), b], -1), self.other(x)
+        g, u = (apart * other if self.how == "first" else other * apart).chunk(2, -1)
+        return self.down(self.ops(F.silu(g) * u, x))
+
+
 @block("deep_mlp")
 class Deep(Wide):
     """Three layers or more."""

@@ -368,6 +368,7 @@ TRAP_HEADS: dict[str, Any] = {
         *([1] * at), -1, *([1] * (3 - at))
     ),
     "heads_attend": lambda x, w, at: ((x @ x.transpose(-1, -2)).softmax(-1) @ x) if at == 2 else x.flip(1),
+    "heads_attend_by_kernel": lambda x, w, at: F.scaled_dot_product_attention(x, x, x),
     "heads_plus_whole": lambda x, w, at: x + w[..., :1].unsqueeze(at),
     "heads_times_whole": lambda x, w, at: x * fitted(w, x).unsqueeze(at).sigmoid(),
     "heads_where_whole": lambda x, w, at: torch.where(w[..., :1].unsqueeze(at) > 0, x, w[..., :1].unsqueeze(at)),

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tpkernels.nn import copied_heads, embedding, replicated, row, shared_input
 from tpkernels.nn.row import RowParallelLinear
-from tpkernels.sharding import infer, proofs, replay, rules, search, trace
+from tpkernels.sharding import examples, flow, infer, proofs, replay, rules, search, trace
 from tpkernels.sharding.layout import Split, Unproven
+from tpkernels.sharding.shadow import Mode
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -283,6 +284,10 @@ def _planner() -> dict[str, Fault]:
         ),
         "ranks of other sizes than the first are like it": lambda: _patched(
             *((module, "unlike_ranks", lambda roles, world_size: [0]) for module in (search, proofs))
+        ),
+        "runs are without gradients": lambda: _patched((examples, "MODES", (Mode(True, False), Mode(False, False)))),
+        "parts by features are cut along the sequence": lambda: _patched(
+            (flow._Flow, "_has_all_features", lambda self, tensor, name: None)
         ),
         "weights that are read may be cut": lambda: _patched((infer._Planner, "_kept", lambda self: {})),
         "tied weights are cut apart": lambda: _patched((infer._Planner, "_untie", lambda self: None),

@@ -38,7 +38,7 @@ RULES = {
     "bmm": "attends_by_part gram_of_features attends_to_whole heads_attend "
     "rows_mixed scores_of_itself matrix_per_head einsum_of_a_head outer_with_whole",
     "constant_pad_nd": "padded_features shifted_features",
-    "baddbmm": "attends_by_part_and_bias", "_scaled_dot_product_flash_attention_for_cpu": "",
+    "baddbmm": "attends_by_part_and_bias", "_scaled_dot_product_flash_attention_for_cpu": "heads_attend_by_kernel",
 }  # fmt: skip
 """Ops by rule."""
 
@@ -122,6 +122,7 @@ FIRST: dict[str, list[Spec]] = {
     "var_mean refuses nothing, nor does the rest": _of("mean_of_var_mean"),
     "baddbmm refuses nothing, nor does the rest": _of("attends_by_part_and_bias"),
     "constant_pad_nd refuses nothing, nor does the rest": _of("shifted_features"),
+    "pointwise ops take any layout": [_around({"is": "two_packed", "how": how}) for how in ("first", "last")],
     "activations may be mixed": _of("times_the_whole_by_way_of_zeros"),
     "nothing is completed": [_around({"is": "scaled_mlp", "how": "same"})],
     "parameters may be partial and complete": [_around({"is": "scaled_mlp", "how": "same"})],
@@ -131,6 +132,16 @@ FIRST: dict[str, list[Spec]] = {
     "tied weights are cut apart": [_around({"is": "tied_layers", "how": "square", "hidden": 8})],
     "ranks of other sizes than the first are like it": [
         _around({"is": "mlp", "hidden": 15, "ops": [{"is": "branch", "on": "features", "ops": [{"is": "tanh"}]}]})
+    ],
+    "runs are without gradients": [
+        _around({"is": "mlp", "ops": [{"is": "branch", "on": "grad", "ops": [{"is": "positions"}]}]})
+    ],
+    "parts by features are cut along the sequence": [
+        _around(
+            {"is": "bottleneck", "ops": [{"is": "plus_whole"}], "wiring": {"residual": "none"}},
+            head="classes",
+            sequence_parallel=True,
+        )
     ],
     "custom backwards are trusted": [*_of("gradient_over_features"), *_of("hook_over_features")],
     "constants may be one rank's": _of("divided_by_a_tensor"),
