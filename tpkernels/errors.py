@@ -18,6 +18,7 @@ __all__ = [
     "CollectiveTimeout",
     "GroupPoisoned",
     "VerificationError",
+    "UnprovenCallWarning",
 ]
 
 
@@ -31,6 +32,10 @@ class UnsupportedProblem(TpKernelsError, ValueError):
 
 class VerificationError(TpKernelsError):
     """A parallel model does not compute what the unsharded one does; the message names the first module."""
+
+
+class UnprovenCallWarning(UserWarning):
+    """A parallel model was called in a way that its plan was not proven for, and no rule could follow what it does."""
 
 
 class StateMismatch(TpKernelsError, ValueError):

@@ -24,6 +24,7 @@ from tests.fuzz.model import build_model, inputs_of
 from tests.fuzz.vocabulary import Spec
 from tests.sharding.compare import differs, pieces_of
 from tpkernels.comm.groups import resolve
+from tpkernels.errors import UnprovenCallWarning
 from tpkernels.sharding.layers import layer_of
 from tpkernels.sharding.tensors import tensors_in
 
@@ -49,6 +50,8 @@ class Verdict:
     untraced: bool = False
     sequence_parallel: bool = False
     """A residual travels cut along the sequence."""
+    followed: bool = True
+    """What every row took was known to be cut as its weight is."""
     seconds: float = 0.0
 
 
@@ -155,7 +158,10 @@ def check(spec: Spec, planned: Any, mesh: Any) -> Verdict:
         verdict.kind, verdict.detail = "raises", f"parallelize: {_told(error)}"
         return verdict
     try:
-        actual = run(model, x)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", UnprovenCallWarning)
+            actual = run(model, x)
+        verdict.followed = not any(issubclass(warning.category, UnprovenCallWarning) for warning in told)
     except Exception as error:  # noqa: BLE001
         verdict.kind, verdict.detail = "raises", _told(error)
         return verdict
@@ -265,6 +271,7 @@ def merged(verdicts: list[dict[str, Any]]) -> dict[str, Any]:
         told = {f"rank {rank}": f"{v['kind']} {v['detail']}" for rank, v in enumerate(verdicts)}
         return {**verdicts[0], "kind": "wrong", "detail": f"ranks disagree: {told}"}
     worst = min(verdicts, key=lambda verdict: ORDER.index(verdict["kind"]))
+    worst = {**worst, "followed": all(verdict["followed"] for verdict in verdicts)}
     where = [rank for rank, verdict in enumerate(verdicts) if verdict["kind"] == worst["kind"]]
     if worst["kind"] in ("wrong", "raises"):
         return {**worst, "detail": f"on ranks {where}: {worst['detail']}"}

@@ -66,6 +66,8 @@ class Summary:
     cut: int = 0
     untraced: int = 0
     sequence_parallel: int = 0
+    lost: int = 0
+    """Whose parts could not be followed into a row while they ran."""
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, spec: Spec, verdict: dict[str, Any]) -> None:
@@ -76,6 +78,7 @@ class Summary:
         self.cut += any(not name.startswith("Replicate") for name in verdict["styles"])
         self.untraced += verdict["untraced"]
         self.sequence_parallel += verdict["sequence_parallel"]
+        self.lost += not verdict["followed"]
         self.drawn.update(kinds_in(spec))
         if verdict["kind"] in FAILURES:
             self.failures.append({"seed": spec["seed"], "verdict": verdict, "spec": spec})
@@ -92,7 +95,7 @@ class Summary:
             + ", ".join(f"{world} ranks ({number})" for world, number in sorted(self.worlds.items())),
             f"cut at all {self.cut} ({100 * self.cut // count} %), with a column and row proven {self.proven} "
             f"({100 * self.proven // count} %), along the sequence {self.sequence_parallel}, "
-            f"without data flow {self.untraced}",
+            f"without data flow {self.untraced}, not followed while they ran {self.lost}",
             f"right {self.kinds['right']}, refused {self.kinds['refused']}, no model {self.kinds['invalid']}, "
             f"WRONG {self.kinds['wrong']}, RAISING {self.kinds['raises']}",
             f"modules: {styles}",

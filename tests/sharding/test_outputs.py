@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.sharding import zoo
 from tests.sharding.compare import LIMIT, compare_tensors, differs
+from tpkernels.errors import UnprovenCallWarning
 from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.testing.spawn import Pools
 
@@ -35,12 +37,14 @@ EXTRAS: dict[str, Callable[[Tensor], Tensor]] = {
 class Attention(zoo.Attention):
     """Gives what it is asked for."""
 
-    def forward(self, x: Tensor, ask: str = "", keep: bool = False) -> Any:
+    def forward(self, x: Tensor, ask: str = "", keep: bool = False, way: str = "") -> Any:
         batch, length, _ = x.shape
         shape = (batch, length, 3, self.num_heads, -1)
         q, k, v = self.qkv(x).reshape(shape).permute(2, 0, 3, 1, 4).unbind(0)
         weights = ((q * self.scale) @ k.transpose(-2, -1)).softmax(-1)
-        y = x + self.proj((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+        found = (weights.softmax(1) if way == "mixed" else weights) @ v
+        found = found.transpose(1, 2).reshape(batch, length, -1)
+        y = x + self.proj(found.transpose(1, 2) if way == "turned" else found)
         if keep:
             self.last = weights
         if ask == "fail":
@@ -111,6 +115,20 @@ def flags_of_modules_are_found_out_late() -> None:
     assert differs(*weights, 1e-11) is None
 
 
+def a_call_that_takes_another_way_than_the_proven_one_is_told() -> None:
+    _, model, x = built()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnprovenCallWarning)
+        model(x)
+        model(x, "weights")
+    rank = tp_mesh().get_local_rank()
+    with pytest.warns(UnprovenCallWarning, match="what proj took .* tpk.verify") if rank == 0 else nullcontext():
+        model(x, way="mixed")
+    square = torch.randn(3, model.num_heads * WIDTH // 4, WIDTH, dtype=torch.float64)
+    with refused("gives 'proj', a row of the plan, a part that is not cut by features", "another way"):
+        model(square, way="turned")
+
+
 def hooks_are_not_shown_parts() -> None:
     _, model, x = built()
     seen: list[Any] = []
@@ -168,6 +186,7 @@ def small_models() -> None:
     gathers_or_refuses()
     flags_of_modules_are_found_out_late()
     hooks_are_not_shown_parts()
+    a_call_that_takes_another_way_than_the_proven_one_is_told()
     assert not gradients_flow_through_what_is_gathered()
     explicit_plans_are_left_alone()
     compiled_code_is_left_alone()

@@ -92,7 +92,12 @@ def test_views_and_writes_share_the_mark_of_their_storage() -> None:
         assert parts.of(cache) == {Split(1, (2,))}
         buffer = torch.zeros(3, 2, 9, 4)
         buffer[:, :, :5] = x
+        assert parts.of(buffer) == {Split(1, (2,))}
+        buffer[:, :, 5:] = features(3, 2, 4, 4)
         assert parts.of(buffer) == UNKNOWN
+        pooled = torch.zeros(3, 9)
+        pooled[:, :5] += x[:, 0, :, 0]
+        assert parts.of(pooled) == UNKNOWN
         whole = torch.zeros(3, 4)
         whole.add_(x.sum((1, 2)))
         assert parts.of(whole) == UNKNOWN

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
+from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.partition import chunk_sizes
@@ -42,11 +43,15 @@ class Followed(AbstractContextManager["Followed"]):
     model: nn.Module
     parts: Parts = field(default_factory=Parts)
     problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Rows that took what no rule could follow."""
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Followed:
         self.thread = threading.get_ident()
         self.names = {id(module): name for name, module in self.model.named_modules()}
+        own = (module for module in self.model.modules() if isinstance(module, ParallelMultiheadAttention))
+        self.own_rows = {id(module.out_proj) for module in own}
         handle = register_module_forward_hook(self._called, with_kwargs=True)
         self.stack.callback(handle.remove)
         self.stack.enter_context(self.parts)
@@ -61,8 +66,22 @@ class Followed(AbstractContextManager["Followed"]):
         sizes = _sizes_given(module)
         if sizes and self.parts.of(output) is None:
             self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes)]))
+        if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
+            self._check_row(module, *args, **kwargs)
         if module is not self.model:
             self._check_hooks(module, args, kwargs, output)
+
+    def _check_row(self, module: RowParallelLinear, x: Tensor, **_: object) -> None:
+        """The plan's proof is of calls like the traced ones; another may give a row what its weight is not cut for."""
+        mark, name = self.parts.of(x), self.names[id(module)]
+        if not mark:
+            self.unknown.append(name)
+        elif Split(x.dim() - 1, (x.shape[-1],)) not in mark:
+            self.problems.append(
+                f"this call gives {name!r}, a row of the plan, a part that is not cut by features as its weight is: it "
+                "takes another way than the calls that the plan was proven for; make the plan with example_inputs like "
+                'those of this call, or with overrides={...: "replicate"}'
+            )
 
     def _check_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         hooks = list(foreign_hooks(module))

@@ -11,6 +11,9 @@ and all later ones of its kind return whole tensors:
 - any other part is ValueError, and so are hooks that would be shown a part, and modules that keep one as attribute.
   A hook, or a module, with an attribute ``takes_parts = True`` is left alone.
 
+What a row takes is looked at as well: a part that is known to be cut otherwise than the row's weight is ValueError, and
+where no rule could follow the way to it, rank 0 warns (:class:`tpkernels.errors.UnprovenCallWarning`).
+
 The kind of a call: which arguments there are, their flags, dtypes and which of their sizes are 1; training or not;
 gradients or not; the flags and texts in the model's configs.  Flags that a module keeps elsewhere are no part of it;
 where they change what the model returns, the call raises, and the next one is followed again.
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -34,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.errors import UnprovenCallWarning
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops import all_gather
 from tpkernels.ops.calling import exchange
@@ -209,6 +214,15 @@ class _Guard:
             kind = self._agree(followed.parts, problems, values)
         elif problems:
             raise ValueError(_listing(problems))
+        if followed.unknown and self._mesh.get_local_rank() == 0:
+            rows = sorted(set(followed.unknown))
+            warnings.warn(
+                f"it is not known whether what {', '.join(rows[:4])}{' and others' if len(rows) > 4 else ''} took in "
+                "this call is cut as their weights are: if the call takes another way than those that the plan was "
+                "proven for, its result may be wrong. tpk.verify with its arguments tells",
+                UnprovenCallWarning,
+                stacklevel=2,
+            )
         kind.hooks.add(self._hooks)
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.pop(next(iter(self._kinds)))

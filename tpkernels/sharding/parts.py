@@ -95,6 +95,8 @@ class Parts(TorchDispatchMode):
             return
         if packet in _UNIFORM:
             same = frozenset(range(out.dim()))
+        elif self._uniform and func.is_view and self._is_constant(tensors[0]):
+            same = frozenset(range(out.dim()))
         elif self._uniform and torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
             shapes = [self._shape(tensor) for tensor in tensors]
             sizes = [[shape[dim] for shape in shapes if -dim <= len(shape)] for dim in range(-out.dim(), 0)]
@@ -104,7 +106,13 @@ class Parts(TorchDispatchMode):
         storage = _storage(out)
         if same and storage is not None:
             self._hold(storage)
-            self._uniform[storage._cdata] = {_place(out, storage): same}
+            self._uniform.setdefault(storage._cdata, {})[_place(out, storage)] = same
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether it is one number over and over."""
+        storage = _storage(tensor)
+        same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
+        return tensor.dim() > 0 and len(same) == tensor.dim()
 
     def mark_last(self, tensor: Tensor) -> None:
         """``tensor`` is what a layer gives whose output features are cut."""
@@ -141,20 +149,37 @@ class Parts(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         broadcast = [self._shape(tensor) for tensor in tensors]
         answers = _answers(func, packet, args, kwargs, tensors, marks, outputs, broadcast)
-        self._forget_uniform(func, args, kwargs)
+        constants = self._forget_uniform(func, args, kwargs)
         for output, answer in zip(outputs, answers, strict=True):
             if answer is not None:
                 self.mark(output, answer)
         for written in _written(func, args, kwargs):
-            if not any(written is output for output in outputs):
+            known = [answer for output, answer in zip(outputs, answers, strict=True) if written is output]
+            if not known:
                 self.mark(written, UNKNOWN)
+            self._mark_around(written, known[0] if known else UNKNOWN, constants)
         return out
 
-    def _forget_uniform(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _forget_uniform(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
+        """Before what the op wrote to is marked; the places of constants of which that was a view."""
+        places: list[Any] = []
         for written in _written(func, args, kwargs) if self._uniform else ():
             storage = _storage(written)
             if storage is not None:
-                self._uniform.pop(storage._cdata, None)
+                places += [at for at, same in self._uniform.pop(storage._cdata, {}).items() if len(same) == len(at[2])]
+        return places
+
+    def _mark_around(self, written: Tensor, mark: Mark | None, constants: Sequence[Any]) -> None:
+        """A part was written to a view: a constant around it is a part that is cut alike, anything else is unknown."""
+        storage = _storage(written)
+        if storage is None or mark is None:
+            return
+        place = _place(written, storage)
+        for around in [at for at in self._marks if at[0] == storage._cdata and at != place] if not mark else ():
+            self._marks[around] = UNKNOWN
+        for around in constants:
+            if around[0] == storage._cdata and around != place:
+                self._marks[around] = _around(place, mark, around)
 
     def _fused(self, name: str, args: Any, tensors: Sequence[Tensor], out: Any) -> None:
         """The package's own ops say themselves what they give."""
@@ -185,6 +210,15 @@ def _storage(tensor: Tensor) -> Any:
 
 def _place(tensor: Tensor, storage: Any) -> Any:
     return storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _around(place: Any, mark: Mark, around: Any) -> Mark:
+    """How a tensor is cut of which the one at ``place`` is a view: in the dimension with the same steps and size."""
+    (_, _, shape, stride, dtype), (_, _, shape_around, stride_around, dtype_around) = place, around
+    steps = list(zip(shape_around, stride_around, strict=True))
+    if dtype != dtype_around or any(steps.count((shape[split.dim], stride[split.dim])) != 1 for split in mark):
+        return UNKNOWN
+    return frozenset(Split(steps.index((shape[split.dim], stride[split.dim])), split.segments) for split in mark)
 
 
 def _cut(tensor: Tensor, dim: int) -> Mark:
