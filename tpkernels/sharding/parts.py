@@ -12,7 +12,7 @@ makes new objects of views.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -24,7 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tpkernels.sharding.layout import Split, Unproven, group_of, through_view
+from tpkernels.sharding.layout import Split, Unproven
+from tpkernels.sharding.local_rules import OWN
 from tpkernels.sharding.rules import RULES, Call, pointwise
 from tpkernels.sharding.trace import Shape, as_shapes, canonical
 
@@ -137,7 +138,7 @@ class Parts(TorchDispatchMode):
             if is_op:
                 self._note_uniform(func, packet, tensors, out)
             return out
-        if is_op and packet not in RULES and packet not in _OWN:
+        if is_op and packet not in RULES and packet not in OWN:
             with self:
                 taken_apart = func.decompose(*args, **kwargs)
             if taken_apart is not NotImplemented:
@@ -290,7 +291,7 @@ def _one_reading(
     def mix(index: int) -> None:
         """Gradients are the plan's matter."""
 
-    if packet not in RULES and packet not in _OWN and torch.Tag.pointwise in getattr(func, "tags", ()):
+    if packet not in RULES and packet not in OWN and torch.Tag.pointwise in getattr(func, "tags", ()):
         cuts = [splits.get(id(tensor)) for tensor in tensors]
         return [{pointwise(broadcast, cuts, mix)}] * len(shapes)
     whole = as_shapes(args)
@@ -298,7 +299,7 @@ def _one_reading(
     if isinstance(kwargs.get("attn_mask"), Tensor):
         named["attn_mask split"] = splits.get(id(kwargs["attn_mask"]))
     call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)
-    own = _OWN.get(packet)
+    own = OWN.get(packet)
     if own is not None:
         return [own(call)] * len(shapes)
     rule = RULES.get(packet)
@@ -307,103 +308,3 @@ def _one_reading(
     answer = rule(call)
     answers = answer if isinstance(answer, list) else [answer] * len(shapes)
     return [None if split is None else {split} for split in answers]
-
-
-# ------------------------------------------------------------------ rules for real tensors of one rank
-
-
-def _view(call: Call) -> set[Split]:
-    """All cuts of the result that are the same elements as the cut that goes in."""
-    split, before, after = call.cut(), call.whole[0], call.outputs[0]
-    if tuple(before) == tuple(after):
-        return {split}
-    if before[split.dim] == 0:  # the end of a sequence, of which this rank has nothing: sizes tell no runs apart
-        runs = {len(split.segments), len(split.segments) * prod(before[: split.dim])}
-        return {Split(dim, (0,) * n) for dim, left in enumerate(after) if left == 0 for n in runs}
-    count, size = len(split.segments), split.segments[0] if split.segments else 0
-    if len(set(split.segments)) != 1 or not prod(before):
-        return {through_view(split, before, after, 1)}
-    runs, run = prod(before[: split.dim]) * count, size * prod(before[split.dim + 1 :])
-    if before[split.dim] != 1:
-        (low, _), (first, last) = group_of(split.dim, before, after)
-        inner = prod(after[last:])
-        while last < len(after) and after[last] == 1:  # of single heads, say
-            last += 1
-        found = _same_runs(runs // prod(before[:low]), run // inner, after, range(first, last), last)
-        # Single elements of the ranks in turn are meant only where nothing else is left.
-        return {cut for cut in found if cut.segments[0] > 1 or len(cut.segments) == 1} or found
-    # One element: it lies between the same larger dimensions as before, or was merged into one of them.
-    outside = prod(before[: split.dim])
-    ones = [dim for dim in range(len(before)) if before[dim] == 1 and prod(before[:dim]) == outside]
-    places = [dim for dim in range(len(after)) if after[dim] == 1 and prod(after[:dim]) == outside]
-    if len(ones) == len(places):
-        return {Split(places[ones.index(split.dim)], (1,))}
-    if places:
-        return {Split(dim, (1,)) for dim in places}
-    return _same_runs(runs, run, after, range(len(after)), len(after))
-
-
-def _same_runs(runs: int, run: int, after: Sequence[int], dims: range, last: int) -> set[Split]:
-    """Dimensions of ``after`` that can be cut so that each rank has ``runs`` runs of ``run`` elements."""
-    found = set()
-    for dim in dims:
-        inner = prod(after[dim + 1 : last])
-        if not inner or run % inner or not run // inner or after[dim] % (run // inner):
-            continue
-        size = run // inner
-        if prod(after[dims.start : dim]) * (after[dim] // size) == runs:
-            found.add(Split(dim, (size,) * (after[dim] // size)))
-    return found
-
-
-def _squeeze(call: Call) -> set[Split]:
-    """A cut dimension has more than one element in the whole tensor, whatever it has here."""
-    split, shape = call.cut(), call.whole[0]
-    given = call.value(1, "dim", None)
-    wanted = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
-    gone = [dim for dim in (dim % max(1, len(shape)) for dim in wanted) if shape[dim] == 1]
-    if split.dim in gone:
-        raise Unproven("a cut dimension is squeezed")
-    return {split.at(split.dim - sum(dim < split.dim for dim in gone))}
-
-
-def _cat(call: Call) -> set[Split]:
-    """An empty vector may stand at the start of a list that grows."""
-    pairs = zip(call.whole[0], call.splits[0], strict=True)
-    kept = [(shape, split) for shape, split in pairs if split is not None or shape != (0,)]
-    shapes, splits = [shape for shape, _ in kept], [split for _, split in kept]
-    arguments = [shapes, *call.whole[1:]]
-    moved = Call(arguments, arguments, call.kwargs, [splits], call.outputs, 1, 0, call.mix)
-    answer = RULES[aten.cat](moved)
-    return {answer} if isinstance(answer, Split) else set()
-
-
-def _copy(call: Call) -> set[Split]:
-    """``target.copy_(source)``: what is written says how the target is cut."""
-    target, source = call.whole[0], call.whole[1]
-    if call.splits[1] is None:
-        raise Unproven("something whole is written over a part")
-    split = call.cut(1).at(call.cut(1).dim + len(target) - len(source))
-    if call.splits[0] not in (None, split):
-        raise Unproven("a part is written in another layout")
-    return {split}
-
-
-def _index_copy(call: Call) -> set[Split]:
-    """Rows are written along a dimension that is not the cut one."""
-    dim, source = call.whole[1] % len(call.whole[0]), call.splits[3]
-    if not isinstance(source, Split) or source.dim == dim or call.splits[0] not in (None, source):
-        raise Unproven("rows of another layout are written")
-    return {source}
-
-
-def _index_select(call: Call) -> set[Split]:
-    if call.cut().dim == call.whole[1] % len(call.whole[0]):
-        raise Unproven("elements of a cut dimension are selected")
-    return {call.cut()}
-
-
-_OWN: dict[Any, Callable[[Call], set[Split]]] = {
-    aten.view: _view, aten.squeeze: _squeeze, aten.cat: _cat, aten.copy_: _copy,
-    aten.index_copy_: _index_copy, aten.index_copy: _index_copy, aten.index_select: _index_select,
-}  # fmt: skip

@@ -1,0 +1,117 @@
+"""How real tensors of one rank are cut after an op, where the rules of whole tensors would need the whole shape.
+
+Owns: :data:`OWN`, rules by overload packet that take the place of those in :mod:`tpkernels.sharding.rules`.  Each gives
+every layout of the result that the local sizes allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from tpkernels.sharding.layout import Split, Unproven, group_of, through_view
+from tpkernels.sharding.rules import RULES, Call
+
+__all__ = ["OWN"]
+
+aten = torch.ops.aten
+
+
+def _view(call: Call) -> set[Split]:
+    """All cuts of the result that are the same elements as the cut that goes in."""
+    split, before, after = call.cut(), call.whole[0], call.outputs[0]
+    if tuple(before) == tuple(after):
+        return {split}
+    if before[split.dim] == 0:  # the end of a sequence, of which this rank has nothing: sizes tell no runs apart
+        runs = {len(split.segments), len(split.segments) * prod(before[: split.dim])}
+        return {Split(dim, (0,) * n) for dim, left in enumerate(after) if left == 0 for n in runs}
+    count, size = len(split.segments), split.segments[0] if split.segments else 0
+    if len(set(split.segments)) != 1 or not prod(before):
+        return {through_view(split, before, after, 1)}
+    runs, run = prod(before[: split.dim]) * count, size * prod(before[split.dim + 1 :])
+    if before[split.dim] != 1:
+        (low, _), (first, last) = group_of(split.dim, before, after)
+        inner = prod(after[last:])
+        while last < len(after) and after[last] == 1:  # of single heads, say
+            last += 1
+        found = _same_runs(runs // prod(before[:low]), run // inner, after, range(first, last), last)
+        # Single elements of the ranks in turn are meant only where nothing else is left.
+        return {cut for cut in found if cut.segments[0] > 1 or len(cut.segments) == 1} or found
+    # One element: it lies between the same larger dimensions as before, or was merged into one of them.
+    outside = prod(before[: split.dim])
+    ones = [dim for dim in range(len(before)) if before[dim] == 1 and prod(before[:dim]) == outside]
+    places = [dim for dim in range(len(after)) if after[dim] == 1 and prod(after[:dim]) == outside]
+    if len(ones) == len(places):
+        return {Split(places[ones.index(split.dim)], (1,))}
+    if places:
+        return {Split(dim, (1,)) for dim in places}
+    return _same_runs(runs, run, after, range(len(after)), len(after))
+
+
+def _same_runs(runs: int, run: int, after: Sequence[int], dims: range, last: int) -> set[Split]:
+    """Dimensions of ``after`` that can be cut so that each rank has ``runs`` runs of ``run`` elements."""
+    found = set()
+    for dim in dims:
+        inner = prod(after[dim + 1 : last])
+        if not inner or run % inner or not run // inner or after[dim] % (run // inner):
+            continue
+        size = run // inner
+        if prod(after[dims.start : dim]) * (after[dim] // size) == runs:
+            found.add(Split(dim, (size,) * (after[dim] // size)))
+    return found
+
+
+def _squeeze(call: Call) -> set[Split]:
+    """A cut dimension has more than one element in the whole tensor, whatever it has here."""
+    split, shape = call.cut(), call.whole[0]
+    given = call.value(1, "dim", None)
+    wanted = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    gone = [dim for dim in (dim % max(1, len(shape)) for dim in wanted) if shape[dim] == 1]
+    if split.dim in gone:
+        raise Unproven("a cut dimension is squeezed")
+    return {split.at(split.dim - sum(dim < split.dim for dim in gone))}
+
+
+def _cat(call: Call) -> set[Split]:
+    """An empty vector may stand at the start of a list that grows."""
+    pairs = zip(call.whole[0], call.splits[0], strict=True)
+    kept = [(shape, split) for shape, split in pairs if split is not None or shape != (0,)]
+    shapes, splits = [shape for shape, _ in kept], [split for _, split in kept]
+    arguments = [shapes, *call.whole[1:]]
+    moved = Call(arguments, arguments, call.kwargs, [splits], call.outputs, 1, 0, call.mix)
+    answer = RULES[aten.cat](moved)
+    return {answer} if isinstance(answer, Split) else set()
+
+
+def _copy(call: Call) -> set[Split]:
+    """``target.copy_(source)``: what is written says how the target is cut."""
+    target, source = call.whole[0], call.whole[1]
+    if call.splits[1] is None:
+        raise Unproven("something whole is written over a part")
+    split = call.cut(1).at(call.cut(1).dim + len(target) - len(source))
+    if call.splits[0] not in (None, split):
+        raise Unproven("a part is written in another layout")
+    return {split}
+
+
+def _index_copy(call: Call) -> set[Split]:
+    """Rows are written along a dimension that is not the cut one."""
+    dim, source = call.whole[1] % len(call.whole[0]), call.splits[3]
+    if not isinstance(source, Split) or source.dim == dim or call.splits[0] not in (None, source):
+        raise Unproven("rows of another layout are written")
+    return {source}
+
+
+def _index_select(call: Call) -> set[Split]:
+    if call.cut().dim == call.whole[1] % len(call.whole[0]):
+        raise Unproven("elements of a cut dimension are selected")
+    return {call.cut()}
+
+
+OWN: dict[Any, Callable[[Call], set[Split]]] = {
+    aten.view: _view, aten.squeeze: _squeeze, aten.cat: _cat, aten.copy_: _copy,
+    aten.index_copy_: _index_copy, aten.index_copy: _index_copy, aten.index_select: _index_select,
+}  # fmt: skip
