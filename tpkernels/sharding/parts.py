@@ -40,6 +40,9 @@ _UNIFORM = _CONSTANT | {aten.zeros, aten.ones, aten.full}
 _COLUMN = {"copy_matmul": -1, "all_gather_matmul": 7, "all_gather_scaled_matmul": 10}
 """Ops of column layers, and which argument asks for the gathered input as the last result."""
 _WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "scaled_matmul_all_reduce"}
+_ATTENTION = [op for op, rule in RULES.items() if rule is RULES[aten._scaled_dot_product_flash_attention_for_cpu]]
+_SPREADS = {aten.baddbmm: (0,)} | dict.fromkeys(_ATTENTION, (3,))
+"""Arguments, such as masks, that are broadcast over the cut dimension: a constant counts as having size 1 there."""
 _MOST_READINGS = 16
 """Of all arguments of an op together."""
 
@@ -294,8 +297,12 @@ def _one_reading(
     if packet not in RULES and packet not in OWN and torch.Tag.pointwise in getattr(func, "tags", ()):
         cuts = [splits.get(id(tensor)) for tensor in tensors]
         return [{pointwise(broadcast, cuts, mix)}] * len(shapes)
-    whole = as_shapes(args)
-    named = {key: as_shapes(value) for key, value in kwargs.items()}
+    spread = {id(tensor): shape for tensor, shape in zip(tensors, broadcast, strict=True)}
+    whole = [
+        spread[id(argument)] if index in _SPREADS.get(packet, ()) and isinstance(argument, Tensor) else shape
+        for index, (argument, shape) in enumerate(zip(args, as_shapes(args), strict=True))
+    ]
+    named = {key: spread[id(v)] if key == "attn_mask" and v is not None else as_shapes(v) for key, v in kwargs.items()}
     if isinstance(kwargs.get("attn_mask"), Tensor):
         named["attn_mask split"] = splits.get(id(kwargs["attn_mask"]))
     call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)
