@@ -15,6 +15,7 @@ import tests.fuzz.experts
 import tests.fuzz.heads
 import tests.fuzz.written  # noqa: F401 - these register their kinds
 from tests.fuzz.modules import free
+from tests.fuzz.norms import FED, NORMS, ODD, norm
 from tests.fuzz.vocabulary import BLOCKS, Sizes, Spec, build
 
 __all__ = ["Fuzzed", "build_model", "draw_spec", "inputs_of", "sizes_of"]
@@ -41,7 +42,7 @@ def draw_spec(seed: int, worlds: tuple[int, ...] = (2, 3, 4), small: bool = Fals
         options = BLOCKS[name].draw(rng, sizes)
         if options is None:
             continue
-        wiring: Spec = {"norm": rng.choice(["layer", "rms", "none", "hand", "after"]),
+        wiring: Spec = {"norm": rng.choice(NORMS if rng.random() < 0.9 else ODD),
                   "residual": rng.choice(["add", "add", "add", "none", "in place", "scaled", "gated"])}  # fmt: skip
         if rng.random() < 0.2:
             wiring["around"] = True
@@ -61,23 +62,6 @@ def sizes_of(spec: Spec) -> Sizes:
     return Sizes(spec.get("batch", 2), spec.get("length", 4), spec.get("width", 8))
 
 
-class HandNorm(nn.Module):
-    """RMS as models write it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-
-
-def _norm(kind: str, width: int) -> nn.Module:
-    if kind in ("layer", "after"):
-        return nn.LayerNorm(width)
-    return {"rms": nn.RMSNorm, "hand": HandNorm}[kind](width) if kind != "none" else nn.Identity()
-
-
 class Wired(nn.Module):
     """A block with its norm and its residual."""
 
@@ -86,13 +70,14 @@ class Wired(nn.Module):
         spec, self.gives = dict(spec), gives
         wiring = spec.pop("wiring", {})
         self.norm_kind, self.residual = wiring.get("norm", "none"), wiring.get("residual", "add")
-        self.norm = _norm(self.norm_kind, sizes.width)
+        self.norm = norm(self.norm_kind, sizes.width)
         self.block = build(BLOCKS, sizes, spec)
         self.scale = free(sizes.width) if self.residual == "scaled" else None
         self.gate = nn.Linear(sizes.width, sizes.width) if self.residual == "gated" else None
 
     def forward(self, x: Tensor) -> Any:
-        y = self.block(x if self.norm_kind == "after" else self.norm(x))
+        fed = {"like": x} if self.norm_kind in FED else {}
+        y = self.block(x if self.norm_kind == "after" else self.norm(x, **fed))
         y, extra = y if isinstance(y, tuple) else (y, None)
         if self.norm_kind == "after":
             y = self.norm(y)
@@ -145,7 +130,7 @@ class Fuzzed(nn.Module):
         wired = [Wired(sizes, block, self.gives) for block in spec["blocks"]]
         around = [block.get("wiring", {}).get("around") for block in spec["blocks"]]
         self.layers = nn.ModuleList(Around(b) if more else b for b, more in zip(wired, around, strict=True))
-        self.norm = _norm(spec.get("norm", "none"), width)
+        self.norm = norm(spec.get("norm", "none"), width)
         if self.head_kind in ("linear", "tied"):
             self.head = nn.Linear(width, VOCABULARY, bias=False)
         if self.head_kind == "classes":

@@ -61,6 +61,10 @@ FOUND: list[Spec] = [
     },
     # A part in a list that is a field of the result.
     {"blocks": [{"is": "added_to_zeros", "gives": True}], "output": "object"},
+    # A module in a norm's place that divides by the length that it sees, which was one rank's.
+    {"blocks": [{"is": "mlp", "wiring": {"norm": "by length"}}], "sequence_parallel": True},
+    # One that is given the residual twice: the second time it was the whole, for which the first was no match.
+    {"blocks": [{"is": "mlp", "wiring": {"norm": "two"}}], "sequence_parallel": True},
     # Code that asks whether gradients are enabled: the model was run without, and the other way was never seen.
     {"blocks": [{"is": "mlp", "ops": [{"is": "branch", "on": "grad", "ops": [{"is": "positions"}]}]}]},
     # A part by features that leaves a module which works on the whole sequence: it was cut along the sequence as well.

@@ -73,7 +73,7 @@ def _careless(packet: Any, alone: bool = True) -> Iterator[None]:
         if alone:
             yield
             return
-        rest = ((replay.Replay, "_mixed", _plan_of_partial(True)), (replay, "_same_scalars", lambda *both: True))
+        rest = ((replay.Replay, "_mixed", _plan_of_partial(True)), (replay, "same_scalars", lambda *both: True))
         with _patched(*rest):
             yield
 
@@ -269,7 +269,7 @@ def _planner() -> dict[str, Fault]:
         "custom backwards are trusted": lambda: _patched(
             (replay.Replay, "gradient_code_called", lambda self, name, tensors: None)
         ),
-        "scalars may be one rank's": lambda: _patched((replay, "_same_scalars", lambda whole, local: True)),
+        "scalars may be one rank's": lambda: _patched((replay, "same_scalars", lambda whole, local: True)),
         "constants may be one rank's": lambda: _patched(
             (replay, "constant_of", lambda f, t: None), (trace, "constant_of", lambda f, t: None)
         ),
@@ -288,6 +288,9 @@ def _planner() -> dict[str, Fault]:
         "runs are without gradients": lambda: _patched((examples, "MODES", (Mode(True, False), Mode(False, False)))),
         "parts by features are cut along the sequence": lambda: _patched(
             (flow._Flow, "_has_all_features", lambda self, tensor, name: None)
+        ),
+        "modules do on a part of the sequence what they do on all": lambda: _patched(
+            (flow, "check_on_a_part", lambda shadow, calls: None)
         ),
         "weights that are read may be cut": lambda: _patched((infer._Planner, "_kept", lambda self: {})),
         "tied weights are cut apart": lambda: _patched((infer._Planner, "_untie", lambda self: None),

@@ -143,6 +143,9 @@ FIRST: dict[str, list[Spec]] = {
             sequence_parallel=True,
         )
     ],
+    "modules do on a part of the sequence what they do on all": [
+        _around({"is": "mlp", "wiring": {"norm": "by length", "residual": "add"}}, sequence_parallel=True)
+    ],
     "custom backwards are trusted": [*_of("gradient_over_features"), *_of("hook_over_features")],
     "constants may be one rank's": _of("divided_by_a_tensor"),
     "ops may take other tensors": _of("chosen_by_size"),

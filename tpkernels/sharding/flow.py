@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.sharding.examples import Observation
 from tpkernels.sharding.layout import Split, Unproven
+from tpkernels.sharding.local_modules import LocalCall, Step, check_on_a_part
 from tpkernels.sharding.rules import RULES, Call, pointwise
 from tpkernels.sharding.tensors import storage_of, tensors_in
-from tpkernels.sharding.trace import Recording, Session, Shadow, Shape, as_shapes, canonical, is_random
+from tpkernels.sharding.trace import Recording, Session, Shadow, Shape, as_shapes, canonical, constant_of, is_random
 
 __all__ = ["Stream", "follow"]
 
@@ -143,7 +144,9 @@ class _Flow(Session):
         """Storages of what columns give, and of what is made of it: parts by features, which no sequence cuts again."""
         self._suspended: list[tuple[dict[int, Split], bool]] = []
         """Outside of each module that takes everything whole: what was cut, and whether it took any of that."""
-        self._local: list[str] = []
+        self._local: LocalCall | None = None
+        """The call of a module that works on the part, while it runs."""
+        self._local_calls: list[LocalCall] = []
         self._shape: tuple[int, ...] = ()
         self._inputs: set[int] = set()
         """Of the model, which need no gradient."""
@@ -164,6 +167,7 @@ class _Flow(Session):
                 self._inputs.add(id(leaf))
         with self.shadow.running(self):
             self.shadow.model(*args, **kwargs)
+        check_on_a_part(self.shadow, self._local_calls)
 
     # ------------------------------------------------------------------ modules
 
@@ -183,18 +187,22 @@ class _Flow(Session):
                     self._gathers(x)  # its gradient
         if name in self.whole or (name in self.blocks and name in self.whole):
             self._suspend(tensors_in((args, kwargs)))
-        elif self._is_local(name, args):
-            self._local.append(name)
+        elif self._is_local(name, (args, kwargs)):
+            args, kwargs = self.shadow.copied((args, kwargs))
+            self.kept.append((args, kwargs))
+            given = [id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._local = LocalCall(name, args, kwargs, {i: self._splits[i] for i in given if i in self._splits})
 
     def left(self, name: str, output: Any = None) -> None:
         if name in self.whole and self._suspended:
             self._resume(name, output)
             self._note(self.stream.whole, name)
-        if self._local and self._local[-1] == name:
-            self._local.pop()
+        if self._local is not None and self._local.name == name:
+            call, self._local = self._local, None
+            self._local_calls.append(call)
             self._note(self.stream.local, name)
-            if any(id(tensor) not in self._splits for tensor in tensors_in(output)):
-                raise Unproven(f"{name} gives something whole")
+            if any(self._splits.get(id(tensor)) != call.cut for tensor in tensors_in(output)):
+                raise Unproven(f"{name} gives something that is whole, or cut in another dimension than what it takes")
         if name in self.last:
             tensors = tensors_in(output)
             if not tensors or self._splits.pop(id(tensors[0]), None) != self._sequence():
@@ -205,10 +213,11 @@ class _Flow(Session):
             self._splits.clear()
             self.stack = None
 
-    def _is_local(self, name: str, args: Any) -> bool:
+    def _is_local(self, name: str, given: Any) -> bool:
+        """Whether the module may work on a part as it would on all."""
         module = self.shadow.modules[name]
-        cut = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and id(leaf) in self._splits]
-        if not cut or self._local or name in self.blocks:
+        cut = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and id(leaf) in self._splits]
+        if not cut or self._local is not None or name in self.blocks:
             return False
         prefix = f"{name}."
         layers = any(inner.startswith(prefix) for inner in (*self.shadow.layers, *self.whole))
@@ -309,6 +318,7 @@ class _Flow(Session):
         if any(storage_of(tensor) in self._features for tensor in tensors):
             self._features |= {storage_of(output) for output in outputs}
         if not any(cut):
+            self._note_step(func, args, kwargs, tensors, outputs)
             return out
         if not self._local and packet not in _COPIES | _DROPOUT and torch.Tag.pointwise not in func.tags:
             raise Unproven(f"{packet} works on a residual that is cut along the sequence")
@@ -317,7 +327,19 @@ class _Flow(Session):
                 if not self._local and answer not in (self._sequence(), self._flat()):
                     raise Unproven(f"{packet} turns the residual into {list(output.shape)}")
                 self._splits[id(output)] = answer
+        self._note_step(func, args, kwargs, tensors, outputs)
         return out
+
+    def _note_step(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        if self._local is None:
+            return
+        arguments = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        shapes = [(Shape(output.shape), self._splits.get(id(output))) for output in outputs]
+        self._local.steps.append(Step(canonical(func), arguments, constant_of(func, tensors), shapes))
+
+    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
+        if any(id(tensor) in self._splits for tensor in tensors):
+            raise Unproven(f"the residual is given to {name}, whose backward is code of its own")
 
     def _flat(self) -> Split:
         return Split(0, (self._shape[1],) * self._shape[0])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.sharding.arguments import same_scalars, shapes_in, without_sizes
 from tpkernels.sharding.layout import Split, Unproven, share
 from tpkernels.sharding.rules import RULES, Call, pointwise
 from tpkernels.sharding.tensors import tensors_in
@@ -41,13 +42,6 @@ from tpkernels.sharding.trace import (
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
 aten = torch.ops.aten
-_SIZES: dict[Any, tuple[int, ...]] = {
-    aten.view: (1,), aten.expand: (1,), aten.slice: (2, 3), aten.split: (1,), aten.split_with_sizes: (1,),
-    aten.full: (0,), aten.new_full: (1,), aten.zeros: (0,), aten.ones: (0,), aten.empty: (0,),
-    aten.new_zeros: (1,), aten.new_ones: (1,), aten.new_empty: (1,),
-}  # fmt: skip
-"""Arguments that say how large a result is, and may be others on one rank; all others must be the whole model's."""
-_SIZE_NAMES = {"size", "start", "end", "split_size", "split_sizes", "output_size"}
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
@@ -229,7 +223,7 @@ class Replay(Session):
         """How the results are cut; None for a constant, whose shape alone tells."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         both = ((event.whole, event.kwargs), local)
-        if not _same_scalars(*(_without_sizes(event.packet, *arguments) for arguments in both)):
+        if not same_scalars(*(without_sizes(event.packet, *arguments) for arguments in both)):
             raise Unproven(f"an argument of {event.packet} depends on the number of features of one rank")
         if not any(id(tensor) in self._splits for tensor in tensors):
             if (event.whole, event.kwargs) == local:
@@ -245,7 +239,7 @@ class Replay(Session):
             return self._by_rule(rule, event, local, splits, arguments)
         if torch.Tag.pointwise not in func.tags:
             raise Unproven(f"no rule says what {event.packet} does to parts")
-        shapes = _shapes_in((event.whole, event.kwargs))
+        shapes = shapes_in((event.whole, event.kwargs))
         cuts = [self._splits.get(id(tensor)) for tensor in tensors]
         return [pointwise(shapes, cuts, lambda index: self._mixed(tensors[index]))] * len(event.outputs)
 
@@ -380,31 +374,3 @@ class Replay(Session):
 
 def _how(split: Split | None) -> str:
     return "whole" if split is None else f"cut in dimension {split.dim} as {list(split.segments)}"
-
-
-def _shapes_in(value: Any) -> list[Shape]:
-    """Shapes in the order of ``tree_leaves`` over the tensors that they stand for."""
-    if isinstance(value, Shape):
-        return [value]
-    if isinstance(value, dict):
-        return [shape for item in value.values() for shape in _shapes_in(item)]
-    if isinstance(value, list | tuple):
-        return [shape for item in value for shape in _shapes_in(item)]
-    return []
-
-
-def _without_sizes(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    sizes = _SIZES.get(packet, ())
-    rest = [None if place in sizes else argument for place, argument in enumerate(args)]
-    return rest, {key: value for key, value in kwargs.items() if key not in _SIZE_NAMES}
-
-
-def _same_scalars(whole: Any, local: Any) -> bool:
-    """Equal but for the shapes of tensors."""
-    if isinstance(whole, Shape) or isinstance(local, Shape):
-        return isinstance(whole, Shape) and isinstance(local, Shape)
-    if isinstance(whole, list | tuple):
-        return len(whole) == len(local) and all(_same_scalars(a, b) for a, b in zip(whole, local, strict=True))
-    if isinstance(whole, dict):
-        return whole.keys() == local.keys() and all(_same_scalars(whole[key], local[key]) for key in whole)
-    return bool(whole == local)

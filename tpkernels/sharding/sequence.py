@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.packed import PackedColumnParallelLinear
@@ -63,8 +63,11 @@ class _Stack:
         Rows are given their shape back as a DTensor: cut along them it is strided, and of two strided ones, one made by
         a reshape and one by ``from_local``, torch 2.13 gathers both before it adds them.
         """
-        is_flat = tuple(x.shape[:2]) != self.shape[:2]
-        return (cast(DTensor, x.view(*self.shape[:2], *x.shape[1:])) if is_flat else x).to_local()
+        return (cast(DTensor, x.view(*self.shape[:2], *x.shape[1:])) if self.is_flat(x) else x).to_local()
+
+    def is_flat(self, x: Tensor) -> bool:
+        """Whether ``x`` is rows ``[B * S, ...]``."""
+        return tuple(x.shape[:2]) != self.shape[:2]
 
     def gather(self, x: DTensor) -> Tensor:
         """The whole tensor, equal on all ranks."""
@@ -149,20 +152,29 @@ def _join(stack: _Stack, layer: nn.Module) -> None:
 
 def _keep_local(stack: _Stack, module: nn.Module) -> None:
     """A norm, or dropout, works on the part as it would on the whole."""
-    given: list[DTensor] = []
+    flat: list[bool | None] = []
+    rank = stack.mesh.get_local_rank()
 
-    def before(module: nn.Module, args: Any) -> Any:
-        x = args[0]
-        if not isinstance(x, DTensor):
-            return None
-        given.append(x)
-        return (stack.part(x), *args[1:])
+    def local(x: DTensor) -> Tensor:
+        part = stack.part(x)
+        return part.flatten(0, 1) if stack.is_flat(x) else part
 
-    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        return stack.wrap(output).reshape(given.pop().shape) if given else None
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        flat.append(stack.is_flat(given[0]) if given else None)
+        return tree_map_only(DTensor, local, (args, kwargs))
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        was_flat = flat.pop()
+
+        def whole(part: Tensor) -> Tensor:
+            y = stack.wrap(part.unflatten(0, (stack.shape[0], stack.sizes[rank])) if was_flat else part)
+            return y.reshape(-1, *y.shape[2:]) if was_flat else y
+
+        return output if was_flat is None else tree_map_only(Tensor, whole, output)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True)
 
 
 def _make_whole(stack: _Stack, module: nn.Module) -> None:
