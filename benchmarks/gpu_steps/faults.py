@@ -12,6 +12,7 @@ from gpu_steps.outcome import Recorder, Row
 from tpkernels.comm import cuda_native
 from tpkernels.comm.cuda_group import Group, OneShot
 from tpkernels.comm.cuda_native import Dtype, Kind
+from tpkernels.comm.residency import waiting_blocks
 from tpkernels.kernels import all_gather_matmul as gather
 
 TIMEOUT_S = 0.02
@@ -29,7 +30,7 @@ def aborts(lab: Lab, recorder: Recorder, trials: int) -> None:
     m, n, k, size = 512, 512, 256, 4
     whole, weight = lab.random(0, m, k), lab.random(1, n, k)
     out = whole.new_empty(m, n)
-    config = lab.configure(m, n, k, size, moved_columns=k, reserved_sms=1)
+    config = lab.configure(m, n, k, size, moved_columns=k, reserved_sms=lab.reserved_sms(waits=True))
     wrong, late = 0, []
     for _ in range(trials):
         rank = LoneRank(lab, size, timeout_s=TIMEOUT_S)
@@ -65,7 +66,14 @@ def replays(lab: Lab, recorder: Recorder, count: int) -> None:
     slots = [[zeros(1 << 20) for _ in range(size)] for _ in range(2)]
     lab.settle()
     groups = [
-        Group(lab.library, rank=r, pads=[pad.data_ptr() for pad in pads], state=states[r].data_ptr(), timeout_s=10.0)
+        Group(
+            lab.library,
+            rank=r,
+            pads=[pad.data_ptr() for pad in pads],
+            state=states[r].data_ptr(),
+            timeout_s=10.0,
+            max_blocks=waiting_blocks(lab.num_sms // size),
+        )
         for r in range(size)
     ]
     inputs = [torch.zeros(rows, columns, device=lab.device) for _ in range(size)]

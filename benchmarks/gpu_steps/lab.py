@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpkernels.comm import cuda_group, cuda_native
 from tpkernels.comm.cuda_native import Library
+from tpkernels.comm.residency import gemm_programs, waiting_blocks
 from tpkernels.kernels import schedule
 from tpkernels.kernels.config import GemmConfig, configure
 from tpkernels.kernels.signals import group_table
@@ -64,6 +65,9 @@ class Lab:
     def measure(self, candidates: dict[str, Callable[[], object]]) -> dict[str, Measurement]:
         return measure(candidates, repeats=self.repeats, warmup=2, device=self.device)
 
+    def reserved_sms(self, *, waits: bool) -> int:
+        return self.num_sms - gemm_programs(self.num_sms, waits=waits)
+
     def configure(
         self, m: int, n: int, k: int, world_size: int, moved_columns: int, reserved_sms: int,
         dtype: torch.dtype = torch.bfloat16,
@@ -85,7 +89,10 @@ class LoneRank:
         self.flags = self._words(world_size * cuda_native.MAX_CHUNKS, torch.int32)
         self.counters = torch.zeros_like(self.flags)
         pads = [pad.data_ptr() for pad in self.pads]
-        self.group = cuda_group.Group(lab.library, rank=0, pads=pads, state=self.state.data_ptr(), timeout_s=timeout_s)
+        self.group = cuda_group.Group(
+            lab.library, rank=0, pads=pads, state=self.state.data_ptr(), timeout_s=timeout_s,
+            max_blocks=waiting_blocks(lab.num_sms),
+        )  # fmt: skip
         table = group_table(
             state=self.group.state, failure=self.group.failure_on_device,
             timeout_ns=int(timeout_s * lab.polls_per_second), rank=0, pads=pads,

@@ -29,7 +29,6 @@ from tpkernels.kernels.config import GemmConfig
 TP = 8
 RATIOS = (1.0, 0.4)
 NVLINK_GBPS = 400.0
-RESERVED_SMS = 1  # the kernels of one warp that raise flags must find room beside a GEMM that spins
 M, K = 8192, 4096
 
 
@@ -86,7 +85,7 @@ class Pull:
         self.host = lab.pinned(m, k)
         self.host.copy_(self.expected)
         self.whole, self.out = torch.empty_like(self.expected), self.expected.new_empty(m, n)
-        config = lab.configure(m, n, k, tp, moved_columns=k, reserved_sms=RESERVED_SMS)
+        config = lab.configure(m, n, k, tp, moved_columns=k, reserved_sms=lab.reserved_sms(waits=True))
         self.config = config if num_chunks is None else replace(config, num_chunks=num_chunks)
         self.whole[: self.shards[0]].copy_(self.expected[: self.shards[0]])
         self.arrivals = gather.Arrivals(
@@ -184,7 +183,9 @@ class Push:
         self.partial, self.host = self.x.new_empty(m, n), lab.pinned(m, n)
         self.others = [lab.random(2 + r, self.shards[0], n) for r in range(tp - 1)]
         self.sum = self.x.new_empty(self.shards[0], n)
-        self.config: GemmConfig = lab.configure(m, n, k, tp, moved_columns=n, reserved_sms=RESERVED_SMS)
+        self.config: GemmConfig = lab.configure(
+            m, n, k, tp, moved_columns=n, reserved_sms=lab.reserved_sms(waits=False)
+        )
         self.departures = departures_of(self.rank, self.partial, self.shards, self.config)
         self._flagged, self._plain = self._chunks(True), self._chunks(False)
         self.kernel(rehearsal=True)

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define TPK_CUDA_ABI 3
+#define TPK_CUDA_ABI 4
 #define TPK_MAX_RANKS 64
 #define TPK_MAX_CHUNKS 64
 #define TPK_SLOTS 2
@@ -60,6 +60,9 @@ typedef struct tpk_group {
     tpk_failure* failure; /* of tpk_failure_create, as the device addresses it */
     uint64_t* alarm;      /* NULL, or what this rank's other kernels set and look at when a wait fails: 0 is no alarm */
     uint64_t timeout_ns;
+    /* Blocks that a kernel of this rank may wait with, the same on every rank: so many SMs it may occupy, and what it
+     * waits for must find room on the rest (tpkernels/comm/residency.py). */
+    int32_t max_blocks;
 } tpk_group;
 
 /* A copy of `rows` rows of `row_bytes` bytes, what it waits for, and whom it tells. */
@@ -127,7 +130,7 @@ int tpk_pipeline_run(tpk_pipeline* pipeline, int32_t lane, const tpk_group* grou
  * k of every other rank is there; without, everything must be there. */
 int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, int32_t out_dtype, const void* const* parts,
                const int64_t* strides, const void* bias, void* out, int64_t out_stride, int64_t rows, int64_t columns,
-               int32_t num_chunks, int32_t max_blocks, void* stream);
+               int32_t num_chunks, void* stream);
 
 /* Calls in one kernel: every rank pushes what it has to its part of every slot, and finishes from its own slot.
  * `slots` is a host array: slot `slot` of every rank's symmetric buffer, of world_size * tpk_one_shot_slot_bytes(bytes of

@@ -8,8 +8,8 @@
 
 namespace tpk {
 
-// Threads of a block of these kernels.
-constexpr int kReduceThreads = 256;
+// Threads of a block of these kernels: there are few blocks (tpk_group.max_blocks), so each is large.
+constexpr int kReduceThreads = 512;
 
 struct Bf16 {
     std::uint16_t bits;

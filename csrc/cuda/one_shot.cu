@@ -33,7 +33,7 @@ int plan(OneShot<T>& job, const tpk_group& group, const tpk_one_shot& call, std:
     job.slot = call.slot;
     job.op = call.op;
     const std::int64_t wanted = (bytes + kBytesPerBlock - 1) / kBytesPerBlock;
-    *blocks = static_cast<int>(std::clamp<std::int64_t>(wanted, 1, kMaxChunks));
+    *blocks = static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::min(kMaxChunks, group.max_blocks)));
     plan_shares(job, elements, *blocks);
     return 0;
 }

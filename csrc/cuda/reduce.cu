@@ -8,8 +8,6 @@ namespace tpk {
 
 namespace {
 
-// Enough to fill the memory system of one GPU; more blocks only wait for the same bytes.
-constexpr int kReduceBlocks = 512;
 struct ReduceArguments {
     const tpk_group* group;
     int32_t op;
@@ -18,7 +16,7 @@ struct ReduceArguments {
     const void* bias;
     void* out;
     int64_t out_stride, rows, columns;
-    int32_t num_chunks, max_blocks;
+    int32_t num_chunks;
     void* stream;
 };
 
@@ -41,8 +39,7 @@ int launch_reduce(const ReduceArguments& a) {
     job.op = a.op;
     plan_tiles(job, kReduceThreads);
     const std::int64_t tiles = a.rows * job.tiles_per_row;
-    const int most = a.max_blocks > 0 ? a.max_blocks : kReduceBlocks;
-    const int blocks = static_cast<int>(std::clamp<std::int64_t>(tiles, 1, most));
+    const int blocks = static_cast<int>(std::clamp<std::int64_t>(tiles, 1, a.group->max_blocks));
     reduce<In, Out><<<blocks, kReduceThreads, 0, as_stream(a.stream)>>>(to_device(*a.group), job);
     return launched();
 }
@@ -59,16 +56,14 @@ using namespace tpk;
 
 TPK_API int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, int32_t out_dtype,
                        const void* const* parts, const int64_t* strides, const void* bias, void* out,
-                       int64_t out_stride, int64_t rows, int64_t columns, int32_t num_chunks, int32_t max_blocks,
-                       void* stream) {
+                       int64_t out_stride, int64_t rows, int64_t columns, int32_t num_chunks, void* stream) {
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("num_chunks", num_chunks, 0, kMaxChunks));
     TPK_TRY(check_range("rows", rows, 0, INT64_MAX));
     TPK_TRY(check_range("columns", columns, 0, INT32_MAX));
     if (parts == nullptr || strides == nullptr) return refuse("parts or strides is NULL");
     if (out == nullptr && rows * columns != 0) return refuse("out is NULL");
-    const ReduceArguments a = {group,      op,   parts,   strides,    bias,       out,
-                               out_stride, rows, columns, num_chunks, max_blocks, stream};
+    const ReduceArguments a = {group, op, parts, strides, bias, out, out_stride, rows, columns, num_chunks, stream};
     switch (part_dtype * 8 + out_dtype) {
         case TPK_F32 * 8 + TPK_F32:
             return launch_reduce<float, float>(a);

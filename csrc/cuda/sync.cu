@@ -12,8 +12,8 @@ namespace {
 
 thread_local char message[256] = "no argument was refused";
 
-// One warp, or as many threads as ranks wait for each other.
-unsigned lanes(const tpk_group& group) { return group.world_size <= 32 ? 32 : 64; }
+// A second one would have to find room, too; a thread looks after more than one peer where there are more than 32.
+constexpr unsigned kOneWarp = 32;
 
 }  // namespace
 
@@ -34,6 +34,7 @@ int check_group(const tpk_group* group) {
     if (group == nullptr) return refuse("group is NULL");
     TPK_TRY(check_range("world_size", group->world_size, 1, kMaxRanks));
     TPK_TRY(check_range("rank", group->rank, 0, group->world_size - 1));
+    TPK_TRY(check_range("max_blocks", group->max_blocks, 1, INT32_MAX));
     if (group->pads == nullptr) return refuse("pads is NULL");
     for (int rank = 0; rank < group->world_size; ++rank) {
         if (group->pads[rank] == nullptr) return refuse("pads[%d] is NULL", rank);
@@ -99,46 +100,46 @@ TPK_API int tpk_load_kernels(void) {
 TPK_API int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, void* stream) {
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("slot", slot, 0, kSlots - 1));
-    begin_call<<<1, lanes(*group), 0, as_stream(stream)>>>(to_device(*group), op, slot, fingerprint);
+    begin_call<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), op, slot, fingerprint);
     return launched();
 }
 
 TPK_API int tpk_end(const tpk_group* group, int32_t op, void* stream) {
     TPK_TRY(check_group(group));
-    end_call<<<1, 32, 0, as_stream(stream)>>>(to_device(*group), op);
+    end_call<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), op);
     return launched();
 }
 
 TPK_API int tpk_barrier(const tpk_group* group, int32_t op, uint32_t fingerprint, void* stream) {
     TPK_TRY(check_group(group));
-    meet<<<1, lanes(*group), 0, as_stream(stream)>>>(to_device(*group), op, fingerprint);
+    meet<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), op, fingerprint);
     return launched();
 }
 
 TPK_API int tpk_signal(const tpk_group* group, int32_t chunk, uint64_t peers, void* stream) {
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("chunk", chunk, 0, kMaxChunks - 1));
-    signal_chunk<<<1, lanes(*group), 0, as_stream(stream)>>>(to_device(*group), peers, chunk);
+    signal_chunk<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), peers, chunk);
     return launched();
 }
 
 TPK_API int tpk_wait(const tpk_group* group, int32_t op, int32_t chunk, uint64_t peers, void* stream) {
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("chunk", chunk, 0, kMaxChunks - 1));
-    wait_chunk<<<1, lanes(*group), 0, as_stream(stream)>>>(to_device(*group), peers, chunk, op);
+    wait_chunk<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), peers, chunk, op);
     return launched();
 }
 
 TPK_API int tpk_raise_flag(const tpk_group* group, uint32_t* flag, void* stream) {
     TPK_TRY(check_group(group));
     if (flag == nullptr) return refuse("flag is NULL");
-    raise_flag<<<1, 32, 0, as_stream(stream)>>>(to_device(*group), flag);
+    raise_flag<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), flag);
     return launched();
 }
 
 TPK_API int tpk_wait_flag(const tpk_group* group, int32_t op, int32_t chunk, const uint32_t* flag, void* stream) {
     TPK_TRY(check_group(group));
     if (flag == nullptr) return refuse("flag is NULL");
-    wait_flag<<<1, 32, 0, as_stream(stream)>>>(to_device(*group), flag, chunk, op);
+    wait_flag<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), flag, chunk, op);
     return launched();
 }

@@ -1,4 +1,4 @@
-// Kernels of one block that begin calls, signal and wait.  At least one thread; as many as there are ranks is fastest.
+// Kernels of one warp that begin calls, signal and wait.
 #pragma once
 
 #include "cuda/protocol.h"

@@ -75,7 +75,7 @@ ROWS, COLUMNS = 3, 24
 def copy_rows(library: Library, strides: tuple[int, int]) -> None:
     """Rows of fp32, `strides` elements apart at the target and at the source."""
     pad, state = torch.zeros(PAD_BYTES, dtype=torch.uint8), torch.zeros(STATE_BYTES, dtype=torch.uint8)
-    group = Group(library, rank=0, pads=[pad.data_ptr()], state=state.data_ptr(), timeout_s=5.0)
+    group = Group(library, rank=0, pads=[pad.data_ptr()], state=state.data_ptr(), timeout_s=5.0, max_blocks=3)
     pipeline = Pipeline(library, 1)
     target, source = (sparse_matrix(ROWS, COLUMNS, stride, torch.float32) for stride in strides)
     source.copy_(torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS))

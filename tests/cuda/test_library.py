@@ -126,7 +126,8 @@ class NoDevice:
         self.memory = ctypes.create_string_buffer(4096)
         address = (ctypes.addressof(self.memory) + 255) & ~255
         pads = (ctypes.c_void_p * 64)(*[address] * 64)
-        values = {"rank": 0, "world_size": world_size, "pads": pads, "state": address, "failure": address} | fields
+        values = {"rank": 0, "world_size": world_size, "pads": pads, "state": address, "failure": address}
+        values |= {"max_blocks": 3} | fields
         self.group = cuda_group.Group.__new__(cuda_group.Group)
         self.group._library, self.group._group = library, cuda_native.GroupRecord(**values)
         self.group._failure_address, self.group.world_size = None, world_size
@@ -165,7 +166,7 @@ def test_a_launch_without_a_gpu_says_so(library: cuda_native.Library, name: str)
 @needs_no_gpu
 def test_what_allocates_says_so_as_well(library: cuda_native.Library) -> None:
     for make in (
-        lambda: cuda_group.Group(library, rank=0, pads=[256], state=256, timeout_s=1.0),
+        lambda: cuda_group.Group(library, rank=0, pads=[256], state=256, timeout_s=1.0, max_blocks=3),
         lambda: cuda_group.Pipeline(library, 2),
         library.device_count,
         library.has_write_value,
@@ -177,6 +178,7 @@ def test_what_allocates_says_so_as_well(library: cuda_native.Library) -> None:
 REFUSALS: Mapping[str, tuple[dict[str, Any], Callable[[cuda_group.Group, int], None], str]] = {
     "world size": ({"world_size": 65}, CALLS["begin"], r"tpk_begin: world_size \(65\) must be from 1 to 64"),
     "rank": ({"rank": 2}, CALLS["signal"], r"rank \(2\) must be from 0 to 1"),
+    "no block": ({"max_blocks": 0}, CALLS["reduce"], r"max_blocks \(0\) must be from 1 to 2147483647"),
     "state": ({"state": 8}, CALLS["barrier"], r"state \(0x8\) is NULL or not aligned to 16"),
     "slot": ({}, lambda g, a: g.begin(op=1, slot=2, fingerprint=0, stream=0), r"slot \(2\) must be from 0 to 1"),
     "chunk": ({}, lambda g, a: g.signal(chunk=64, peers=1, stream=0), r"chunk \(64\) must be from 0 to 63"),

@@ -58,9 +58,7 @@ def _take_share(group: Any, world: int) -> None:
     state = resolve(group)
     if state.symmetric is None:
         raise RuntimeError(f"no symmetric memory: {state.no_symmetric_memory}")
-    state.symmetric.device.num_sms = max(
-        2, torch.cuda.get_device_properties(PLACE.device).multi_processor_count // world
-    )
+    state.symmetric.share_gpu(max(3, torch.cuda.get_device_properties(PLACE.device).multi_processor_count // world))
 
 
 def judge_all(cases: Sequence[Case], judge: str, num_chunks: int | None) -> int:

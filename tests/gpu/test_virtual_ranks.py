@@ -1,7 +1,7 @@
 """The CUDA kernels on one GPU: W virtual ranks, a stream each, on one another's memory through pointer tables.
 
 What this shows and what it can not is in csrc/cuda/README.md. All blocks that wait for each other fit on one GPU at
-once: at most 3 ranks of 64 blocks.
+once: at most 3 ranks of MAX_BLOCKS.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 TIMEOUT_S = 20.0
 SLOT_BYTES = 1 << 20
+MAX_BLOCKS = 16
 
 
 class VirtualRanks:
@@ -42,8 +43,8 @@ class VirtualRanks:
         torch.cuda.synchronize()
         pads = [pad.data_ptr() for pad in self.pads]
         self.groups = [
-            Group(cuda, rank=rank, pads=pads, state=self.states[rank].data_ptr(), timeout_s=timeout_s)
-            for rank in range(size)
+            Group(cuda, rank=rank, pads=pads, state=state.data_ptr(), timeout_s=timeout_s, max_blocks=MAX_BLOCKS)
+            for rank, state in enumerate(self.states)
         ]
         self.streams = [torch.cuda.Stream() for _ in range(size)]
 
@@ -163,7 +164,7 @@ def check_reduce_scatter(ranks: VirtualRanks, pipelines: list[Pipeline], call: i
         group.reduce(
             op=2, part_dtype=Dtype.F32, parts=parts, strides=[columns] * size, out=outputs[rank].data_ptr(),
             out_dtype=Dtype.BF16, out_stride=columns, rows=rows[rank], columns=columns, num_chunks=num_chunks,
-            max_blocks=8, stream=stream,
+            stream=stream,
         )  # fmt: skip
         pipelines[rank].join(stream)
 

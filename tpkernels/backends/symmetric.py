@@ -20,9 +20,9 @@ once a call's kind is known, so calls can be captured in CUDA graphs after one t
 kernels and leaves a record; the next call on the group, or whoever asks ``Group.symmetric.check()`` after having
 synchronised, raises, and outputs since then are void.
 
-One GPU, for tests and measurements: W processes with ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` in a gloo group run
-this very file (NCCL refuses several ranks on one GPU), each with a share of the SMs: set
-``Group.symmetric.device.num_sms`` on every rank before the first op.  Or W threads of one process, each with a stream,
+One GPU, for tests and measurements: W processes with ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` in a gloo group
+run this very file (NCCL refuses several ranks on one GPU), each with a share of the SMs: call
+``Group.symmetric.share_gpu`` on every rank before the first op.  Or W threads of one process, each with a stream,
 a ``Group`` made by hand, and a ``Device`` whose ``allocate`` hands out ordinary tensors of all of them: then
 ``CUDA_DEVICE_MAX_CONNECTIONS=32``, and all spinning CTAs must fit at once.
 

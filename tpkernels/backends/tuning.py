@@ -27,6 +27,7 @@ from tpkernels.backends.tile_cache import Entry, TileCache
 from tpkernels.comm import agreement
 from tpkernels.comm.cuda_native import MAX_CHUNKS, STATE_BYTES
 from tpkernels.comm.groups import Group
+from tpkernels.comm.residency import gemm_programs
 from tpkernels.comm.symmetric_memory import Device
 from tpkernels.dispatch import Problem
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
@@ -36,8 +37,6 @@ from tpkernels.partition import Layout
 
 __all__ = ["Gemm", "agree", "gemm_of"]
 
-# SMs that the GEMM leaves to the kernels of one warp that wait and signal on side streams.
-RESERVED_SMS = 1
 ROUNDS = 7  # the first one compiles and warms up
 
 
@@ -89,7 +88,7 @@ def _configure(
     return configure(
         capability=capability, num_sms=num_sms, m=gemm.m, n=gemm.n, k=gemm.k, dtype=_name(gemm.dtype),
         world_size=gemm.world_size, moved_row_bytes=gemm.moved_row_bytes, dual=gemm.gated, pointers=pointers,
-        allow_tf32=allow_tf32, reserved_sms=min(RESERVED_SMS, num_sms - 1), tiles=tiles,
+        allow_tf32=allow_tf32, reserved_sms=num_sms - gemm_programs(num_sms, waits=gemm.gathers), tiles=tiles,
     )  # fmt: skip
 
 

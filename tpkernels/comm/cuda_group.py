@@ -66,6 +66,7 @@ class Group:
     Args:
         pads: device address of every rank's signal pad, as this rank addresses it (PAD_BYTES, zeroed).
         state: device address of STATE_BYTES of this rank's own memory, zeroed.
+        max_blocks: that a kernel of this rank may wait with, the same on every rank: `residency.waiting_blocks`.
         alarm: device address of a uint64 that other kernels of this rank set when they give up, or 0.
 
     Made on the rank's current device, not in capture. Pads and state must be zero before any rank makes its first call,
@@ -73,8 +74,9 @@ class Group:
     """
 
     def __init__(
-        self, cuda: Library, *, rank: int, pads: Sequence[int], state: int, timeout_s: float, alarm: int = 0
-    ) -> None:
+        self, cuda: Library, *, rank: int, pads: Sequence[int], state: int, timeout_s: float, max_blocks: int,
+        alarm: int = 0,
+    ) -> None:  # fmt: skip
         self._library = cuda
         self._pads = (ctypes.c_void_p * len(pads))(*pads)
         cuda.call("tpk_load_kernels")
@@ -82,13 +84,24 @@ class Group:
         cuda.call("tpk_failure_create", ctypes.byref(host), ctypes.byref(device))
         assert host.value is not None
         self._failure_address: int | None = host.value
-        self._group = GroupRecord(rank, len(pads), self._pads, state, device, alarm or None, int(timeout_s * 1e9))
+        self._group = GroupRecord(
+            rank, len(pads), self._pads, state, device, alarm or None, int(timeout_s * 1e9), max_blocks
+        )
         self.rank, self.world_size, self.state = rank, len(pads), state
 
     @property
     def address(self) -> int:
         """Of the struct tpk_group."""
         return ctypes.addressof(self._group)
+
+    @property
+    def max_blocks(self) -> int:
+        blocks: int = self._group.max_blocks
+        return blocks
+
+    @max_blocks.setter
+    def max_blocks(self, blocks: int) -> None:
+        self._group.max_blocks = blocks
 
     @property
     def failure_on_device(self) -> int:
@@ -141,7 +154,7 @@ class Group:
 
     def reduce(
         self, *, op: int, part_dtype: Dtype, parts: Sequence[int], strides: Sequence[int], out: int, out_dtype: Dtype,
-        out_stride: int, rows: int, columns: int, bias: int = 0, num_chunks: int = 0, max_blocks: int = 0, stream: int,
+        out_stride: int, rows: int, columns: int, bias: int = 0, num_chunks: int = 0, stream: int,
     ) -> None:  # fmt: skip
         """Sum of the ranks' partials; strides in elements."""
         self._check_per_rank("parts", parts)
@@ -150,7 +163,7 @@ class Group:
         stride_table = (ctypes.c_int64 * len(strides))(*strides)
         self._library.call(
             "tpk_reduce", self.address, op, part_dtype, out_dtype, part_table, stride_table, bias or None, out,
-            out_stride, rows, columns, num_chunks, max_blocks, stream,
+            out_stride, rows, columns, num_chunks, stream,
         )  # fmt: skip
 
     def all_reduce(

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # Equal to the constants of csrc/cuda/launch.h; a test compares them.
-ABI = 3
+ABI = 4
 MAX_RANKS, MAX_CHUNKS, SLOTS = 64, 64, 2
 PAD_BYTES, STATE_BYTES = 33408, 32
 STATE_EPOCH_OFFSET, STATE_FAILED_OFFSET = 0, 8
@@ -97,7 +97,7 @@ class GroupRecord(ctypes.Structure):
     _fields_ = (
         ("rank", ctypes.c_int32), ("world_size", ctypes.c_int32), ("pads", ctypes.POINTER(ctypes.c_void_p)),
         ("state", ctypes.c_void_p), ("failure", ctypes.c_void_p), ("alarm", ctypes.c_void_p),
-        ("timeout_ns", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64), ("max_blocks", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_pipeline_fork": (_PTR, _PTR),
     "tpk_pipeline_join": (_PTR, _PTR),
     "tpk_pipeline_run": (_PTR, _I32, _PTR, _I32, _PTR, _I64, _I32, _U32),
-    "tpk_reduce": (_PTR, _I32, _I32, _I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _I32, _PTR),
+    "tpk_reduce": (_PTR, _I32, _I32, _I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _PTR),
     "tpk_all_reduce": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _I64, _I64, _PTR),
     "tpk_all_gather": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _PTR),
 }

@@ -24,6 +24,7 @@ from tpkernels.comm import cuda_group, cuda_native
 from tpkernels.comm.cuda_group import Failure, OneShot
 from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES, Chunk, Kind
 from tpkernels.comm.groups import Group
+from tpkernels.comm.residency import waiting_blocks
 from tpkernels.comm.symmetric_memory import Allocation, Device
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, GroupMismatch, PeerLost, UnsupportedProblem
@@ -49,6 +50,12 @@ class SymmetricChannels:
         self.checks_first_use = True
         self.first_uses: dict[Hashable, str | None] = {}
         """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.first_use`."""
+
+    def share_gpu(self, num_sms: int) -> None:
+        """Keep to so many SMs, before the first op and alike on every rank: ranks that share a GPU, for tests."""
+        self.device.num_sms = num_sms
+        for channel in (self.main, self.side):
+            channel.group.max_blocks = waiting_blocks(num_sms)
 
     def check(self) -> None:
         """Raise what went wrong on either channel, if anything has."""
@@ -81,7 +88,7 @@ class Channel:
         device.synchronize()
         self.group = cuda_group.Group(
             device.library, rank=group.rank, pads=self.pads, state=self._state.data_ptr(), timeout_s=group.timeout,
-            alarm=alarm.address,
+            max_blocks=waiting_blocks(device.num_sms), alarm=alarm.address,
         )  # fmt: skip
         self.pipeline = cuda_group.Pipeline(device.library, min(MAX_LANES, max(1, group.size - 1)))
         self.num_lanes = min(MAX_LANES, max(1, group.size - 1))

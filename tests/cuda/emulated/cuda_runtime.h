@@ -5,6 +5,7 @@
 // with one thread each: what threads do to each other is for tests/cuda/ranks.cpp to show.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -38,6 +39,9 @@ namespace emulated {
 
 // Every task of a side stream may be late by up to so many microseconds.
 inline unsigned most_late_us = 0, seed = 0;
+
+// Blocks of the kernel that was launched last.
+inline std::atomic<unsigned> last_blocks = 0;
 
 struct Moment {
     std::mutex mutex;
@@ -108,6 +112,7 @@ inline int enqueue(Stream* stream, std::function<void()> task) {
 // Arguments are copied when the kernel is launched, as CUDA does.
 template <typename Kernel, typename... Arguments>
 void launch(unsigned blocks, Stream* stream, Kernel kernel, Arguments... arguments) {
+    last_blocks = blocks;
     enqueue(stream, [=] {
         for (unsigned block = 0; block < blocks; ++block) {
             tpk::simulated = {0, block, 1, blocks, [](void*, bool mine) { return mine; }, nullptr};

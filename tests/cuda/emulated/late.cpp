@@ -9,6 +9,9 @@ extern "C" __attribute__((visibility("default"))) void emulated_late(unsigned se
     emulated::most_late_us = most_us;
 }
 
+// Blocks of the last launch.
+extern "C" __attribute__((visibility("default"))) unsigned emulated_last_blocks() { return emulated::last_blocks; }
+
 // A multicast address of `size` bytes that `count` ranks have at these addresses, as this rank addresses them.
 extern "C" __attribute__((visibility("default"))) void* emulated_multicast(std::size_t size, char* const* addresses,
                                                                           int count) {
