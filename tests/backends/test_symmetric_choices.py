@@ -46,6 +46,9 @@ def test_it_says_why_it_can_not_run(changes: dict[str, Any], reason: str | None)
         ({"uuid": "b"}, False, None),
         ({"uuid": "a"}, False, "ranks [0, 1] are on one GPU"),
         ({"uuid": "a"}, True, None),
+        ({"uuid": "b", "index": 0}, False, "ranks [0, 1] have a GPU each and all call it cuda:0"),
+        ({"uuid": "b", "index": 0}, True, None),
+        ({"uuid": "a", "index": 0}, False, "ranks [0, 1] are on one GPU"),
         ({"uuid": "b", "gpu": "A, sm_80"}, False, "different GPUs"),
         ({"uuid": "b", "torch": "2.11"}, False, "different versions of torch"),
         ({"uuid": "b", "refusal": "no library"}, False, "rank 1: no library"),
@@ -54,7 +57,7 @@ def test_it_says_why_it_can_not_run(changes: dict[str, Any], reason: str | None)
 def test_all_ranks_have_one_reason_why_their_gpus_share_no_memory(
     second: dict[str, Any], overlapping: bool, reason: str | None
 ) -> None:
-    found = common_refusal([{**FACT, "uuid": "a"}, {**FACT, **second}], overlapping)
+    found = common_refusal([{**FACT, "uuid": "a", "index": 0}, {**FACT, "index": 1, **second}], overlapping)
     assert found is None if reason is None else reason in str(found), found
 
 

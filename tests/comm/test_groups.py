@@ -54,6 +54,37 @@ def test_init_again_uses_the_process_group_that_exists(alone: None) -> None:
     assert tuple(first.shape) == tuple(second.shape)
 
 
+class Taken(Exception):
+    """Ends `init` where it has chosen its GPU."""
+
+
+def take(index: int) -> None:
+    raise Taken(index)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("local_rank", "visible", "gpu"), [(3, 8, 3), (3, 4, 3), (3, 1, 0), (3, 2, 1), (0, 1, 0)])
+def test_a_rank_takes_its_gpu_among_those_that_its_process_is_shown(
+    alone: None, monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: int, gpu: int
+) -> None:
+    """All of the host's, or one for each (Slurm, Ray), or a few for each."""
+    for name, value in {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    with pytest.raises(Taken) as taken:
+        tpk.init(device="cuda")
+    assert taken.value.args == (gpu,)
+
+
+@pytest.mark.cpu
+def test_a_process_that_is_shown_no_gpu_is_told_why_that_may_be(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"sees no GPU: .*CUDA_VISIBLE_DEVICES hides it.*tpkernels doctor"):
+        tpk.init(device="cuda")
+    assert not dist.is_initialized()
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("timeout", [11, 11.0, timedelta(seconds=11)])
 def test_the_timeout_of_init_is_that_of_its_groups(alone: None, timeout: Any) -> None:

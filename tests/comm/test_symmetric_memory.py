@@ -5,6 +5,7 @@ What is real: the exchange through the store, the reasons, growth, and who is to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -27,7 +28,10 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-GPU: Any = SimpleNamespace(type="cuda", index=0)
+
+def own_gpu(fault: str) -> Any:
+    """As this rank's process numbers the GPUs that it is shown."""
+    return SimpleNamespace(type="cuda", index=0 if fault.startswith("one visible GPU") else dist.get_rank())
 
 
 @contextmanager
@@ -49,12 +53,10 @@ def played(rank: int, fault: str) -> Iterator[list[int]]:
         return SimpleNamespace(buffer_ptrs=table, multicast_ptr=0 if faulty and fault == "no multicast" else 2**40)
 
     device = f"gpu {0 if fault == 'one GPU' else rank}"
-    facts = {"uuid": device, "gpu": "H, sm_90", "capability": 90, "torch": torch.__version__, "abi": cuda_native.ABI}
     properties = SimpleNamespace(name="H", major=9, minor=0, multi_processor_count=132, uuid=device)
     changes: dict[tuple[Any, str], Any] = {
         (symmetric_memory, "_why_not_here"): lambda group: "no library" if faulty and fault == "no library" else None,
         (symmetric_memory, "_cannot_load"): lambda device: "no code for it" if faulty and fault == "no code" else None,
-        (symmetric_memory, "_facts_of"): lambda device: facts,
         (symmetric_memory, "_inaccessible"): lambda *a: "no way to rank 0" if faulty and fault == "no access" else None,
         (symmetric_memory, "_new_tensor"): new_tensor,
         (_symmetric_memory, "rendezvous"): rendezvous,
@@ -64,7 +66,9 @@ def played(rank: int, fault: str) -> Iterator[list[int]]:
         (cuda_native, "load"): Recorder,
         (CudaDevice, "empty"): lambda self, shape, dtype: torch.empty(tuple(shape), dtype=dtype),
     }
+    allowed = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": str(int(fault.endswith("allowed")))}
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, allowed))
         for (owner, name), value in changes.items():
             stack.enter_context(mock.patch.object(owner, name, value))
         yield asked
@@ -79,9 +83,9 @@ def set_up(fault: str) -> tuple[str | None, bool]:
     with new_group() as made, played(dist.get_rank(), fault):
         group = meet(made)
         assert group.no_symmetric_memory == "symmetric memory serves CUDA tensors"  # so far, all were on the CPU
-        ensure(group, group.calls, GPU)
+        ensure(group, group.calls, own_gpu(fault))
         first = group.symmetric
-        ensure(group, group.calls, GPU)
+        ensure(group, group.calls, own_gpu(fault))
         assert group.symmetric is first  # once is enough
         assert group.why_not_symmetric("cuda") == group.no_symmetric_memory
         if first is not None:
@@ -102,6 +106,11 @@ def set_up(fault: str) -> tuple[str | None, bool]:
         ("no code", "rank 1: no code for it"),
         ("no access", "rank 1: no way to rank 0"),
         ("one GPU", "ranks [0, 1] are on one GPU"),
+        (
+            "one visible GPU each",
+            "[0, 1] have a GPU each and all call it cuda:0, because each process is shown its own",
+        ),
+        ("one visible GPU each, allowed", None),
         ("out of memory", "rank 1: CUDA out of memory. Tried to allocate it"),
         ("no handle", "rank 1: cuMemImportFromShareableHandle: invalid"),
         ("an offset", "rank 1: torch "),
@@ -119,7 +128,7 @@ def grow() -> tuple[str, int, int]:
     """A rank has no memory for larger slots: what all are told, the slots then, and the second try."""
     with new_group() as made, played(dist.get_rank(), "grows too large") as asked:
         group = meet(made)
-        ensure(group, group.calls, GPU)
+        ensure(group, group.calls, own_gpu("none"))
         assert group.symmetric is not None
         channel, told = group.symmetric.main, "nothing"
         try:
@@ -153,7 +162,7 @@ def test_a_call_on_another_stream_waits_for_the_one_before_it_unless_a_graph_is_
 
     first, second, third = Stream(), Stream(), Stream()
     with played(0, "none"):
-        device = CudaDevice(SimpleNamespace(), GPU, Recorder())  # type: ignore[arg-type]
+        device = CudaDevice(SimpleNamespace(), own_gpu("one visible GPU"), Recorder())  # type: ignore[arg-type]
         for stream, capturing in ((first, False), (first, False), (second, False), (third, True), (first, False)):
             with (
                 mock.patch.object(torch.cuda, "current_stream", lambda device, stream=stream: stream),

@@ -326,7 +326,7 @@ def _init_process_group(
         timeout = datetime.timedelta(seconds=timeout)
     options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
     if device == "cuda":
-        torch.cuda.set_device(environment.local_rank if environment else 0)
+        torch.cuda.set_device(_own_gpu(environment.local_rank if environment else 0))
         options["pg_options"] = _nccl_options(timeout)
     place = None if environment is None else config.meeting(environment)
     if environment is None:
@@ -335,6 +335,21 @@ def _init_process_group(
         store = meet_at(place, environment, timeout)
         options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+
+
+def _own_gpu(local_rank: int) -> int:
+    """The number by which a rank of this host calls its GPU: a process may be shown all of them, or only its own.
+
+    Raises:
+        ValueError: it is shown none.
+    """
+    visible = torch.cuda.device_count()
+    if visible == 0:
+        raise ValueError(
+            "device is 'cuda', but this process sees no GPU: there is none, CUDA_VISIBLE_DEVICES hides it, or torch is "
+            "built without CUDA; `tpkernels doctor` says more, and device='cpu' needs none"
+        )
+    return local_rank % visible
 
 
 def _nccl_options(timeout: float | datetime.timedelta | None) -> Any:

@@ -290,6 +290,7 @@ def _facts_of(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "uuid": str(properties.uuid),
+        "index": device.index,
         "gpu": _kind_of(properties),
         "capability": 10 * properties.major + properties.minor,
         "torch": torch.__version__,
@@ -309,14 +310,33 @@ def common_refusal(facts: Sequence[Mapping[str, Any]], overlapping: bool) -> str
             return f"the ranks have different {what}: {values}"
     if facts[0]["capability"] < 80:
         return f"the kernels need capability 8.0 or more, this is {facts[0]['gpu']}"
-    uuids = [fact["uuid"] for fact in facts]
-    if len(set(uuids)) < len(uuids) and not overlapping:
-        same = next([r for r, other in enumerate(uuids) if other == uuid] for uuid in uuids if uuids.count(uuid) > 1)
+    return None if overlapping else _overlap(facts)
+
+
+def _overlap(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Who is on one GPU, or seems to torch to be: its rendezvous compares numbers of devices, not devices."""
+    if same := _alike([fact["uuid"] for fact in facts]):
         return (
             f"ranks {same} are on one GPU; give each its own (torch.cuda.set_device), or allow it for experiments: "
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
         )
+    if same := _alike([fact["index"] for fact in facts]):
+        return (
+            f"ranks {same} have a GPU each and all call it cuda:{facts[same[0]]['index']}, because each process is "
+            "shown its own only (CUDA_VISIBLE_DEVICES per rank); torch's symmetric memory takes equal numbers for one "
+            "GPU. Let every rank see all GPUs of the host (unset CUDA_VISIBLE_DEVICES; Slurm: --gpus-per-node, no "
+            "--gpus-per-task or --gpu-bind; Ray: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1) and take that of its "
+            "local rank, as tpkernels.init does; or set TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 on every rank: no "
+            "multicast (NVLS) then"
+        )
     return None
+
+
+def _alike(values: Sequence[Any]) -> list[int]:
+    """The first ranks that have one value in common; none, if all values differ."""
+    return next(
+        ([r for r, other in enumerate(values) if other == value] for value in values if values.count(value) > 1), []
+    )
 
 
 def _inaccessible(rank: int, device: torch.device, uuids: Sequence[str]) -> str | None:
