@@ -23,6 +23,7 @@ from tests.backends.test_symmetric_order import Recorder
 from tests.ops.support import new_group
 from tpkernels.comm import cuda_native, symmetric_memory
 from tpkernels.comm.groups import Group, resolve
+from tpkernels.comm.residency import waiting_blocks
 from tpkernels.comm.symmetric_memory import CudaDevice, ensure
 from tpkernels.testing.spawn import Pools
 
@@ -91,6 +92,10 @@ def set_up(fault: str) -> tuple[str | None, bool]:
         if first is not None:
             assert "serves tensors on cuda" in str(group.why_not_symmetric("cpu"))
             assert first.main._pads.local.count_nonzero() == 0
+            assert first.main.group.max_blocks == first.side.group.max_blocks == waiting_blocks(132)
+            first.share_gpu(33)
+            assert first.main.group.max_blocks == first.side.group.max_blocks == waiting_blocks(33)
+            assert first.device.num_sms == 33
             assert first.main.multicasts is first.side.multicasts is (fault != "no multicast")  # all have it, or none
         # The group goes on, whatever the answer was.
         assert torch.equal(tpk.all_reduce(torch.ones(2), made, implementation="unfused"), torch.full((2,), 2.0))

@@ -15,6 +15,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import torch
 from tests.cuda import emulator
 from tests.cuda.occupancy import LIMITS, Gpu, Kernel, Limits, least_room, room
 from tests.cuda.test_ranks import compiler
+from tpkernels.backends.tuning import Gemm
 from tpkernels.comm.cuda_group import Group, OneShot
 from tpkernels.comm.cuda_native import PAD_BYTES, STATE_BYTES, Dtype, Library
 from tpkernels.comm.residency import NCCL_CTAS, gemm_programs, waiting_blocks
@@ -152,6 +155,13 @@ def test_the_rule_leaves_the_same_on_every_large_gpu_and_half_of_a_small_one(
     assert waiting_blocks(num_sms) == blocks
     assert gemm_programs(num_sms, waits=True) == programs
     assert gemm_programs(num_sms, waits=False) == max(1, num_sms - 1)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_gemm_is_launched_with_no_more_than_the_rule_says(gathers: bool) -> None:
+    device: Any = SimpleNamespace(capability=90, num_sms=132)
+    found = Gemm(gathers, 8192, 3584, 4096, torch.bfloat16, 8).configure(device)
+    assert found.num_programs == gemm_programs(132, waits=gathers)
 
 
 # --- grids that are too large -----------------------------------------------------------------------------------------
