@@ -37,6 +37,10 @@ EXTRAS: dict[str, Callable[[Tensor], Tensor]] = {
 class Attention(zoo.Attention):
     """Gives what it is asked for."""
 
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.gain = nn.Parameter(torch.ones(()))
+
     def forward(self, x: Tensor, ask: str = "", keep: bool = False, way: str = "") -> Any:
         batch, length, _ = x.shape
         shape = (batch, length, 3, self.num_heads, -1)
@@ -44,6 +48,7 @@ class Attention(zoo.Attention):
         weights = ((q * self.scale) @ k.transpose(-2, -1)).softmax(-1)
         found = (weights.softmax(1) if way == "mixed" else weights) @ v
         found = found.transpose(1, 2).reshape(batch, length, -1)
+        found = found * self.gain if way == "scaled" else found
         y = x + self.proj(found.transpose(1, 2) if way == "turned" else found)
         if keep:
             self.last = weights
@@ -129,6 +134,14 @@ def a_call_that_takes_another_way_than_the_proven_one_is_told() -> None:
         model(square, way="turned")
 
 
+def gradients_that_a_call_would_leave_incomplete_are_refused() -> None:
+    plain, model, x = built()
+    with refused("another way", "a gradient would be incomplete, that of aten.mul of a tensor of []"):
+        model(x, way="scaled")
+    with torch.no_grad():
+        assert differs(model(x, way="scaled"), plain(x, way="scaled"), 1e-11) is None
+
+
 def hooks_are_not_shown_parts() -> None:
     _, model, x = built()
     seen: list[Any] = []
@@ -187,6 +200,7 @@ def small_models() -> None:
     flags_of_modules_are_found_out_late()
     hooks_are_not_shown_parts()
     a_call_that_takes_another_way_than_the_proven_one_is_told()
+    gradients_that_a_call_would_leave_incomplete_are_refused()
     assert not gradients_flow_through_what_is_gathered()
     explicit_plans_are_left_alone()
     compiled_code_is_left_alone()

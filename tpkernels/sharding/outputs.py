@@ -12,7 +12,8 @@ and all later ones of its kind return whole tensors:
   A hook, or a module, with an attribute ``takes_parts = True`` is left alone.
 
 What a row takes is looked at as well: a part that is known to be cut otherwise than the row's weight is ValueError, and
-where no rule could follow the way to it, rank 0 warns (:class:`tpkernels.errors.UnprovenCallWarning`).
+where no rule could follow the way to it, rank 0 warns (:class:`tpkernels.errors.UnprovenCallWarning`).  A whole tensor
+that needs a gradient, meets parts, and has none that is summed over the ranks is ValueError, too.
 
 The kind of a call: which arguments there are, their flags, dtypes and which of their sizes are 1; training or not;
 gradients or not; the flags and texts in the model's configs.  Flags that a module keeps elsewhere are no part of it;
@@ -209,7 +210,11 @@ class _Guard:
     def _learn(self, key: Any, kind: _Kind | None, followed: Followed, values: tuple[Any, Any, Any]) -> _Kind:
         """The kind of a call that was followed; a kind that all ranks know costs no word between them."""
         followed.check_attributes()
-        problems = followed.problems
+        problems = followed.problems + [
+            f"this call goes another way than those that the plan was proven for: a gradient would be incomplete, that "
+            f"of {where}; make the plan with example_inputs like those of this call"
+            for where in followed.parts.incomplete
+        ]
         if kind is None:
             kind = self._agree(followed.parts, problems, values)
         elif problems:

@@ -59,6 +59,10 @@ class Parts(TorchDispatchMode):
         """Those known of; while the reference is held nothing else gets the storage's address."""
         self._cut: set[int] = set()
         """Storages in which a part lies; those of tensors that were uniform and were written to are not among them."""
+        self._summed: set[int] = set()
+        """Storages of whole tensors whose gradients are summed over the ranks, and of what is made of these alone."""
+        self.incomplete: dict[str, None] = {}
+        """Where a whole tensor meets parts whose gradient would be this rank's share of it."""
         self._uniform: dict[int, dict[Any, frozenset[int]]] = {}
         """By storage: tensors made of one number, and what is computed from them; dimensions along which they repeat.
 
@@ -140,6 +144,7 @@ class Parts(TorchDispatchMode):
             self._forget_uniform(func, args, kwargs)
             if is_op:
                 self._note_uniform(func, packet, tensors, out)
+                self._note_summed(tensors, out)
             return out
         if is_op and packet not in RULES and packet not in OWN:
             with self:
@@ -152,7 +157,8 @@ class Parts(TorchDispatchMode):
             return out
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         broadcast = [self._shape(tensor) for tensor in tensors]
-        answers = _answers(func, packet, args, kwargs, tensors, marks, outputs, broadcast)
+        answers, mixed = _answers(func, packet, args, kwargs, tensors, marks, outputs, broadcast)
+        self._check_gradients(packet, mixed)
         constants = self._forget_uniform(func, args, kwargs)
         for output, answer in zip(outputs, answers, strict=True):
             if answer is not None:
@@ -185,6 +191,24 @@ class Parts(TorchDispatchMode):
             if around[0] == storage._cdata and around != place:
                 self._marks[around] = _around(place, mark, around)
 
+    def _note_summed(self, tensors: Sequence[Tensor], out: Any) -> None:
+        """Outputs of ops on whole tensors."""
+        needing = [tensor for tensor in tensors if tensor.requires_grad] if self._summed else []
+        if needing and all(self._is_summed(tensor) for tensor in needing):
+            for output in tree_leaves(out):
+                if isinstance(output, Tensor) and (storage := _storage(output)) is not None:
+                    self._hold(storage)
+                    self._summed.add(storage._cdata)
+
+    def _is_summed(self, tensor: Tensor) -> bool:
+        storage = _storage(tensor)
+        return storage is not None and storage._cdata in self._summed
+
+    def _check_gradients(self, packet: Any, mixed: Sequence[Tensor]) -> None:
+        for tensor in mixed if torch.is_grad_enabled() else ():
+            if tensor.requires_grad and not self._is_summed(tensor):
+                self.incomplete[f"{packet} of a tensor of {list(tensor.shape)} with this rank's part of another"] = None
+
     def _fused(self, name: str, args: Any, tensors: Sequence[Tensor], out: Any) -> None:
         """The package's own ops say themselves what they give."""
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -200,6 +224,9 @@ class Parts(TorchDispatchMode):
             mark = self.of(tensors[0])
             if mark is not None:
                 self.mark(outputs[0], mark)
+            elif (storage := _storage(outputs[0])) is not None:
+                self._hold(storage)
+                self._summed.add(storage._cdata)
         else:
             for output in outputs["cross_entropy" in name :]:  # the loss is whole, what backward needs is not
                 self.mark(output, UNKNOWN)
@@ -250,26 +277,29 @@ def _answers(
     marks: Sequence[Mark | None],
     outputs: Sequence[Tensor],
     broadcast: Sequence[Shape],
-) -> list[Mark | None]:
-    """How each output is cut: the layouts that follow from any reading of the arguments."""
+) -> tuple[list[Mark | None], list[Tensor]]:
+    """How each output is cut, by the layouts that any reading of the arguments allows; whole tensors that met parts."""
     known = {id(tensor): mark for tensor, mark in zip(tensors, marks, strict=True) if mark is not None}
     shapes = [Shape(output.shape) for output in outputs]
     if UNKNOWN in known.values() or prod(map(len, known.values())) > _MOST_READINGS:
-        return [UNKNOWN] * len(outputs)
+        return [UNKNOWN] * len(outputs), []
+    met: list[Tensor] = []
     found: list[set[Split]] = [set() for _ in outputs]
     whole = [False] * len(outputs)
     for reading in product(*known.values()):
         splits = dict(zip(known, reading, strict=True))
         try:
-            answers = _one_reading(func, packet, args, kwargs, tensors, splits, shapes, broadcast)
+            answers, mixed = _one_reading(func, packet, args, kwargs, tensors, splits, shapes, broadcast)
         except Unproven:
             continue
+        met += mixed
         for index, (answer, shape) in enumerate(zip(answers, shapes, strict=True)):
             if answer is None:
                 whole[index] = True
             else:
                 found[index] |= {split for split in answer if _fits(split, shape)}
-    return [None if is_whole and not some else frozenset(some) for is_whole, some in zip(whole, found, strict=True)]
+    marked = [None if is_whole and not some else frozenset(some) for is_whole, some in zip(whole, found, strict=True)]
+    return marked, met
 
 
 def _fits(split: Split, shape: Sequence[int]) -> bool:
@@ -285,18 +315,23 @@ def _one_reading(
     splits: dict[int, Split],
     shapes: Sequence[Shape],
     broadcast: Sequence[Shape],
-) -> Sequence[set[Split] | None]:
+) -> tuple[Sequence[set[Split] | None], list[Tensor]]:
+    mixed: list[Any] = []
+
     def split_of(argument: Any) -> Any:
         if isinstance(argument, Tensor):
             return splits.get(id(argument))
         return [split_of(item) for item in argument] if isinstance(argument, list | tuple) else None
 
     def mix(index: int) -> None:
-        """Gradients are the plan's matter."""
+        mixed.append(kwargs.get("attn_mask") if index < 0 else args[index])
+
+    def done(answers: Sequence[set[Split] | None]) -> tuple[Sequence[set[Split] | None], list[Tensor]]:
+        return answers, [tensor for tensor in mixed if isinstance(tensor, Tensor)]
 
     if packet not in RULES and packet not in OWN and torch.Tag.pointwise in getattr(func, "tags", ()):
         cuts = [splits.get(id(tensor)) for tensor in tensors]
-        return [{pointwise(broadcast, cuts, mix)}] * len(shapes)
+        return done([{pointwise(broadcast, cuts, lambda index: mixed.append(tensors[index]))}] * len(shapes))
     spread = {id(tensor): shape for tensor, shape in zip(tensors, broadcast, strict=True)}
     whole = [
         spread[id(argument)] if index in _SPREADS.get(packet, ()) and isinstance(argument, Tensor) else shape
@@ -308,10 +343,10 @@ def _one_reading(
     call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)
     own = OWN.get(packet)
     if own is not None:
-        return [own(call)] * len(shapes)
+        return done([own(call)] * len(shapes))
     rule = RULES.get(packet)
     if rule is None:
         raise Unproven(f"no rule says what {packet} does to parts")
     answer = rule(call)
     answers = answer if isinstance(answer, list) else [answer] * len(shapes)
-    return [None if split is None else {split} for split in answers]
+    return done([None if split is None else {split} for split in answers])
