@@ -115,6 +115,16 @@ def environment_violations(root: Path) -> list[str]:
     return found
 
 
+def backend_violations(root: Path) -> list[str]:
+    """A group may have a backend per device: its name alone says nothing about a tensor."""
+    found = []
+    for path, module, tree in modules(root):
+        for node in ast.walk(tree) if module != "comm.device_backends" else ():
+            if isinstance(node, ast.Call) and called_name(node) in ("get_backend", "get_backend_config"):
+                found.append(f"{path}:{node.lineno}: only comm/device_backends.py asks c10d for a group's backend")
+    return found
+
+
 # ---------------------------------------------------------------- reading the source
 
 
@@ -205,7 +215,10 @@ def written_environments(function: ast.FunctionDef) -> Iterator[ast.AST]:
 # ---------------------------------------------------------------- this tree
 
 
-@pytest.mark.parametrize("rule", [import_violations, kernel_violations, length_violations, environment_violations])
+RULES = (import_violations, kernel_violations, length_violations, environment_violations, backend_violations)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_the_house_rules_hold(rule: object) -> None:
     assert rule(REPOSITORY) == []  # type: ignore[operator]
 
@@ -260,7 +273,7 @@ def house(tmp_path: Path, **changes: str) -> Path:
 
 def test_a_house_in_order_has_no_violations(tmp_path: Path) -> None:
     root = house(tmp_path)
-    for rule in (import_violations, kernel_violations, length_violations, environment_violations):
+    for rule in RULES:
         assert rule(root) == []
 
 
@@ -327,6 +340,14 @@ def test_a_file_that_is_too_long_is_found(tmp_path: Path, name: str) -> None:
 def test_a_second_reader_of_the_environment_is_found(tmp_path: Path, changes: dict[str, str], line: str) -> None:
     violations = environment_violations(house(tmp_path, **changes))
     assert violations == [f"tpkernels/{line}: only config.py reads the environment"]
+
+
+@pytest.mark.parametrize("question", ["dist.get_backend(group)", "get_backend_config(group)"])
+def test_a_second_place_that_asks_for_a_backend_is_found(tmp_path: Path, question: str) -> None:
+    root = house(tmp_path, comm__device_backends=f"{question}\n", nn__random=f"if True:\n    x = {question}\n")
+    assert backend_violations(root) == [
+        "tpkernels/nn/random.py:2: only comm/device_backends.py asks c10d for a group's backend"
+    ]
 
 
 def test_native_code_that_reads_the_environment_is_found(tmp_path: Path) -> None:

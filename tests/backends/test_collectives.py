@@ -44,7 +44,7 @@ def collectives_on_gloo(counts: dict[str, int], **changes: Any) -> Iterator[None
 
     post = collectives._post
     with (
-        mock.patch.object(copy_engines, "wanted", lambda group: True),
+        mock.patch.object(copy_engines, "wanted", lambda group, device: True),
         mock.patch.object(copy_engines.Buffers, "_grow", ordinary_memory),
         mock.patch.multiple(collectives, _post=counted, **changes),
     ):

@@ -182,7 +182,7 @@ def test_a_group_has_one_state_however_it_is_named(alone: None) -> None:
     assert resolve(group_name(pg)) is state
     assert resolve(pg.group_name) is state
     assert state.pg is pg
-    assert (state.rank, state.size, state.backend) == (0, 1, "gloo")
+    assert (state.rank, state.size, str(state.backends)) == (0, 1, "cpu:gloo,cuda:gloo")
     other = dist.new_group([0], timeout=timedelta(seconds=7))
     assert resolve(other) is not state
     assert (resolve(other).timeout, resolve(dist.group.WORLD).timeout) == (7.0, 1800.0)

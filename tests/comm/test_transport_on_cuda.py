@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tpkernels.comm import transport
+from tpkernels.comm.device_backends import DeviceBackends
 from tpkernels.comm.transport import TransportFailure, exchange, wait_all
 
 pytestmark = pytest.mark.cpu
@@ -17,14 +18,14 @@ CUDA = torch.device("cuda", 0)
 
 
 class Notes:
-    """The part of a ProcessGroup that transport uses."""
+    """The part of a Group, and of its ProcessGroup, that transport uses."""
+
+    backends = DeviceBackends.parse("cpu:gloo,cuda:nccl")
 
     def __init__(self, broken: bool = False) -> None:
+        self.pg = self
         self.said: list[Any] = []
         self._broken = broken
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(name=lambda: "nccl")
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.said.append("start")
@@ -75,14 +76,8 @@ def test_a_failed_wait_fails_again_for_every_transfer() -> None:
             transfer.wait()
 
 
-def test_gloo_groups_meet_through_host_memory() -> None:
-    assert transport.wire_device("gloo", CUDA) == torch.device("cpu")
-    assert transport.wire_device("nccl", CUDA) == CUDA
-
-
 class OverGloo(Notes):
-    def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(name=lambda: "gloo")
+    backends = DeviceBackends.parse("gloo")
 
     def send(self, tensors: list[Any], peer: int, tag: int) -> Any:
         self.said.append(("send", peer, tensors[0].device.type, tensors[0].tolist()))

@@ -201,9 +201,9 @@ def counted(tokens: int, width: int, hidden: int, y: int, x: int, kind: str, bac
     arrived: Counter[str] = Counter()
     real = transport.exchange
 
-    def counting(pg: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
+    def counting(group: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
         arrived["bytes"] += sum(tensor.numel() * tensor.element_size() for _, tensor in recvs)
-        return real(pg, tag, chunk, sends, recvs)
+        return real(group, tag, chunk, sends, recvs)
 
     with pytest.MonkeyPatch.context() as patch:
         step()  # the first call agrees

@@ -89,7 +89,7 @@ def compare(machine: str | None, explain_first: bool) -> list[tuple[str, Explana
         state = resolve(group)
         for dtype in (FP32, BF16):
             if machine is not None:
-                state.costs[dtype] = MACHINES[machine]
+                state.costs["cpu", dtype] = MACHINES[machine]
             for op in OPS:
                 for scale in (1, 64):
                     del ran[:]

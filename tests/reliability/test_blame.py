@@ -43,8 +43,8 @@ def _meet_one_survivor_only(link: Link, late: int) -> None:
 def _send_nothing_to(peer: int) -> None:
     original = transport.exchange
 
-    def exchange(pg: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
-        return original(pg, tag, chunk, [one for one in sends if one[0] != peer], recvs)
+    def exchange(group: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
+        return original(group, tag, chunk, [one for one in sends if one[0] != peer], recvs)
 
     transport.exchange = exchange
 

@@ -165,7 +165,7 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
             low, high = chunk_ranges(layout.sizes[peer], context.num_chunks)[chunk]
             incoming.append((peer, out[starts[peer] + low : starts[peer] + high]))
         sent, received = transport.exchange(
-            group.pg, context.tag, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers], incoming
+            group, context.tag, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers], incoming
         )
         transfers.extend((*received, *sent))
 
@@ -206,7 +206,7 @@ def _refuses(problem: Problem) -> str | None:
     if problem.world_size == 1:
         return "one rank has nothing to transfer"
     if problem.backend not in ("gloo", "nccl"):
-        return f"point-to-point chunks were built for gloo and nccl groups, this one is {problem.backend!r}"
+        return f"point-to-point chunks were built for gloo and nccl, the backend here is {problem.backend!r}"
     return None
 
 

@@ -25,7 +25,7 @@ __all__ = ["CollectiveGather", "CollectivePartials", "fits"]
 def fits(context: Context, layout: Layout) -> bool:
     """Whether the chunks of this call are to be collectives; the same on every rank."""
     even = layout.outer == 1 and not layout.feature and len(set(layout.sizes)) == 1 and layout.sizes[0] > 0
-    return even and copy_engines.wanted(context.group)
+    return even and copy_engines.wanted(context.group, context.problem.device)
 
 
 class CollectiveGather:

@@ -51,7 +51,7 @@ class ShardExchange:
             # Predecessors send to us first, so we look at them first.
             incoming = [(peer, *ranges[peer][chunk]) for peer in reversed(peers)]
             sent, received = exchange(
-                group.pg,
+                group,
                 context.tag,
                 chunk,
                 [(peer, x[low:high]) for peer in peers],
@@ -98,7 +98,7 @@ class PartialExchange:
         self._receive_early = like.device.type != "cuda"
         if self._receive_early:
             for chunk in range(context.num_chunks):
-                _, received = exchange(self.group.pg, context.tag, chunk, [], self._incoming_buffers(chunk))
+                _, received = exchange(self.group, context.tag, chunk, [], self._incoming_buffers(chunk))
                 self._note(chunk, received)
 
     def rows(self, owner: int, chunk: int) -> tuple[int, int]:
@@ -149,7 +149,7 @@ class PartialExchange:
     def post(self, chunk: int, sends: list[tuple[int, Tensor]]) -> None:
         """Send partial rows that exist already: (owner, contiguous rows) for each peer."""
         recvs = [] if self._receive_early else self._incoming_buffers(chunk)
-        sent, received = exchange(self.group.pg, self.context.tag, chunk, sends, recvs)
+        sent, received = exchange(self.group, self.context.tag, chunk, sends, recvs)
         self._sent += sent
         self._note(chunk, received)
 

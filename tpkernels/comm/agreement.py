@@ -90,14 +90,14 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     start = time.monotonic()
     _come(group)
     others = [rank for rank in range(group.size) if rank != group.rank]
-    device = transport.wire_device(group.backend, device)
+    device = group.backends.meeting_device(device)
     tag, sends = transport.call_tag(0), []
     if group.card is None:
         group.card = _card(group, device)
         sends = [(peer, group.card) for peer in others]
     cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
     try:
-        sent, received = transport.exchange(group.pg, tag, 0, sends, [(peer, cards[peer]) for peer in others])
+        sent, received = transport.exchange(group, tag, 0, sends, [(peer, cards[peer]) for peer in others])
         transport.wait_all(received)
         said = [json.loads(bytes(card.tolist()).rstrip(b"\0")) for card in cards]
         group.peers = tuple(Identity.from_json(one["who"]) for one in said)
@@ -272,13 +272,13 @@ def refuse(group: Group, signature: str, reason: str) -> None:
         group.calls += 1
         if group.key is not None:
             publish(group, call, Record(signature, {}, refused=reason))
-        elif group.card is None and group.backend == "gloo":
+        elif group.card is None and group.backends.serving("cpu") == "gloo":
             # The store has no key for us before the ranks have met; a send that nobody waits for says it as well.
             # (NCCL would block its stream: there the peers learn of it when their time is up.)
             _come(group)
             group.card = _card(group, torch.device("cpu"), call, reason)
             peers = [(rank, group.card) for rank in range(group.size) if rank != group.rank]
-            group.unsent, _ = transport.exchange(group.pg, transport.call_tag(0), 0, peers, [])
+            group.unsent, _ = transport.exchange(group, transport.call_tag(0), 0, peers, [])
 
 
 def fail(group: Group, error: CommunicationError) -> CommunicationError:

@@ -61,7 +61,7 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
     Raises:
         TransportFailure: a neighbour did not answer.
     """
-    tag, device = transport.call_tag(call), transport.wire_device(group.backend, device)
+    tag, device = transport.call_tag(call), group.backends.wire_device(device)
     small_s, _ = _ring(group, tag, device, _SMALL_BYTES, repeats=7)
     large_s, large_cpu_s = _ring(group, tag + 1, device, _LARGE_BYTES, repeats=4)
     transfer_s = max(large_s - small_s, 0.5 * large_s)  # a preempted small message must not make the link infinite
@@ -121,7 +121,7 @@ def _ring(group: Group, tag: int, device: torch.device, num_bytes: int, repeats:
     wall, cpu = [], []
     for _ in range(repeats):
         start, start_cpu = time.perf_counter(), time.process_time()
-        sent, received = transport.exchange(group.pg, tag, 0, [(following, out)], [(preceding, into)])
+        sent, received = transport.exchange(group, tag, 0, [(following, out)], [(preceding, into)])
         transport.wait_all((*received, *sent))
         _synchronize(device)
         wall.append(time.perf_counter() - start)

@@ -26,9 +26,9 @@ __all__ = ["Buffers", "buffers", "wanted"]
 _GROW_STEP = 2 * 1024 * 1024
 
 
-def wanted(group: Group) -> bool:
-    """Whether this group's chunks are to be moved by collectives on registered memory."""
-    return group.backend == "nccl" and config.load().nccl_zero_cta
+def wanted(group: Group, device: str) -> bool:
+    """Whether chunks of tensors on ``device`` are to be moved by collectives on registered memory."""
+    return group.backends.serving(device) == "nccl" and config.load().nccl_zero_cta
 
 
 def buffers(group: Group, device: torch.device) -> Buffers:

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from tpkernels import config
 from tpkernels.comm import gloo_threads
+from tpkernels.comm.device_backends import DeviceBackends
 from tpkernels.comm.first_meeting import meet_at
 from tpkernels.errors import CommunicationError, GroupPoisoned
 from tpkernels.launchers import Job
@@ -64,7 +65,7 @@ class Group:
     name: str
     rank: int
     size: int
-    backend: str
+    backends: DeviceBackends
     timeout: float
     store: Any
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -90,8 +91,8 @@ class Group:
     visits: tuple[int, ...] = ()
     """How many groups each rank has come to with this store: tells what it says here from what it said of another."""
     peers: tuple[Identity, ...] = ()
-    link: dict[str, float] | None = None
-    """This rank's measured rates of the link and of shared memory."""
+    links: dict[str, dict[str, float]] = field(default_factory=dict)
+    """This rank's measured rates of the link and of shared memory, by the type of the tensors' device."""
     shared: SharedSegments | None = None
     """The memory that the ranks share, see :mod:`tpkernels.comm.shared_segments`."""
     no_shared_memory: str | None = UNTRIED
@@ -102,8 +103,8 @@ class Group:
     """Why there is none, the same on all ranks."""
     copy_engines: Buffers | None = None
     """Memory from which NCCL can send with copy engines, see :mod:`tpkernels.comm.copy_engines`."""
-    costs: dict[torch.dtype, Any] = field(default_factory=dict)
-    """Costs that the ranks agreed on, by dtype."""
+    costs: dict[tuple[str, torch.dtype], Any] = field(default_factory=dict)
+    """Costs that the ranks agreed on, by the type of the tensors' device and their dtype."""
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -219,8 +220,9 @@ def _resolve(pg: dist.ProcessGroup) -> Group:
     if known is not None and known.reference() is pg:
         return known
     reference = weakref.ref(pg, lambda gone: _forget(name, gone))
+    backends = DeviceBackends.of(pg)
     created = Group(
-        reference, name, pg.rank(), pg.size(), dist.get_backend(pg), _timeout_seconds(pg), pg.get_group_store()
+        reference, name, pg.rank(), pg.size(), backends, _timeout_seconds(pg, backends), pg.get_group_store()
     )
     _groups[name] = created
     gloo_threads.settle()
@@ -245,11 +247,14 @@ def _forget(name: str, gone: weakref.ReferenceType[dist.ProcessGroup]) -> None:
         del _groups[name]
 
 
-def _timeout_seconds(pg: dist.ProcessGroup) -> float:
-    device = torch.device("cuda" if dist.get_backend(pg) == "nccl" else "cpu")
-    options = getattr(pg._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return float(timeout.total_seconds()) if timeout is not None else 1800.0
+def _timeout_seconds(pg: dist.ProcessGroup, backends: DeviceBackends) -> float:
+    """c10d gives all backends of a group one time-out; some do not tell it."""
+    for device in backends.by_device:
+        options = getattr(pg._get_backend(torch.device(device)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return float(timeout.total_seconds())
+    return 1800.0
 
 
 def init(

@@ -78,8 +78,7 @@ class _Watch:
             self.group.verdict = self.group.verdict or verdict
             if self.group.shared is not None:
                 self.group.shared.channel.interrupt()
-            peers = [rank for rank in range(self.group.size) if rank != self.group.rank]
-            transport.abort(self.group.pg, self.group.backend, peers)
+            transport.abort(self.group)
 
     def _end_waits_of_the_device(self, symmetric: SymmetricChannels) -> None:
         """Kernels wait for calls that have long returned: end them some time after a peer has failed or died.

@@ -236,8 +236,8 @@ def _why_not_here(group: Group) -> str | None:
     module = native()
     if module is None:
         return why_not()
-    if group.backend != "gloo":
-        return f"shared memory serves CPU ranks in gloo groups, this group is {group.backend!r}"
+    if group.backends.serving("cpu") != "gloo":
+        return f"shared memory serves CPU tensors in gloo groups, the backends of this one are {group.backends}"
     if not group.co_located:
         return "the ranks run on different hosts (or in different process-id namespaces)"
     if group.size > module.MAX_RANKS:

@@ -20,7 +20,7 @@ from tpkernels.comm import timeline
 from tpkernels.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from tpkernels.comm.groups import Group
 
 __all__ = [
     "MAX_CHUNKS_PER_CALL",
@@ -31,7 +31,6 @@ __all__ = [
     "call_tag",
     "exchange",
     "wait_all",
-    "wire_device",
 ]
 
 # Tags are 31-bit: bit 30 keeps away from the small numbers that programs use; 12 bits name the signature, 10 bits count
@@ -91,18 +90,13 @@ class Transfer:
         timeline.record(self.kind, self.kind, self.posted_ns, chunk=self.chunk, peer=self.peer)
 
 
-def wire_device(backend: str, device: torch.device) -> torch.device:
-    """Where tensors must be that a group of this backend sends: gloo knows host memory only."""
-    return torch.device("cpu") if backend == "gloo" else device
-
-
 def call_tag(call: int, signature_id: int = 0) -> int:
     """Tag of a call's chunk 0.  ``signature_id`` is equal on all ranks; 0 is what they exchange before they agree."""
     return _TAG_BASE | (signature_id % MAX_SIGNATURES) << 18 | (call % _CALLS) << 8
 
 
 def exchange(
-    pg: ProcessGroup,
+    group: Group,
     tag: int,
     chunk: int,
     sends: Sequence[tuple[int, torch.Tensor]],
@@ -122,7 +116,7 @@ def exchange(
     recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
     if not sends and not recvs:
         return [], []
-    device = (sends or recvs)[0][1].device
+    pg, device = group.pg, (sends or recvs)[0][1].device
     posted = timeline.now()
 
     def post(kind: timeline.Kind, start: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Transfer:
@@ -137,8 +131,8 @@ def exchange(
             # waiting for the connection's lock. Two hosts at 400 Mbit/s, 8 MiB each way: up to 317 ms, this way 174.
             received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
             return [post("send", pg.send, peer, tensor) for peer, tensor in sends], received
-        if _is_gloo(pg, device):
-            return _through_host_memory(pg, tag, chunk, sends, recvs)
+        if group.backends.wire_device(device) != device:
+            return _through_host_memory(group, tag, chunk, sends, recvs)
         pg._start_coalescing(device)
         sent = [post("send", pg.send, peer, tensor) for peer, tensor in sends]
         received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
@@ -152,12 +146,8 @@ def exchange(
     return sent, received
 
 
-def _is_gloo(pg: ProcessGroup, device: torch.device) -> bool:
-    return str(pg._get_backend(device).name()) == "gloo"
-
-
 def _through_host_memory(
-    pg: ProcessGroup,
+    group: Group,
     tag: int,
     chunk: int,
     sends: Sequence[tuple[int, torch.Tensor]],
@@ -166,7 +156,7 @@ def _through_host_memory(
     """CUDA tensors over gloo, which sends host memory only: right everywhere, and as slow as it sounds."""
     received_here = [torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in recvs]
     sent, received = exchange(
-        pg,
+        group,
         tag,
         chunk,
         [(peer, tensor.cpu()) for peer, tensor in sends],
@@ -198,16 +188,24 @@ def wait_all(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
-def abort(pg: ProcessGroup, backend: str, peers: Sequence[int]) -> None:
+def abort(group: Group) -> None:
     """Make every pending wait of the group fail now; callable from another thread.  The group is unusable afterwards.
 
     gloo's ``abort`` does not wake a waiting receive (torch 2.13); a receive that times out closes all connections of
-    its context, and that does.  It must be a receive on an open connection, hence one from each of the ``peers``.
+    its context, and that does.  It must be a receive on an open connection, hence one from each of the peers.
     """
-    if backend != "gloo":
-        pg.abort()
-        return
-    for peer in peers:
+    if group.backends.serving("cpu") == "gloo":
+        _time_out_receives(group)
+    for device, name in group.backends.by_device.items():
+        if name != "gloo":
+            group.pg._get_backend(torch.device(device)).abort()
+
+
+def _time_out_receives(group: Group) -> None:
+    pg = group.pg
+    for peer in range(group.size):
+        if peer == group.rank:
+            continue
         try:
             pg.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(datetime.timedelta(milliseconds=1))
         except RuntimeError:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tpkernels.comm.device_backends import DeviceBackends
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -124,7 +126,8 @@ class DeviceClock:
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._evicted = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=device)
         self._group = group
-        self._together = torch.zeros(1, device=device) if _backend(group) == "nccl" else None
+        on_device = dist.is_initialized() and _backends(group).serving("cuda") == "nccl"
+        self._together = torch.zeros(1, device=device) if on_device else None
 
     def __call__(self, candidate: Callable[[], object], calls: int = 1) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -141,8 +144,8 @@ class DeviceClock:
         return float(start.elapsed_time(end)) / 1e3 / calls
 
 
-def _backend(group: dist.ProcessGroup | None) -> str | None:
-    return str(dist.get_backend(group)) if dist.is_initialized() else None
+def _backends(group: dist.ProcessGroup | None) -> DeviceBackends:
+    return DeviceBackends.of(group or dist.distributed_c10d._get_default_group())
 
 
 def _barrier(group: dist.ProcessGroup | None) -> None:
@@ -155,6 +158,6 @@ def _maximum_over_ranks(
 ) -> list[list[float]]:
     if not dist.is_initialized():
         return rows
-    table = torch.tensor(rows, dtype=torch.float64, device=device if _backend(group) == "nccl" else "cpu")
+    table = torch.tensor(rows, dtype=torch.float64, device=_backends(group).wire_device(torch.device(device)))
     dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
     return [[float(value) for value in row] for row in table.tolist()]

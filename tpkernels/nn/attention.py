@@ -114,7 +114,7 @@ class ParallelAttention(nn.Module):
         super().__init__()
         self._set(num_heads, kv_heads, causal, rotary_base, rotary_interleaved, dropout)
         self._set_parallel(sequence_parallel, sequence_dim, save_gathered, implementation)
-        self._take(linears, tp_mesh(group))
+        self._take(linears, tp_mesh(group, device))
 
     @classmethod
     def from_linears(
@@ -157,7 +157,7 @@ class ParallelAttention(nn.Module):
         nn.Module.__init__(module)
         module._set(num_heads, kv_heads, causal, rotary_base, rotary_interleaved, dropout)
         module._set_parallel(sequence_parallel, sequence_dim, save_gathered, implementation)
-        module._take([query, key, value, out], tp_mesh(group))
+        module._take([query, key, value, out], tp_mesh(group, query))
         return module.train(query.training)
 
     def _set(

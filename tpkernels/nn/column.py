@@ -117,7 +117,7 @@ class ColumnParallelLinear(ParallelLinear):
         ``linear`` is an ``nn.Linear``, or a layer with a weight ``[in, out]`` and a bias, such as GPT-2's Conv1D, whose
         weight keeps that shape.  Ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
         """
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, linear)
         module = cls(
             *features_of(linear),
             mesh,
@@ -218,7 +218,7 @@ class ColumnParallelLinears(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, device)
         _check_names(out_features, unit)
         self.gated = _gated(activation, out_features)
         for name, size in out_features.items():
@@ -257,7 +257,7 @@ class ColumnParallelLinears(nn.Module):
             raise ValueError(f"layers on one input must take the same number of features, got {widths}")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, next(iter(linears.values()), None))
         _check_names(linears, unit)
         module.gated = _gated(activation, {name: linear.out_features for name, linear in linears.items()})
         for name, linear in linears.items():

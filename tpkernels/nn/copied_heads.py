@@ -64,7 +64,7 @@ class CopiedHeadsLinear(nn.Module):
         Raises:
             ValueError: ``heads`` divide neither features nor ``copies``, or a rank would have none of these.
         """
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, linear)
         in_features, out_features = features_of(linear)
         check_copies("", out_features, heads, copies, mesh.size())
         module = cls.__new__(cls)

@@ -94,7 +94,7 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.implementation = implementation
         dispatch.check_name(self._op(), implementation)
-        self._take(self._fresh(device, dtype), tp_mesh(group))
+        self._take(self._fresh(device, dtype), tp_mesh(group, device))
 
     @classmethod
     def from_embedding(
@@ -116,7 +116,7 @@ class VocabParallelEmbedding(nn.Module):
         for option in ("sparse", "scale_grad_by_freq"):
             if getattr(embedding, option):
                 raise ValueError(f"nn.Embedding({option}=True) cannot be cut over the ranks: use {option}=False")
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, embedding)
         module = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,

@@ -46,7 +46,7 @@ class FeatureParallelEmbedding(nn.Module):
                 raise ValueError(f"nn.Embedding({option}=...) cannot be cut by features")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        mesh, weight = tp_mesh(group), embedding.weight
+        mesh, weight = tp_mesh(group, embedding), embedding.weight
         module.num_embeddings, module.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         module.padding_idx, module.gather_output = embedding.padding_idx, gather_output
         module.weight = shard_parameter(weight, mesh, 1, requires_grad=weight.requires_grad)

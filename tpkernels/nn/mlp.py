@@ -54,7 +54,7 @@ class ParallelMLP(nn.Module):
     ) -> None:
         super().__init__()
         _check_activation(activation)
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, device)
         self.activation = activation
         up: ColumnParallelLinear | ColumnParallelLinears
         if activation in GATED:
@@ -127,7 +127,7 @@ class ParallelMLP(nn.Module):
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.activation = activation
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, up)
         first: ColumnParallelLinear | ColumnParallelLinears
         if gate is not None:
             first = ColumnParallelLinears.from_linears(

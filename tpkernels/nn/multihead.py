@@ -67,7 +67,7 @@ class ParallelMultiheadAttention(nn.Module):
         Raises:
             ValueError: a rank would be without a head, or an option that is not there.
         """
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, attention)
         why = why_not_parallel(attention, mesh.size())
         if why is not None:
             raise ValueError(f"the nn.MultiheadAttention {why}")

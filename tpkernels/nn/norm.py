@@ -40,7 +40,7 @@ class LayerNorm(nn.LayerNorm):
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.sequence_parallel = sequence_parallel
-        _replicate(self, self, tp_mesh(group))
+        _replicate(self, self, tp_mesh(group, self))
 
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm, group: GroupLike, *, sequence_parallel: bool = False) -> Self:
@@ -54,7 +54,7 @@ class LayerNorm(nn.LayerNorm):
             sequence_parallel=sequence_parallel,
             device="meta",
         )
-        _replicate(module, norm, tp_mesh(group))
+        _replicate(module, norm, tp_mesh(group, norm))
         return module.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class RMSNorm(nn.RMSNorm):
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
         self.sequence_parallel = sequence_parallel
-        _replicate(self, self, tp_mesh(group))
+        _replicate(self, self, tp_mesh(group, self))
 
     @classmethod
     def from_norm(cls, norm: nn.RMSNorm, group: GroupLike, *, sequence_parallel: bool = False) -> Self:
@@ -95,7 +95,7 @@ class RMSNorm(nn.RMSNorm):
             sequence_parallel=sequence_parallel,
             device="meta",
         )
-        _replicate(module, norm, tp_mesh(group))
+        _replicate(module, norm, tp_mesh(group, norm))
         return module.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         nn.Module.__init__(module)
         module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
         module.save_gathered, module.implementation = save_gathered, implementation
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, linear)
         start = 0
         for index, (size, unit) in enumerate(zip(segments, units or (1,) * len(segments), strict=True)):
             layer = ColumnParallelLinear.from_linear(

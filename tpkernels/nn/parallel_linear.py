@@ -60,7 +60,7 @@ class ParallelLinear(nn.Module):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.unit, self.implementation = unit, implementation
         dispatch.check_name(self._op(), implementation)
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, device)
         cut, total = ("out_features", out_features) if self.cut_dim == 0 else ("in_features", in_features)
         check_unit(cut, total, unit)
         self.by_unit = has_units(total, unit, mesh.size())

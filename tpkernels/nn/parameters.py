@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.nn.same_weights import equal_on_ranks
 from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes, offsets
@@ -38,15 +38,19 @@ __all__ = [
 ]
 
 
-def tp_mesh(group: GroupLike) -> DeviceMesh:
+def tp_mesh(group: GroupLike, of: nn.Module | torch.device | str | None = None) -> DeviceMesh:
     """The one-dimensional mesh that parameters live on: the mesh given, the "tp" axis of a larger one, or a group's.
+
+    A group may serve several devices, and DTensor moves weights to the one of the mesh.  So a group's mesh is for the
+    device that the weights are on, those ``of`` a module or on a device (default: where torch makes tensors).  Weights
+    on one that the group does not serve, "meta" for example, go to the group's own.
 
     Raises:
         ValueError: no group, or a mesh of several axes none of which is "tp", or this rank is not in it.
     """
     if isinstance(group, dist.ProcessGroup):
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        return DeviceMesh.from_group(group, device)
+        backends, device = resolve(group).backends, _device(of)
+        return DeviceMesh.from_group(group, device if backends.serving(device) else backends.own_device)
     if not isinstance(group, DeviceMesh):
         raise ValueError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     if group.ndim > 1:
@@ -57,6 +61,13 @@ def tp_mesh(group: GroupLike) -> DeviceMesh:
     if group.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {group}")
     return group
+
+
+def _device(of: nn.Module | torch.device | str | None) -> str:
+    if isinstance(of, nn.Module):
+        parameter = next(of.parameters(), None)
+        of = None if parameter is None else parameter.device
+    return torch.device(torch.get_default_device() if of is None else of).type
 
 
 def check_unit(what: str, total: int, unit: int) -> None:

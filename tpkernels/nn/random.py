@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpkernels.comm.groups import GroupLike, process_group
+from tpkernels.comm.groups import GroupLike, process_group, resolve
 
 __all__ = ["Dropout", "check_rng", "sharded_rng"]
 
@@ -44,7 +44,9 @@ def sharded_rng(group: GroupLike) -> Iterator[None]:
         yield
         return
     shared = int(torch.randint(torch.iinfo(torch.int64).max, (), dtype=torch.int64))
-    devices = [torch.cuda.current_device()] if dist.get_backend(pg) == "nccl" else []
+    # Not asked of the group alone: gloo serves CUDA tensors as well, and needs no GPU.
+    on_gpu = resolve(pg).backends.own_device == "cuda" or torch.cuda.is_initialized()
+    devices = [torch.cuda.current_device()] if on_gpu else []
     with torch.random.fork_rng(devices=devices):
         seed = _mix(shared, pg.rank())
         torch.default_generator.manual_seed(seed)

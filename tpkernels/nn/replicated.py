@@ -48,7 +48,7 @@ def replicate_parameters(
 
     Parameters that are DTensors stay as they are.  A parameter that several modules share stays shared.
     """
-    mesh = tp_mesh(group)
+    mesh = tp_mesh(group, module)
     converted = {} if converted is None else converted
     for owner in module.modules() if recurse else [module]:
         names = []

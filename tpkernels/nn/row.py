@@ -98,7 +98,7 @@ class RowParallelLinear(ParallelLinear):
         ``linear`` as for :class:`ColumnParallelLinear`.  Ranks whose weights differ take the first one's, or raise
         (:func:`init_weights`).
         """
-        mesh = tp_mesh(group)
+        mesh = tp_mesh(group, linear)
         module = cls(
             *features_of(linear),
             mesh,

@@ -272,11 +272,11 @@ def _refuse_generators(what: str, said: Mapping[int, _Said], groups: Sequence[Gr
 def _generator_state(group: Group) -> Tensor:
     """Of torch's default generator, and on GPUs of the current device's behind it."""
     state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state()]) if group.backend == "nccl" else state
+    return torch.cat([state, torch.cuda.get_rng_state()]) if group.backends.own_device == "cuda" else state
 
 
 def _set_generator_state(group: Group, state: Tensor) -> None:
     size = torch.get_rng_state().numel()
     torch.set_rng_state(state[:size].clone())
-    if group.backend == "nccl":
+    if group.backends.own_device == "cuda":
         torch.cuda.set_rng_state(state[size:].clone())

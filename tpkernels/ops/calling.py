@@ -140,7 +140,7 @@ def run_known(group: Group, known: Known, local: int, arguments: Any, device: to
     if known.plan is None:
         known.plan = group.agreed.get(signature)
         if known.plan is None:
-            _check_settings(group, str(signature))
+            _check(group, str(signature), device.type)
     with group.lock:  # what _guarded does, without its calls: each costs microseconds in a call that finds cold caches
         if group.poison is not None:
             group.raise_if_poisoned()
@@ -247,10 +247,13 @@ def _fail(group: Group, call: int, signature: Hashable, error: BaseException) ->
         del error  # its traceback holds this frame: such a cycle would keep the process group until a collection
 
 
-def _check_settings(group: Group, what: str) -> None:
-    """A malformed variable is this rank's mistake alone: it raises here, the peers are told, the group goes on."""
+def _check(group: Group, what: str, device: str) -> None:
+    """A malformed variable, or tensors that cannot be sent: raises here, the peers are told, and the group goes on."""
     try:
         config.load()
+        unserved = group.backends.why_not(device)
+        if unserved is not None:
+            raise ValueError(f"{what} cannot run on group {group.name!r}: {unserved}")
     except ValueError as error:
         agreement.refuse(group, what, str(error))
         raise
@@ -306,7 +309,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         dtype=signature.dtype,
         world_size=group.size,
         device=device.type,
-        backend=group.backend,
+        backend=group.backends.by_device[device.type],
         co_located=group.co_located,
         no_shared_memory=group.no_shared_memory,
         no_symmetric_memory=group.why_not_symmetric(device.type),
@@ -317,18 +320,19 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
 
 
 def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.device) -> Costs:
-    """Measured costs, equal on all ranks; collective the first time for a group and dtype, a look-up afterwards."""
-    known: Costs | None = group.costs.get(dtype)
+    """Measured costs, equal on all ranks; collective the first time for a group, device and dtype, then a look-up."""
+    known: Costs | None = group.costs.get((device.type, dtype))
     if known is None:
-        if group.link is None:
-            group.link = calibration.link_rates(group, call, device)
+        link = group.links.get(device.type)
+        if link is None:
+            link = group.links[device.type] = calibration.link_rates(group, call, device)
             if group.shared is not None:
-                group.link |= calibration.shared_rates(group.shared, group.link["link_gbytes"])
+                link |= calibration.shared_rates(group.shared, link["link_gbytes"])
         few = few_rows.rates(dtype) if group.shared is not None and device.type == "cpu" else {}
-        mine = Costs(**calibration.gemm_rates(device, dtype), **few, **group.link, measured=True)
+        mine = Costs(**calibration.gemm_rates(device, dtype), **few, **link, measured=True)
         records = agreement.exchange_records(group, call, agreement.Record("costs", asdict(mine)), part="costs")
         known = _slowest([Costs(**record.facts) for record in records])
-        group.costs[dtype] = known
+        group.costs[device.type, dtype] = known
     return known
 
 
@@ -361,10 +365,9 @@ def explain(
     problem = Problem(op, m, n, k, dtype, 1, device, "none", out_dtype=out_dtype)
     if group is None or group.size == 1:
         return dispatch.select(problem, "auto", Costs())[1]
+    name = f"explain({op}, m={m}, n={n}, k={k}, {dispatch.dtype_text(dtype, out_dtype)}, device={device})"
+    _check(group, name, device)
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    name = f"explain({op}, m={m}, n={n}, k={k}, {dispatch.dtype_text(dtype, out_dtype)})"
-
-    _check_settings(group, name)
 
     def work(call: int) -> Costs:
         agreement.meet(group, call, target)
@@ -378,7 +381,7 @@ def explain(
     problem = replace(
         problem,
         world_size=group.size,
-        backend=group.backend,
+        backend=group.backends.by_device[device],
         co_located=group.co_located,
         no_shared_memory=group.no_shared_memory,
         no_symmetric_memory=group.why_not_symmetric(device),
@@ -395,7 +398,7 @@ def exchange(group: Group, what: str, facts: Mapping[str, Any]) -> list[Mapping[
     """
     if group.size == 1:
         return [facts]
-    device = torch.device("cuda", torch.cuda.current_device()) if group.backend == "nccl" else torch.device("cpu")
+    device = group.backends.meeting_device()
 
     def work(call: int) -> list[Mapping[str, Any]]:
         agreement.meet(group, call, device)

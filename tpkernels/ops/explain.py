@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import dispatch, fp8
 from tpkernels.comm import agreement
@@ -15,7 +16,15 @@ __all__ = ["explain"]
 
 
 def explain(
-    op: str, *, m: int, n: int, k: int, dtype: torch.dtype, group: GroupLike, out_dtype: torch.dtype | None = None
+    op: str,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    group: GroupLike,
+    out_dtype: torch.dtype | None = None,
+    device: str | None = None,
 ) -> Explanation:
     """Which implementation ``"auto"`` picks for a GEMM of m x n x k over the whole group, with every reason.
 
@@ -26,24 +35,31 @@ def explain(
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or a collective's name.
         dtype: of the operands; float8_e4m3fn for the ops with a GEMM, which then return ``out_dtype`` (default bf16).
         m, n, k: global sizes: each rank runs m x n/W x k when gathering and m x n x k/W when reducing.
+        device: where the tensors are, "cpu" or "cuda"; default: the mesh's device, or that of the group's own backend
+            (CUDA if it has one for both).
 
     Raises:
-        ValueError: unknown op, negative size or unsupported dtypes.
+        ValueError: unknown op, negative size or unsupported dtypes; the group has no backend for the device.
     """
     state = resolve(group)
     try:
-        _check(op, m, n, k, dtype, out_dtype)
+        _check(op, m, n, k, dtype, out_dtype, device)
     except ValueError as error:
         agreement.refuse(state, f"explain({op})", str(error))
         raise
-    device = "cuda" if state.backend == "nccl" else "cpu"
+    if device is None:
+        device = group.device_type if isinstance(group, DeviceMesh) else state.backends.own_device
     if dtype == fp8.DTYPE:
         out_dtype = out_dtype or torch.bfloat16
     return calling.explain(op, m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, group=state, device=device)
 
 
-def _check(op: str, m: int, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+def _check(
+    op: str, m: int, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype | None, device: str | None
+) -> None:
     dispatch.implementations(op)
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
     for name, value in (("m", m), ("n", n), ("k", k)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")

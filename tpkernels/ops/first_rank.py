@@ -45,7 +45,7 @@ def exchange_bytes(groups: Sequence[Group], what: str, mine: bytes) -> list[byte
 
 
 def _gather(group: Group, what: str, mine: bytes) -> list[bytes]:
-    device = _wire_device(group, torch.device("cpu"))
+    device = group.backends.meeting_device()
 
     def work(call: int) -> list[bytes]:
         agreement.meet(group, call, device)
@@ -56,7 +56,7 @@ def _gather(group: Group, what: str, mine: bytes) -> list[bytes]:
         cards = {rank: torch.empty_like(card) for rank in others}
         tag = transport.call_tag(call)
         sent, received = transport.exchange(
-            group.pg, tag, 0, [(rank, card) for rank in others], [(rank, cards[rank]) for rank in others]
+            group, tag, 0, [(rank, card) for rank in others], [(rank, cards[rank]) for rank in others]
         )
         transport.wait_all(received)
         transport.wait_all(sent)
@@ -64,12 +64,6 @@ def _gather(group: Group, what: str, mine: bytes) -> list[bytes]:
         return [bytes(cards[rank].tolist()) for rank in range(group.size)]
 
     return _guarded(group, what, work)
-
-
-def _wire_device(group: Group, device: torch.device) -> torch.device:
-    if group.backend == "nccl" and device.type != "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return transport.wire_device(group.backend, device)
 
 
 def broadcast(groups: Sequence[Group], what: str, data: Tensor) -> None:
@@ -84,7 +78,7 @@ def broadcast(groups: Sequence[Group], what: str, data: Tensor) -> None:
 
 
 def _broadcast(group: Group, what: str, data: Tensor) -> None:
-    device = _wire_device(group, data.device)
+    device = group.backends.wire_device(data.device)
 
     def work(call: int) -> None:
         agreement.meet(group, call, device)

@@ -101,7 +101,7 @@ def parallelize(
     """
     from tpkernels.sharding.verification import verified  # which parallelizes copies
 
-    tp = tp_mesh(mesh)
+    tp = tp_mesh(mesh, model)
     weights = compare_models(model, mesh, init_weights, check=check_plain)
     if isinstance(plan, str):
         if plan != "auto":

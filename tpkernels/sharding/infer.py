@@ -79,7 +79,7 @@ def make_plan(
             raise ValueError(f"mesh must be a mesh, a group or a number of ranks from 1, got {mesh!r}")
         world_size = mesh
     else:
-        group = tp_mesh(mesh)
+        group = tp_mesh(mesh, model)
         world_size = group.size()
     check_plain(model)
     forced = override_styles(overrides or {}, model)

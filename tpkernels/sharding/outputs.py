@@ -64,7 +64,7 @@ def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
     ``parallelize`` does this for plans that are proven.  An explicit mapping of names to styles is carried out as it
     stands, and what leaves such a model as a part is its caller's, unless this is called.
     """
-    tp = tp_mesh(mesh)
+    tp = tp_mesh(mesh, model)
     if tp.size() == 1:
         return
     guard = _Guard(tp)

@@ -113,7 +113,7 @@ class _Verifier:
         dtype: torch.dtype | None,
     ) -> None:
         self.model, self.given, self.plan, self.loss, self.dtype = model, inputs, plan, loss, dtype
-        self.tp = tp_mesh(mesh)
+        self.tp = tp_mesh(mesh, model)
         several = isinstance(mesh, DeviceMesh) and mesh.ndim > 1
         self.ranks = Ranks([mesh.get_group(axis) for axis in range(mesh.ndim)] if several else [self.tp])  # type: ignore[union-attr]
         held = next(model.parameters(), None)
