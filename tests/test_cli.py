@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tpkernels as tpk
-from tpkernels import cli, doctor, errors
+from tpkernels import cli, doctor, errors, packages
 from tpkernels.comm import launch as launch_module
 from tpkernels.comm.launch import LaunchError
 from tpkernels.comm.rank_process import RankFailure
@@ -162,8 +162,8 @@ def test_doctor_reports_what_is_broken_with_its_reason_and_exits_with_1(
 @pytest.mark.cpu
 def test_every_optional_package_that_doctor_looks_for_has_a_pip_line() -> None:
     names = {finding.name.split()[0] for finding in doctor._extras()}
-    assert names == set(doctor.PIP_LINES)
-    assert "Reinstall tpkernels" in doctor.how_to_install("torch")
+    assert names == set(packages.PIP_LINES)
+    assert "Reinstall tpkernels" in packages.how_to_install("torch")
 
 
 @pytest.mark.gloo

@@ -9,12 +9,14 @@ cost and break nothing else.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tpkernels.errors import TpKernelsError
+from tpkernels.packages import MissingPackage, how_to_install, needed
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +30,15 @@ RANK_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand; `load` imports it and returns how to declare its arguments and how to run it."""
+    """One subcommand; `load` imports it and returns how to declare its arguments and how to run it.
+
+    `needs`: packages that are looked for before it runs, not when it shows what it found.
+    """
 
     name: str
     help: str
     load: Callable[[], tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]]
+    needs: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _missing_module(error)
     if options.traceback:
-        return int(options.run(options))
+        return _run(options)
     try:
-        return int(options.run(options))
+        return _run(options)
     except KeyboardInterrupt:
         print("tpkernels: interrupted", file=sys.stderr)
         return 130
@@ -55,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         message, code = _explain_error(error)
         print(f"tpkernels {options.command}: {message}\n(--traceback shows where)", file=sys.stderr)
         return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    for package in options.needs:
+        with needed(package, f"`tpkernels {options.command}`"):
+            importlib.import_module(package)
+    return int(options.run(options))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -73,7 +86,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if command.name == chosen:
             add_arguments, run = command.load()
             add_arguments(sub)
-            sub.set_defaults(run=run)
+            sub.set_defaults(run=run, needs=command.needs)
     return parser.parse_args(arguments)
 
 
@@ -90,9 +103,9 @@ def _explain_error(error: Exception) -> tuple[str, int]:
 
 
 def _missing_module(error: ModuleNotFoundError) -> int:
-    from tpkernels.doctor import how_to_install
-
-    print(f"tpkernels: the package {error.name!r} is missing. {how_to_install(error.name or '')}", file=sys.stderr)
+    known = isinstance(error, MissingPackage)
+    said = str(error) if known else f"the package {error.name!r} is missing. {how_to_install(error.name or '')}"
+    print(f"tpkernels: {said}", file=sys.stderr)
     return 1
 
 
@@ -227,8 +240,6 @@ def _run_plan(options: argparse.Namespace) -> int:
 
 def _meta_model(source: str) -> torch.nn.Module:
     """The model that the command line names, on the meta device."""
-    import importlib
-
     import torch
 
     module, separator, function = source.partition(":")
@@ -265,12 +276,19 @@ def _load_doctor() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[
     return doctor.add_arguments, doctor.main
 
 
+RICH = ("rich",)
 COMMANDS = (
-    Command("demo", "swap a pretrained model's linears for tensor-parallel ones, then train a small model", _load_demo),
-    Command("test", "compare with no tensor parallelism and fused with unfused, value by value, here", _load_test),
-    Command("train-demo", "train a GPT on text: TP, SP, DP, snapshots, resumed on any ranks", _load_train_demo),
-    Command("bench", "time GEMM only, communication only, unfused and fused for each op", _load_bench),
-    Command("profile", "train a small GPT without TP, with TP and with overlap: values, times, memory", _load_profile),
+    Command(
+        "demo", "swap a pretrained model's linears for tensor-parallel ones, then train a small model", _load_demo, RICH
+    ),
+    Command(
+        "test", "compare with no tensor parallelism and fused with unfused, value by value, here", _load_test, RICH
+    ),
+    Command("train-demo", "train a GPT on text: TP, SP, DP, snapshots, resumed on any ranks", _load_train_demo, RICH),
+    Command("bench", "time GEMM only, communication only, unfused and fused for each op", _load_bench, RICH),
+    Command(
+        "profile", "train a small GPT without TP, with TP and with overlap: values, times, memory", _load_profile, RICH
+    ),
     Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
     Command("plan", "how a model would be cut over the ranks, module by module, without its weights", _load_plan),
     Command("verify", "whether a parallelized model computes what it did: outputs and every gradient", _load_verify),

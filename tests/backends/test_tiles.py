@@ -6,6 +6,7 @@ The same between processes, with rubbish of every kind in the file: row R20-cach
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -100,6 +101,29 @@ def test_the_folder_is_the_users_or_the_one_that_is_asked_for(monkeypatch: pytes
     assert tile_cache.file() == Path("/somewhere/else/tiles.json")
     with pytest.raises(ValueError, match=r"TPKERNELS_CACHE_DIR must be an absolute path, got 'here'"):
         config.load({"TPKERNELS_CACHE_DIR": "here"})
+
+
+@pytest.mark.parametrize("package", ["platformdirs", "filelock"])
+def test_tiles_are_not_kept_where_a_package_is_missing_and_a_warning_says_which(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TPKERNELS_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.warns(RuntimeWarning, match=f"the package '{package}' is missing.* pip install {package}"):
+        cache = tile_cache.opened()
+        if cache is not None:
+            cache.add("a", Entry(TILES, 1.0))
+    assert (cache is None) == (package == "platformdirs") and not list(tmp_path.iterdir())
+
+
+def test_ranks_agree_without_the_packages_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path)
+    monkeypatch.delenv("TPKERNELS_CACHE_DIR")
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    ranks.cached(None, Entry(TILES, 1.0).to_json())
+    with pytest.warns(RuntimeWarning, match="neither read nor kept"):
+        assert ranks.agree() == TILES
 
 
 # --- the choice of all ranks ------------------------------------------------------------------------------------------

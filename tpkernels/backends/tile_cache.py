@@ -6,7 +6,7 @@ Writers hold a lock file and replace the file as a whole, so readers need none.
 
 Refuses to trust what it finds.  A file that is cut off, of another version, another user's, writable by everybody, too
 large or no file at all, and an entry out of range, are as good as absent; a warning says so.  A cache that cannot be
-written is a warning, too: nothing depends on it but time.
+written is a warning, too, and so is a package that it lacks: nothing depends on it but time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-import platformdirs
-
 from tpkernels import config
 from tpkernels.kernels.config import Tiles
+from tpkernels.packages import MissingPackage, needed
 
-__all__ = ["Entry", "TileCache", "file"]
+__all__ = ["Entry", "TileCache", "file", "opened"]
 
 VERSION = 1
 MAX_ENTRIES = 512
@@ -68,8 +66,26 @@ class Entry:
 
 
 def file() -> Path:
-    """Where this process keeps measured tiles."""
-    return (config.load().cache_dir or platformdirs.user_cache_path("tpkernels")) / "tiles.json"
+    """Where this process keeps measured tiles.
+
+    Raises:
+        MissingPackage: nobody names a folder, and the package that knows the user's is not installed.
+    """
+    folder = config.load().cache_dir
+    if folder is None:
+        with needed("platformdirs", "the folder of measured tiles (unless TPKERNELS_CACHE_DIR names it)"):
+            import platformdirs
+        folder = platformdirs.user_cache_path("tpkernels")
+    return folder / "tiles.json"
+
+
+def opened() -> TileCache | None:
+    """The cache of this process; None, with a warning, where there is no telling where it is."""
+    try:
+        return TileCache(file())
+    except MissingPackage as error:
+        warnings.warn(f"measured tiles are neither read nor kept: {error}", RuntimeWarning, stacklevel=2)
+        return None
 
 
 class TileCache:
@@ -84,13 +100,15 @@ class TileCache:
     def add(self, key: str, entry: Entry) -> None:
         """Put an entry in place of the key's old one; waits a moment for other writers."""
         try:
+            with needed("filelock", "a file of measured tiles"):
+                import filelock
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(self._path.with_suffix(".lock"), timeout=LOCK_S):
                 entries = self._entries()
                 entries.pop(key, None)
                 entries[key] = entry
                 self._replace({key: entries[key] for key in list(entries)[-MAX_ENTRIES:]})
-        except (OSError, filelock.Timeout) as error:
+        except (OSError, MissingPackage) as error:  # filelock.Timeout is an OSError
             self._warn(f"measured tiles are not kept: {error}")
 
     def _entries(self) -> dict[str, Entry]:

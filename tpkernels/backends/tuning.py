@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tpkernels import config, fp8
 from tpkernels.backends import tile_cache
-from tpkernels.backends.tile_cache import Entry, TileCache
+from tpkernels.backends.tile_cache import Entry
 from tpkernels.comm import agreement
 from tpkernels.comm.cuda_native import MAX_CHUNKS, STATE_BYTES
 from tpkernels.comm.groups import Group
@@ -110,8 +110,8 @@ def agree(group: Group, call: int, gemm: Gemm, layout: Layout) -> Tiles | None:
     """
     assert group.symmetric is not None
     device, tunes = group.symmetric.device, config.load().tune
-    cache, key = TileCache(tile_cache.file()), key_of(gemm, device)
-    mine = cache.find(key)
+    cache, key = tile_cache.opened(), key_of(gemm, device)
+    mine = None if cache is None else cache.find(key)
     facts = {"cached": None if mine is None else mine.to_json(), "tunes": tunes}
     records = agreement.exchange_records(group, call, agreement.Record("tiles", facts), part="tiles")
     asked = [record.facts["tunes"] for record in records]
@@ -128,7 +128,7 @@ def agree(group: Group, call: int, gemm: Gemm, layout: Layout) -> Tiles | None:
             "TPKERNELS_TUNE=1: tiles cannot be measured while a CUDA graph is captured: make this call once before"
         )
     entry = _measured_together(group, call, gemm, layout, device)
-    if entry is not None:
+    if entry is not None and cache is not None:
         cache.add(key, entry)
     return None if entry is None else entry.tiles
 

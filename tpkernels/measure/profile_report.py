@@ -11,15 +11,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
-
-from tpkernels.measure.report import measurement_to_json
+from tpkernels.measure.report import TABLES, measurement_to_json
 from tpkernels.measure.timing import Measurement
 from tpkernels.measure.trace import trace_overlap
 from tpkernels.measure.training import METHODS, NO_TP, OVERLAP, TP, Curve, RankResult, Training, bound
+from tpkernels.packages import needed
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["Profile", "print_profile", "write"]
 
@@ -110,8 +111,11 @@ class Profile:
         }
 
 
-def print_profile(profile: Profile, title: str, console: Console | None = None) -> None:
-    console = console or Console()
+def print_profile(profile: Profile, title: str, file: TextIO | None = None) -> None:
+    """The table and the verdict, into ``file`` (default: where this process prints)."""
+    with needed("rich", TABLES):
+        from rich.console import Console
+    console = Console(file=file)
     if not console.is_terminal:
         console = Console(width=_WIDTH, file=console.file)  # a log or a file: wrapping would cut the columns
     console.print(_table(profile, title))
@@ -123,6 +127,8 @@ def print_profile(profile: Profile, title: str, console: Console | None = None) 
 
 
 def _table(profile: Profile, title: str) -> Table:
+    with needed("rich", TABLES):
+        from rich.table import Table
     grid = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     grid.add_column("")
     for name in METHODS:
@@ -172,7 +178,7 @@ def write(folder: Path, profile: Profile, title: str, environment: Mapping[str, 
     samples, text, picture = folder / "profile.json", folder / "profile.txt", folder / "profile.png"
     samples.write_text(json.dumps({**environment, **profile.to_json()}, indent=1) + "\n", encoding="utf-8")
     with text.open("w", encoding="utf-8") as file:
-        print_profile(profile, title, Console(file=file, width=_WIDTH))
+        print_profile(profile, title, file)
     refusal = draw(profile, title, picture)
     drawn = f"figure: {picture}" if refusal is None else f"no figure: {refusal}"
     return [f"samples: {samples}", f"table: {text}", drawn]

@@ -14,18 +14,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.timing import Measurement
+from tpkernels.packages import needed
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # What is neither ours nor a way of doing the op.
 ROOFS = ("gemm", "comm")
 BASELINES = ("torch", "unfused")
+TABLES = "a table of measurements"
 RIVAL_NAMES = tuple(rival.name for rival in RIVALS)
 
 
@@ -122,6 +125,8 @@ def measurement_to_json(measurement: Measurement) -> dict[str, Any]:
 
 def table(results: Sequence[CaseResult], title: str) -> Table:
     """Times in ms (medians; +- is half the interquartile range); the fused columns are those of the named one."""
+    with needed("rich", TABLES):
+        from rich.table import Table
     grid = Table(title=title, caption=_CAPTION, caption_justify="left", title_justify="left")
     grid.add_column("op  MxKxN", no_wrap=True)
     extra = [name for name in _implementations(results) if name not in BASELINES]
@@ -174,9 +179,11 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if not numerator or not denominator else numerator / denominator
 
 
-def print_results(results: Sequence[CaseResult], title: str, console: Console | None = None) -> None:
-    if console is None:
-        console = Console()
+def print_results(results: Sequence[CaseResult], title: str, file: TextIO | None = None) -> None:
+    """The table, and who was left out, into ``file`` (default: where this process prints)."""
+    with needed("rich", TABLES):
+        from rich.console import Console
+    console = Console(file=file)
     if not console.is_terminal:
         console = Console(width=_WIDTH, file=console.file)  # a log or a file: wrapping would cut the columns
     console.print(table(results, title))
@@ -207,7 +214,7 @@ def write_table_and_figure(folder: str | Path, results: Sequence[CaseResult], ti
 
     text, picture = Path(folder, "bench.txt"), Path(folder, "bench.png")
     with text.open("w", encoding="utf-8") as file:
-        print_results(results, title, Console(file=file, width=_WIDTH))
+        print_results(results, title, file)
     refusal = figure.draw(results, title, picture)
     return [f"table: {text}", f"figure: {picture}" if refusal is None else f"no figure: {refusal}"]
 

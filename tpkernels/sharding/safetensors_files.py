@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from tpkernels.packages import needed
 from tpkernels.sharding.originals import Box
 
 __all__ = ["SafetensorsFiles", "file_name", "write_file", "write_index"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIGESTS = "tpkernels.digests"
+_PURPOSE = "a checkpoint"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -62,6 +62,8 @@ class SafetensorsFiles:
 
     def _open(self, file: Path, index: Mapping[str, str]) -> bytes:
         """Take in one file; what identifies it."""
+        with needed("safetensors", _PURPOSE):
+            from safetensors import SafetensorError, safe_open
         try:
             handle: Any = safe_open(str(file), framework="pt")
             described = {name: handle.get_slice(name) for name in handle.keys()}
@@ -121,6 +123,8 @@ def file_name(number: int, count: int) -> str:
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
     """One file, put into place whole."""
+    with needed("safetensors", _PURPOSE):
+        from safetensors.torch import save_file
     said = json.dumps({name: digests[name] for name in tensors})
     partial = path.with_name(f"{path.name}.partial")
     save_file(dict(tensors), str(partial), metadata={"format": "pt", DIGESTS: said})

