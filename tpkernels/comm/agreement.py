@@ -7,6 +7,7 @@ predecessor wrote), each rank may write:
 ==================  ===================================================================================================
 ``call/N/RANK``     its record of call N: the signature and local facts, or the reason for which it refused
 ``beat/RANK``       its heartbeat, written by the monitor
+``order/RANK``      the order of its calls, written by the monitor (:mod:`tpkernels.comm.call_order`)
 ==================  ===================================================================================================
 
 Ranks that have met and ranks that have not must find each other's failures, so these are in one place without that
@@ -154,12 +155,17 @@ def _blame_meeting(group: Group, error: transport.TransportFailure, waited: floa
 
 def _present(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
     """What the ranks that have come to this group say in the meeting's place, by rank."""
-    store = store or group.store
-    keys = {rank: f"{_MEETING}/{rank}" for rank in range(group.size)}
+    texts = _found(store or group.store, {rank: f"{_MEETING}/{rank}" for rank in range(group.size)})
+    said = {rank: json.loads(text) for rank, text in texts.items()}
+    return {rank: one for rank, one in said.items() if one["visit"] == group.visits[rank]}
+
+
+def _found(store: Any, keys: dict[int, str]) -> dict[int, str]:
+    """What is under those keys that exist now; two requests if all do, however many ranks there are."""
     if not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    said = [json.loads(text) for text in store.multi_get(list(keys.values()))] if keys else []
-    return {rank: one for rank, one in zip(keys, said, strict=True) if one["visit"] == group.visits[rank]}
+    texts = store.multi_get(list(keys.values())) if keys else []
+    return {rank: text.decode() for rank, text in zip(keys, texts, strict=True)}
 
 
 def failures(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
@@ -195,13 +201,7 @@ def announce(group: Group, call: int, signature: str, store: Any) -> None:
 
 def read(group: Group, what: str, store: Any = None) -> dict[int, str]:
     """The notes ``what/RANK`` that exist now, by rank."""
-    store = store or group.store
-    found = {}
-    for rank in range(group.size):
-        key = f"{group.key}/{what}/{rank}"
-        if store.check([key]):
-            found[rank] = store.get(key).decode()
-    return found
+    return _found(store or group.store, {rank: f"{group.key}/{what}/{rank}" for rank in range(group.size)})
 
 
 def exchange_records(group: Group, call: int, record: Record, part: str = "call") -> list[Record]:
@@ -325,6 +325,8 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
     deadline = time.monotonic() + patience
     first_beats = _or_empty(lambda: read(group, "beat"))
     while True:
+        if group.verdict is not None:
+            return group.verdict
         # In this order: a rank that failed because of another leaves its note first and dies later, if at all.
         gone = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
         notes = _or_empty(lambda: failures(group))

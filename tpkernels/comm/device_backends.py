@@ -56,6 +56,11 @@ class DeviceBackends:
         """
         return "cuda" if self.serving("cuda") not in (None, self.serving("cpu")) else "cpu"
 
+    @property
+    def match_by_order(self) -> bool:
+        """Whether messages find each other by their order alone: NCCL has tags in its interface, and ignores them."""
+        return "nccl" in self.by_device.values()
+
     def why_not(self, device: str) -> str | None:
         """Why tensors on ``device`` cannot be sent; None if they can."""
         needed = device if self.serving(device) is None else self.wire_device(torch.device(device)).type

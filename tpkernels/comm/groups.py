@@ -25,6 +25,7 @@ from tpkernels import config
 from tpkernels.comm import gloo_threads
 from tpkernels.comm.device_backends import DeviceBackends
 from tpkernels.comm.first_meeting import meet_at
+from tpkernels.comm.trail import Trail
 from tpkernels.errors import CommunicationError, GroupPoisoned
 from tpkernels.launchers import Job
 
@@ -81,7 +82,9 @@ class Group:
     """Signatures of earlier calls whose transfers are posted but not waited for yet."""
     poison: CommunicationError | None = None
     verdict: CommunicationError | None = None
-    """What the monitor found out about the call in flight before it aborted the transport."""
+    """What the monitor found out before it aborted the transport: about the call in flight, or about earlier ones."""
+    trail: Trail | None = None
+    """The calls of this rank, where messages of different calls could match; see :mod:`tpkernels.comm.call_order`."""
     key: str | None = None
     """Prefix of this incarnation's keys in the store; set when the ranks first meet."""
     card: torch.Tensor | None = None
@@ -224,6 +227,7 @@ def _resolve(pg: dist.ProcessGroup) -> Group:
     created = Group(
         reference, name, pg.rank(), pg.size(), backends, _timeout_seconds(pg, backends), pg.get_group_store()
     )
+    created.trail = Trail() if backends.match_by_order else None
     _groups[name] = created
     gloo_threads.settle()
     return created

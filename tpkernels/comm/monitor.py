@@ -2,7 +2,8 @@
 
 Four times a second it looks at the calls of this process that have been running for a while.  It publishes what the
 call is, reads what the peers say, and when they made another call, refused, failed or died it records the verdict and
-aborts the transport, so that the waiting thread raises.  It also writes the heartbeat by which remote peers know us.
+aborts the transport, so that the waiting thread raises.  It also writes the heartbeat by which remote peers know us,
+and compares the order of calls where the transport does not (:mod:`tpkernels.comm.call_order`).
 
 The thread costs nothing on the path of a call: a call only stores what it is in ``Group.in_flight``, and one that takes
 microseconds not even that, until it waits.
@@ -17,8 +18,10 @@ import time
 from typing import Any
 
 from tpkernels.comm import agreement, transport
+from tpkernels.comm.call_order import Comparison
 from tpkernels.comm.groups import Group, InFlight, live_groups
 from tpkernels.comm.symmetric_channels import SymmetricChannels
+from tpkernels.comm.trail import Trail
 from tpkernels.errors import GroupMismatch
 
 __all__ = ["ensure_running"]
@@ -61,6 +64,7 @@ class _Watch:
         self.beats = 0
         self.next_beat = 0.0
         self.had_lost = False
+        self.order = Comparison()
 
     def tick(self) -> None:
         if self.group.symmetric is not None:  # first: the store may have died with the peer
@@ -70,6 +74,8 @@ class _Watch:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
             self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
+        if self.group.trail is not None and self.group.verdict is None:
+            self._compare_order(self.group.trail)
         in_flight = self.group.in_flight
         if in_flight is None or now - in_flight.since <= SUSPICIOUS_AFTER:
             return
@@ -78,6 +84,12 @@ class _Watch:
             self.group.verdict = self.group.verdict or verdict
             if self.group.shared is not None:
                 self.group.shared.channel.interrupt()
+            transport.abort(self.group)
+
+    def _compare_order(self, trail: Trail) -> None:
+        verdict = self.order.look(self.group, trail, self.store)
+        if verdict is not None:
+            self.group.verdict = verdict  # the next call raises it, or the one in flight
             transport.abort(self.group)
 
     def _end_waits_of_the_device(self, symmetric: SymmetricChannels) -> None:

@@ -2,9 +2,10 @@
 
 A :class:`Transfer` owns its tensor until it is complete.  On gloo a wait blocks the host until the chunk is there; on
 NCCL it makes the current stream wait for the group's own stream (an event, no host block), so the same loop pipelines
-on both.  Messages carry a tag of (signature, call number, chunk): ranks that disagree about a call never match each
-other's messages, so they cannot compute with the wrong bytes (and gloo, which aborts the process when sizes differ,
-never sees them); they stall, and the monitor stops them.
+on both.  Messages carry a tag of (signature, call number, chunk): on gloo, ranks that disagree about a call never match
+each other's messages, so they cannot compute with the wrong bytes (and gloo, which aborts the process when sizes
+differ, never sees them); they stall, and the monitor stops them.  NCCL ignores tags: there the monitor compares the
+order of calls (:mod:`tpkernels.comm.call_order`), after the fact.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ and selects the implementation from agreed facts; later calls of the same signat
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -17,6 +16,7 @@ from torch import Tensor
 from tpkernels import config, dispatch, partition
 from tpkernels.comm import agreement, calibration, few_rows, monitor, shared_segments, symmetric_memory, transport
 from tpkernels.comm.groups import Group
+from tpkernels.comm.trail import fingerprint
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
 from tpkernels.ops.contract import Context, RepeatedSum
@@ -142,10 +142,12 @@ def run_known(group: Group, known: Known, local: int, arguments: Any, device: to
         if known.plan is None:
             _check(group, str(signature), device.type)
     with group.lock:  # what _guarded does, without its calls: each costs microseconds in a call that finds cold caches
-        if group.poison is not None:
-            group.raise_if_poisoned()
+        if group.poison is not None or group.verdict is not None:
+            _raise_end(group)
         outer, call = group.in_flight, group.calls
         group.calls = call + 1
+        if group.trail is not None:
+            group.trail.add(call, signature, known.plan.fingerprint if known.plan else fingerprint(str(signature)))
         try:
             plan = known.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
             known.plan = plan
@@ -174,10 +176,12 @@ def sum_again(
     The monitor learns of it only when it waits for a peer: what takes microseconds is never looked at.
     """
     with group.lock:
-        if group.poison is not None:
-            group.raise_if_poisoned()
+        if group.poison is not None or group.verdict is not None:
+            _raise_end(group)
         outer, call = group.in_flight, group.calls
         group.calls = call + 1
+        if group.trail is not None:
+            group.trail.add(call, repeated.signature, fingerprint(str(repeated.signature)))
         try:
             address, extra = out.data_ptr(), 0 if bias is None else bias.data_ptr()
             if factors is None:
@@ -216,17 +220,26 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
     Any failure poisons the group and leaves a note for the peers.
     """
     with group.lock:
-        if group.poison is not None:
-            group.raise_if_poisoned()
+        if group.poison is not None or group.verdict is not None:
+            _raise_end(group)
         outer = group.in_flight
         call = group.calls if started is None else started
         group.calls += started is None
+        if group.trail is not None and started is None:
+            group.trail.add(call, signature, fingerprint(str(signature)))
         try:
             return work(call)
         except BaseException as error:  # noqa: BLE001 - _fail raises what it means
             _fail(group, call, signature, error)
         finally:
             group.in_flight = outer
+
+
+def _raise_end(group: Group) -> NoReturn:
+    """What a call gets that comes after the group's end, or first hears of it."""
+    group.raise_if_poisoned()
+    assert group.verdict is not None
+    raise agreement.fail(group, group.verdict)
 
 
 def _fail(group: Group, call: int, signature: Hashable, error: BaseException) -> NoReturn:
@@ -286,12 +299,12 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     group.agreements += 1
     identity = 1 + group.agreements % (transport.MAX_SIGNATURES - 1)
     text = str(signature)
-    fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    text = shared_segments.header_text(text, fingerprint)
+    number = fingerprint(text)
+    text = shared_segments.header_text(text, number)
     chunks = min(chunks, max(1, layout.max_shard_rows))
     forced = settings.num_chunks is not None
     agreed = None if implementation.agree is None else implementation.agree(group, call, problem, layout)
-    plan = _Plan(identity, implementation, chunks, forced, explanation, text, fingerprint, agreed)
+    plan = _Plan(identity, implementation, chunks, forced, explanation, text, number, agreed)
     group.remember(signature, plan)
     return plan
 
