@@ -197,9 +197,8 @@ def abort(group: Group) -> None:
     """
     if group.backends.serving("cpu") == "gloo":
         _time_out_receives(group)
-    for device, name in group.backends.by_device.items():
-        if name != "gloo":
-            group.pg._get_backend(torch.device(device)).abort()
+    if set(group.backends.by_device.values()) != {"gloo"}:
+        group.pg.abort()
 
 
 def _time_out_receives(group: Group) -> None:
