@@ -7,9 +7,10 @@ works under build isolation. Objects stay in `build/native/`, so that building a
 A core that cannot be built does not fail the installation: tpkernels then runs without it, and
 `tpkernels/_native_build.json` holds the reason, for `tpkernels doctor`. TPKERNELS_REQUIRE_NATIVE=1 makes it fail.
 
-The CUDA kernels are a plain C library, `tpkernels/_cuda.so`, which nothing links and every machine can load. They are
-built where there is an NVIDIA GPU or TPKERNELS_CUDA is 1, and nvcc (PATH, CUDA_HOME, or the package nvidia-cuda-nvcc);
-`tpkernels/_cuda_build.json` says how that went. They never fail the installation.
+The CUDA kernels are a plain C library, `tpkernels/_cuda.so`, which nothing links and every machine can load: one wheel
+serves machines with and without a GPU. It is built wherever nvcc is found (a GPU need not be there), for those of our
+architectures that this nvcc knows; `tpkernels/_cuda_build.json` says how that went. A library that cannot be built does
+not fail the installation, unless TPKERNELS_CUDA is 1; with 0 it is not built.
 """
 
 import json
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -45,14 +47,15 @@ X86_FLAGS = {
 }
 # Of these, flags that older compilers do not know (g++ 11 and clang 12 do): without them the file is empty, too.
 NEW_FLAGS = "-mamx-tile -mamx-bf16".split()
-# Machine code for the GPUs of data centres, where a spilled register fails the build; the rest compile the PTX.
+# A spilled register fails the build. That an nvcc will one day know an architecture no more does not.
 CUDA_FLAGS = """
-    -std=c++17 -O3 --expt-relaxed-constexpr -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra
-    -gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90a,code=sm_90a
-    -gencode=arch=compute_100a,code=sm_100a -Xptxas -v,-warn-spills,-warn-lmem-usage,-Werror
+    -std=c++17 -O3 --expt-relaxed-constexpr -Werror all-warnings -Wno-deprecated-gpu-targets
+    -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra -Xptxas -v,-warn-spills,-warn-lmem-usage,-Werror
 """.split()
-# What only a machine with an NVIDIA driver has (the last: Windows' Linux).
-GPU_SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+# Machine code for the GPUs of data centres; the drivers of other GPUs compile the PTX of the first one.
+ARCHITECTURES = ("80", "90a", "100a")
+USUAL_CUDA = "/usr/local/cuda"
+OLDEST_NVCC = (12, 0)  # the first that knows sm_90a wherever it knows sm_90: only the latter is in its list
 
 
 class CannotBuild(Exception):
@@ -81,16 +84,20 @@ def find_compiler() -> list[str]:
     raise CannotBuild("no C++ compiler: neither g++ nor c++ nor clang++ is on PATH, and CXX is not set", advice)
 
 
-def ask(command: list[str]) -> str:
-    """First line of what the compiler says about itself."""
-    advice = "repair it, or set CXX to another one"
+def reply_of(command: list[str], advice: str) -> subprocess.CompletedProcess[str]:
+    """What a compiler says about itself; CannotBuild if it does not run, or fails."""
     try:
         reply = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"{shlex.join(command)} does not run: {error}", advice) from error
     if reply.returncode != 0:
         raise CannotBuild(f"{shlex.join(command)} fails", advice, first_errors(reply.stdout + reply.stderr))
-    return (reply.stdout.strip().splitlines() or [""])[0]
+    return reply
+
+
+def ask(command: list[str]) -> str:
+    """First line of what the C++ compiler says about itself."""
+    return (reply_of(command, "repair it, or set CXX to another one").stdout.strip().splitlines() or [""])[0]
 
 
 def python_headers() -> list[str]:
@@ -156,10 +163,7 @@ def write_ninja_file(build: Path, compiler: list[str], version: str) -> None:
     cxxflags, ldflags = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
     by_end = special_flags(compiler)
     bindings = [f"-I{folder}" for folder in (*python_headers(), pybind11_headers(build))]
-    # Another version of the compiler under the same name compiles everything anew.
-    stamp = build / "compiler.txt"
-    if not stamp.is_file() or stamp.read_text() != version:
-        stamp.write_text(version)
+    stamp = stamped(build, version)
     lines = [
         "rule compile",
         f"  command = {words(compiler)} $flags -MD -MF $out.d -c $in -o $out",
@@ -177,6 +181,25 @@ def write_ninja_file(build: Path, compiler: list[str], version: str) -> None:
         lines.append(f"  flags = {words([*FLAGS, *special, f'-I{CSRC}', *headers, *cxxflags])}")
     lines.append(f"build {path(MODULE)}: link {' '.join(objects)}")
     build.joinpath("build.ninja").write_text("\n".join(lines) + "\n")
+
+
+def stamped(build: Path, version: str) -> Path:
+    """What objects depend on: another version of the compiler under the same name compiles everything anew."""
+    stamp = build / "compiler.txt"
+    if not stamp.is_file() or stamp.read_text() != version:
+        stamp.write_text(version)
+    return stamp
+
+
+def run_ninja(ninja: str, build: Path, version: str, advice: str) -> None:
+    command = [ninja, "-C", str(build)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S
+    )
+    print(done.stdout)
+    if done.returncode != 0:
+        advice = f"{advice}; otherwise report these lines, please"
+        raise CannotBuild(f"compilation failed with {version}", advice, first_errors(done.stdout))
 
 
 def first_errors(output: str) -> tuple[str, ...]:
@@ -202,42 +225,82 @@ def build_core() -> tuple[Path, dict[str, object]]:
     build = ROOT / "build" / "native" / sysconfig.get_config_var("SOABI")
     build.mkdir(parents=True, exist_ok=True)
     write_ninja_file(build, compiler, version)
-    done = subprocess.run(
-        [ninja, "-C", str(build)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S
-    )
-    print(done.stdout)
-    if done.returncode != 0:
-        advice = "a newer compiler may do (g++ 9 or clang 10 at least); otherwise report these lines, please"
-        raise CannotBuild(f"compilation failed with {version}", advice, first_errors(done.stdout))
+    run_ninja(ninja, build, version, "a newer compiler may do (g++ 9 or clang 10 at least)")
     return build / MODULE, {"compiler": version, "flags": FLAGS + shlex.split(os.environ.get("CXXFLAGS", ""))}
 
 
 # --- the CUDA kernels -------------------------------------------------------------------------------------------------
 
 
-def find_nvcc() -> str:
-    """The CUDA compiler, if its library is wanted here: an explicit CUDA_HOME, PATH, pip's package, the usual place."""
-    wanted = os.environ.get("TPKERNELS_CUDA", "")
-    advice = "set TPKERNELS_CUDA=1 and install again"
-    if wanted == "0":
-        raise CannotBuild("TPKERNELS_CUDA is 0", advice)
-    if wanted != "1" and not any(map(os.path.exists, GPU_SIGNS)):
-        raise CannotBuild("the machine that built this has no NVIDIA GPU", f"to have them all the same, {advice}")
-    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    packages = [str(Path(sysconfig.get_path("purelib"), "nvidia", "cu13")), "/usr/local/cuda"]
-    path = os.environ.get("PATH", os.defpath)
-    places = [*(os.path.join(home, "bin") for home in homes), path, *(os.path.join(home, "bin") for home in packages)]
-    if found := shutil.which("nvcc", path=os.pathsep.join(places)):
-        return found
-    raise CannotBuild(
-        f"no nvcc: neither on PATH nor in {', '.join(homes + packages)}",
-        "install the CUDA toolkit 13, or: pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl",
-    )
+@dataclass(frozen=True)
+class Nvcc:
+    """A CUDA compiler; `found` says where, `version` is empty if the program does not tell."""
+
+    program: str
+    found: str
+    version: tuple[int, ...]
+
+    @classmethod
+    def at(cls, found: str, path: str) -> list["Nvcc"]:
+        """The first one in these folders, or none."""
+        program = shutil.which("nvcc", path=path) if path else None
+        if program is None:
+            return []
+        try:
+            said = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", reply_of([program, "--version"], "").stdout)
+        except CannotBuild:
+            said = None
+        return [cls(program, found, tuple(map(int, said.groups())) if said else ())]
+
+    def __str__(self) -> str:
+        return f"nvcc {'.'.join(map(str, self.version)) or 'of unknown version'}"
+
+
+def find_nvcc() -> Nvcc:
+    """That of CUDA_HOME or CUDA_PATH, if there is one; else the newest of PATH, pip's packages and the usual place."""
+    advice = "pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl, or install the CUDA toolkit 13"
+    if os.environ.get("TPKERNELS_CUDA") == "0":
+        raise CannotBuild("TPKERNELS_CUDA is 0", "unset it and install again")
+    homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))}
+    # In an isolated build sys.path has the folders of the build, and sysconfig those of the environment around it.
+    folders = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *filter(None, sys.path)])
+    pip = [str(folder) for site in folders for folder in sorted(Path(site).glob("nvidia/cu*/bin"))]
+    nvccs = [one for name, home in homes.items() for one in Nvcc.at(name, os.path.join(home, "bin"))][:1]
+    if not nvccs:
+        nvccs += Nvcc.at("PATH", os.environ.get("PATH", os.defpath))
+        nvccs += [one for folder in pip for one in Nvcc.at("pip's nvidia-cuda-nvcc", folder)]
+        nvccs += Nvcc.at(USUAL_CUDA, os.path.join(USUAL_CUDA, "bin"))
+    if not nvccs:
+        named = "".join(f"{home} ({name}), " for name, home in homes.items())
+        raise CannotBuild(f"no nvcc: neither on PATH nor in {named}pip's packages or {USUAL_CUDA}", advice)
+    newest = max(nvccs, key=lambda nvcc: nvcc.version)  # of equal ones the first
+    if newest.version < OLDEST_NVCC:
+        least = ".".join(map(str, OLDEST_NVCC))
+        raise CannotBuild(f"{newest} ({newest.program}, {newest.found}) is too old: {least} is the least", advice)
+    return newest
+
+
+def known_architectures(nvcc: Nvcc) -> list[str]:
+    """Those of ARCHITECTURES that this nvcc compiles for. It lists sm_90, and means sm_90a as well."""
+    command = [nvcc.program, "--list-gpu-code"]
+    listed = reply_of(command, "repair it").stdout.split()
+    known = [each for each in ARCHITECTURES if f"sm_{each.rstrip('a')}" in listed]
+    if not known:
+        wanted = ", ".join(f"sm_{each}" for each in ARCHITECTURES)
+        raise CannotBuild(f"{nvcc} ({nvcc.program}) knows none of {wanted}", "install the CUDA toolkit 13", (*listed,))
+    return known
+
+
+def code_flags(architectures: list[str]) -> list[str]:
+    """Machine code for each, and the PTX of the first."""
+    first, *rest = (f"-gencode=arch=compute_{each},code=" for each in architectures)
+    codes = [f"sm_{each}" for each in architectures]
+    return [f"{first}[{codes[0]},compute_{architectures[0]}]", *map("".join, zip(rest, codes[1:], strict=True))]
 
 
 def cuda_toolkit(nvcc: str) -> Path:
     """The root of the toolkit, in nvcc's own words: the program that we found may be a wrapper elsewhere."""
-    said = subprocess.run([nvcc, "-dryrun", "-c", "none.cu"], capture_output=True, text=True, timeout=60)
+    said = reply_of([nvcc, "-dryrun", "-c", "none.cu"], "repair it")
     root = re.search(r"^#\$ TOP=(.*)$", said.stderr, re.MULTILINE)
     if root is None:
         raise CannotBuild(f"{nvcc} does not say where its toolkit is", "repair it", first_errors(said.stderr))
@@ -261,32 +324,35 @@ def build_cuda() -> tuple[Path, dict[str, object]]:
     sources = sorted(CSRC.glob("cuda/*.cu"))
     if not sources:
         raise CannotBuild(f"no sources in {CSRC / 'cuda'}", "take the whole source tree or the sdist")
-    compiler, ninja, toolkit = find_compiler(), find_ninja(), cuda_toolkit(nvcc)
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout.strip().splitlines()
-    version = f"nvcc {said[-1].strip() if said else 'of unknown version'}, {ask([*compiler, '--version'])}"
+    compiler, ninja, toolkit = find_compiler(), find_ninja(), cuda_toolkit(nvcc.program)
+    architectures, runtime = known_architectures(nvcc), static_cuda_runtime(toolkit)
+    version = f"{nvcc}, {ask([*compiler, '--version'])}"
+    flags = [*CUDA_FLAGS, *code_flags(architectures)]
     build = ROOT / "build" / "cuda"
     build.mkdir(parents=True, exist_ok=True)
-    runtime = static_cuda_runtime(toolkit)
     includes = [f"-I{CSRC}", f"-I{toolkit / 'include'}", f"-I{toolkit / 'include' / 'cccl'}"]
     link = "-shared -Wl,--no-undefined -Wl,--exclude-libs,ALL -pthread".split()
     write_rules(
         build / "build.ninja",
-        compile=[nvcc, "-ccbin", compiler[0], *CUDA_FLAGS, *includes],
+        compile=[nvcc.program, "-ccbin", compiler[0], *flags, *includes],
         link=[*compiler, *link, "$in", str(runtime), "-ldl", "-lrt", "-o", "$out"],
         sources=sources,
         module=CUDA_MODULE,
+        stamp=stamped(build, version),
     )
-    done = subprocess.run(
-        [ninja, "-C", str(build)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S
-    )
-    print(done.stdout)
-    if done.returncode != 0:
-        advice = "CUDA 13.0 is what we build with; otherwise report these lines, please"
-        raise CannotBuild(f"compilation failed with {version}", advice, first_errors(done.stdout))
-    return build / CUDA_MODULE, {"compiler": version, "flags": CUDA_FLAGS}
+    run_ninja(ninja, build, version, "CUDA 13.0 is what we build with")
+    return build / CUDA_MODULE, {
+        "compiler": version,
+        "found": f"{nvcc.program} ({nvcc.found})",
+        "architectures": [f"sm_{each}" for each in architectures] + [f"compute_{architectures[0]}"],
+        "dropped": [f"sm_{each}" for each in ARCHITECTURES if each not in architectures],
+        "flags": flags,
+    }
 
 
-def write_rules(file: Path, *, compile: list[str], link: list[str], sources: list[Path], module: str) -> None:
+def write_rules(
+    file: Path, *, compile: list[str], link: list[str], sources: list[Path], module: str, stamp: Path
+) -> None:
     """A ninja file of one command for all sources; ninja's own variables in the commands stay."""
 
     def words(parts: list[str]) -> str:
@@ -297,7 +363,7 @@ def write_rules(file: Path, *, compile: list[str], link: list[str], sources: lis
 
     lines = ["rule compile", f"  command = {words(compile)} -MD -MF $out.d -c $in -o $out"]
     lines += ["  depfile = $out.d", "  deps = gcc", "rule link", f"  command = {words(link)}"]
-    lines += [f"build {source.stem}.o: compile {path(source)}" for source in sources]
+    lines += [f"build {source.stem}.o: compile {path(source)} | {stamp.name}" for source in sources]
     lines += [f"build {module}: link {' '.join(f'{source.stem}.o' for source in sources)}"]
     file.write_text("\n".join(lines) + "\n")
 
@@ -334,6 +400,8 @@ class BuildCore(build_ext):
             module, facts = build_cuda()
             record |= {"built": True, **facts}
         except CannotBuild as error:
+            if os.environ.get("TPKERNELS_CUDA") == "1":
+                raise CompileError(f"TPKERNELS_CUDA=1, but the CUDA kernels cannot be built: {error}") from error
             record |= {"reason": error.reason, "advice": error.advice, "errors": error.errors}
             print(f"tpkernels is installed without its CUDA kernels: {error}", file=sys.stderr)
         self.leave(CUDA_MODULE, module, CUDA_RECORD, record)

@@ -18,6 +18,8 @@ the function it concerns.
                             of their kind, some seconds each (default ``0``: a pure function of the problem); must be
                             equal on all ranks
 ``TPKERNELS_CACHE_DIR``     the folder of measured tile sizes, an absolute path (default: the user's cache folder)
+``TPKERNELS_CUDA_LIBRARY``  the library of the CUDA kernels, an absolute path: one that was built elsewhere, instead of
+                            this installation's ``tpkernels/_cuda.so``
 ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES``  ``1``: torch's own; several ranks of one GPU may share its memory, for
                             experiments
 ==========================  =========================================================================================
@@ -47,6 +49,7 @@ class Config:
     tune: bool = False
     cache_dir: Path | None = None
     batch_gloo: bool = True
+    cuda_library: Path | None = None
 
 
 def inherited() -> dict[str, str]:
@@ -66,7 +69,8 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         nccl_max_ctas=_positive(environ, "TPKERNELS_NCCL_MAX_CTAS"),
         nccl_zero_cta=_flag(environ, "TPKERNELS_NCCL_ZERO_CTA", default=False),
         tune=_flag(environ, "TPKERNELS_TUNE", default=False),
-        cache_dir=_folder(environ, "TPKERNELS_CACHE_DIR"),
+        cache_dir=_path(environ, "TPKERNELS_CACHE_DIR"),
+        cuda_library=_path(environ, "TPKERNELS_CUDA_LIBRARY"),
         batch_gloo=_flag(environ, "TPKERNELS_BATCH_GLOO", default=True),
         overlapping_devices=environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
     )
@@ -99,7 +103,7 @@ def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
     return value == "1"
 
 
-def _folder(environ: Mapping[str, str], name: str) -> Path | None:
+def _path(environ: Mapping[str, str], name: str) -> Path | None:
     value = environ.get(name)
     if value is None or value == "":
         return None

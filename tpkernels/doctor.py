@@ -147,20 +147,31 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _cuda_kernels() -> Iterator[Finding]:
-    """The compiled CUDA kernels, and whether they find something to run on."""
+    """The compiled CUDA kernels, whether they find something to run on, and where they are from."""
     area, name = "GPU", "compiled CUDA kernels"
-    record, library = cuda_native.build_record(), cuda_native.library()
+    try:
+        file, record, library = cuda_native.file(), cuda_native.build_record(), cuda_native.library()
+    except ValueError as error:
+        yield Finding(area, name, str(error), "broken", "correct or unset the variable")
+        return
     if library is None:
         repair = [*record.errors, record.advice] if record and record.advice else []
-        repair.append(f"{'then ' if repair else ''}build them: TPKERNELS_CUDA=1 {native.how_to_rebuild()}")
+        repair.append(f"{'then ' if repair else ''}{cuda_native.how_to_repair()}")
         value = f"{cuda_native.why_not()}; CUDA ranks use NCCL alone"
         yield Finding(area, name, value, "optional", "\n".join(repair))
         return
-    built = f"built by {record.compiler}" if record and record.compiler else "built"
+    record = record or native.BuildRecord(built=True)
+    code = [f"PTX of {one}" if one.startswith("compute_") else one for one in record.architectures]
+    built = f"for {', '.join(code)}" if code else "for architectures that no record beside them names"
     try:
         yield Finding(area, name, f"{built}; devices in reach: {library.device_count()}")
     except cuda_native.CudaError as error:
         yield Finding(area, name, f"{built}; nothing to run on", "optional", str(error))
+    whose = "this installation's" if file == cuda_native.FILE else "named by TPKERNELS_CUDA_LIBRARY"
+    maker = f", built by {record.compiler}, found: {record.found}" if record.compiler else ""
+    missing = ", ".join(record.dropped)
+    advice = f"without {missing}, which its nvcc did not know: build it with a newer one" if missing else ""
+    yield Finding(area, "their library", f"{file} ({whose}){maker}", "optional" if missing else "ok", advice)
 
 
 def _communication() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The library of the CUDA kernels: built as users build it, loaded on any machine, and clear about what is missing.
+"""The library of the CUDA kernels: out of a wheel, loaded on any machine, and clear about what is missing.
 
 nvcc compiles for sm_80, sm_90a and sm_100a and fails on a spilled register; that needs no GPU.
 """
@@ -6,7 +6,6 @@ nvcc compiles for sm_80, sm_90a and sm_100a and fails on a spilled register; tha
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import runpy
 import shutil
@@ -18,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_build_native import Tree
-from tpkernels import doctor, errors
-from tpkernels.comm import cuda_group, cuda_native
+from tpkernels import errors
+from tpkernels.comm import cuda_group, cuda_native, native
 from tpkernels.comm.cuda_group import Failure, OneShot
 from tpkernels.comm.cuda_native import Chunk, CudaError, Dtype, Kind
 
@@ -55,7 +53,22 @@ def test_every_kernel_compiles_for_every_architecture_without_spilling(built: tu
     assert len(reports) == len(compiled) and set(reports) == {("0", "0", "0")}
 
 
-def test_a_kernel_that_spills_fails_the_build(built: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_record_names_the_architectures_that_the_library_has(built: tuple[Path, str]) -> None:
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    record = native.build_record(built[0].with_name("_cuda_build.json"))
+    assert record is not None and record.built and record.dropped == ()
+    found = {
+        option: subprocess.run([tool, option, built[0]], capture_output=True, text=True, check=True, timeout=60).stdout
+        for option in ("-lelf", "-lptx")
+    }
+    code = {f"sm_{name}" for name in re.findall(r"\.sm_(\w+)\.cubin", found["-lelf"])}
+    ptx = {f"compute_{name}" for name in re.findall(r"\.sm_(\w+)\.ptx", found["-lptx"])}
+    assert code == ARCHITECTURES and ptx == {"compute_80"} and set(record.architectures) == code | ptx
+
+
+@pytest.mark.usefixtures("built")  # skips where there is no nvcc
+def test_a_kernel_that_spills_fails_the_build(tmp_path: Path) -> None:
     """The flags of setup.py on a kernel that indexes an array that no register can hold."""
     facts = runpy.run_path(str(ROOT / "setup.py"))
     source = tmp_path / "spills.cu"
@@ -63,11 +76,8 @@ def test_a_kernel_that_spills_fails_the_build(built: tuple[Path, str], tmp_path:
         "__global__ void spills(int* p, int n) { int a[64]; for (int i = 0; i < 64; ++i) a[i] = p[i] * n;"
         " for (int i = 0; i < n; ++i) a[p[i] & 63] += a[i & 63]; for (int i = 0; i < 64; ++i) p[i] = a[i]; }"
     )
-    rules = built[0].with_name("build.ninja").read_text()
-    nvcc = re.search(r"command = (\S+)", rules)
-    assert nvcc is not None
-    one = [flag for flag in facts["CUDA_FLAGS"] if "gencode" not in flag]
-    command = [nvcc[1], "-gencode=arch=compute_80,code=sm_80", *one, "-c", str(source), "-o", str(tmp_path / "o")]
+    flags = [*facts["CUDA_FLAGS"], "-gencode=arch=compute_80,code=sm_80"]
+    command = [facts["find_nvcc"]().program, *flags, "-c", str(source), "-o", str(tmp_path / "o")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "Local memory used" in done.stdout + done.stderr
 
@@ -252,109 +262,3 @@ def test_the_record_of_a_failure_becomes_an_error(kind: Kind, error: type[Except
     raised = failure.error("matmul_all_reduce")
     assert type(raised) is error and text in str(raised) and "matmul_all_reduce" in str(raised)
     assert raised.ranks == (() if kind is Kind.ALARM else (3,))
-
-
-# --- building without -------------------------------------------------------------------------------------------------
-
-STANDS_FOR_NVCC = """#!/bin/sh
-case "$*" in
-*-dryrun*) echo '#$ TOP={home}/bin/..' >&2;;
-*--version*) echo 'release 13.0, V13.0.1';;
-*) while [ $# -gt 0 ]; do
-       if [ "$1" = -o ]; then out=$2; elif [ "$1" = -c ]; then source=$2; fi
-       shift
-   done
-   g++ {option} -fPIC -x c++ -c "$source" -o "$out";;
-esac
-"""
-
-
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    """A small source tree whose CPU core is refused at once (CXX is no program unless a test says otherwise)."""
-    for name in ("TPKERNELS_CUDA", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    made = Tree(tmp_path)
-    made.write("csrc/cuda/answer.cu", 'extern "C" int answer() { return 42; }\n')
-    return made
-
-
-def record_of(tree: Tree) -> dict[str, Any]:
-    import json
-
-    found: dict[str, Any] = json.loads(tree.package.joinpath("_cuda_build.json").read_text())
-    return found
-
-
-NO_GPU_SIGNS = (
-    "import os; e = os.path.exists; os.path.exists = lambda p: not str(p).startswith(('/dev', '/proc')) and e(p)"
-)
-
-
-def test_by_default_nothing_is_compiled_where_there_is_no_gpu(tree: Tree) -> None:
-    output = tree.build(NO_GPU_SIGNS, CXX="/nonexistent/g++")
-    record = record_of(tree)
-    assert record["built"] is False and record["reason"] == "the machine that built this has no NVIDIA GPU"
-    assert "set TPKERNELS_CUDA=1 and install again" in record["advice"] and "no NVIDIA GPU" in output
-    tree.build(TPKERNELS_CUDA="0", CXX="/nonexistent/g++")
-    assert record_of(tree)["reason"] == "TPKERNELS_CUDA is 0"
-
-
-def test_a_missing_nvcc_is_recorded_and_the_installation_succeeds(tree: Tree) -> None:
-    hidden = (
-        "import shutil; w = shutil.which; shutil.which = lambda n, path=None: None if n == 'nvcc' else w(n, path=path)"
-    )
-    tree.build(hidden, TPKERNELS_CUDA="1", CUDA_HOME="/nonexistent/cuda", CXX="/nonexistent/g++")
-    record = record_of(tree)
-    assert record["built"] is False and record["reason"].startswith(
-        "no nvcc: neither on PATH nor in /nonexistent/cuda,"
-    )
-    assert "pip install nvidia-cuda-nvcc" in record["advice"]
-
-
-def test_a_toolkit_elsewhere_builds_a_library_and_a_failing_one_removes_it(tree: Tree, tmp_path: Path) -> None:
-    if shutil.which("g++") is None or shutil.which("ar") is None:
-        pytest.skip("needs g++ and ar")
-    home = tmp_path / "toolkit"
-    for folder in ("bin", "lib"):
-        home.joinpath(folder).mkdir(parents=True)
-    subprocess.run(["ar", "rc", str(home / "lib" / "libcudart_static.a")], check=True, timeout=60)
-    nvcc = home / "bin" / "nvcc"
-    source = tree.root / "csrc" / "cuda" / "answer.cu"
-    nvcc.write_text(STANDS_FOR_NVCC.format(home=home, option="-O0"))
-    nvcc.chmod(0o755)
-    environment = {"TPKERNELS_CUDA": "1", "CUDA_HOME": str(home)}
-    tree.build(**environment)
-    record, module = record_of(tree), tree.package / "_cuda.so"
-    assert record["built"] is True and "V13.0.1" in record["compiler"], record
-    assert ctypes.CDLL(str(module)).answer() == 42
-    assert tree.record["built"] is True, "the CPU core is built as ever"
-    nvcc.write_text(STANDS_FOR_NVCC.format(home=home, option="--no-such-option"))
-    os.utime(source)
-    tree.build(**environment)
-    assert record_of(tree)["reason"].startswith("compilation failed with nvcc") and not module.exists()
-
-
-def test_doctor_and_loader_say_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    record = tmp_path / "_cuda_build.json"
-    record.write_text('{"built": false, "module": "_cuda.so", "reason": "no nvcc: nowhere", "advice": "get one"}')
-    monkeypatch.setattr(cuda_native, "FILE", tmp_path / "_cuda.so")
-    monkeypatch.setattr(cuda_native, "RECORD", record)
-    monkeypatch.setattr(cuda_native, "_load", cuda_native._load.__wrapped__)
-    (finding,) = doctor._cuda_kernels()
-    assert finding.status == "optional" and "not built: no nvcc: nowhere" in finding.value
-    assert finding.advice.splitlines()[0] == "get one" and "TPKERNELS_CUDA=1" in finding.advice
-    with pytest.raises(CudaError, match=r"not built: no nvcc: nowhere; build it: TPKERNELS_CUDA=1 "):
-        cuda_native.load()
-    tmp_path.joinpath("_cuda.so").write_bytes(b"not a library")
-    assert cuda_native.library() is None and "do not load" in cuda_native.why_not()
-
-
-def test_doctor_shows_a_library_that_is_there(built: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_native, "FILE", built[0])
-    monkeypatch.setattr(cuda_native, "_load", cuda_native._load.__wrapped__)
-    (finding,) = doctor._cuda_kernels()
-    if torch.cuda.is_available():
-        assert finding.status == "ok" and "devices in reach" in finding.value
-    else:
-        assert finding.status == "optional" and "nothing to run on" in finding.value and "CUDA error" in finding.advice

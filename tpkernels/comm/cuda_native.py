@@ -1,4 +1,4 @@
-"""The CUDA kernels' C library: loads `tpkernels/_cuda.so` once, and is its interface in Python.
+"""The CUDA kernels' C library: loads `tpkernels/_cuda.so`, or the one that was named, once; its interface in Python.
 
 Owns the ctypes mirror of `csrc/cuda/launch.h` (what each function does is written there) and the wording of its errors;
 knows nothing of torch: pointers, streams and sizes are integers. Assumes that the build left its record beside the
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 
-from tpkernels import errors
+from tpkernels import config, errors
 from tpkernels.comm import native
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
     "STATE_EPOCH_OFFSET",
     "STATE_FAILED_OFFSET",
     "build_record",
+    "file",
+    "how_to_repair",
     "library",
     "load",
     "why_not",
@@ -51,7 +53,7 @@ RECORD = native.PACKAGE / "_cuda_build.json"
 
 _INVALID = -1
 # Errors of the CUDA runtime that say that there is nothing to run on: no driver, an older one, no device, none visible.
-_NO_GPU = {35: "the NVIDIA driver is missing or older than CUDA 13", 100: "there is no CUDA device"}
+_NO_GPU = {35: "the NVIDIA driver is missing or older than the CUDA of the kernels", 100: "there is no CUDA device"}
 
 
 class Dtype(IntEnum):
@@ -218,23 +220,44 @@ def load() -> Library:
     """
     found, reason = _load()
     if found is None:
-        raise CudaError(f"{reason}; build it: TPKERNELS_CUDA=1 {native.how_to_rebuild()}", _INVALID)
+        raise CudaError(f"{reason}; {how_to_repair()}", _INVALID)
     return found
 
 
+def how_to_repair() -> str:
+    """What to do where there is no library that loads."""
+    if file() != FILE:
+        return "name the library that a build of tpkernels has left, or unset TPKERNELS_CUDA_LIBRARY"
+    return f"build it: TPKERNELS_CUDA=1 {native.how_to_rebuild()}"
+
+
+def file() -> Path:
+    """Where the library is, or would be: what TPKERNELS_CUDA_LIBRARY names, or this installation's.
+
+    Raises:
+        ValueError: a variable of the environment has a value that is not of its kind.
+    """
+    return config.load().cuda_library or FILE
+
+
 def build_record() -> native.BuildRecord | None:
-    """The record of the build, or None if there is none: a source tree that was never built."""
-    return native.build_record(RECORD)
+    """The record of the build, or None if there is none: a source tree that was never built, a library by itself."""
+    named = file()
+    record = native.build_record(RECORD if named == FILE else named.with_name(RECORD.name))
+    return record if named == FILE or (record is not None and record.module == named.name) else None
 
 
 @functools.cache
 def _load() -> tuple[Library | None, str]:
-    if not FILE.is_file():
+    chosen = file()
+    if not chosen.is_file():
+        if chosen != FILE:
+            return None, f"TPKERNELS_CUDA_LIBRARY is {chosen}, which is no file"
         record = build_record()
         if record is None:
             return None, "the CUDA kernels were never built"
         return None, f"the CUDA kernels were not built: {record.reason or 'their library is gone'}"
     try:
-        return Library(FILE), ""
+        return Library(chosen), ""
     except (OSError, AttributeError) as error:  # AttributeError: a function is missing
         return None, f"the CUDA kernels do not load: {error}"

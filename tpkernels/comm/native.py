@@ -30,7 +30,10 @@ SOURCES = (".cpp", ".h", ".inc")
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """What the build wrote down: the compiler and its flags, or the reason why there is no core and what to do."""
+    """What the build wrote down: the compiler and its flags, or the reason why there is no module and what to do.
+
+    found, architectures, dropped: of the CUDA kernels, where nvcc was, what it compiled for, and what it did not know.
+    """
 
     built: bool
     module: str = ""
@@ -39,6 +42,9 @@ class BuildRecord:
     reason: str = ""
     advice: str = ""
     errors: tuple[str, ...] = ()
+    found: str = ""
+    architectures: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 def native() -> ModuleType | None:
@@ -56,8 +62,9 @@ def build_record(file: Path | None = None) -> BuildRecord | None:
     file = file or RECORD
     try:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        flags, errors = (tuple(fields.pop(name, ())) for name in ("flags", "errors"))
-        return BuildRecord(flags=flags, errors=errors, **fields)
+        names = ("flags", "errors", "architectures", "dropped")
+        lists: dict[str, Any] = {name: tuple(fields.pop(name, ())) for name in names}
+        return BuildRecord(**lists, **fields)
     except FileNotFoundError:
         return None
     except (OSError, TypeError, AttributeError, ValueError) as error:
