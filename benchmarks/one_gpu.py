@@ -1,12 +1,14 @@
-"""Everything that one GPU can show, in one call of under nine minutes.
+"""What one GPU can show, in named sets of steps that fit their time.
 
-    python benchmarks/one_gpu.py --out DIR
-    python benchmarks/one_gpu.py --plan                  what would run; needs no GPU
-    python benchmarks/one_gpu.py --out DIR --only gemm   repeatable
+    python benchmarks/one_gpu.py --plan                          the sets, their steps and budgets; needs no GPU
+    python benchmarks/one_gpu.py --out DIR                       smoke, and if it is right core
+    python benchmarks/one_gpu.py smoke link ranks --out DIR      these sets, in this order
+    python benchmarks/one_gpu.py smoke --out DIR --library FILE  with CUDA kernels that were built elsewhere
+    python benchmarks/one_gpu.py --out DIR --only gemm           steps by themselves, repeatable
 
-Writes DIR/one-gpu.json (all samples, hardware, versions, command, date) and DIR/one-gpu.md (the table, which is also
-printed) after every step. A step is a process of its own with a limit of its own: one that hangs is ended, what it had
-found stays, and the next one runs. When --budget seconds are over, what is left is filed as out of time.
+Writes DIR/one-gpu.json (all samples and predictions, hardware, versions, command, date) and DIR/one-gpu.md (the table,
+which is also printed) after every step. A step is a process of its own with a budget of its own: one that hangs is
+ended, what it had found stays, and the next one runs. If smoke is not done, nothing after it runs.
 
 Exit status: 0 every step is done (or had nothing to run on, and says so); 1 a step failed or ran out of time;
 2 wrong arguments; 3 this machine has no CUDA device.
@@ -22,9 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,71 +32,70 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu_steps.outcome import Outcome, Recorder, markdown, write_json  # noqa: E402
+from gpu_steps.sets import DEFAULT, SETS, STEPS, Step, StepSet  # noqa: E402
 
 NO_GPU = 3
-BUDGET_S = 520.0
-
-
-@dataclass(frozen=True)
-class Step:
-    name: str
-    what: str
-    limit_s: float
-    module: str
-    function: str = "run"
-
-    def load(self) -> Callable[[Recorder], None]:
-        run: Callable[[Recorder], None] = getattr(import_module(f"gpu_steps.{self.module}"), self.function)
-        return run
-
-
-STEPS = (
-    Step("environment", "versions, clocks, bandwidths, how several ranks can share this GPU", 90, "environment"),
-    Step("build", "the CUDA kernels, if they are not there", 150, "programs", "build"),
-    Step("gemm", "G1 kernels with flags preset against cuBLAS, G2 waits and signals", 100, "gemm"),
-    Step("reducer", "G4 the sum over ranks against copy bandwidth", 40, "reducer"),
-    Step("link", "G3 overlap with PCIe as the link; arrival clock", 100, "link"),
-    Step("faults", "R21 waits that end, R22 graphs with fresh data", 60, "faults"),
-    Step("tests", "tests/gpu: every op, dtype and cut, gradients, graphs, time-outs", 200, "programs", "tests"),
-    Step("rivals", "G5 against torch.ops.symm_mem, as processes on this GPU", 90, "rivals"),
-    Step("sanitizer", "memcheck and synccheck over small cases", 90, "programs", "sanitizer"),
-)
+LIBRARY = "TPKERNELS_CUDA_LIBRARY"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
-    steps = [step for step in STEPS if not args.only or step.name in args.only]
+    if args.library:
+        os.environ[LIBRARY] = str(args.library)  # for all processes that this one starts
+    sets = chosen(args.sets, args.only)
     if args.plan:
-        for step in steps:
-            print(f"{step.name:<12} at most {step.limit_s:>4.0f} s  {step.what}")
-        print(f"together at most {args.budget:g} s")
+        print(plan(sets if args.sets or args.only else SETS))
         return 0
     if args.step:
-        return run_step(next(step for step in STEPS if step.name == args.step), Path(args.out))
+        return run_step(STEPS[args.step], args.out)
     refusal = why_no_gpu()
     if refusal is not None:
         print(f"one_gpu: {refusal}. Nothing was measured; --plan shows what would run.", file=sys.stderr)
         return NO_GPU
     from tpkernels.measure.report import describe_environment
 
-    environment = describe_environment({"budget_s": args.budget})
-    return run_all(steps, Path(args.out), args.budget, environment)
+    return run_all(sets, args.out, describe_environment({"sets": [one.name for one in sets]}))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [step.name for step in STEPS]
-    parser.add_argument("--out", metavar="DIR", help="where the results go")
-    parser.add_argument("--only", action="append", choices=names, help="repeatable; default: all steps")
-    parser.add_argument("--plan", action="store_true", help="print the steps and their limits, and run nothing")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for all steps together")
-    parser.add_argument("--step", choices=names, help=argparse.SUPPRESS)
+    names = [one.name for one in SETS]
+    parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(names)}; default: {' '.join(DEFAULT)}")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="where the results go")
+    parser.add_argument("--only", action="append", choices=list(STEPS), help="steps instead of sets; repeatable")
+    parser.add_argument("--library", metavar="FILE", type=Path, help="of the CUDA kernels, instead of building them")
+    parser.add_argument("--plan", action="store_true", help="print sets, steps and budgets, and run nothing")
+    parser.add_argument("--step", choices=list(STEPS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    unknown = [name for name in args.sets if name not in names]
+    if unknown:
+        parser.error(f"there is no set {', '.join(unknown)}; there are {', '.join(names)}")
+    if args.sets and args.only:
+        parser.error("sets or --only, not both")
     if not args.plan and not args.out:
         parser.error("--out DIR is needed")
-    if args.budget <= 0:
-        parser.error(f"--budget must be positive, got {args.budget:g}")
+    if args.library is not None:
+        args.library = args.library.resolve()
+        if not args.library.is_file():
+            parser.error(f"--library {args.library} is no file")
     return args
+
+
+def chosen(sets: Sequence[str], only: Sequence[str] | None) -> tuple[StepSet, ...]:
+    if only:
+        steps = tuple(STEPS[name] for name in dict.fromkeys(only))
+        return (StepSet("only", sum(step.budget_s for step in steps), steps),)
+    by_name = {one.name: one for one in SETS}
+    return tuple(by_name[name] for name in dict.fromkeys(sets or DEFAULT))
+
+
+def plan(sets: Sequence[StepSet]) -> str:
+    lines = []
+    for one in sets:
+        gate = "; if it fails, nothing after it runs" if one.gate else ""
+        lines += [f"{one.name}: at most {one.limit_s:g} s{gate}"]
+        lines += [f"  {step.name:<20} {step.budget_s:>4g} s  {step.what}" for step in one.steps]
+    return "\n".join(lines)
 
 
 def why_no_gpu() -> str | None:
@@ -110,14 +109,21 @@ def why_no_gpu() -> str | None:
 # --- all steps --------------------------------------------------------------------------------------------------------
 
 
-def run_all(steps: Sequence[Step], out: Path, budget_s: float, environment: dict[str, Any]) -> int:
+def run_all(sets: Sequence[StepSet], out: Path, environment: dict[str, Any]) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + budget_s
     outcomes: list[Outcome] = []
-    for step in steps:
-        print(f"--- {step.name}: {step.what}", flush=True)
-        outcomes.append(supervise(step, out, min(step.limit_s, end - time.monotonic())))
-        file(out, environment, outcomes, complete=False)
+    closed = ""  # why nothing runs any more
+    for one in sets:
+        end = time.monotonic() + one.limit_s
+        for step in one.steps:
+            if closed:
+                outcomes.append(Outcome(step.name, "not run", reason=closed))
+                continue
+            print(f"--- {one.name}, {step.name}: {step.what}", flush=True)
+            outcomes.append(supervise(step, out, min(step.budget_s, end - time.monotonic())))
+            file(out, environment, outcomes, complete=False)
+            if one.gate and outcomes[-1].status != "done":
+                closed = f"{step.name}, which comes first, is not done"
     file(out, environment, outcomes, complete=True)
     print(markdown(environment, outcomes))
     return 0 if all(outcome.status in ("done", "skipped") for outcome in outcomes) else 1
@@ -132,11 +138,12 @@ def file(out: Path, environment: dict[str, Any], outcomes: Sequence[Outcome], co
 def supervise(step: Step, out: Path, limit_s: float) -> Outcome:
     """Run a step in a process group of its own, for so long at most; what it has filed counts, however it ended."""
     if limit_s < 1:
-        return Outcome(step.name, "out of time", reason="the budget was spent before its turn")
+        return Outcome(step.name, "out of time", reason="the set's limit was reached before its turn")
     filed = out / f"step-{step.name}.json"
     filed.unlink(missing_ok=True)
     start = time.monotonic()
-    process = subprocess.Popen(command_of(step, out), start_new_session=True)
+    environment = {**os.environ, **dict(step.environment)}
+    process = subprocess.Popen(command_of(step, out), start_new_session=True, env=environment)
     try:
         process.wait(limit_s)
         late = False

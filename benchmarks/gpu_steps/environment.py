@@ -1,34 +1,24 @@
-"""What this machine is, and which of the ways to have several ranks on one GPU it allows."""
+"""What this machine is, and what its memory and its bus do."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 import subprocess
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import tpkernels as tpk
-from gpu_steps.outcome import Recorder
+from gpu_steps.lab import Lab
+from gpu_steps.outcome import Recorder, Row, times_of
 from tpkernels.comm import cuda_native
-from tpkernels.comm.launch import LaunchError
-from tpkernels.measure.timing import measure
 
-RANKS_S = 40.0
+NUM_BYTES = 1 << 28  # of each copy
 QUERY = (
     "name,driver_version,compute_cap,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,mig.mode.current"
 )
-SHARING = {
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "4",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "CUDA_MODULE_LOADING": "EAGER",
-}
 
 
 def run(recorder: Recorder) -> None:
@@ -38,10 +28,10 @@ def run(recorder: Recorder) -> None:
     properties = torch.cuda.get_device_properties(0)
     recorder.fact("GPU", {"SMs": properties.multi_processor_count, "GiB": round(properties.total_memory / 2**30, 1),
                           "L2 MiB": round(properties.L2_cache_size / 2**20)})  # fmt: skip
-    recorder.fact("CUDA kernels", cuda_native.why_not() or "loaded")
-    recorder.fact("bandwidths, GB/s", bandwidths())
-    recorder.fact("symmetric memory, 2 processes on this GPU", _ranks(_symmetric_memory))
-    recorder.fact("NCCL, 2 ranks on this GPU", _ranks(_nccl))
+    recorder.fact("CUDA kernels", cuda_native.why_not() or str(cuda_native.file()))
+    lab = Lab.of_this_gpu()
+    recorder.fact("predictions are those of", str(lab.card))
+    bandwidths(lab, recorder, NUM_BYTES)
 
 
 def versions() -> dict[str, Any]:
@@ -67,10 +57,10 @@ def _nvidia_smi() -> str:
     return (done.stdout or done.stderr).strip()
 
 
-def bandwidths(num_bytes: int = 1 << 28, of: str = "cuda") -> dict[str, float]:
+def bandwidths(lab: Lab, recorder: Recorder, num_bytes: int) -> None:
     """Copies of `num_bytes`; the one within the device counts what is read and what is written."""
-    host, other_host = (torch.empty(num_bytes, dtype=torch.uint8, pin_memory=of == "cuda") for _ in range(2))
-    device, other = (torch.empty(num_bytes, dtype=torch.uint8, device=of) for _ in range(2))
+    host, other_host = (lab.pinned(num_bytes, dtype=torch.uint8) for _ in range(2))
+    device, other = (torch.empty(num_bytes, dtype=torch.uint8, device=lab.device) for _ in range(2))
     side = torch.cuda.Stream()
 
     def both_ways() -> None:
@@ -80,62 +70,18 @@ def bandwidths(num_bytes: int = 1 << 28, of: str = "cuda") -> dict[str, float]:
         device.copy_(host, non_blocking=True)
         torch.cuda.current_stream().wait_stream(side)
 
-    candidates = {
-        "host to device": (lambda: device.copy_(host, non_blocking=True), 1),
-        "device to host": (lambda: host.copy_(device, non_blocking=True), 1),
-        "both ways": (both_ways, 2),
-        "within the device": (lambda: other.copy_(device), 2),
+    one_way, within = lab.card.pcie_s(num_bytes), lab.card.copy_s(num_bytes)
+    # name: call, bytes over num_bytes, seconds as modelled, what it is
+    ways: dict[str, tuple[Callable[[], object], int, float, str]] = {
+        "host to device": (lambda: device.copy_(host, non_blocking=True), 1, one_way, "PCIe link"),
+        "device to host": (lambda: host.copy_(device, non_blocking=True), 1, one_way, "PCIe link"),
+        "both ways": (both_ways, 2, one_way, "PCIe link"),
+        "within the device": (lambda: other.copy_(device), 2, within, "device"),
     }
-    found = measure({name: call for name, (call, _) in candidates.items()}, repeats=9, device=of)
-    return {name: round(times * num_bytes / found[name].median / 1e9, 1) for name, (_, times) in candidates.items()}
-
-
-def _ranks(function: Any) -> str:
-    """What two ranks on this GPU say, or why they could not."""
-    try:
-        answers = tpk.launch(function, 2, timeout=RANKS_S)
-    except LaunchError as error:
-        first = error.failures[0] if error.failures else None
-        return f"no: {first.exception if first is not None else error}".splitlines()[0]
-    return f"yes: {answers[0]}"
-
-
-def share_gpu() -> None:
-    """Called on a rank before it touches CUDA."""
-    os.environ.update(SHARING)
-    torch.cuda.set_device(0)
-
-
-def _symmetric_memory() -> str:
-    """Each rank reads what the other one wrote, after a barrier of torch's."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    share_gpu()
-    dist.init_process_group("gloo")
-    world: Any = dist.group.WORLD
-    rank, start = dist.get_rank(), time.perf_counter()
-    mine = symmetric_memory.empty(1024, dtype=torch.float32, device=torch.device("cuda", 0))
-    handle: Any = symmetric_memory.rendezvous(mine, world.group_name)
-    mine.fill_(float(rank))
-    handle.barrier(channel=0)
-    peer = handle.get_buffer(1 - rank, (1024,), torch.float32)
-    found = float(peer.sum()) / 1024
-    handle.barrier(channel=0)
-    torch.cuda.synchronize()
-    if found != float(1 - rank):
-        raise RuntimeError(f"rank {rank} read {found} in the memory of rank {1 - rank}")
-    backend = getattr(symmetric_memory, "get_backend", lambda device: "unnamed")(torch.device("cuda", 0))
-    multicast = getattr(handle, "multicast_ptr", 0)
-    return f"backend {backend}, multicast {'yes' if multicast else 'no'}, {time.perf_counter() - start:.2f} s"
-
-
-def _nccl() -> str:
-    share_gpu()
-    dist.init_process_group("nccl")
-    x = torch.ones(1 << 20, device="cuda")
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    if float(x[0]) != 2.0:
-        raise RuntimeError(f"the sum of two ones is {float(x[0])}")
-    dist.destroy_process_group()
-    return "an all-reduce of two ranks is right"
+    problem = f"copies of {num_bytes >> 10} KiB"
+    for name, (_, times, seconds, _) in ways.items():
+        recorder.predict("-", problem, f"GB/s {name}", times * num_bytes / seconds / 1e9)
+    found = lab.measure({name: way[0] for name, way in ways.items()})
+    for name, (_, times, _, label) in ways.items():
+        rate = times * num_bytes / found[name].median / 1e9
+        recorder.row(Row("-", problem, f"GB/s {name}", rate, label, "", lab.repeats, times_of({name: found[name]})))

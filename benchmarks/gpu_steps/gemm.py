@@ -1,19 +1,22 @@
 """G1 and G2: the persistent kernels against cuBLAS, and what waits and signals cost, with every flag raised before.
 
 The GEMMs are those of one rank of 8 on the standard shapes: the columns of an all-gather, the contraction of a
-reduce-scatter.
+reduce-scatter. Ways of writing the kernel's loop are in `LOOPS`; all of them take turns with cuBLAS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
+from gpu_steps.roofline import waiting_share
 from tpkernels import fp8, partition
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
@@ -22,52 +25,89 @@ from tpkernels.measure.cases import Shape
 from tpkernels.measure.suites import SUITES
 
 TP = 8
+OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+SHAPES = {op: [Shape.parse(text) for text in SUITES["standard"][op]] for op in OPS}
+# What each loop changes in the configuration of a GEMM; a new one is compared with the old by a line here.
+LOOPS: dict[str, dict[str, Any]] = {"present": {}}
 
 
 def run(recorder: Recorder) -> None:
     lab = Lab.of_this_gpu()
     for op, of in (("all_gather_matmul", measure_gather), ("matmul_reduce_scatter", measure_scatter)):
-        for text in SUITES["standard"][op]:
-            of(lab, recorder, Shape.parse(text), TP)
+        for shape in SHAPES[op]:
+            of(lab, recorder, shape, TP)
     if lab.capability >= 90:  # of torch's GEMM with a scale per row; ours runs from 8.9 on
-        for text in SUITES["standard"]["all_gather_matmul"]:
-            measure_scaled_gather(lab, recorder, Shape.parse(text), TP)
+        for shape in SHAPES["all_gather_matmul"]:
+            measure_scaled_gather(lab, recorder, shape, TP)
 
 
 def measure_gather(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None:
     m, k, n = shape.m, shape.k, shape.n // tp
+    problem = f"all_gather_matmul {shape} TP {tp}"
+    configs = configurations(lab, m, n, k, tp, moved_columns=k)
+    predict(lab, recorder, problem, m, n, k, configs)
     whole, weight = lab.random(0, m, k), lab.random(1, n, k)
     rank = LoneRank(lab, tp)
     rank.next_call()
     rank.preset()
-    config = lab.configure(m, n, k, tp, moved_columns=k, reserved_sms=0)
     shards = partition.array_split_sizes(m, tp)
-    outs = {name: whole.new_empty(m, n) for name in ("cublas", "preset", "no waits")}
 
-    def launch(name: str, waits: bool) -> Callable[[], None]:
+    def launch(config: GemmConfig, out: Tensor, waits: bool) -> Callable[[], None]:
         arrivals = gather.Arrivals(rank.order("all_gather", shards, config, waits), rank.flags, rank.table, 1)
-        return partial(gather.all_gather_matmul, whole, weight, outs[name], arrivals, config)
+        return partial(gather.all_gather_matmul, whole, weight, out, arrivals, config)
 
-    kernels = {"preset": launch("preset", True), "no waits": launch("no waits", False)}
-    _compare(lab, recorder, f"all_gather_matmul {shape} TP {tp}", whole, weight, outs, kernels, rank)
+    out = whole.new_empty(m, n)
+    ways = {loop: (launch(config, out, True), launch(config, out, False)) for loop, config in configs.items()}
+    _compare(lab, recorder, problem, whole, weight, out, ways, rank)
 
 
 def measure_scatter(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None:
     """Without signals is the all-gather's kernel with the same tiles, which has neither counters nor announcements."""
     m, k, n = shape.m, shape.k // tp, shape.n
+    problem = f"matmul_reduce_scatter {shape} TP {tp}"
+    configs = configurations(lab, m, n, k, tp, moved_columns=n)
+    predict(lab, recorder, problem, m, n, k, configs)
     x, weight = lab.random(0, m, k), lab.random(1, n, k)
     rank = LoneRank(lab, tp)
     rank.next_call()
-    config = lab.configure(m, n, k, tp, moved_columns=n, reserved_sms=0)
     shards = partition.array_split_sizes(m, tp)
-    outs = {name: x.new_empty(m, n) for name in ("cublas", "preset", "no waits")}
-    departures = departures_of(rank, outs["preset"], shards, config)
-    silent = gather.Arrivals(rank.order("reduce_scatter", shards, config, waits=False), rank.flags, rank.table, 1)
-    kernels: dict[str, Callable[[], None]] = {
-        "preset": partial(scatter.matmul_reduce_scatter, x, weight, departures, config),
-        "no waits": partial(gather.all_gather_matmul, x, weight, outs["no waits"], silent, config),
-    }
-    _compare(lab, recorder, f"matmul_reduce_scatter {shape} TP {tp}", x, weight, outs, kernels, rank)
+    out = x.new_empty(m, n)
+
+    def launches(config: GemmConfig) -> tuple[Callable[[], None], Callable[[], None]]:
+        departures = departures_of(rank, out, shards, config)
+        silent = gather.Arrivals(rank.order("reduce_scatter", shards, config, waits=False), rank.flags, rank.table, 1)
+        return (
+            partial(scatter.matmul_reduce_scatter, x, weight, departures, config),
+            partial(gather.all_gather_matmul, x, weight, out, silent, config),
+        )
+
+    _compare(lab, recorder, problem, x, weight, out, {loop: launches(one) for loop, one in configs.items()}, rank)
+
+
+def configurations(lab: Lab, m: int, n: int, k: int, tp: int, moved_columns: int) -> dict[str, GemmConfig]:
+    """Of every loop."""
+    config = lab.configure(m, n, k, tp, moved_columns=moved_columns, reserved_sms=0)
+    return {loop: replace(config, **changes) for loop, changes in LOOPS.items()}
+
+
+def figures(loop: str) -> tuple[str, str, str]:
+    """What is measured of a loop."""
+    figures = ("cuBLAS / ours", "TFLOP/s of ours", "with waits and signals / without")
+    share, rate, waits = (f"{figure}, {loop} loop" for figure in figures)
+    return share, rate, waits
+
+
+def predict(
+    lab: Lab, recorder: Recorder, problem: str, m: int, n: int, k: int, configs: Mapping[str, GemmConfig]
+) -> None:
+    """Of all loops the same: the model is that of the present one."""
+    ours = lab.card.our_gemm_s(m, n, k)
+    for loop, config in configs.items():
+        share, rate, waits = figures(loop)
+        recorder.predict("G1", problem, share, lab.card.library_gemm_s(m, n, k) / ours)
+        recorder.predict("-", problem, rate, 2e-12 * m * n * k / ours)
+        waiting = waiting_share(m, n, config.block_m, config.block_n, config.num_programs, ours)
+        recorder.predict("G2", problem, waits, waiting)
 
 
 def measure_scaled_gather(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None:
@@ -76,6 +116,11 @@ def measure_scaled_gather(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -
     Verified on sparse integers, which tensor cores sum exactly; timed on random numbers in the same memory.
     """
     m, k, n = shape.m, shape.k, shape.n // tp
+    problem = f"all_gather_matmul {shape} TP {tp} fp8"
+    share, rate = "torch._scaled_mm / ours", "TFLOP/s of ours"
+    ours = lab.card.our_gemm_s(m, n, k, itemsize=1)
+    recorder.predict("-", problem, share, lab.card.library_gemm_s(m, n, k, itemsize=1) / ours)
+    recorder.predict("-", problem, rate, 2e-12 * m * n * k / ours)
     packed = torch.zeros(m, fp8.packed_bytes(k), dtype=torch.uint8, device=lab.device)
     rows = fp8.unpack(packed, (k,))
     weight, scale_weight = torch.zeros(n, k, device=lab.device).to(fp8.DTYPE), torch.ones(n, 1, device=lab.device)
@@ -116,10 +161,10 @@ def measure_scaled_gather(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -
     rank.raise_if_failed()
     rank.close()
     median = {name: one.median for name, one in measured.items()}
+    ratio = median["cublas"] / median["preset"]
+    recorder.row(Row("-", problem, share, ratio, "flags preset", "", lab.repeats, times_of(measured)))
     tflops = 2e-12 * m * n * k / median["preset"]
-    ratio, what = median["cublas"] / median["preset"], f"torch._scaled_mm / ours ({tflops:.0f} TFLOP/s)"
-    problem = f"all_gather_matmul {shape} TP {tp} fp8"
-    recorder.row(Row("-", problem, what, ratio, "flags preset", "", lab.repeats, times_of(measured)))
+    recorder.row(Row("-", problem, rate, tflops, "flags preset", "", lab.repeats))
 
 
 def departures_of(rank: LoneRank, out: Tensor, shards: tuple[int, ...], config: GemmConfig) -> scatter.Departures:
@@ -136,22 +181,27 @@ def departures_of(rank: LoneRank, out: Tensor, shards: tuple[int, ...], config: 
 
 
 def _compare(
-    lab: Lab, recorder: Recorder, problem: str, a: Tensor, b: Tensor, outs: dict[str, Tensor],
-    kernels: dict[str, Callable[[], None]], rank: LoneRank,
+    lab: Lab, recorder: Recorder, problem: str, a: Tensor, b: Tensor, out: Tensor,
+    ways: Mapping[str, tuple[Callable[[], None], Callable[[], None]]], rank: LoneRank,
 ) -> None:  # fmt: skip
-    candidates: dict[str, Callable[[], object]] = {"cublas": lambda: torch.mm(a, b.t(), out=outs["cublas"]), **kernels}
+    """ways: of each loop the kernel, and the one without waits; all write to `out`."""
+    candidates: dict[str, Callable[[], object]] = {"cublas": lambda: torch.mm(a, b.t(), out=out)}
+    for loop, (waiting, silent) in ways.items():
+        candidates |= {loop: waiting, f"{loop}, no waits": silent}
     for name, call in candidates.items():
-        outs[name].fill_(float("nan"))
+        out.fill_(float("nan"))
         call()
         rank.raise_if_failed()
-        check_product(f"{problem} {name}", outs[name], a, b)
+        check_product(f"{problem} {name}", out, a, b)
     measured = lab.measure(candidates)
     rank.raise_if_failed()
     rank.close()
     median = {name: one.median for name, one in measured.items()}
     times, n = times_of(measured), lab.repeats
-    tflops = 2e-12 * a.shape[0] * b.shape[0] * b.shape[1] / median["preset"]
-    recorder.row(Row("G1", problem, f"cuBLAS / ours ({tflops:.0f} TFLOP/s)", median["cublas"] / median["preset"],
-                     "flags preset", ">= 0.92", n, times))  # fmt: skip
-    recorder.row(Row("G2", problem, "with waits and signals / without", median["preset"] / median["no waits"],
-                     "flags preset", "<= 1.02", n))  # fmt: skip
+    for loop in ways:
+        share, rate, waits = figures(loop)
+        tflops = 2e-12 * a.shape[0] * b.shape[0] * b.shape[1] / median[loop]
+        cost = median[loop] / median[f"{loop}, no waits"]
+        recorder.row(Row("G1", problem, share, median["cublas"] / median[loop], "flags preset", ">= 0.92", n, times))
+        recorder.row(Row("-", problem, rate, tflops, "flags preset", "", n))
+        recorder.row(Row("G2", problem, waits, cost, "flags preset", "<= 1.02", n))

@@ -6,12 +6,14 @@ same code runs on an emulated GPU (tests/measure/one_gpu_on_cpu.py): what belong
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gpu_steps.roofline import Card, card_of
 from tpkernels.comm import cuda_group, cuda_native
 from tpkernels.comm.cuda_native import Library
 from tpkernels.comm.residency import gemm_programs, waiting_blocks
@@ -30,6 +32,7 @@ class Lab:
     library: Library
     capability: int
     num_sms: int
+    card: Card  # what predictions are made from
     polls_per_second: float = 1e9  # in what kernels count; nanoseconds on a GPU
     repeats: int = 15
 
@@ -37,12 +40,9 @@ class Lab:
     def of_this_gpu() -> Lab:
         torch.cuda.set_device(0)
         properties = torch.cuda.get_device_properties(0)
-        return Lab(
-            torch.device("cuda", 0),
-            cuda_native.load(),
-            10 * properties.major + properties.minor,
-            properties.multi_processor_count,
-        )
+        capability, num_sms = 10 * properties.major + properties.minor, properties.multi_processor_count
+        card = card_of(properties.name, capability, num_sms)
+        return Lab(torch.device("cuda", 0), cuda_native.load(), capability, num_sms, card)
 
     @property
     def on_gpu(self) -> bool:
@@ -68,6 +68,17 @@ class Lab:
     def reserved_sms(self, *, waits: bool) -> int:
         return self.num_sms - gemm_programs(self.num_sms, waits=waits)
 
+    def host_time(self, name: str, call: Callable[[], object]) -> Measurement:
+        """What a call costs the host, which finds the device idle and waits for nothing."""
+        samples = []
+        for _ in range(self.repeats):
+            self.settle()
+            start = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - start)
+        self.settle()
+        return Measurement(name, tuple(samples))
+
     def configure(
         self, m: int, n: int, k: int, world_size: int, moved_columns: int, reserved_sms: int,
         dtype: torch.dtype = torch.bfloat16,
@@ -83,7 +94,7 @@ class LoneRank:
     """Rank 0 of `world_size`: its state, pads and flags, with which kernels run as in a group. Close it."""
 
     def __init__(self, lab: Lab, world_size: int, timeout_s: float = 10.0) -> None:
-        self.lab, self.world_size = lab, world_size
+        self.lab, self.world_size, self.epoch = lab, world_size, 0
         self.pads = [self._words(cuda_native.PAD_BYTES // 8, torch.int64) for _ in range(world_size)]
         self.state = self._words(cuda_native.STATE_BYTES // 4, torch.int32)
         self.flags = self._words(world_size * cuda_native.MAX_CHUNKS, torch.int32)
@@ -106,6 +117,7 @@ class LoneRank:
     def next_call(self) -> None:
         """Begin a call, on the current stream: signals of the one before count no longer."""
         self.state[0].add_(1)
+        self.epoch += 1
 
     def preset(self) -> None:
         """Everything has come."""

@@ -6,6 +6,10 @@ reduce-scatter pushes finished chunks out. Sizes are chosen such that transfer /
 are raised at the pace of a link of 400 GB/s.
 
     overlap efficiency = (unfused - fused) / (unfused - max(GEMM, transfer)),  GEMM and unfused with cuBLAS
+
+Beside the device's time stands the host's, for enqueuing a fused call. With one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1, where Megatron wants it) a kernel that waits holds up all that was enqueued behind it,
+and it matters how flags are raised: by a kernel, a copy, or a value that the stream writes.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from functools import partial
 
 import torch
 
+from gpu_steps import overlap
 from gpu_steps.gemm import departures_of
 from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
+from gpu_steps.overlap import Forecast
 from tpkernels import partition
 from tpkernels.comm.cuda_group import Pipeline
-from tpkernels.comm.cuda_native import Chunk, Dtype
+from tpkernels.comm.cuda_native import Chunk, Dtype, Raise
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.config import GemmConfig
@@ -30,6 +36,9 @@ TP = 8
 RATIOS = (1.0, 0.4)
 NVLINK_GBPS = 400.0
 M, K = 8192, 4096
+CHUNKS = (1, 2, 4, 8)  # what cutting costs and gains
+CLOCKED = ((3584, 8192), (1792, 4096))  # N, K of 70B and 8B, one of 8 ranks
+RATE_BYTES, RATE_SIZE = 1 << 28, 8192
 
 
 @dataclass(frozen=True)
@@ -48,28 +57,47 @@ class Rates:
 
 def run(recorder: Recorder) -> None:
     lab = Lab.of_this_gpu()
-    rates = measure_rates(lab)
-    recorder.fact("host to device, GB/s", round(rates.to_device / 1e9, 1))
-    recorder.fact("device to host, GB/s", round(rates.to_host / 1e9, 1))
-    recorder.fact("cuBLAS bf16, TFLOP/s", round(rates.gemm / 1e12))
+    rates = measure_rates(lab, recorder)
     for ratio in RATIOS:
         measure_gather(lab, recorder, M, rates.free_dim(ratio, rates.to_device), K, TP, ratio)
         measure_scatter(lab, recorder, M, K, rates.free_dim(ratio, rates.to_host), TP, ratio)
-    for chunks in (1, 2, 4, 8):  # what cutting costs and gains
+    for chunks in CHUNKS:
         measure_gather(lab, recorder, M, rates.free_dim(1.0, rates.to_device), K, TP, 1.0, num_chunks=chunks)
-    for n, k in ((3584, 8192), (1792, 4096)):  # 70B and 8B, one of 8 ranks
+    for n, k in CLOCKED:
         measure_clock(lab, recorder, M, n, k, TP, NVLINK_GBPS)
 
 
-def measure_rates(lab: Lab, num_bytes: int = 1 << 28, size: int = 8192) -> Rates:
-    host, device = lab.pinned(num_bytes // 2), torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=lab.device)
-    a, b = lab.random(0, size, size), lab.random(1, size, size)
-    candidates: dict[str, Callable[[], object]] = {
-        "in": lambda: device.copy_(host, non_blocking=True), "out": lambda: host.copy_(device, non_blocking=True),
-        "gemm": lambda: torch.mm(a, b.t()),
-    }  # fmt: skip
-    found = lab.measure(candidates)
-    return Rates(num_bytes / found["in"].median, num_bytes / found["out"].median, 2.0 * size**3 / found["gemm"].median)
+def run_one_queue(recorder: Recorder) -> None:
+    """In a process whose environment says CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    lab = Lab.of_this_gpu()
+    rates = measure_rates(lab, recorder)
+    ways = (Raise.KERNEL, Raise.COPY, *((Raise.WRITE_VALUE,) if lab.library.has_write_value() else ()))
+    for how in ways:
+        measure_gather(lab, recorder, M, rates.free_dim(1.0, rates.to_device), K, TP, 1.0, how=how, one_queue=True)
+    measure_scatter(lab, recorder, M, K, rates.free_dim(1.0, rates.to_host), TP, 1.0, one_queue=True)
+
+
+def measure_rates(lab: Lab, recorder: Recorder) -> Rates:
+    host = lab.pinned(RATE_BYTES // 2)
+    device = torch.empty(RATE_BYTES // 2, dtype=torch.bfloat16, device=lab.device)
+    a, b = lab.random(0, RATE_SIZE, RATE_SIZE), lab.random(1, RATE_SIZE, RATE_SIZE)
+    bus, gemm = lab.card.pcie_s(RATE_BYTES), lab.card.library_gemm_s(RATE_SIZE, RATE_SIZE, RATE_SIZE)
+    # name: call, work, its unit, seconds as modelled, what it is
+    ways: dict[str, tuple[Callable[[], object], float, float, float, str]] = {
+        "GB/s host to device": (lambda: device.copy_(host, non_blocking=True), RATE_BYTES, 1e9, bus, "PCIe link"),
+        "GB/s device to host": (lambda: host.copy_(device, non_blocking=True), RATE_BYTES, 1e9, bus, "PCIe link"),
+        "TFLOP/s of cuBLAS": (lambda: torch.mm(a, b.t()), 2.0 * RATE_SIZE**3, 1e12, gemm, "device"),
+    }
+    problem = f"copies of {RATE_BYTES >> 10} KiB, GEMM of {RATE_SIZE}^3"
+    for name, (_, work, unit, seconds, _) in ways.items():
+        recorder.predict("-", problem, name, work / seconds / unit)
+    found = lab.measure({name: way[0] for name, way in ways.items()})
+    rates = []
+    for name, (_, work, unit, _, label) in ways.items():
+        rates.append(work / found[name].median)
+        times = times_of({name: found[name]})
+        recorder.row(Row("-", problem, name, rates[-1] / unit, label, "", lab.repeats, times))
+    return Rates(*rates)
 
 
 # --- all-gather + GEMM ------------------------------------------------------------------------------------------------
@@ -78,9 +106,11 @@ def measure_rates(lab: Lab, num_bytes: int = 1 << 28, size: int = 8192) -> Rates
 class Pull:
     """One rank's all-gather + GEMM whose peers are buffers of the host."""
 
-    def __init__(self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None) -> None:
+    def __init__(
+        self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None, how: Raise = Raise.KERNEL
+    ) -> None:
         self.lab, self.rank, self.pipeline = lab, LoneRank(lab, tp), Pipeline(lab.library, 1)
-        self.shards = partition.array_split_sizes(m, tp)
+        self.shards, self.how = partition.array_split_sizes(m, tp), how
         self.expected, self.weight = lab.random(0, m, k), lab.random(1, n, k)
         self.host = lab.pinned(m, k)
         self.host.copy_(self.expected)
@@ -119,7 +149,7 @@ class Pull:
     def fused(self) -> None:
         self.rank.next_call()
         self.pipeline.fork(self.lab.stream())
-        _enqueue(self.pipeline, self.rank, self._flagged)
+        _enqueue(self.pipeline, self.rank, self._flagged, self.how)
         self.kernel()
         self.pipeline.join(self.lab.stream())
 
@@ -156,16 +186,27 @@ class Pull:
 
 
 def measure_gather(
-    lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, num_chunks: int | None = None
-) -> None:
-    pull = Pull(lab, m, n, k, tp, num_chunks)
+    lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, num_chunks: int | None = None,
+    how: Raise = Raise.KERNEL, one_queue: bool = False,
+) -> None:  # fmt: skip
+    pull = Pull(lab, m, n, k, tp, num_chunks, how)
+    chunks = pull.config.num_chunks
+    queue = f", one queue, flags by {how.name}" if one_queue else ""
+    problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks{queue}"
+    # The kernels that raise flags wait for copies; with one queue the GEMM is enqueued behind all of them.
+    hides = not (one_queue and how is Raise.KERNEL)
+    forecast = Forecast(
+        lab.card.library_gemm_s(m, n, k), lab.card.our_gemm_s(m, n, k), lab.card.pcie_s(2 * sum(pull.shards[1:]) * k),
+        chunks, hides, driver_calls=4 + 2 * chunks * (tp - 1), torch_calls=1,
+    )  # fmt: skip
+    whole = num_chunks is None and not one_queue
+    overlap.predict(recorder, problem, forecast, "G3" if whole else "-", beside=whole)
     for name, call in (("fused", pull.fused), ("unfused", pull.unfused)):
         pull.check(f"AG+GEMM {name}", call)
-    problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {pull.config.num_chunks} chunks"
     candidates = {"gemm": pull.gemm, "transfer": pull.transfer, "unfused": pull.unfused, "fused": pull.fused}
-    if num_chunks is None:
+    if whole:
         candidates["gemm beside copies"] = pull.gemm_beside
-    _report(lab, recorder, problem, candidates, "PCIe link", target="" if num_chunks else "G3")
+    overlap.report(lab, recorder, problem, candidates, "PCIe link", "G3" if whole else "-")
     pull.rank.raise_if_failed()
     pull.close()
 
@@ -259,13 +300,24 @@ class Push:
         self.rank.close()
 
 
-def measure_scatter(lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float) -> None:
+def measure_scatter(
+    lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, one_queue: bool = False
+) -> None:
     push = Push(lab, m, n, k, tp)
+    chunks = push.config.num_chunks
+    queue = ", one queue" if one_queue else ""
+    problem = f"GEMM+RS M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks{queue}"
+    mine = 2 * push.shards[0] * n
+    reduce_s = lab.card.reduce_s(tp, mine)
+    forecast = Forecast(
+        lab.card.library_gemm_s(m, n, k), lab.card.our_gemm_s(m, n, k), lab.card.pcie_s(2 * m * n - mine), chunks, True,
+        driver_calls=5 + 2 * chunks * (tp - 1), torch_calls=1, behind_s=reduce_s,
+    )  # fmt: skip
+    overlap.predict(recorder, problem, forecast, "-" if one_queue else "G3", beside=False)
     for name, call in (("fused", push.fused), ("unfused", push.unfused)):
         push.check(f"GEMM+RS {name}", call)
-    problem = f"GEMM+RS M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {push.config.num_chunks} chunks"
     candidates = {"gemm": push.gemm, "transfer": push.transfer, "unfused": push.unfused, "fused": push.fused}
-    _report(lab, recorder, problem, candidates, "PCIe link")
+    overlap.report(lab, recorder, problem, candidates, "PCIe link", "-" if one_queue else "G3")
     push.rank.raise_if_failed()
     push.close()
 
@@ -276,6 +328,13 @@ def measure_scatter(lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: in
 def measure_clock(lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, gbps: float) -> None:
     """Flags go up at the pace of a link that brings `gbps` to this rank."""
     pull = Pull(lab, m, n, k, tp)
+    chunks = pull.config.num_chunks
+    problem = f"AG+GEMM M{m} N{n} K{k} of {tp} at {gbps:g} GB/s, {chunks} chunks"
+    forecast = Forecast(
+        lab.card.library_gemm_s(m, n, k), lab.card.our_gemm_s(m, n, k), 2 * sum(pull.shards[1:]) * k / (1e9 * gbps),
+        chunks, True, driver_calls=2 * chunks * (tp - 1), torch_calls=3,
+    )  # fmt: skip
+    overlap.predict(recorder, problem, forecast, "G3", beside=False)
     pull.whole.copy_(pull.expected)
     side = torch.cuda.Stream(priority=-1)
     cycles_per_s = _cycles_per_second(lab)
@@ -307,9 +366,8 @@ def measure_clock(lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int,
     fused()
     pull.rank.raise_if_failed()
     check_product("arrival clock", pull.out, pull.expected, pull.weight)
-    problem = f"AG+GEMM M{m} N{n} K{k} of {tp} at {gbps:g} GB/s, {pull.config.num_chunks} chunks"
-    _report(lab, recorder, problem, {"gemm": pull.gemm, "transfer": transfer, "unfused": unfused, "fused": fused},
-            "arrival clock")  # fmt: skip
+    candidates = {"gemm": pull.gemm, "transfer": transfer, "unfused": unfused, "fused": fused}
+    overlap.report(lab, recorder, problem, candidates, "arrival clock", "G3")
     pull.rank.raise_if_failed()
     pull.close()
 
@@ -320,23 +378,7 @@ def _cycles_per_second(lab: Lab) -> float:
     return cycles / found["sleep"].median
 
 
-def _report(
-    lab: Lab, recorder: Recorder, problem: str, candidates: dict[str, Callable[[], None]], label: str,
-    target: str = "G3",
-) -> None:  # fmt: skip
-    measured = lab.measure(dict(candidates))
-    median = {name: one.median for name, one in measured.items()}
-    roof = max(median["gemm"], median["transfer"])
-    could_win = median["unfused"] - roof
-    efficiency = (median["unfused"] - median["fused"]) / could_win if could_win > 0 else 0.0
-    bound = ">= 0.90" if target and label == "PCIe link" else ""
-    recorder.row(Row(target or "-", problem, "overlap efficiency", efficiency, label, bound, lab.repeats,
-                     times_of(measured)))  # fmt: skip
-    recorder.row(Row(target or "-", problem, "unfused / fused", median["unfused"] / median["fused"], label, "",
-                     lab.repeats))  # fmt: skip
-    if "gemm beside copies" in median:
-        slowdown = median["gemm beside copies"] / median["gemm"]
-        recorder.row(Row("-", problem, "cuBLAS beside the copies / alone", slowdown, label, "", lab.repeats))
+# --- chunks -----------------------------------------------------------------------------------------------------------
 
 
 def _copy(
@@ -350,5 +392,5 @@ def _copy(
     )  # fmt: skip
 
 
-def _enqueue(pipeline: Pipeline, rank: LoneRank, chunks: Sequence[Chunk]) -> None:
-    pipeline.run(0, rank.group, (Chunk * len(chunks))(*chunks), op=1)
+def _enqueue(pipeline: Pipeline, rank: LoneRank, chunks: Sequence[Chunk], how: Raise = Raise.KERNEL) -> None:
+    pipeline.run(0, rank.group, (Chunk * len(chunks))(*chunks), op=1, how=how, epoch_on_host=rank.epoch)

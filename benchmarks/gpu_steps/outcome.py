@@ -1,15 +1,17 @@
 """What a step has found, and how it is filed and shown.
 
 Owns the rows of the report, the result file and the table. Every number says what it is (`LABELS`): on one GPU there is
-no link between GPUs, so none of them is a speed-up of tensor parallelism.
+no link between GPUs, so none of them is a speed-up of tensor parallelism. Beside every number stands the one that was
+predicted; a step files it before it measures, and a number without one is refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +24,31 @@ LABELS = {
     "PCIe link": "the peers' shards are in pinned memory of the host, and cross PCIe",
     "contention stress": "W processes take turns on the GPU: they slow each other down, alike for all that is compared",
     "device": "one kernel alone",
+    "host": "the host's time until it is free again; the device is idle before, and waited for by nobody",
     "count": "trials",
 }
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a model says of a figure that is to be measured; modelled, never measured."""
+
+    target: str
+    problem: str
+    what: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"the prediction of {self.what!r} is {self.value}")
+
+
+@dataclass(frozen=True)
 class Row:
-    """One figure: `value` is `what` says, `bound` is what it should be, e.g. ">= 0.92"; "" if nothing was promised."""
+    """One figure: `value` is what `what` says, `bound` is what it should be, e.g. ">= 0.92"; "" if none is promised.
+
+    predicted: set by the recorder, from the prediction of the same target, problem and words.
+    """
 
     target: str
     problem: str
@@ -38,6 +58,7 @@ class Row:
     bound: str = ""
     n: int = 0
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
+    predicted: float | None = None
 
     def __post_init__(self) -> None:
         if self.label not in LABELS:
@@ -53,7 +74,8 @@ class Row:
 
 @dataclass
 class Outcome:
-    """Of one step. status: "done", "failed", "out of time", "skipped"; facts: what else it has seen."""
+    """Of one step. status: "done", "failed", "out of time", "skipped", "not run"; facts: what else it has seen;
+    predictions: of what was not measured (yet)."""
 
     step: str
     status: str
@@ -61,6 +83,7 @@ class Outcome:
     reason: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "rows": [{**asdict(row), "met": row.met} for row in self.rows]}
@@ -68,7 +91,8 @@ class Outcome:
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Outcome:
         rows = [Row(**{name: value for name, value in row.items() if name != "met"}) for row in content["rows"]]
-        return Outcome(**{**content, "rows": rows})
+        predictions = [Prediction(**one) for one in content["predictions"]]
+        return Outcome(**{**content, "rows": rows, "predictions": predictions})
 
 
 class Recorder:
@@ -82,10 +106,27 @@ class Recorder:
         folder = self._path.parent if self._path is not None else Path(tempfile.mkdtemp())
         return folder / f"{self.outcome.step}-{name}.log"
 
+    def predict(self, target: str, problem: str, what: str, value: float) -> None:
+        """File what a model says of a figure, before it is measured."""
+        self.outcome.predictions.append(Prediction(target, problem, what, value))
+        print(f"{target} {problem}: {what}: {value:.3f} is predicted", flush=True)
+        self.save()
+
     def row(self, row: Row) -> None:
-        self.outcome.rows.append(row)
+        """File a figure, beside its prediction.
+
+        Raises:
+            ValueError: there is none.
+        """
+        pending = self.outcome.predictions
+        same = [one for one in pending if (one.target, one.problem, one.what) == (row.target, row.problem, row.what)]
+        if not same:
+            raise ValueError(f"{row.target} {row.problem}: {row.what!r} was measured, and nothing was predicted of it")
+        pending.remove(same[0])
+        self.outcome.rows.append(row := replace(row, predicted=same[0].value))
         verdict = "" if row.met is None else f" ({row.bound}: {'met' if row.met else 'NOT met'})"
-        print(f"{row.target} {row.problem}: {row.what} {row.value:.3f}{verdict} [{row.label}, n={row.n}]", flush=True)
+        figure = f"{row.value:.3f}, predicted {row.predicted:.3f}{verdict}"
+        print(f"{row.target} {row.problem}: {row.what} {figure} [{row.label}, n={row.n}]", flush=True)
         self.save()
 
     def fact(self, name: str, value: Any) -> None:
@@ -125,10 +166,15 @@ def markdown(environment: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str
     lines += [f"| {o.step} | {o.status} | {o.seconds:.0f} | {_cell(o.reason)} |" for o in outcomes]
     rows = [row for outcome in outcomes for row in outcome.rows]
     if rows:
-        lines += ["", "| | problem | what | value | target | met | kind | n | times, us |"]
-        lines += ["|---|---|---|---:|---|---|---|---:|---|"]
+        lines += ["", "| | problem | what | value | modelled | target | met | kind | n | times, us |"]
+        lines += ["|---|---|---|---:|---:|---|---|---|---:|---|"]
         lines += [_table_row(row) for row in rows]
+        lines += ["", "*modelled*: predicted before it was measured, by `gpu_steps/roofline.py`."]
         lines += ["", *(f"- *{label}*: {LABELS[label]}" for label in dict.fromkeys(row.label for row in rows))]
+    missing = [(outcome.step, one) for outcome in outcomes for one in outcome.predictions]
+    if missing:
+        lines += ["", "Predicted and not measured:", ""]
+        lines += [f"- {step}: {one.target} {one.problem}: {one.what}: {one.value:.3f}" for step, one in missing]
     for outcome in outcomes:
         if outcome.facts:
             lines += ["", f"## {outcome.step}", *(f"- {name}: {_cell(value)}" for name, value in outcome.facts.items())]
@@ -140,9 +186,10 @@ def _table_row(row: Row) -> str:
         f"{name} {one['median_us']:,.1f} ±{one['interquartile_range_us'] / 2:,.1f}" for name, one in row.times.items()
     )
     met = "" if row.met is None else "yes" if row.met else "no"
+    modelled = "" if row.predicted is None else f"{row.predicted:.3f}"
     return (
-        f"| {row.target} | {row.problem} | {row.what} | {row.value:.3f} | {row.bound} | {met} | {row.label} | "
-        f"{row.n} | {times} |"
+        f"| {row.target} | {row.problem} | {row.what} | {row.value:.3f} | {modelled} | {row.bound} | {met} | "
+        f"{row.label} | {row.n} | {times} |"
     )
 
 

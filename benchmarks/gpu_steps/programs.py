@@ -9,13 +9,14 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from gpu_steps.outcome import Recorder
+from gpu_steps.outcome import Recorder, Row
 from tpkernels.comm import cuda_native
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("memcheck", "synccheck")
+TESTS = ROOT / "tests" / "gpu"
 # The cheap ones first: whoever runs out of time has seen them.
 TEST_FILES = ("test_virtual_ranks", "test_kernels", "test_symmetric", "test_nccl", "test_several_gpus")
 
@@ -37,10 +38,12 @@ class Unavailable(Exception):
 
 
 def build(recorder: Recorder) -> None:
-    """The library of the CUDA kernels, unless it is there and loads."""
+    """The library of the CUDA kernels, unless one is there that loads."""
     if cuda_native.library() is not None:
-        recorder.fact("CUDA kernels", "were built before")
+        recorder.fact("CUDA kernels", f"were built before: {cuda_native.file()}")
         return
+    if cuda_native.file() != cuda_native.FILE:
+        raise RuntimeError(f"the library that was handed in cannot be used: {cuda_native.why_not()}")
     environment = {**os.environ, "TPKERNELS_CUDA": "1"}
     built = run_program([sys.executable, "-c", BUILD], recorder.log("setup"), environment)
     loads = [sys.executable, "-c", "from tpkernels.comm import cuda_native; cuda_native.load()"]
@@ -56,7 +59,8 @@ def tests(recorder: Recorder) -> None:
     wrong = []
     for name in TEST_FILES:
         report = recorder.log(f"{name}-junit")
-        command = [sys.executable, "-m", "pytest", f"tests/gpu/{name}.py", "-v", "--maxfail=5", f"--junitxml={report}"]
+        options = ["-v", "--maxfail=5", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", str(TESTS / f"{name}.py"), *options]
         done = run_program(command, recorder.log(name))
         recorder.fact(name, done.last_line)
         if report.is_file():
@@ -79,24 +83,29 @@ def read_junit(text: str) -> dict[str, list[str]]:
     return {kind: names for kind, names in found.items() if names}
 
 
-def sanitizer(recorder: Recorder) -> None:
+def sanitizer(tool: str, way: str, recorder: Recorder) -> None:
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise Unavailable("compute-sanitizer is not on the PATH")
     # Without the caching allocator each tensor has an end that the tool knows.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    bad = []
-    for way in ("alone", "together"):
-        for tool in TOOLS:
-            command = [program, "--tool", tool, "--error-exitcode", "77", "--print-limit", "20", sys.executable,
-                       str(ROOT / "benchmarks" / "gpu_steps" / "sanitized.py"), way]  # fmt: skip
-            done = run_program(command, recorder.log(f"{tool}-{way}"), environment)
-            errors = re.findall(r"ERROR SUMMARY: (\d+) error", done.text)
-            recorder.fact(f"{tool}, {way}", f"exit {done.status}, errors {', '.join(errors) or 'unknown'}")
-            if done.status != 0:
-                bad.append(f"{tool}-{way}")
-    if bad:
-        raise RuntimeError(f"{', '.join(bad)}: see {recorder.log(bad[0]).name}")
+    problem, what = f"{tool}, kernels {way}", "errors"
+    recorder.predict("-", problem, what, 0.0)
+    command = [program, "--tool", tool, "--error-exitcode", "77", "--print-limit", "20", sys.executable,
+               str(ROOT / "benchmarks" / "gpu_steps" / "sanitized.py"), way]  # fmt: skip
+    done = run_program(command, recorder.log("output"), environment)
+    errors = re.findall(r"ERROR SUMMARY: (\d+) error", done.text)
+    if not errors or (done.status != 0 and not sum(map(int, errors))):
+        raise RuntimeError(f"exit {done.status}: {done.last_line}; see {recorder.log('output').name}")
+    found = float(sum(map(int, errors)))
+    recorder.row(Row("-", problem, what, found, "count", "<= 0", 1))
+    if found:
+        raise RuntimeError(f"{found:g} errors: see {recorder.log('output').name}")
+
+
+memcheck_alone, memcheck_together, synccheck_alone, synccheck_together = (
+    partial(sanitizer, tool, way) for tool in ("memcheck", "synccheck") for way in ("alone", "together")
+)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,24 @@ from tpkernels.comm.cuda_native import Dtype
 DTYPES = {torch.bfloat16: Dtype.BF16, torch.float32: Dtype.F32}
 
 
+WORLD_SIZES, ROWS, COLUMNS = (2, 8), 4096, 8192
+
+
 def run(recorder: Recorder) -> None:
     lab = Lab.of_this_gpu()
-    for world_size in (2, 8):
+    for world_size in WORLD_SIZES:
         for dtype in DTYPES:
-            measure_reducer(lab, recorder, world_size, dtype, rows=4096, columns=8192)
+            measure_reducer(lab, recorder, world_size, dtype, rows=ROWS, columns=COLUMNS)
 
 
 def measure_reducer(lab: Lab, recorder: Recorder, world_size: int, dtype: torch.dtype, rows: int, columns: int) -> None:
+    problem = f"{world_size} partials of {rows}x{columns} {str(dtype).removeprefix('torch.')}"
+    share, rate = "of the bandwidth of a copy", "GB/s of the sum"
+    part_bytes = rows * columns * dtype.itemsize
+    reduced = (world_size + 1) * part_bytes / lab.card.reduce_s(world_size, part_bytes)
+    copied = 2 * world_size * part_bytes / lab.card.copy_s(world_size * part_bytes)
+    recorder.predict("G4", problem, share, reduced / copied)
+    recorder.predict("-", problem, rate, reduced / 1e9)
     rank = LoneRank(lab, world_size)
     rank.next_call()
     parts = [lab.random(r, rows, columns, dtype=dtype) for r in range(world_size)]
@@ -46,8 +56,7 @@ def measure_reducer(lab: Lab, recorder: Recorder, world_size: int, dtype: torch.
     measured = lab.measure(candidates)
     rank.raise_if_failed()
     rank.close()
-    reduced = (world_size + 1) * out.numel() * out.element_size() / measured["reduce"].median
-    copied = 2 * source.numel() * source.element_size() / measured["copy"].median
-    problem = f"{world_size} partials of {rows}x{columns} {str(dtype).removeprefix('torch.')}"
-    what = f"of copy bandwidth ({reduced / 1e9:.0f} of {copied / 1e9:.0f} GB/s)"
-    recorder.row(Row("G4", problem, what, reduced / copied, "device", ">= 0.85", lab.repeats, times_of(measured)))
+    reduced = (world_size + 1) * part_bytes / measured["reduce"].median
+    copied = 2 * world_size * part_bytes / measured["copy"].median
+    recorder.row(Row("G4", problem, share, reduced / copied, "device", ">= 0.85", lab.repeats, times_of(measured)))
+    recorder.row(Row("-", problem, rate, reduced / 1e9, "device", "", lab.repeats))

@@ -15,15 +15,16 @@ import torch
 
 pytest.importorskip("triton")
 
-import tpkernels as tpk
 from tests.cuda import emulator
+from tpkernels.comm import cuda_native
 from tpkernels.measure.timing import Measurement
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import one_gpu
-from gpu_steps import environment, programs, rivals
-from gpu_steps.outcome import Outcome, Recorder, Row, markdown, times_of
+from gpu_steps import environment, programs
+from gpu_steps.outcome import Outcome, Prediction, Recorder, Row, markdown, times_of
+from gpu_steps.sets import SETS, STEPS, Step, StepSet
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"date": "a synthetic example", "command": "one_gpu.py --out DIR", "hardware": {"gpus": ["no such GPU"]}}
@@ -37,11 +38,12 @@ def example() -> list[Outcome]:
     return [
         Outcome("environment", "done", 3.0, facts={"torch": "0.0", "NCCL, 2 ranks on this GPU": "no: Duplicate | GPU"}),
         Outcome("gemm", "done", 9.0, rows=[
-            Row("G1", "synthetic 8x8x8", "cuBLAS / ours", 0.8, "flags preset", ">= 0.92", 3, times),
+            Row("G1", "synthetic 8x8x8", "cuBLAS / ours", 0.8, "flags preset", ">= 0.92", 3, times, predicted=0.875),
             Row("G2", "synthetic 8x8x8", "with waits / without", 1.01, "flags preset", "<= 1.02", 3),
             Row("-", "synthetic", "unfused / fused", 1.5, "PCIe link", "", 3),
         ]),
-        Outcome("rivals", "out of time", 90.0, "had not ended after 90 s"),
+        Outcome("rivals", "out of time", 90.0, "had not ended after 90 s",
+                predictions=[Prediction("G5", "synthetic 4x4x4", "ours / theirs", 1.25)]),
     ]  # fmt: skip
 
 
@@ -49,8 +51,9 @@ def example() -> list[Outcome]:
 def test_the_report_shows_verdicts_kinds_spreads_and_what_was_left_out() -> None:
     text = markdown(ENVIRONMENT, example())
     for words in ("| rivals | out of time | 90 | had not ended after 90 s |", "flags preset", "PCIe link",
-                  "| 0.800 | >= 0.92 | no | flags preset | 3 | cublas 1,000.0 ±0.0<br>preset 1,250.0 ±0.0 |",
-                  "| 1.010 | <= 1.02 | yes |", "| 1.500 |  |  | PCIe link |", "no: Duplicate / GPU",
+                  "| 0.800 | 0.875 | >= 0.92 | no | flags preset | 3 | cublas 1,000.0 ±0.0<br>preset 1,250.0 ±0.0 |",
+                  "| 1.010 |  | <= 1.02 | yes |", "| 1.500 |  |  |  | PCIe link |", "no: Duplicate / GPU",
+                  "Predicted and not measured:", "- rivals: G5 synthetic 4x4x4: ours / theirs: 1.250",
                   "a synthetic example", "*PCIe link*: the peers' shards are in pinned memory"):  # fmt: skip
         assert words in text, text
     assert "arrival clock" not in text, "explains only the kinds that it shows"
@@ -68,21 +71,40 @@ def test_outcomes_survive_their_file_and_a_number_must_say_what_it_is(tmp_path: 
     assert [step["step"] for step in content["steps"]] == ["environment", "gemm", "rivals"] and content["complete"]
 
 
-# --- steps that hang, die, or have no time ----------------------------------------------------------------------------
+@pytest.mark.cpu
+def test_a_number_is_refused_unless_it_was_predicted_under_the_same_name(tmp_path: Path) -> None:
+    recorder = Recorder(Outcome("gemm", "running"), tmp_path / "step-gemm.json")
+    recorder.predict("G1", "8x8x8", "cuBLAS / ours", 0.9)
+    (filed,) = json.loads((tmp_path / "step-gemm.json").read_text())["predictions"]
+    assert filed["value"] == 0.9, "it is on file before anything is measured"
+    with pytest.raises(ValueError, match="'cuBLAS / ours' was measured, and nothing was predicted of it"):
+        recorder.row(Row("G1", "9x9x9", "cuBLAS / ours", 1.0, "device"))
+    recorder.row(Row("G1", "8x8x8", "cuBLAS / ours", 1.0, "device"))
+    assert recorder.outcome.predictions == [] and recorder.outcome.rows[0].predicted == 0.9
+    with pytest.raises(ValueError, match="nothing was predicted"):
+        recorder.row(Row("G1", "8x8x8", "cuBLAS / ours", 1.0, "device"))
+    with pytest.raises(ValueError, match="is inf"):
+        recorder.predict("G1", "8x8x8", "cuBLAS / ours", float("inf"))
+
+
+# --- steps that hang, die, or must not run ----------------------------------------------------------------------------
 
 WRITES_ONE_ROW = """
-import sys, time
+import os, sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
 from gpu_steps.outcome import Outcome, Recorder, Row
 recorder = Recorder(Outcome({name!r}, "running"), Path({out!r}) / "step-{name}.json")
+recorder.predict("G1", "p", "w", 0.5)
 recorder.row(Row("G1", "p", "w", 1.0, "device", ">= 0.5", 1))
+recorder.predict("G1", "p", "not measured", 0.5)
 {then}
 """
+ENDS = "recorder.outcome.status = 'done'; recorder.save()"
 
 
 def as_step(monkeypatch: pytest.MonkeyPatch, then: dict[str, str]) -> None:
-    def command(step: one_gpu.Step, out: Path) -> list[str]:
+    def command(step: Step, out: Path) -> list[str]:
         code = WRITES_ONE_ROW.format(
             path=[str(ROOT / "benchmarks"), str(ROOT)], name=step.name, out=str(out), then=then[step.name]
         )
@@ -91,25 +113,62 @@ def as_step(monkeypatch: pytest.MonkeyPatch, then: dict[str, str]) -> None:
     monkeypatch.setattr(one_gpu, "command_of", command)
 
 
+def set_of(name: str, *steps: str, gate: bool = False, **budgets: float) -> StepSet:
+    made = tuple(Step(step, step, budgets.get(step, 60.0), "none") for step in steps)
+    return StepSet(name, 200.0, made, gate)
+
+
+def statuses(out: Path) -> dict[str, str]:
+    content = json.loads((out / "one-gpu.json").read_text())
+    return {step["step"]: step["status"] for step in content["steps"]}
+
+
 @pytest.mark.cpu
 def test_a_step_that_hangs_loses_its_rest_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ends = "recorder.outcome.status = 'done'; recorder.save()"
-    as_step(monkeypatch, {"hangs": "time.sleep(600)", "dies": "import os; os._exit(9)", "ends": ends, "late": ends})
-    limits = {"hangs": 6.0, "dies": 60.0, "ends": 60.0}
-    steps = [one_gpu.Step(name, name, limit_s, "none") for name, limit_s in limits.items()]
-    assert one_gpu.run_all(steps, tmp_path, 200.0, ENVIRONMENT) == 1
+    as_step(monkeypatch, {"hangs": "time.sleep(600)", "dies": "os._exit(9)", "ends": ENDS})
+    assert one_gpu.run_all([set_of("all", "hangs", "dies", "ends", hangs=6.0)], tmp_path, ENVIRONMENT) == 1
     content = json.loads((tmp_path / "one-gpu.json").read_text())
     found = {step["step"]: step for step in content["steps"]}
-    assert {name: step["status"] for name, step in found.items()} == {
-        "hangs": "out of time", "dies": "failed", "ends": "done"
-    }  # fmt: skip
+    assert statuses(tmp_path) == {"hangs": "out of time", "dies": "failed", "ends": "done"}
     assert all(step["rows"][0]["value"] == 1.0 for step in found.values()), "what was found before stays"
+    assert found["hangs"]["predictions"][0]["what"] == "not measured"
     assert "not ended after 6 s" in found["hangs"]["reason"] and "status 9" in found["dies"]["reason"]
     assert "| hangs | out of time |" in capsys.readouterr().out
-    late = one_gpu.supervise(one_gpu.Step("late", "", 3.0, "none"), tmp_path, limit_s=-3.0)
-    assert (late.status, late.reason) == ("out of time", "the budget was spent before its turn")
+    late = one_gpu.supervise(Step("late", "", 3.0, "none"), tmp_path, limit_s=-3.0)
+    assert (late.status, late.reason) == ("out of time", "the set's limit was reached before its turn")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("gate", "last"), [(True, "not run"), (False, "done")])
+def test_nothing_runs_after_a_smoke_that_is_not_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gate: bool, last: str
+) -> None:
+    as_step(monkeypatch, {"first": "raise SystemExit(1)", "second": ENDS, "third": ENDS})
+    sets = [set_of("smoke", "first", "second", gate=gate), set_of("core", "third")]
+    assert one_gpu.run_all(sets, tmp_path, ENVIRONMENT) == 1
+    assert statuses(tmp_path) == {"first": "failed", "second": last, "third": last}
+    assert (tmp_path / "step-third.json").exists() is not gate
+
+
+@pytest.mark.cpu
+def test_a_step_has_its_own_environment_and_the_library_that_was_handed_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shows = "recorder.fact('seen', [os.environ.get(name) for name in ('CUDA_DEVICE_MAX_CONNECTIONS', 'OTHER')])"
+    as_step(monkeypatch, {"one-queue": f"{shows}; {ENDS}"})
+    monkeypatch.setenv("OTHER", "kept")
+    assert one_gpu.supervise(STEPS["one-queue"], tmp_path, 60.0).facts == {"seen": ["1", "kept"]}
+    library = tmp_path / "_cuda.so"
+    library.touch()
+    monkeypatch.setenv(one_gpu.LIBRARY, "")
+    monkeypatch.setattr(one_gpu, "why_no_gpu", lambda: None)
+    handed = []
+    monkeypatch.setattr(one_gpu, "run_all", lambda sets, *_: handed.append(os.environ[one_gpu.LIBRARY]) or 0)
+    monkeypatch.chdir(tmp_path)
+    assert one_gpu.main(["smoke", "--out", "results", "--library", "_cuda.so"]) == 0
+    assert handed == [str(library)], "absolute: steps may run elsewhere"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -130,27 +189,59 @@ def test_without_a_cuda_device_it_says_so_and_writes_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.cpu
-def test_the_plan_names_every_step_and_fits_into_nine_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_names_every_set_step_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert one_gpu.main(["--plan"]) == 0
     printed = capsys.readouterr().out
-    assert all(step.name in printed for step in one_gpu.STEPS) and one_gpu.BUDGET_S <= 540
-    for target in ("G1", "G2", "G3", "G4", "G5", "R21", "R22", "tests/gpu", "memcheck"):
+    assert all(one.name in printed for one in SETS) and all(name in printed for name in STEPS)
+    for target in ("G1", "G2", "G3", "G4", "G5", "R21", "R22", "tests/gpu", "memcheck", "60 s; if it fails, no"):
         assert target in printed
-    assert one_gpu.main(["--plan", "--only", "link"]) == 0
-    assert "gemm" not in capsys.readouterr().out
-    for wrong in (["--only", "nothing", "--plan"], [], ["--out", "d", "--budget", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            one_gpu.main(wrong)
+    assert one_gpu.main(["--plan", "link"]) == 0 and "gemm" not in (printed := capsys.readouterr().out)
+    assert "one-queue" in printed
+    assert [one.name for one in one_gpu.chosen([], None)] == ["smoke", "core"]
+    assert [one.name for one in one_gpu.chosen(["ranks", "link", "ranks"], None)] == ["ranks", "link"]
+    ((only,),) = ([one.steps for one in one_gpu.chosen([], ["gemm"])],)
+    assert [step.name for step in only] == ["gemm"]
+
+
+def too_long(sets: tuple[StepSet, ...]) -> list[str]:
+    """Sets whose steps may take longer than they may, or which are longer than a device machine is lent for."""
+    wrong = [one.name for one in sets if sum(step.budget_s for step in one.steps) > one.limit_s]
+    return wrong + [one.name for one in sets if one.limit_s > 540]
+
+
+@pytest.mark.cpu
+def test_the_budgets_of_a_set_add_up_to_no_more_than_its_limit() -> None:
+    assert too_long(SETS) == []
+    assert {one.name: one.limit_s for one in SETS if one.name in ("smoke", "core")} == {"smoke": 60, "core": 360}
+    assert too_long((set_of("crowded", "a", "b", "c", "d"),)) == ["crowded"], "4 times 60 s in 200 s"
+    assert [one.name for one in SETS if one.gate] == ["smoke"]
+    assert len(STEPS) == sum(len(one.steps) for one in SETS), "names are steps'"
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing", "--plan"], "there is no set nothing; there are smoke, core, link, ranks, sanitizer, rivals"),
+        (["--only", "nothing", "--plan"], "invalid choice: 'nothing'"),
+        ([], "--out DIR is needed"),
+        (["core", "--only", "gemm", "--plan"], "sets or --only, not both"),
+        (["smoke", "--out", "d", "--library", "/nonexistent.so"], "--library /nonexistent.so is no file"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        one_gpu.main(arguments)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.cpu
 def test_every_step_exists_and_what_it_lacks_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in one_gpu.STEPS:
+    for step in STEPS.values():
         assert callable(step.load())
     monkeypatch.setenv("PATH", str(tmp_path))
-    sanitizer = next(step for step in one_gpu.STEPS if step.name == "sanitizer")
-    assert one_gpu.run_step(sanitizer, tmp_path) == 0
-    filed = json.loads((tmp_path / "step-sanitizer.json").read_text())
+    assert one_gpu.run_step(STEPS["memcheck-alone"], tmp_path) == 0
+    filed = json.loads((tmp_path / "step-memcheck-alone.json").read_text())
     assert filed["status"] == "skipped" and "compute-sanitizer is not on the PATH" in filed["reason"]
 
 
@@ -172,31 +263,121 @@ def test_programs_are_bounded_by_their_logs_and_reports_are_read(tmp_path: Path)
     assert set(programs.TEST_FILES) == files - {"test_on_cpu_ranks"}
 
 
-@pytest.mark.gloo
-def test_the_comparison_with_rivals_verifies_both_and_times_them_on_cpu_ranks() -> None:
-    measured = tpk.launch(rivals.on_rank, 2, "matmul_reduce_scatter", "24x16x8", "cpu", timeout=120)[0]
-    assert {name: len(one.seconds) for name, one in measured.items()} == {
-        "gemm": rivals.REPEATS, "symmetric": rivals.REPEATS, rivals.RIVAL: rivals.REPEATS
-    }  # fmt: skip
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("says", "status", "reason"),
+    [
+        ("echo '========= ERROR SUMMARY: 0 errors'", "done", ""),
+        ("echo '========= ERROR SUMMARY: 3 errors'; exit 77", "failed", "RuntimeError: 3 errors: see synccheck-alone"),
+        ("echo 'cannot start'; exit 1", "failed", "RuntimeError: exit 1: cannot start"),
+        ("echo '========= ERROR SUMMARY: 0 errors'; exit 1", "failed", "RuntimeError: exit 1: ERROR SUMMARY: 0 errors"),
+    ],
+)
+def test_what_the_sanitizer_says_is_the_step_s_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, status: str, reason: str
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\n{says}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    one_gpu.run_step(STEPS["synccheck-alone"], tmp_path)
+    filed = json.loads((tmp_path / "step-synccheck-alone.json").read_text())
+    assert filed["status"] == status and filed["reason"].startswith(reason)
 
 
 @pytest.mark.cpu
-def test_the_measuring_code_is_right_on_an_emulated_gpu(request: pytest.FixtureRequest) -> None:
-    """Kernels, copies, flags and reductions of G1 to G4, R21 and R22, verified before they are timed, as on a GPU.
+def test_a_library_that_was_handed_in_is_never_replaced_by_a_built_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "_cuda.so"
+    wrong.write_bytes(b"not a library")
+    monkeypatch.setenv(one_gpu.LIBRARY, str(wrong))
+    monkeypatch.setattr(cuda_native, "_load", cuda_native._load.__wrapped__)
+    assert one_gpu.run_step(STEPS["build"], tmp_path) == 1
+    reason = json.loads((tmp_path / "step-build.json").read_text())["reason"]
+    assert "the library that was handed in cannot be used: the CUDA kernels do not load" in reason
 
-    `--full`: and what compute-sanitizer looks at, whose tensors are larger.
-    """
-    everything = ["everything"] * bool(request.config.getoption("--full"))
-    command = [sys.executable, "-m", "tests.measure.one_gpu_on_cpu", str(emulator.library()), *everything]
-    environment_ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment_, capture_output=True, text=True, timeout=300)
+
+# --- every set on an emulated GPU -------------------------------------------------------------------------------------
+
+LABELS = {
+    "smoke": {"count"},
+    "core": {"device", "PCIe link", "flags preset", "count"},
+    "link": {"PCIe link", "arrival clock", "host", "device"},
+    "ranks": set(),
+    "sanitizer": {"count"},
+    "rivals": {"contention stress"},
+}
+
+
+def rehearse(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.measure.one_gpu_on_cpu", str(folder), *arguments]
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", one_gpu.LIBRARY: str(emulator.library())}
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **settings, **environment}, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the steps of all sets have filed, by name; one process for all."""
+    folder = tmp_path_factory.mktemp("rehearsed")
+    done = rehearse(folder, *(one.name for one in SETS))
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    rows = found["rows"]
-    assert {row["target"] for row in rows} == {"G1", "G2", "G3", "G4", "R21", "R22", "-"}
-    assert {row["label"] for row in rows} >= {"flags preset", "arrival clock", "PCIe link", "count"}
-    for what in ("trials without the right record", "stale results"):
-        assert next(row["value"] for row in rows if row["what"].startswith(what)) == 0.0
-    facts = found["facts"]
-    assert set(facts["bandwidths, GB/s"]) == {"host to device", "device to host", "both ways", "within the device"}
-    assert facts["NCCL, 2 ranks on this GPU"].startswith("no: "), "no GPU: and the reason is told, not raised"
+    return {name: json.loads((folder / f"step-{name}.json").read_text()) for name in STEPS}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", LABELS)
+def test_every_step_of_a_set_is_done_on_an_emulated_gpu(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+    """Kernels, copies, flags and reductions, verified before they are timed, as on a GPU; every number predicted."""
+    (one,) = (one for one in SETS if one.name == name)
+    steps = [rehearsed[step.name] for step in one.steps]
+    assert {step["step"]: (step["status"], step["reason"]) for step in steps} == {
+        step.name: ("done", "") for step in one.steps
+    }
+    rows = [row for step in steps for row in step["rows"]]
+    assert {row["label"] for row in rows} == LABELS[name]
+    assert all(isinstance(row["predicted"], float) for row in rows)
+    assert not [left for step in steps for left in step["predictions"]], "what was predicted was measured"
+    assert all(row["value"] == 0.0 for row in rows if row["bound"] == "<= 0"), "faults that were found"
+
+
+@pytest.mark.gloo
+def test_the_rehearsal_has_seen_all_that_the_sets_promise(rehearsed: dict[str, dict[str, Any]]) -> None:
+    rows = [row for step in rehearsed.values() for row in step["rows"]]
+    assert {row["target"] for row in rows} == {"G1", "G2", "G3", "G4", "G5", "R21", "R22", "smoke", "-"}
+    assert len(rehearsed["smoke"]["rows"]) == 6
+    assert sum("GB/s" in row["what"] for row in rehearsed["environment"]["rows"]) == 4
+    queues = {row["problem"].rpartition(", ")[2] for row in rehearsed["one-queue"]["rows"]}
+    assert {"flags by KERNEL", "flags by COPY", "one queue"} <= queues
+    for step in ("link", "one-queue"):
+        both = [row["times"] for row in rehearsed[step]["rows"] if row["label"] == "host"]
+        assert both and all(set(times) == {"host", "device"} for times in both), "the host's time beside the device's"
+    assert {row["problem"].split()[0] for row in rehearsed["rivals"]["rows"]} == {
+        "all_gather_matmul", "matmul_reduce_scatter"
+    }  # fmt: skip
+    assert rehearsed["tests"]["facts"]["test_right"].startswith("1 passed")
+    assert rehearsed["sharing"]["facts"]["NCCL, 2 processes on this GPU"].startswith("no: "), "the reason is told"
+
+
+@pytest.mark.cpu
+def test_smoke_fails_at_the_check_that_a_fault_is_for(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--faults")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = (
+        "no kernel image", "the reducer: ", "a one-shot kernel gave up: ", "exceed the bound",
+        "flags of the others' chunks", "without the right record",
+    )  # fmt: skip
+    for number, words in enumerate(said):
+        filed = json.loads((tmp_path / str(number) / "step-smoke.json").read_text())
+        assert (filed["status"], len(filed["rows"])) == ("failed", number), filed
+        assert words in filed["reason"] and len(filed["predictions"]) == 6 - number
+
+
+@pytest.mark.cpu
+def test_what_the_sanitizer_looks_at_is_right_on_an_emulated_gpu(full: bool, tmp_path: Path) -> None:
+    if not full:
+        pytest.skip("--full: its tensors are larger")
+    done = rehearse(tmp_path, "--sanitized")
+    assert done.returncode == 0, done.stderr[-3000:]
