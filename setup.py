@@ -193,9 +193,7 @@ def stamped(build: Path, version: str) -> Path:
 
 def run_ninja(ninja: str, build: Path, version: str, advice: str) -> None:
     command = [ninja, "-C", str(build)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S)
     print(done.stdout)
     if done.returncode != 0:
         advice = f"{advice}; otherwise report these lines, please"

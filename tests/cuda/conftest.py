@@ -37,8 +37,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         pytest.skip(done.stderr.strip().splitlines()[-2].strip())
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.joinpath("made").iterdir()
-    zipfile.ZipFile(wheel).extractall(folder / "unpacked")
-    return folder / "unpacked" / "tpkernels" / "_cuda.so", done.stdout
+    leftovers = folder / "build" / "cuda"  # whoever wants its rules and objects finds them beside the library
+    for name in ("_cuda.so", "_cuda_build.json"):
+        leftovers.joinpath(name).write_bytes(zipfile.ZipFile(wheel).read(f"tpkernels/{name}"))
+    return leftovers / "_cuda.so", done.stdout
 
 
 @pytest.fixture(scope="session")
