@@ -47,7 +47,7 @@ X86_FLAGS = {
 }
 # Of these, flags that older compilers do not know (g++ 11 and clang 12 do): without them the file is empty, too.
 NEW_FLAGS = "-mamx-tile -mamx-bf16".split()
-# A spilled register fails the build. That an nvcc will one day know an architecture no more does not.
+# A spilled register fails the build; a warning that nvcc will drop an architecture one day does not.
 CUDA_FLAGS = """
     -std=c++17 -O3 --expt-relaxed-constexpr -Werror all-warnings -Wno-deprecated-gpu-targets
     -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra -Xptxas -v,-warn-spills,-warn-lmem-usage,-Werror
@@ -192,11 +192,14 @@ def stamped(build: Path, version: str) -> Path:
 
 
 def run_ninja(ninja: str, build: Path, version: str, advice: str) -> None:
-    command = [ninja, "-C", str(build)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S)
+    advice = f"{advice}; otherwise report these lines, please"
+    command, both = [ninja, "-C", str(build)], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        done = subprocess.run(command, **both, text=True, timeout=BUILD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise CannotBuild(f"compilation with {version} had not ended after {error.timeout:g} s", advice) from error
     print(done.stdout)
     if done.returncode != 0:
-        advice = f"{advice}; otherwise report these lines, please"
         raise CannotBuild(f"compilation failed with {version}", advice, first_errors(done.stdout))
 
 
@@ -251,7 +254,7 @@ class Nvcc:
         return [cls(program, found, tuple(map(int, said.groups())) if said else ())]
 
     def __str__(self) -> str:
-        return f"nvcc {'.'.join(map(str, self.version)) or 'of unknown version'}"
+        return f"nvcc {'.'.join(map(str, self.version))}"
 
 
 def find_nvcc() -> Nvcc:
@@ -272,6 +275,8 @@ def find_nvcc() -> Nvcc:
         named = "".join(f"{home} ({name}), " for name, home in homes.items())
         raise CannotBuild(f"no nvcc: neither on PATH nor in {named}pip's packages or {USUAL_CUDA}", advice)
     newest = max(nvccs, key=lambda nvcc: nvcc.version)  # of equal ones the first
+    if not newest.version:
+        raise CannotBuild(f"{newest.program} ({newest.found}) does not tell its version: --version fails", advice)
     if newest.version < OLDEST_NVCC:
         least = ".".join(map(str, OLDEST_NVCC))
         raise CannotBuild(f"{newest} ({newest.program}, {newest.found}) is too old: {least} is the least", advice)

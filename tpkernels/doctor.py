@@ -171,7 +171,7 @@ def _cuda_kernels() -> Iterator[Finding]:
     maker = f", built by {record.compiler}, found: {record.found}" if record.compiler else ""
     missing = ", ".join(record.dropped)
     advice = f"without {missing}, which its nvcc did not know: build it with a newer one" if missing else ""
-    yield Finding(area, "their library", f"{file} ({whose}){maker}", "optional" if missing else "ok", advice)
+    yield Finding(area, "CUDA library", f"{file} ({whose}){maker}", "optional" if missing else "ok", advice)
 
 
 def _communication() -> Iterator[Finding]:
