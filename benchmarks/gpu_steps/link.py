@@ -14,6 +14,7 @@ and it matters how flags are raised: by a kernel, a copy, or a value that the st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +39,7 @@ NVLINK_GBPS = 400.0
 M, K = 8192, 4096
 CHUNKS = (1, 2, 4, 8)  # what cutting costs and gains
 CLOCKED = ((3584, 8192), (1792, 4096))  # N, K of 70B and 8B, one of 8 ranks
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 RATE_BYTES, RATE_SIZE = 1 << 28, 8192
 
 
@@ -68,7 +70,9 @@ def run(recorder: Recorder) -> None:
 
 
 def run_one_queue(recorder: Recorder) -> None:
-    """In a process whose environment says CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    """In a process that CUDA gives one queue."""
+    if os.environ.get(ONE_QUEUE) != "1":
+        raise RuntimeError(f"{ONE_QUEUE} is {os.environ.get(ONE_QUEUE, 'not set')}, and must be 1 from the start")
     lab = Lab.of_this_gpu()
     rates = measure_rates(lab, recorder)
     ways = (Raise.KERNEL, Raise.COPY, *((Raise.WRITE_VALUE,) if lab.library.has_write_value() else ()))

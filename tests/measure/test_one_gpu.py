@@ -113,9 +113,8 @@ def as_step(monkeypatch: pytest.MonkeyPatch, then: dict[str, str]) -> None:
     monkeypatch.setattr(one_gpu, "command_of", command)
 
 
-def set_of(name: str, *steps: str, gate: bool = False, **budgets: float) -> StepSet:
-    made = tuple(Step(step, step, budgets.get(step, 60.0), "none") for step in steps)
-    return StepSet(name, 200.0, made, gate)
+def set_of(name: str, *steps: str, limit_s: float = 200.0, gate: bool = False) -> StepSet:
+    return StepSet(name, limit_s, tuple(Step(step, step, 60.0, "none") for step in steps), gate)
 
 
 def statuses(out: Path) -> dict[str, str]:
@@ -128,16 +127,19 @@ def test_a_step_that_hangs_loses_its_rest_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     as_step(monkeypatch, {"hangs": "time.sleep(600)", "dies": "os._exit(9)", "ends": ENDS})
-    assert one_gpu.run_all([set_of("all", "hangs", "dies", "ends", hangs=6.0)], tmp_path, ENVIRONMENT) == 1
+    sets = [set_of("short", "hangs", "late", limit_s=6.0), set_of("long", "dies", "ends")]
+    assert one_gpu.run_all(sets, tmp_path, ENVIRONMENT) == 1
     content = json.loads((tmp_path / "one-gpu.json").read_text())
     found = {step["step"]: step for step in content["steps"]}
-    assert statuses(tmp_path) == {"hangs": "out of time", "dies": "failed", "ends": "done"}
+    late = found.pop("late")
+    assert (late["status"], late["reason"]) == ("out of time", "the set's limit was reached before its turn")
+    assert {name: step["status"] for name, step in found.items()} == {
+        "hangs": "out of time", "dies": "failed", "ends": "done"
+    }  # fmt: skip
     assert all(step["rows"][0]["value"] == 1.0 for step in found.values()), "what was found before stays"
     assert found["hangs"]["predictions"][0]["what"] == "not measured"
     assert "not ended after 6 s" in found["hangs"]["reason"] and "status 9" in found["dies"]["reason"]
     assert "| hangs | out of time |" in capsys.readouterr().out
-    late = one_gpu.supervise(Step("late", "", 3.0, "none"), tmp_path, limit_s=-3.0)
-    assert (late.status, late.reason) == ("out of time", "the set's limit was reached before its turn")
 
 
 @pytest.mark.cpu
@@ -348,6 +350,8 @@ def test_the_rehearsal_has_seen_all_that_the_sets_promise(rehearsed: dict[str, d
     rows = [row for step in rehearsed.values() for row in step["rows"]]
     assert {row["target"] for row in rows} == {"G1", "G2", "G3", "G4", "G5", "R21", "R22", "smoke", "-"}
     assert len(rehearsed["smoke"]["rows"]) == 6
+    loops = {row["what"].rpartition(", ")[2] for row in rehearsed["gemm"]["rows"] if row["target"] == "G1"}
+    assert loops == {"present loop", "shallow loop"}, "a new loop is a line in LOOPS"
     assert sum("GB/s" in row["what"] for row in rehearsed["environment"]["rows"]) == 4
     queues = {row["problem"].rpartition(", ")[2] for row in rehearsed["one-queue"]["rows"]}
     assert {"flags by KERNEL", "flags by COPY", "one queue"} <= queues
