@@ -50,6 +50,10 @@ class Recorder:
         self.noted: list[str] = []
         self.made: list[str] = []
         self.multicasts: list[int | None] = []
+        self.peers_memory: set[int] = set()
+        """Where copies have read or written memory of peers; see :meth:`allocate`."""
+        self.peers_from = 1 << 40
+        self._memory = torch.zeros(1 << 24, dtype=torch.uint8)
         self._kept: list[Any] = []
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -62,6 +66,8 @@ class Recorder:
             self.multicasts.append(arguments[1]._obj.multicast)
         if name == "run":
             name = self._what(arguments[4])
+            ends = [end for chunk in arguments[4] for end in (chunk.source, chunk.target)]
+            self.peers_memory |= {end >> 36 << 36 for end in ends if end is not None and end >> 40 in (1, 2)}
         self.noted.append(name)
 
     def _what(self, chunks: Sequence[Any]) -> str:
@@ -73,9 +79,11 @@ class Recorder:
         return -(-num_bytes // 16) * 16
 
     def allocate(self, num_bytes: int) -> Allocation:
+        """Always at one address here, as freed and mapped anew; that of peer r begins at ``peers_from + (r << 36)``."""
         self.made.append("allocation")
-        memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        return Allocation(memory, tuple(memory.data_ptr() + 16 * rank for rank in range(SIZE)), self.multicast)
+        assert num_bytes <= self._memory.numel()
+        peers = (self.peers_from + (rank << 36) for rank in range(1, SIZE))
+        return Allocation(self._memory, (self._memory.data_ptr(), *peers), self.multicast)
 
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -118,17 +126,29 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def enqueued(recorder: Recorder, op: str, call: Any, calls: int = 1) -> list[str]:
     """What the last of several calls has enqueued; all made things of the calls before are forgotten."""
+    make_call = caller(recorder, op, call)
+    for _ in range(calls):
+        recorder.noted, recorder.made = [], []
+        make_call()
+    return recorder.noted
+
+
+def caller(recorder: Recorder, op: str, call: Any) -> Callable[[], SymmetricChannels]:
+    """What makes the call, on a new group; it returns what the group has."""
     group: Any = SimpleNamespace(rank=0, size=SIZE, timeout=1.0, peers=())
     group.symmetric = SymmetricChannels(group, recorder)
     problem = Problem(op, SIZE * ROWS, SIZE * N, SIZE * K, torch.float32, SIZE, no_symmetric_memory=None)
     context = Context(group, 0, 2, "a call", 77, problem, Costs(), forced_chunks=True)
     (offer,) = [o for o in symmetric.dispatch.implementations(op) if o.name == "symmetric"]
-    for _ in range(calls):
-        recorder.noted, recorder.made = [], []
+
+    def make_call() -> SymmetricChannels:
         found = offer.run(context, call)
         if op == "all_gather":
             found()
-    return recorder.noted
+        channels: SymmetricChannels = group.symmetric
+        return channels
+
+    return make_call
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor, Layout]:
@@ -216,3 +236,19 @@ def test_a_call_that_fails_half_way_is_joined_all_the_same(recorder: Recorder) -
             MatmulReduceScatter(call.xs, call.matrices, call.layout, meanwhile=broken),
         )
     assert recorder.noted[-1] == "join"
+
+
+@pytest.mark.parametrize("op", EXPECTED)
+def test_copies_follow_the_peers_memory_when_slots_grow_and_this_ranks_stay_where_they_are(
+    recorder: Recorder, op: str
+) -> None:
+    make_call = caller(recorder, op, calls()[op])
+    for start in (1 << 40, 2 << 40):
+        recorder.peers_from = start
+        for _ in range(2):  # one with each slot
+            recorder.peers_memory.clear()
+            channels = make_call()
+            assert recorder.peers_memory == {start + (rank << 36) for rank in range(1, SIZE)}
+        for channel in (channels.main, channels.side):
+            recorder.peers_from = 2 << 40
+            channel.reserve(2 * channel._slot_bytes)

@@ -66,7 +66,7 @@ def pull(channel: Channel, op: str, x: Tensor, layout: Layout, whole: Tensor, nu
     stage = _Piece(0, 0, 1, x.numel() * x.element_size(), 0, 0)
     channel.copy(0, op, (Chunk * 1)(_chunk(0, slots[channel.rank], x.data_ptr(), stage)))
     channel.group.signal(chunk=0, peers=channel.group.others, stream=channel.pipeline.stream(0))
-    key = ("pull", layout, row_bytes, whole.element_size(), num_chunks, flags, slots[channel.rank])
+    key = ("pull", layout, row_bytes, whole.element_size(), num_chunks, flags, *slots)
     routes = channel.remember(
         key, lambda: _pull_routes(channel, layout, row_bytes, whole.element_size(), num_chunks, flags), on_device=False
     )
@@ -79,6 +79,8 @@ def pull(channel: Channel, op: str, x: Tensor, layout: Layout, whole: Tensor, nu
 
 
 # A side stream's copies, and where in the tensor of the call each one's moving end is; that differs from call to call.
+# They are remembered by the slots of all ranks: memory that is freed and mapped anew may come back at its old address
+# on this rank, and elsewhere on its peers.
 _Route = tuple[ctypes.Array[Chunk], list[int]]
 
 
@@ -141,7 +143,7 @@ def push(channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_
     """
     base = parts[0].address
     relative = tuple(part._replace(address=part.address - base) for part in parts)
-    key = ("push", relative, itemsize, num_chunks, flags, channel.addresses()[channel.rank])
+    key = ("push", relative, itemsize, num_chunks, flags, *channel.addresses())
     routes = channel.remember(
         key, lambda: _push_routes(channel, relative, itemsize, num_chunks, flags), on_device=False
     )
