@@ -12,6 +12,8 @@ run ahead of the current stream, except ahead of a GEMM.
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tpkernels as tpk
 from tests.ops.support import _write_environment
@@ -32,6 +35,7 @@ from tpkernels.backends import symmetric
 from tpkernels.comm import agreement, symmetric_channels
 from tpkernels.comm.cuda_native import Library
 from tpkernels.comm.groups import Group, resolve
+from tpkernels.comm.pools import outside_of_pools
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.symmetric_memory import Allocation
 
@@ -48,6 +52,8 @@ class EmulatedDevice:
         self._multicasts = settings.multicast
         self.library._library.emulated_late(group.rank, settings.late_us)
         self._kernels = ThreadPoolExecutor(1)
+        self._warming: int | None = None
+        self._in_pool: list[tuple[str, StorageWeakRef]] = []
         self._launched: list[Future[None]] = []
 
     def allocate(self, num_bytes: int) -> Allocation:
@@ -107,10 +113,35 @@ class EmulatedDevice:
         return False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return self._taken(torch.empty(tuple(shape), dtype=dtype))
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return outside_of_pools(lambda: self._taken(torch.zeros(tuple(shape), dtype=dtype)))
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype)
+        return outside_of_pools(lambda: self._taken(torch.tensor(values, dtype=dtype)))
+
+    def _taken(self, made: Tensor) -> Tensor:
+        if self._warming == threading.get_ident():
+            self._in_pool.append((f"{made.dtype}{list(made.shape)}", StorageWeakRef(made.untyped_storage())))
+        return made
+
+    @contextmanager
+    def warming_up(self) -> Iterator[list[str]]:
+        """What "reduce-overhead" does at a function's first run: this thread's memory is of the graph's pool.
+
+        Yields a list that afterwards says what of it still lives, and that the graph's next run will write over.
+        """
+        found: list[str] = []
+        self._warming = threading.get_ident()
+        try:
+            yield found
+        finally:
+            self._warming = None
+        self.synchronize()
+        gc.collect()
+        found += [text for text, storage in self._in_pool if not storage.expired()]
+        self._in_pool.clear()
 
     def patience(self, timeout_s: float) -> int:
         return int(timeout_s * POLLS_PER_SECOND)

@@ -48,6 +48,11 @@ EVEN = BASE.but(shape=(12, 24), **FORCED)  # equal shards for 2, 3 and 4 ranks
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
+def case_of(op: str, **changes: Any) -> Case:
+    """Of equal shards."""
+    return EVEN.but(op=op, **({"bias": False, "ns": ()} if op in COLLECTIVES else {}), **changes)
+
+
 def judge_all(emulation: Emulation, cases: Sequence[Case], judge: str) -> int:
     with emulation.group() as group:
         for case in cases:
@@ -265,6 +270,7 @@ def test_a_graph_captures_known_calls_and_refuses_others(pools: Pools, emulation
     for new, large in pools(2).run(capture, emulation):
         assert "the first call of its kind cannot be captured" in new
         assert "symmetric memory cannot grow" in large and "make this call once before the capture" in large
+        assert new.startswith("all_gather_matmul(dtype=") and large.startswith("all_reduce(dtype=")
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

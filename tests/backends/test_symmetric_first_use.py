@@ -15,11 +15,11 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 import tpkernels as tpk
-from tests.backends.contract import BASE, COLLECTIVES, JUDGES, parts_of, run
+from tests.backends.contract import JUDGES, parts_of, run
 from tests.backends.emulated import Emulation
-from tests.backends.test_symmetric import preferred
+from tests.backends.test_symmetric import case_of, preferred
 from tests.ops import scaled
-from tests.ops.support import GATHER, REDUCE, SCATTER, Case
+from tests.ops.support import GATHER, REDUCE, SCATTER
 from tpkernels.backends import first_use, symmetric
 from tpkernels.comm import cuda_group
 from tpkernels.comm.groups import resolve
@@ -29,11 +29,6 @@ from tpkernels.testing.spawn import Pools
 pytestmark = pytest.mark.gloo
 
 PATIENCE_S = 180.0
-EVEN = BASE.but(shape=(12, 24), implementation="symmetric")
-
-
-def case_of(op: str, **changes: Any) -> Case:
-    return EVEN.but(op=op, **({"bias": False, "ns": ()} if op in COLLECTIVES else {}), **changes)
 
 
 def checked(emulation: Emulation, dtypes: list[torch.dtype]) -> tuple[list[Any], int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tpkernels.backends import launches, symmetric
+from tpkernels.comm import symmetric_channels
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.symmetric_memory import Allocation
 from tpkernels.dispatch import Costs, Problem
@@ -108,6 +109,9 @@ class Recorder:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype)
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         self.made.append("upload")
@@ -252,3 +256,19 @@ def test_copies_follow_the_peers_memory_when_slots_grow_and_this_ranks_stay_wher
         for channel in (channels.main, channels.side):
             recorder.peers_from = 2 << 40
             channel.reserve(2 * channel._slot_bytes)
+
+
+def test_what_is_remembered_has_a_bound_and_the_device_is_waited_for_before_any_of_it_goes(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(symmetric_channels, "_MAX_REMEMBERED", 4)
+    channel = caller(recorder, "all_gather", calls()["all_gather"])().main
+    recorder.made.clear()
+    for key in range(5):
+        assert recorder.made == []
+        channel.remember(key, object)
+    assert recorder.made == ["wait of the host"] and set(channel._remembered) == {2, 3, 4}
+    monkeypatch.setattr(recorder, "capturing", lambda: True)  # nothing may be waited for
+    for key in range(10, 13):
+        channel.remember(key, object, on_device=False)
+    assert recorder.made == ["wait of the host"] and {2, 10, 11, 12} < set(channel._remembered)

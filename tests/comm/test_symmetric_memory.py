@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels as tpk
 from tests.backends.test_symmetric_order import Recorder
 from tests.ops.support import new_group
 from tpkernels.comm import cuda_native, symmetric_memory
-from tpkernels.comm.groups import Group, resolve
+from tpkernels.comm.groups import UNTRIED, Group, resolve
 from tpkernels.comm.residency import waiting_blocks
 from tpkernels.comm.symmetric_memory import CudaDevice, ensure
+from tpkernels.ops import calling
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -65,7 +67,8 @@ def played(rank: int, fault: str) -> Iterator[list[int]]:
         (torch.cuda, "synchronize"): lambda device: None,
         (torch.cuda, "is_current_stream_capturing"): lambda: False,
         (cuda_native, "load"): Recorder,
-        (CudaDevice, "empty"): lambda self, shape, dtype: torch.empty(tuple(shape), dtype=dtype),
+        (torch.cuda, "Stream"): lambda device: SimpleNamespace(synchronize=lambda: None),
+        (CudaDevice, "zeros"): lambda self, shape, dtype: torch.zeros(tuple(shape), dtype=dtype),
     }
     allowed = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": str(int(fault.endswith("allowed")))}
     with ExitStack() as stack:
@@ -175,3 +178,51 @@ def test_a_call_on_another_stream_waits_for_the_one_before_it_unless_a_graph_is_
             ):
                 device.order()
     assert (first.waited_for, second.waited_for, third.waited_for) == ([third], [first], [])
+
+
+class Pool(TorchDispatchMode):
+    """The pool of a graph as torch opens it while "reduce-overhead" warms up: for the thread that it is entered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_thread", [True, False], ids=["as it is", "made by the caller's thread"])
+def test_what_is_kept_on_the_gpu_never_comes_from_the_pool_of_a_graph(in_thread: bool) -> None:
+    device: Any = object.__new__(CudaDevice)
+    device._device, device._keeps = torch.device("cpu"), SimpleNamespace(synchronize=lambda: None)
+    played = mock.patch.multiple(torch.cuda, device=lambda device: nullcontext(), stream=lambda stream: nullcontext())
+    fault = mock.patch.object(symmetric_memory, "outside_of_pools", lambda make: make())
+    with played, nullcontext() if in_thread else fault, Pool() as pool:
+        kept = device.zeros((2, 3), torch.int32), device.upload([1, 2], torch.int64)
+        assert (pool.made == []) is in_thread
+        device.empty((1,), torch.uint8)  # scratch of a call: where else
+        assert "aten.empty.memory_format" in pool.made
+    assert (kept[0].shape, kept[1].tolist()) == ((2, 3), [1, 2]) and not kept[0].any()
+
+
+def test_the_first_call_on_a_group_is_refused_in_capture_by_its_name() -> None:
+    gpu = torch.device("cuda", 0)
+    for key, tried, refused in ((None, UNTRIED, True), ("met", UNTRIED, True), ("met", None, False)):
+        group: Any = SimpleNamespace(key=key, no_symmetric_memory=tried)
+        for capturing in (True, False):
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
+                refusal = raises_unsupported(group, gpu)
+                assert ("all_reduce(columns=7): the first call on a group" in refusal) is (refused and capturing)
+                assert raises_unsupported(group, torch.device("cpu")) == ""
+
+
+def raises_unsupported(group: Any, device: torch.device) -> str:
+    """What a new kind of call is refused with before the ranks talk to each other."""
+    with mock.patch.object(calling.agreement, "meet", side_effect=ZeroDivisionError):
+        try:
+            calling._agree(group, 0, "all_reduce(columns=7)", 0, device)  # type: ignore[arg-type]
+        except ZeroDivisionError:
+            return ""
+        except tpk.errors.UnsupportedProblem as error:
+            return str(error)

@@ -73,7 +73,8 @@ def check(work: Callable[[Context, Any], Any], group: Group, call: int, problem:
     if kind not in channels.first_uses:
         if channels.device.capturing():
             raise UnsupportedProblem(
-                "symmetric: the first call of its kind cannot be captured: make it once before the capture"
+                f"symmetric: the first {problem.op} of its kind cannot be captured in a CUDA graph: make it once "
+                "before the capture, with the same shapes, on every rank"
             )
         said = _verdict_of(work, group, problem, way)
         name = f"first use of symmetric, {problem.op} {dtype_text(problem.dtype, problem.out_dtype)}, {way.name}"

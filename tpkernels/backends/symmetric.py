@@ -61,6 +61,7 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
 from tpkernels.comm.symmetric_memory import Device
 from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.errors import UnsupportedProblem
 from tpkernels.kernels.config import Tiles
 from tpkernels.ops.contract import (
     AllGather,
@@ -324,7 +325,10 @@ def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> An
     channels.check()
     with channels.device.current():
         channels.device.order()
-        return work(context, call)
+        try:
+            return work(context, call)
+        except UnsupportedProblem as refusal:
+            raise UnsupportedProblem(f"{context.text}: {refusal}") from refusal
 
 
 def _has_kernel(device: Device, out_dtype: torch.dtype | None) -> bool:

@@ -81,10 +81,10 @@ class Channel:
         self.device, self.rank, self.size = device, group.rank, group.size
         self._owner, self._pads, self.timeout_s = group, pads, group.timeout
         self.pads = [address + offset for address in pads.addresses]
-        self._state = device.empty((STATE_BYTES,), torch.uint8).zero_()
-        self.flags = device.empty((group.size * MAX_CHUNKS,), torch.int32).zero_()
+        self._state = device.zeros((STATE_BYTES,), torch.uint8)
+        self.flags = device.zeros((group.size * MAX_CHUNKS,), torch.int32)
         """Local flags, by rank and chunk: copies tell the GEMM that a chunk has come, the GEMM that one may go."""
-        self.counters = device.empty((group.size * MAX_CHUNKS,), torch.int32).zero_()
+        self.counters = device.zeros((group.size * MAX_CHUNKS,), torch.int32)
         device.synchronize()
         self.group = cuda_group.Group(
             device.library, rank=group.rank, pads=self.pads, state=self._state.data_ptr(), timeout_s=group.timeout,
@@ -114,8 +114,8 @@ class Channel:
             return
         if self.device.capturing():
             raise UnsupportedProblem(
-                f"symmetric memory cannot grow to {num_bytes} bytes while a CUDA graph is captured: make this call "
-                "once before the capture"
+                f"symmetric memory cannot grow from {self._slot_bytes} to {num_bytes} bytes while a CUDA graph is "
+                "captured: make this call once before the capture, with the same shapes, on every rank"
             )
         grown = -(-num_bytes // _GROW_STEP) * _GROW_STEP
         # Everybody has come to the allocation, so has waited here: nobody reads or writes the old slots any more.
@@ -153,18 +153,26 @@ class Channel:
         Raises:
             UnsupportedProblem: within graph capture, where nothing can be made on the device.
         """
+        capturing = self.device.capturing()
         found = self._remembered.get(key)
         if found is None:
-            if on_device and self.device.capturing():
+            if on_device and capturing:
                 raise UnsupportedProblem(
-                    "symmetric: the first call of its kind cannot be captured: make it once before the capture"
+                    "symmetric: the first call of its kind cannot be captured in a CUDA graph: make it once before the "
+                    "capture, with the same shapes, on every rank"
                 )
+            if len(self._remembered) >= _MAX_REMEMBERED and not capturing:
+                self._forget_oldest()
             found = self._remembered[key] = make()
-            if len(self._remembered) > _MAX_REMEMBERED:
-                self._remembered.pop(next(iter(self._remembered)))
-        if self.device.capturing():
+        if capturing:
             self._baked[id(found)] = found
         return found
+
+    def _forget_oldest(self) -> None:
+        """Half of them at once: kernels may still read those on the device, and are waited for."""
+        self.device.synchronize()
+        for key in list(self._remembered)[: len(self._remembered) // 2]:
+            del self._remembered[key]
 
     # --- a call
 

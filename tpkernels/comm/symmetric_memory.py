@@ -26,10 +26,11 @@ from torch import Tensor
 from tpkernels import config
 from tpkernels.comm import agreement, cuda_native
 from tpkernels.comm.groups import UNTRIED, Group
+from tpkernels.comm.pools import outside_of_pools
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import UnsupportedProblem
 
-__all__ = ["Allocation", "CudaDevice", "Device", "ensure", "is_consistent"]
+__all__ = ["Allocation", "CudaDevice", "Device", "ensure", "is_consistent", "refuse_capture"]
 
 _ONLY_CUDA = "symmetric memory serves CUDA tensors"
 
@@ -91,10 +92,14 @@ class Device(Protocol):
     def capturing(self) -> bool:
         """Whether the current stream records a graph."""
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Scratch of one call, wherever the caller's memory comes from: a graph that is captured owns it."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """To be kept: never of the pool of a graph, and there for every stream; outside of graph capture."""
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """A tensor of these numbers; outside of graph capture."""
+        """A tensor of these numbers, to be kept as that of :meth:`zeros`; outside of graph capture."""
 
     def patience(self, timeout_s: float) -> int:
         """A time-out in what Triton kernels count: nanoseconds, or polls where they are interpreted."""
@@ -109,6 +114,7 @@ class CudaDevice:
         self.library = library
         self._group, self._device, self._allocations = group, device, 0
         self._last_stream: torch.cuda.Stream | None = None
+        self._keeps = torch.cuda.Stream(device)
         properties = torch.cuda.get_device_properties(device)
         self.name = _kind_of(properties)
         self.capability = 10 * properties.major + properties.minor
@@ -178,8 +184,20 @@ class CudaDevice:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._kept(lambda: torch.zeros(tuple(shape), dtype=dtype, device=self._device))
+
     def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)
+        return self._kept(lambda: torch.tensor(values, dtype=dtype).to(self._device))
+
+    def _kept(self, make: Callable[[], Tensor]) -> Tensor:
+        def work() -> Tensor:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._keeps):
+                made = make()
+                self._keeps.synchronize()  # no stream that reads it needs to wait; nothing else runs here
+            return made
+
+        return outside_of_pools(work)
 
     def patience(self, timeout_s: float) -> int:
         return int(timeout_s * 1e9)
@@ -210,6 +228,20 @@ def is_consistent(addresses: Sequence[int], local: int, rank: int, size: int) ->
 
 
 # --- whether a group can have it --------------------------------------------------------------------------------------
+
+
+def refuse_capture(group: Group, what: str, device: torch.device) -> None:
+    """Before the ranks meet, or set up symmetric memory: both make things on the device, and wait for it.
+
+    Raises:
+        UnsupportedProblem: the current stream records a graph; nothing was sent.
+    """
+    new = group.key is None or group.no_symmetric_memory in (UNTRIED, _ONLY_CUDA)
+    if new and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedProblem(
+            f"{what}: the first call on a group cannot be captured in a CUDA graph, because it sets up what the group "
+            "has on the GPU: make this call once before the capture, on every rank"
+        )
 
 
 def ensure(group: Group, call: int, device: torch.device) -> None:

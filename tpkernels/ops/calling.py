@@ -273,6 +273,7 @@ def _check(group: Group, what: str, device: str) -> None:
 
 
 def _agree(group: Group, call: int, signature: Signature, local: int, device: torch.device) -> _Plan:
+    symmetric_memory.refuse_capture(group, str(signature), device)
     agreement.meet(group, call, device)
     monitor.ensure_running()
     settings = config.load()
