@@ -6,6 +6,8 @@ What is real: the exchange through the store, the reasons, growth, and who is to
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -226,3 +228,62 @@ def raises_unsupported(group: Any, device: torch.device) -> str:
             return ""
         except tpk.errors.UnsupportedProblem as error:
             return str(error)
+
+
+def alone(agrees: bool) -> tuple[str, list[int], int]:
+    """Rank 0 allocates and rank 1 never comes: what rank 0 is told, whom it blames, and how often it went further.
+
+    Only entries that are bounded by the group's time-out are counted.
+    """
+    entered, watchdog = 0, mock.Mock()
+
+    def rendezvous(local: Tensor, name: str) -> Any:
+        nonlocal entered
+        entered += watchdog.dump_traceback_later.call_args == mock.call(1.5, exit=True, file=2)
+        watchdog.cancel_dump_traceback_later.assert_not_called()
+        raise RuntimeError("nobody is there")
+
+    faulty = mock.patch.object(CudaDevice, "_agree", return_value=True)
+    with new_group(timeout=1.5) as made, played(dist.get_rank(), "none"):
+        group = meet(made)
+        if dist.get_rank() == 1:
+            return "rank 1 does something else", [], 0
+        device = CudaDevice(group, own_gpu("none"), Recorder())  # type: ignore[arg-type]
+        watched = mock.patch.object(symmetric_memory, "faulthandler", watchdog)
+        with (
+            mock.patch.object(_symmetric_memory, "rendezvous", rendezvous),
+            watched,
+            nullcontext() if agrees else faulty,
+        ):
+            try:
+                device.allocate(64)
+            except tpk.errors.CommunicationError as error:
+                return type(error).__name__, list(error.ranks), entered
+            except AssertionError:
+                return "went on by itself", [], entered
+    return "nothing", [], entered
+
+
+@pytest.mark.parametrize("agrees", [True, False], ids=["as it is", "without agreement"])
+def test_nobody_goes_where_the_driver_waits_before_all_ranks_have_come(ranks: Pools, agrees: bool) -> None:
+    told = ranks(2).run(alone, agrees)[0]
+    assert told == (("CollectiveTimeout", [1], 0) if agrees else ("went on by itself", [], 1))
+
+
+STUCK = """
+import ctypes
+from tpkernels.comm import symmetric_memory
+with symmetric_memory._process_ends_after({seconds}):
+    ctypes.PyDLL(None).sleep(2)  # as torch: with the interpreter's lock
+print("came back")
+"""
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("seconds", "ends"), [(0.5, True), (60, False)], ids=["late", "in time"])
+def test_a_wait_within_the_driver_ends_the_process_and_says_where(seconds: float, ends: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK.format(seconds=seconds)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, "came back" in done.stdout) == ((1, False) if ends else (0, True)), done.stderr
+    assert ("Timeout (0:00:00" in done.stderr) is ends, done.stderr

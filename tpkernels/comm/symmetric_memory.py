@@ -13,10 +13,11 @@ not what torch says they are.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -128,10 +129,12 @@ class CudaDevice:
             local = _new_tensor(num_bytes, self._device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             refusal = str(error).splitlines()[0]
+        # Behind this the driver waits for all ranks: nobody goes there before all have come, with memory in hand.
         self._agree(f"{number}/allocated", refusal, UnsupportedProblem)
         assert local is not None
         try:
-            made, problem = _rendezvous(local, group), None
+            with _process_ends_after(group.timeout):
+                made, problem = _rendezvous(local, group), None
         except RuntimeError as error:
             made, problem = None, str(error).splitlines()[0]
         local.zero_()
@@ -209,6 +212,21 @@ def _new_tensor(num_bytes: int, device: torch.device) -> Tensor:
 
     made: Tensor = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     return made
+
+
+@contextmanager
+def _process_ends_after(seconds: float) -> Iterator[None]:
+    """Where a wait cannot be ended: the process ends, with a traceback, unless what is in here has come to an end.
+
+    A rank that dies in torch's rendezvous leaves its peers in the driver (cuMulticastBindMem waits for all of the team)
+    or at a socket, and torch keeps the interpreter's lock meanwhile, so that no thread of Python, nor the monitor, can
+    do anything.  faulthandler's watchdog needs no lock; it is one per process, so another one's deadline is lost.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)  # sys.stderr may be no file
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _rendezvous(local: Tensor, group: Group) -> Allocation:
