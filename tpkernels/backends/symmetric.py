@@ -16,7 +16,8 @@ Memory: a slot holds the largest shard (gathers), W partials of the largest owne
 (all-reduce in one step) or the whole sum (gathered by multicast); there are two, and two of the largest started gather.
 
 Streams: everything is enqueued on the current stream, or forked from it and joined to it; the host waits for nothing
-once a call's kind is known, so calls can be captured in CUDA graphs after one that was not.  A wait that fails ends its
+once a call's kind is known, so calls can be captured in CUDA graphs after one that was not; all ranks replay at the
+same places of their sequences of calls, on a stream that is ordered with those of the group's other calls.  A wait that fails ends its
 kernels and leaves a record; the next call on the group, or whoever asks ``Group.symmetric.check()`` after having
 synchronised, raises, and outputs since then are void.
 
@@ -140,7 +141,7 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     channel = _channels(context).side
     whole = whole_like(call.x, call.layout)
     channel.prepare(largest_shard(call.layout, call.x), context.fingerprint, context.text)
-    channel.begin("all_gather", context.fingerprint)
+    channel.begin("all_gather")
     try:
         pull(channel, "all_gather", call.x, call.layout, whole, 1, flags=False)
     except BaseException:
@@ -185,7 +186,7 @@ def _gather(
 ) -> None:
     """A whole call: gather, with ``launches`` of kernels that wait for its chunks."""
     channel.prepare(largest_shard(layout, x), context.fingerprint + phase, context.text)
-    channel.begin(op, context.fingerprint + phase)
+    channel.begin(op)
     try:
         pull(channel, op, x, layout, whole, num_chunks, flags=bool(launches))
         for launch in launches:
@@ -201,11 +202,10 @@ def _gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layou
     if not channel.multicasts:
         _gather(channel, context, op, own, layout, out, 1, phase=1)
         return out
-    fingerprint = context.fingerprint + 1
     part = channel.device.library.one_shot_slot_bytes(largest_shard(layout, own))
-    channel.prepare(channel.size * part, fingerprint, context.text)
+    channel.prepare(channel.size * part, context.fingerprint + 1, context.text)
     channel.group.all_gather(
-        channel.one_shot(op, fingerprint), element_bytes=own.element_size(), x=own.data_ptr(), out=out.data_ptr(),
+        channel.one_shot(op), element_bytes=own.element_size(), x=own.data_ptr(), out=out.data_ptr(),
         counts=[layout.shard_rows(rank) * out.shape[1] for rank in range(channel.size)],
         stream=channel.device.stream(),
     )  # fmt: skip
@@ -230,7 +230,7 @@ def _scatter(
     repeats = parts[rank].columns // max(1, columns)
     bias = bias.repeat(repeats) if bias is not None and repeats > 1 else bias
     channel.prepare(channel.size * max(part_bytes(part, itemsize) for part in parts), context.fingerprint, context.text)
-    channel.begin(op, context.fingerprint)
+    channel.begin(op)
     try:
         push(channel, op, parts, itemsize, num_chunks, flags=False)
         meanwhile()
@@ -259,7 +259,7 @@ def _fused_scatter(
     channel.prepare(
         channel.size * max(part_bytes(part, like.element_size()) for part in parts), context.fingerprint, context.text
     )
-    channel.begin(op, context.fingerprint)
+    channel.begin(op)
     try:
         channel.device.launch(launch)
         push(channel, op, parts, like.element_size(), num_chunks, flags=True)
@@ -276,7 +276,7 @@ def _one_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tens
     library, num_bytes = channel.device.library, x.numel() * x.element_size()
     channel.prepare(channel.size * library.one_shot_slot_bytes(num_bytes), context.fingerprint, context.text)
     channel.group.all_reduce(
-        channel.one_shot(op, context.fingerprint), dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
+        channel.one_shot(op), dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
         rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
         stream=channel.device.stream(),
     )  # fmt: skip

@@ -65,9 +65,11 @@ class _Watch:
         self.next_beat = 0.0
         self.had_lost = False
         self.order = Comparison()
+        self.told_of_replays = False
 
     def tick(self) -> None:
         if self.group.symmetric is not None:  # first: the store may have died with the peer
+            self._tell_of_replays(self.group.symmetric)
             self._end_waits_of_the_device(self.group.symmetric)
         now = time.monotonic()
         if now >= self.next_beat:
@@ -91,6 +93,17 @@ class _Watch:
         if verdict is not None:
             self.group.verdict = verdict  # the next call raises it, or the one in flight
             transport.abort(self.group)
+
+    def _tell_of_replays(self, symmetric: SymmetricChannels) -> None:
+        """A program that only replays CUDA graphs makes no call that would raise: it is told here, once."""
+        said = None if self.told_of_replays else symmetric.lost_replays()
+        if said is not None:
+            self.told_of_replays = True
+            _log.error(
+                "tpkernels, group %r: %s. What CUDA graphs with calls on this group have returned since then is void; "
+                "the next call on it that is not a replay raises",
+                self.group.name, said,
+            )  # fmt: skip
 
     def _end_waits_of_the_device(self, symmetric: SymmetricChannels) -> None:
         """Kernels wait for calls that have long returned: end them some time after a peer has failed or died.

@@ -7,7 +7,8 @@ been joined before the next one of its channel begins.
 Memory, per channel and rank: a signal pad, flags, and two slots of the largest call so far (:meth:`Channel.reserve`,
 collective, waits for the device).  Slots that a captured graph has baked in are kept for good.
 
-Assumes that the calls of a group come from one thread at a time, and that its streams are ordered after each other.
+Assumes that the calls of a group come from one thread at a time, and that its streams are ordered after each other,
+those on which graphs are replayed by who replays them.
 Kernels that gave up are found by :meth:`Channel.check`, which reads host memory and waits for nothing: at the next
 call, or after whatever made the host wait for the device.  What such a call has returned is void.
 """
@@ -34,6 +35,7 @@ __all__ = ["Channel", "SymmetricChannels"]
 MAX_LANES = 4  # side streams of a channel: streams beyond the hardware's queues (8 by default) wait for each other
 _GROW_STEP = 2 * 1024 * 1024
 _MASK = 0xFFFFFFFF
+_ODD = 0x9E3779B1  # makes different words of different places, because it is odd
 _MAX_REMEMBERED = 4096
 
 
@@ -61,6 +63,14 @@ class SymmetricChannels:
         """Raise what went wrong on either channel, if anything has."""
         self.main.check()
         self.side.check()
+
+    def lost_replays(self) -> str | None:
+        """What went wrong, if calls were captured: replays of graphs run none of our code, which would raise it."""
+        for channel in (self.main, self.side):
+            failure = channel.group.failure() if channel.is_captured else None
+            if failure is not None:
+                return str(channel.error(failure))
+        return None
 
     def abort(self) -> None:
         """Make every wait of this rank's kernels end, now and for ever. Callable from any thread; calls no CUDA."""
@@ -95,6 +105,8 @@ class Channel:
         self.slot = 0
         self._slots: Allocation | None = None
         self._slot_bytes = 0
+        self._generation = 0
+        self._fingerprint = 0
         self._open = False
         self._texts: dict[int, str] = {}
         self._ops: list[str] = []
@@ -122,6 +134,7 @@ class Channel:
         self.device.synchronize()
         self.check()
         self._slots, self._slot_bytes = self.device.allocate(SLOTS * grown), grown
+        self._generation += 1
 
     def addresses(self, offset: int = 0) -> list[int]:
         """Of every rank's current slot, ``offset`` bytes into it."""
@@ -130,16 +143,21 @@ class Channel:
         return [address + start for address in self._slots.addresses]
 
     @property
+    def is_captured(self) -> bool:
+        """Whether a graph has calls of this channel."""
+        return bool(self._baked)
+
+    @property
     def multicasts(self) -> bool:
         """Whether a store can reach all ranks (NVLS); the same on every rank."""
         return self._pads.multicast != 0
 
-    def one_shot(self, op: str, fingerprint: int) -> OneShot:
+    def one_shot(self, op: str) -> OneShot:
         """A call in one kernel on the current slot, after :meth:`prepare`."""
         assert self._slots is not None, "no slot was reserved"
         multicast = self._slots.multicast
         return OneShot(
-            self.op(op), self.slot, fingerprint & _MASK, self.addresses(),
+            self.op(op), self.slot, self._fingerprint, self.addresses(),
             multicast and multicast + self.slot * self._slot_bytes,
         )  # fmt: skip
 
@@ -186,17 +204,29 @@ class Channel:
         """Before anything of a call is enqueued: an earlier one that was not asked for, memory, and the other slot."""
         self.settle()
         self.reserve(max(16, num_bytes))
-        self._texts[fingerprint & _MASK] = text
-        while len(self._texts) > 256:
-            self._texts.pop(next(iter(self._texts)))
         self.slot = 1 - self.slot
+        self._fingerprint = self._in_place(fingerprint, self.slot)
+        if self._fingerprint not in self._texts:
+            for slot in range(SLOTS):  # a peer's may be the other one
+                self._texts[self._in_place(fingerprint, slot)] = f"{text} in slot {slot} of memory {self._generation}"
+            while len(self._texts) > 512:
+                self._texts.pop(next(iter(self._texts)))
         if self.device.capturing():
             self._baked[id(self._slots)] = self._slots
 
-    def begin(self, op: str, fingerprint: int) -> None:
+    def _in_place(self, fingerprint: int, slot: int) -> int:
+        """What the ranks compare: the call, and which slot of which allocation it is made in.
+
+        The slot and its address are the host's choice at an eager call, and at a replay that of the time of capture.
+        Ranks of which one replays and another one calls would find each other's old data, were it not for this.
+        """
+        place = SLOTS * self._generation + slot + 1
+        return (fingerprint ^ place * _ODD) & _MASK
+
+    def begin(self, op: str) -> None:
         """Begin the call on the current stream, and let the side streams follow it."""
         stream = self.device.stream()
-        self.group.begin(op=self.op(op), slot=self.slot, fingerprint=fingerprint & _MASK, stream=stream)
+        self.group.begin(op=self.op(op), slot=self.slot, fingerprint=self._fingerprint, stream=stream)
         self.pipeline.fork(stream)
         self._open = True
 
@@ -226,14 +256,18 @@ class Channel:
         """
         failure = self.group.failure()
         if failure is not None:
-            raise self._failed(failure)
+            raise self.error(failure)
 
-    def _failed(self, failure: Failure) -> TransportFailure:
+    def error(self, failure: Failure) -> TransportFailure:
         op = self._ops[failure.op] if 0 <= failure.op < len(self._ops) else f"number {failure.op}"
         peer, where = failure.peer, f"[symmetric call, op {op}, epoch {failure.epoch}, chunk {failure.chunk}]"
         if failure.kind is Kind.MISMATCH:
             theirs = self._texts.get(failure.fingerprint, f"a call of fingerprint {failure.fingerprint:#010x}")
-            text = f"rank {peer} made another call than rank {self.rank}: it made {theirs} {where}"
+            text = (
+                f"rank {peer} made another call than rank {self.rank}: it made {theirs} {where}. Where it is the same "
+                "call in another slot, one of the ranks replays a CUDA graph and the other does not: all ranks must "
+                "capture and replay the same sequence of calls"
+            )
             return TransportFailure(text, peer, GroupMismatch, (peer,))
         if failure.kind is Kind.TIMEOUT:
             awaited = "to begin the call" if failure.chunk < 0 else f"for its chunk {failure.chunk}"
