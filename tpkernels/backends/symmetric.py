@@ -17,9 +17,9 @@ Memory: a slot holds the largest shard (gathers), W partials of the largest owne
 
 Streams: everything is enqueued on the current stream, or forked from it and joined to it; the host waits for nothing
 once a call's kind is known, so calls can be captured in CUDA graphs after one that was not; all ranks replay at the
-same places of their sequences of calls, on a stream that is ordered with those of the group's other calls.  A wait that fails ends its
-kernels and leaves a record; the next call on the group, or whoever asks ``Group.symmetric.check()`` after having
-synchronised, raises, and outputs since then are void.
+same places of their sequences of calls, on a stream that is ordered with those of the group's other calls.  A wait
+that fails ends its kernels and leaves a record; the next call on the group, or whoever asks
+``Group.symmetric.check()`` after having synchronised, raises, and outputs since then are void.
 
 One GPU, for tests and measurements: W processes with ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` in a gloo group
 run this very file (NCCL refuses several ranks on one GPU), each with a share of the SMs: call
