@@ -5,6 +5,7 @@ How the memory is made and registered is played to a backend that takes notes. N
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -104,16 +105,17 @@ class NcclNotes:
 
 @pytest.mark.cpu
 def test_memory_is_registered_as_windows_after_it_was_allocated_and_grows_by_a_new_pool() -> None:
-    notes, pools = NcclNotes(), iter(("first", "second"))
+    notes, pools, caller = NcclNotes(), iter(("first", "second", "third")), threading.get_ident()
     group: Any = SimpleNamespace(pg=SimpleNamespace(_get_backend=lambda device: notes), copy_engines=None)
 
     def allocating(self: Any, count: int) -> torch.Tensor:
         notes.said.append("allocate")
+        assert threading.get_ident() != caller, "where a graph's pool may be open"
         return torch.empty(count, dtype=torch.uint8)
 
     with (
         mock.patch.multiple(torch.cuda, MemPool=lambda allocator: next(pools), use_mem_pool=lambda pool: nullcontext(),
-                            synchronize=lambda device: notes.said.append("wait"),
+                            device=lambda device: nullcontext(), synchronize=lambda device: notes.said.append("wait"),
                             is_current_stream_capturing=lambda: False),
         mock.patch.object(copy_engines.Buffers, "_bytes", allocating),
     ):  # fmt: skip
@@ -131,6 +133,12 @@ def test_memory_is_registered_as_windows_after_it_was_allocated_and_grows_by_a_n
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
             with pytest.raises(RuntimeError, match="graph capture"):
                 memory.take((9 * 2**20,), torch.uint8)
+            baked = memory.take((2 * 2**20,), torch.uint8)[0].data_ptr()
+        # A graph has the second pair's addresses: that stays, and stays registered.
+        larger = memory.take((9 * 2**20,), torch.uint8)
+        assert notes.said == [*once, *again, "wait", "allocate", "allocate", ("register", "third", True)]
+        ((pool, pair),) = memory._baked
+        assert pool == "second" and pair[0].data_ptr() == baked and larger[0].data_ptr() != baked
 
 
 @pytest.mark.cpu

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import config
+from tpkernels.comm.pools import outside_of_pools
 
 if TYPE_CHECKING:
     from tpkernels.comm.groups import Group
@@ -46,6 +47,9 @@ class Buffers:
         self._device = device
         self._pool: Any = None
         self._pair: tuple[Tensor, Tensor] | None = None
+        self._is_baked = False
+        self._baked: list[tuple[Any, Any]] = []
+        """Pools and buffers that captured graphs go on using: kept for good."""
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(outgoing, incoming), uninitialised, of ``shape`` each; those of the call before, if they are large enough.
@@ -56,22 +60,31 @@ class Buffers:
             RuntimeError: they would have to grow while a CUDA graph is captured.
         """
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._pair is None or self._pair[0].numel() < num_bytes:
-            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing:
                 raise RuntimeError("registered memory cannot grow in graph capture: make this call once before it")
             self._grow(-(-num_bytes // _GROW_STEP) * _GROW_STEP)
         assert self._pair is not None
+        self._is_baked |= capturing
         outgoing, incoming = (whole[:num_bytes].view(dtype).view(shape) for whole in self._pair)
         return outgoing, incoming
 
     def _grow(self, num_bytes: int) -> None:
         torch.cuda.synchronize(self._device)
-        if self._pool is not None:
+        if self._is_baked:
+            self._baked.append((self._pool, self._pair))
+            self._is_baked = False
+        elif self._pool is not None:
             self._backend.deregister_mem_pool(self._pool)
         self._pair = None
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool):
-            self._pair = self._bytes(num_bytes), self._bytes(num_bytes)
+        pool = self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+
+        def allocate() -> tuple[Tensor, Tensor]:
+            with torch.cuda.device(self._device), torch.cuda.use_mem_pool(pool):
+                return self._bytes(num_bytes), self._bytes(num_bytes)
+
+        self._pair = outside_of_pools(allocate)  # a pool that is open here, a graph's, might be asked first
         # After the allocations: segments that a pool gets later are not registered as windows in every version.
         self._backend.register_mem_pool(self._pool, symm=True)
 
