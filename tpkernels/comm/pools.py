@@ -2,8 +2,8 @@
 
 ``torch.compile(mode="reduce-overhead")`` runs a function once before it captures it, eagerly, but with the graph's
 private pool: what is allocated then and is no output of the function is taken for dead, and given to others while
-somebody still reads it.  Nothing tells an allocation that such a pool is open, and pools do not nest; but torch routes
-by thread (``_cuda_beginAllocateCurrentThreadToPool``, as of 2.13; ``torch.cuda.use_mem_pool`` documents it).
+somebody still reads it.  Nothing tells that such a pool is open, and one of ours inside it need not win; but torch
+routes by thread (``_cuda_beginAllocateCurrentThreadToPool``, as of 2.13; ``torch.cuda.use_mem_pool`` documents it).
 """
 
 from __future__ import annotations
