@@ -10,7 +10,7 @@ import json
 import pytest
 
 from tests.fuzz.model import draw_spec
-from tests.fuzz.runner import fuzz, judged, kinds_in, seeds_of, shrunk, smaller
+from tests.fuzz.runner import FAILURES, fuzz, judged, kinds_in, seeds_of, shrunk, smaller
 from tests.fuzz.vocabulary import BLOCKS, FEATURES, HEADS, Spec
 from tests.mutations.search import check_with
 from tpkernels.testing.spawn import Pools
@@ -89,9 +89,10 @@ def test_a_fault_is_found_by_random_models_and_made_small(ranks: Pools) -> None:
     drawn = (draw_spec(seed, (2,), small=True) for seed in seeds_of(2, 2000))
     likely = [spec for spec in drawn if "temperature" in json.dumps(spec)][:6]
     verdicts = judged(ranks, likely, check_with, fault)
-    wrong = [(spec, verdict) for spec, verdict in zip(likely, verdicts, strict=True) if verdict["kind"] == "wrong"]
-    assert wrong, [verdict["kind"] for verdict in verdicts]
-    spec, verdict = min(wrong, key=lambda pair: len(json.dumps(pair[0])))
+    found = [(spec, verdict) for spec, verdict in zip(likely, verdicts, strict=True) if verdict["kind"] in FAILURES]
+    assert found, [verdict["kind"] for verdict in verdicts]
+    assert all("gradient" in verdict["detail"] for _, verdict in found), found
+    spec, verdict = min(found, key=lambda pair: len(json.dumps(pair[0])))
     small = shrunk(ranks, spec, verdict, 24, check_with, fault)
     assert len(json.dumps(small)) < len(json.dumps(spec)), (small, spec)
 
