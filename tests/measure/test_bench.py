@@ -298,7 +298,8 @@ RECORDED = 3
 def _record_calls(op: str, shape: Shape) -> list[RankTrace]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = tpk.init(device="cpu")
-    case = Case(op, shape, torch.bfloat16, mesh["tp"].get_group(), torch.device("cpu"))
+    # fp32: with AMX a bf16 GEMM would be over before the link has moved its bytes, and would hide little.
+    case = Case(op, shape, torch.float32, mesh["tp"].get_group(), torch.device("cpu"))
     with torch.no_grad():
         return [bench.record_call(case, name) for _ in range(RECORDED) for name in ("unfused", "chunked")]
 

@@ -311,6 +311,8 @@ def _why_not_here(group: Group) -> str | None:
     """This rank's own reasons."""
     if cuda_native.library() is None:
         return f"{cuda_native.why_not()}; `tpkernels doctor` says more"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU in this process"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:

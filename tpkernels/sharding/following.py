@@ -43,6 +43,8 @@ class Followed(AbstractContextManager["Followed"]):
     model: nn.Module
     parts: Parts = field(default_factory=Parts)
     problems: list[str] = field(default_factory=list)
+    other_ways: list[str] = field(default_factory=list)
+    """What shows that the call goes another way than those that the plan was proven for."""
     unknown: list[str] = field(default_factory=list)
     """Rows that took what no rule could follow."""
     stack: ExitStack = field(default_factory=ExitStack)
@@ -77,7 +79,7 @@ class Followed(AbstractContextManager["Followed"]):
         if not mark:
             self.unknown.append(name)
         elif Split(x.dim() - 1, (x.shape[-1],)) not in mark:
-            self.problems.append(
+            self.other_ways.append(
                 f"this call gives {name!r}, a row of the plan, a part that is not cut by features as its weight is: it "
                 "takes another way than the calls that the plan was proven for; make the plan with example_inputs like "
                 'those of this call, or with overrides={...: "replicate"}'

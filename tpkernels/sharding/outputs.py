@@ -28,6 +28,8 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -50,12 +52,22 @@ from tpkernels.sharding.following import Followed, foreign_hooks
 from tpkernels.sharding.layout import Split
 from tpkernels.sharding.parts import UNKNOWN, Mark, Parts
 
-__all__ = ["whole_outputs"]
+__all__ = ["compared", "whole_outputs"]
 
 _MOST_KINDS = 256
 _FLAGS = ("output_attentions",)
 """Of transformers: what asks for parts."""
+_compared = ContextVar("tpkernels_compared", default=False)
 
+
+@contextmanager
+def compared() -> Iterator[None]:
+    """Within: what calls compute is compared with the unsharded model, which tells more than that it may be wrong."""
+    token = _compared.set(True)
+    try:
+        yield
+    finally:
+        _compared.reset(token)
 
 
 def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
@@ -210,16 +222,17 @@ class _Guard:
     def _learn(self, key: Any, kind: _Kind | None, followed: Followed, values: tuple[Any, Any, Any]) -> _Kind:
         """The kind of a call that was followed; a kind that all ranks know costs no word between them."""
         followed.check_attributes()
-        problems = followed.problems + [
+        incomplete = [
             f"this call goes another way than those that the plan was proven for: a gradient would be incomplete, that "
             f"of {where}; make the plan with example_inputs like those of this call"
             for where in followed.parts.incomplete
         ]
+        problems = followed.problems + ([] if _compared.get() else followed.other_ways + incomplete)
         if kind is None:
             kind = self._agree(followed.parts, problems, values)
         elif problems:
             raise ValueError(_listing(problems))
-        if followed.unknown and self._mesh.get_local_rank() == 0:
+        if followed.unknown and not _compared.get() and self._mesh.get_local_rank() == 0:
             rows = sorted(set(followed.unknown))
             warnings.warn(
                 f"it is not known whether what {', '.join(rows[:4])}{' and others' if len(rows) > 4 else ''} took in "

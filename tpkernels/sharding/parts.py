@@ -60,7 +60,8 @@ class Parts(TorchDispatchMode):
         self._cut: set[int] = set()
         """Storages in which a part lies; those of tensors that were uniform and were written to are not among them."""
         self._summed: set[int] = set()
-        """Storages of whole tensors whose gradients are summed over the ranks, and of what is made of these alone."""
+        """Storages of whole tensors whose gradients are summed over the ranks, and of what is made of these and of
+        constants alone: code may let a constant require a gradient, which nobody reads."""
         self.incomplete: dict[str, None] = {}
         """Where a whole tensor meets parts whose gradient would be this rank's share of it."""
         self._uniform: dict[int, dict[Any, frozenset[int]]] = {}
@@ -193,7 +194,7 @@ class Parts(TorchDispatchMode):
 
     def _note_summed(self, tensors: Sequence[Tensor], out: Any) -> None:
         """Outputs of ops on whole tensors."""
-        needing = [tensor for tensor in tensors if tensor.requires_grad] if self._summed else []
+        needing = [tensor for tensor in tensors if tensor.requires_grad]
         if needing and all(self._is_summed(tensor) for tensor in needing):
             for output in tree_leaves(out):
                 if isinstance(output, Tensor) and (storage := _storage(output)) is not None:
@@ -202,7 +203,7 @@ class Parts(TorchDispatchMode):
 
     def _is_summed(self, tensor: Tensor) -> bool:
         storage = _storage(tensor)
-        return storage is not None and storage._cdata in self._summed
+        return storage is not None and (storage._cdata in self._summed or self._is_constant(tensor))
 
     def _check_gradients(self, packet: Any, mixed: Sequence[Tensor]) -> None:
         for tensor in mixed if torch.is_grad_enabled() else ():

@@ -31,6 +31,7 @@ from tpkernels.sharding.copies import cast_floats, copy_of, dtype_of, fill, is_m
 from tpkernels.sharding.differences import Expected, compare, expect, worst_first
 from tpkernels.sharding.examples import as_call, candidates
 from tpkernels.sharding.infer import check_plain, make_plan
+from tpkernels.sharding.outputs import compared
 from tpkernels.sharding.passes import Event, Loss, Pass, Recorder, run, tensors_of
 from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.sources import match
@@ -195,7 +196,8 @@ class _Verifier:
         return made
 
     def _run(self, model: nn.Module, call: tuple[Any, Any], recorder: Recorder | None) -> _Run:
-        found = run(model, call, self.loss, recorder)
+        with compared():
+            found = run(model, call, self.loss, recorder)
         return _Run(model, found, [] if recorder is None else recorder.events)
 
     def _expected(self) -> Expected:
