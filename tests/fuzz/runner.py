@@ -97,6 +97,7 @@ class Summary:
             f"({100 * self.proven // count} %), along the sequence {self.sequence_parallel}, "
             f"without data flow {self.untraced}, not followed while they ran {self.lost}",
             f"right {self.kinds['right']}, refused {self.kinds['refused']}, no model {self.kinds['invalid']}, "
+            f"decided by a rounding {self.kinds['a tie']}, "
             f"WRONG {self.kinds['wrong']}, RAISING {self.kinds['raises']}",
             f"modules: {styles}",
         ]

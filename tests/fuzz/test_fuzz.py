@@ -77,6 +77,26 @@ FOUND: list[Spec] = [
 """What random models have found, made smaller."""
 
 
+TIE: Spec = {
+    "seed": 20261124003648, "world": 2, "batch": 3, "length": 7, "width": 24, "stem": "ids", "norm": "layer",
+    "blocks": [
+        {"is": "mlp", "hidden": 18, "bias": True, "wiring": {"norm": "in place", "residual": "gated"}},
+        {
+            "is": "attention", "heads": 4, "head_dim": 4, "bias": False, "kv_heads": 1, "scores": "shared_table",
+            "q_ops": [{"is": "largest_of_a_head"}, {"is": "norm_on_both", "rms": True}],
+            "out_ops": [{"is": "only_the_largest"}], "wiring": {"norm": "after", "residual": "scaled"},
+        },
+    ],
+}  # fmt: skip
+"""Heads that share keys and values give the same but for rounding, and the largest of their features is kept."""
+
+
+def test_a_model_that_decides_by_a_rounding_is_not_called_wrong(ranks: Pools) -> None:
+    """Its weights off by one rounding change its output by its own size; nothing that is sharded is needed for that."""
+    (verdict,) = judged(ranks, [TIE])
+    assert verdict["kind"] == "a tie" and "output 0 differs" in verdict["detail"], verdict
+
+
 def test_what_random_models_have_found_is_right_now(ranks: Pools) -> None:
     specs = [{"seed": 0, "world": 2, **spec} for spec in FOUND]
     for spec, verdict in zip(specs, judged(ranks, specs), strict=True):
