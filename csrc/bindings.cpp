@@ -15,6 +15,7 @@
 #include "cpu/collectives.h"
 #include "cpu/few_rows.h"
 #include "cpu/reduce.h"
+#include "cpu/residual_norm.h"
 
 namespace py = pybind11;
 using namespace tpk;
@@ -22,7 +23,7 @@ using namespace tpk;
 namespace {
 
 // Ranks compare this when they meet; change it with the layout of the control segment or the protocol.
-constexpr int kAbi = 3;
+constexpr int kAbi = 4;
 // Below this many bytes a sum or copy takes less time than giving up the GIL may cost.
 constexpr std::int64_t kKeepGilBytes = 64 * 1024;
 
@@ -130,6 +131,29 @@ void bind_few_rows(py::module_& m) {
         "y[i, j] = sum over k of x[i, k] * w[j, k] + bias[j], in fp32, rounded once; strides in elements.");
 }
 
+void bind_residual_norm(py::module_& m) {
+    m.def(
+        "residual_norm",
+        [](Dtype dtype, std::int64_t rows, std::int64_t columns, std::uintptr_t weight, double eps, std::uintptr_t y,
+           std::uintptr_t residual, std::uintptr_t sums, std::uintptr_t normed, std::uintptr_t scales) {
+            without_gil(rows * columns * static_cast<std::int64_t>(size_of(dtype)), [&] {
+                residual_norm({dtype, rows, columns, pointer(weight), eps}, pointer(y), pointer(residual),
+                              pointer(sums), pointer(normed), pointer(scales));
+            });
+        },
+        "sums = y + residual, normed = sums / sqrt(mean(sums^2) + eps) * weight, both rounded once; rows back to back.");
+    m.def(
+        "residual_norm_backward",
+        [](Dtype dtype, std::int64_t rows, std::int64_t columns, std::uintptr_t weight, std::uintptr_t dn,
+           std::uintptr_t dr, std::uintptr_t sums, std::uintptr_t scales, std::uintptr_t d, std::uintptr_t dweight) {
+            without_gil(rows * columns * static_cast<std::int64_t>(size_of(dtype)), [&] {
+                residual_norm_backward({dtype, rows, columns, pointer(weight), 0.0}, pointer(dn), pointer(dr),
+                                       pointer(sums), pointer(scales), pointer(d), pointer(dweight));
+            });
+        },
+        "The gradients of residual_norm: d of y and of the residual, dweight in fp32 (fp64).");
+}
+
 void bind_channel(py::module_& m) {
     py::enum_<Failure>(m, "Failure")
         .value("peer_lost", Failure::kPeerLost)
@@ -235,6 +259,7 @@ PYBIND11_MODULE(_native, m) {
     });
     bind_reduce(m);
     bind_few_rows(m);
+    bind_residual_norm(m);
     bind_channel(m);
     m.def(
         "make_control", [](int size, Epoch first) { return make_control(size, first).release(); }, py::arg("size"),

@@ -1,7 +1,7 @@
 """What the tests of the compiled kernels share: how they are built with their drivers, and matrices in memory.
 
 All kernels and drivers are one library for ctypes, and one program under AddressSanitizer and
-UndefinedBehaviorSanitizer: `exercise CASES [few_rows]`.
+UndefinedBehaviorSanitizer: `exercise CASES [few_rows | residual_norm]`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = REPOSITORY / "csrc" / "cpu"
-KERNELS = (*sorted(CPU.glob("reduce*.cpp")), *sorted(CPU.glob("few_rows*.cpp")))
-DRIVERS = tuple(Path(__file__).parent / f"{kind}_exercise.cpp" for kind in ("reduce", "few_rows"))
+KINDS = ("reduce", "few_rows", "residual_norm")
+KERNELS = tuple(path for kind in KINDS for path in sorted(CPU.glob(f"{kind}*.cpp")))
+DRIVERS = tuple(Path(__file__).parent / f"{kind}_exercise.cpp" for kind in KINDS)
 ISA_FLAGS = {
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
     "avx2": "-mavx2 -mfma -mf16c".split(),

@@ -114,11 +114,12 @@ int reduce_test_best_isa() { return static_cast<int>(tpk::best_isa()); }
 int reduce_test_active_isa() { return static_cast<int>(tpk::active_isa()); }
 }
 
-int few_rows_cases(long cases);  // few_rows_exercise.cpp
+int few_rows_cases(long cases);       // few_rows_exercise.cpp
+int residual_norm_cases(long cases);  // residual_norm_exercise.cpp
 
 int main(int argc, char** argv) {
     const long cases = argc > 1 ? std::atol(argv[1]) : 1000;
-    if (argc > 2) return few_rows_cases(cases);
+    if (argc > 2) return argv[2][0] == 'f' ? few_rows_cases(cases) : residual_norm_cases(cases);
     for (int isa = 0; isa <= static_cast<int>(tpk::best_isa()); ++isa) {
         tpk::force_isa(static_cast<tpk::Isa>(isa));
         Random random{std::mt19937_64{20260101}};

@@ -31,6 +31,8 @@ ADDRESS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ISA_FLAGS: dict[str, Sequence[str]] = {
     "cpu/reduce_avx512.cpp": "-O1 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
     "cpu/reduce_avx2.cpp": "-O1 -mavx2 -mfma -mf16c".split(),
+    "cpu/residual_norm_avx512.cpp": "-O0 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
+    "cpu/residual_norm_avx2.cpp": "-O0 -mavx2 -mfma -mf16c".split(),
     "cpu/few_rows_amx.cpp": (),
     "cpu/few_rows_avx512.cpp": "-O0 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
     "cpu/few_rows_avx2.cpp": "-O0 -mavx2 -mfma -mf16c".split(),

@@ -102,6 +102,8 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
     for chunk in range(context.num_chunks):
         start, stop = outgoing.rows(group.rank, chunk)
         reduce_rows(outgoing.parts(chunk, own), own[start:stop], call.bias)
+        if call.tail is not None:
+            call.tail.fill(own[start:stop], start)
     outgoing.finish()
     return own
 
@@ -140,6 +142,8 @@ def _all_reduce_one_shot(context: Context, call: MatmulAllReduce, layout: Layout
     for chunk in range(context.num_chunks):
         start, stop = outgoing.rows(context.group.rank, chunk)
         reduce_rows(outgoing.parts(chunk), out[start:stop], call.bias)
+        if call.tail is not None:
+            call.tail.fill(out[start:stop], start)
     outgoing.finish()
 
 
@@ -150,7 +154,8 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
     first = sum(layout.sizes[: group.rank])
     own = out[first : first + layout.sizes[group.rank]]
     starts = {rank: sum(layout.sizes[:rank]) for rank in range(group.size)}
-    transfers: list[transport.Transfer] = []
+    outbound: list[transport.Transfer] = []
+    inbound: list[tuple[transport.Transfer, int, int]] = []
 
     def fill(owner: int, start: int, stop: int, part: Tensor) -> None:
         with timeline.span("gemm", "gemm", peer=owner):
@@ -160,14 +165,16 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
         start, stop = outgoing.rows(group.rank, chunk)
         done = own[start:stop]
         reduce_rows(outgoing.parts(chunk, own), done, call.bias)
-        incoming = []
+        places = {}
         for peer in reversed(outgoing.peers):
             low, high = chunk_ranges(layout.sizes[peer], context.num_chunks)[chunk]
-            incoming.append((peer, out[starts[peer] + low : starts[peer] + high]))
+            places[peer] = starts[peer] + low, starts[peer] + high
         sent, received = transport.exchange(
-            group, context.tag, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers], incoming
-        )
-        transfers.extend((*received, *sent))
+            group, context.tag, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers],
+            [(peer, out[low:high]) for peer, (low, high) in places.items()],
+        )  # fmt: skip
+        outbound.extend(sent)
+        inbound.extend((transfer, *places[transfer.peer]) for transfer in received)
 
     for chunk in range(context.num_chunks):
         outgoing.send(chunk, fill)
@@ -177,7 +184,13 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
             pass_on(chunk - 1)
     call.meanwhile()
     pass_on(context.num_chunks - 1)
-    transport.wait_all(transfers)
+    for transfer, low, high in inbound:
+        transport.wait_all([transfer])
+        if call.tail is not None:
+            call.tail.fill(out[low:high], low)
+    transport.wait_all(outbound)
+    if call.tail is not None:
+        call.tail.fill(own, first)  # now that nothing of it is on its way
     outgoing.finish()
 
 

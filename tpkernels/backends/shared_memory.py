@@ -19,7 +19,7 @@ Ideas: in-place shared-memory collectives after DeepSpeed's CPU all-reduce; deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -45,6 +45,7 @@ from tpkernels.ops.contract import (
     MatmulReduceScatter,
     ReduceScatter,
     RepeatedSum,
+    ResidualNorm,
     nothing,
 )
 from tpkernels.partition import Layout, array_split_sizes, offsets, peers_after
@@ -60,6 +61,8 @@ __all__ = [
 
 # Up to here every rank sums everything itself; above, each sums its share and copies the others'.
 ONE_SHOT_BYTES = 256 * 1024
+# A block of rows that a tail (see the contract) finds in the second-level cache when it follows their sum.
+BLOCK_BYTES = 128 * 1024
 # Up to here a copy into the segment costs less than the steps that save it: the call is as long as its Python.
 COPIED_BYTES = 32 * 1024
 _ALIGNMENT = 64
@@ -108,11 +111,9 @@ def _sum_after_one_gemm(context: Context, call: MatmulReduceScatter) -> Tensor:
         _multiply(call.xs, call.matrices, segments.view(rank, (rows, columns), like.dtype), call.addend)
         channel.signal()
         call.meanwhile()
-        for start, out in zip(starts, own.chunk(len(starts)) if own.shape[0] else [own] * len(starts), strict=True):
-            channel.reduce_slots(
-                native_dtype(like.dtype), start * like.element_size(), columns, *out.shape, 1, _address(bias),
-                out.data_ptr(), out.shape[1],
-            )  # fmt: skip
+        outer = len(starts)
+        for place, out in enumerate(own.chunk(outer) if own.shape[0] else [own] * outer):
+            _sum_slots(channel, starts[place], columns, bias, out, call.tail, place * out.shape[0])
     return own
 
 
@@ -138,7 +139,11 @@ def _sum_owner_by_owner(context: Context, call: MatmulReduceScatter) -> Tensor:
             channel.wait(producer, (rank - producer) % size)
         parts = [channel.address(producer) + places[producer][rank] for producer in range(size)]
         parts[rank] = own.data_ptr()
-        _sum(parts, bias, own)
+        row_bytes = own.shape[1] * own.element_size()
+        for low, high in _blocks(own, call.tail):
+            _sum([part + low * row_bytes for part in parts], bias, own[low:high])
+            if call.tail is not None:
+                call.tail.fill(own[low:high], low)
     return own
 
 
@@ -154,6 +159,8 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         else:
             out = torch.mm(like, cast(Tensor, call.matrices[0]))
         segments.all_reduce(context.fingerprint, context.text, out, out)
+        if call.tail is not None:
+            call.tail.fill(out, 0)
         return out
     segments.reserve(num_bytes)
     bias = _contiguous(call.bias)
@@ -164,11 +171,9 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         channel.signal()
         call.meanwhile()
         if segments.size == 2 or num_bytes <= ONE_SHOT_BYTES:
-            channel.reduce_slots(
-                native_dtype(like.dtype), 0, columns, rows, columns, 1, _address(bias), out.data_ptr(), columns
-            )
+            _sum_slots(channel, 0, columns, bias, out, call.tail, 0)
         else:
-            _sum_shares(segments, partial, bias, out)
+            _sum_shares(segments, partial, bias, out, call.tail)
     return out
 
 
@@ -205,7 +210,31 @@ def _local_contraction(problem: Problem) -> int:
     return -(-problem.k // problem.world_size)
 
 
-def _sum_shares(segments: SharedSegments, partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _sum_slots(
+    channel: Any, start: int, stride: int, bias: Tensor | None, out: Tensor, tail: ResidualNorm | None, row: int
+) -> None:
+    """out = sum over ranks of their slots, from element ``start`` on; ``row``: the place of ``out`` in the tail."""
+    itemsize, columns = out.element_size(), out.shape[1]
+    for low, high in _blocks(out, tail):
+        channel.reduce_slots(
+            native_dtype(out.dtype), (start + low * stride) * itemsize, stride, high - low, columns, 1, _address(bias),
+            out.data_ptr() + low * columns * itemsize, columns,
+        )  # fmt: skip
+        if tail is not None:
+            tail.fill(out[low:high], row + low)
+
+
+def _blocks(out: Tensor, tail: ResidualNorm | None) -> Iterator[tuple[int, int]]:
+    """All rows; with a tail blocks of them, at least one: a call with nothing to sum waits for its peers, too."""
+    rows = out.shape[0]
+    step = max(1, rows if tail is None else BLOCK_BYTES // max(1, out.shape[1] * out.element_size()))
+    for low in range(0, max(1, rows), step):
+        yield low, min(rows, low + step)
+
+
+def _sum_shares(
+    segments: SharedSegments, partial: Tensor, bias: Tensor | None, out: Tensor, tail: ResidualNorm | None
+) -> None:
     """Each rank sums its share of the rows, then copies everybody's sums."""
     channel, rank, size = segments.channel, segments.rank, segments.size
     sizes = array_split_sizes(out.shape[0], size)
@@ -222,6 +251,8 @@ def _sum_shares(segments: SharedSegments, partial: Tensor, bias: Tensor | None, 
             channel.wait(peer, 2)
         start, stop = shares[peer]
         out[start:stop].copy_(segments.view(peer, tuple(out.shape), out.dtype)[start:stop])
+        if tail is not None:
+            tail.fill(out[start:stop], start)
 
 
 def _multiply(

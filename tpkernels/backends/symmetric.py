@@ -326,7 +326,11 @@ def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> An
     with channels.device.current():
         channels.device.order()
         try:
-            return work(context, call)
+            out = work(context, call)
+            tail = getattr(call, "tail", None)
+            if tail is not None:
+                tail.fill(out, 0)
+            return out
         except UnsupportedProblem as refusal:
             raise UnsupportedProblem(f"{context.text}: {refusal}") from refusal
 

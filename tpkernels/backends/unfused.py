@@ -71,7 +71,7 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
         return _alone(call)
     partial = _partial(call)
     call.meanwhile()
-    return _sum_own_rows(context, partial, call.layout, call.bias)
+    return _finished(call, _sum_own_rows(context, partial, call.layout, call.bias))
 
 
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
@@ -83,13 +83,19 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         return _alone(call)
     partial = _partial(call)
     call.meanwhile()
-    return _sum_everywhere(context, partial, call.bias)
+    return _finished(call, _sum_everywhere(context, partial, call.bias))
 
 
 def _alone(call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
     """One rank: a plain linear, whose bias is part of the one rounding."""
     call.meanwhile()
-    return _partial(call, call.bias)
+    return _finished(call, _partial(call, call.bias))
+
+
+def _finished(call: MatmulReduceScatter | MatmulAllReduce, out: Tensor) -> Tensor:
+    if call.tail is not None:
+        call.tail.fill(out, 0)
+    return out
 
 
 def _partial(call: MatmulReduceScatter | MatmulAllReduce, bias: Tensor | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlparse
 __all__ = ["ABI", "BuildRecord", "build_record", "how_to_rebuild", "native", "outdated", "why_not"]
 
 # Equal to kAbi in csrc/bindings.cpp; both change whenever Python and native code must change together.
-ABI = 3
+ABI = 4
 PACKAGE = Path(__file__).resolve().parents[1]
 RECORD = PACKAGE / "_native_build.json"
 SOURCES = (".cpp", ".h", ".inc")

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels import fp8
+from tpkernels.comm import residual_norm
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.fp8 import Operand, Scaled
@@ -39,6 +40,7 @@ __all__ = [
     "MatmulReduceScatter",
     "ReduceScatter",
     "RepeatedSum",
+    "ResidualNorm",
     "activation_backward",
     "activation_forward",
     "gate_backward",
@@ -126,6 +128,28 @@ def nothing() -> None:
     """The ``meanwhile`` of a call that has none."""
 
 
+class ResidualNorm:
+    """What may follow a sum over the ranks: add the residual, then normalise each row.
+
+    ``out`` of the call becomes ``sums = out + residual`` in its place, and ``normed`` is filled beside it: by
+    :meth:`fill`, once for every row, in any order and in blocks of the backend's choice, as soon as the block's sums
+    are there.  Equations and rounding: :mod:`tpkernels.comm.residual_norm`.
+    """
+
+    def __init__(self, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """``residual`` is contiguous, as many rows and columns as this rank's ``out``; ``weight`` one row."""
+        self.residual, self.weight, self.eps = residual, weight, eps
+        self.normed = torch.empty_like(residual)
+        self.scales = residual.new_empty(residual.shape[0], dtype=residual_norm.of_scales(residual.dtype))
+
+    def fill(self, rows: Tensor, start: int) -> None:
+        """``rows``: sums over the ranks, from row ``start`` of ``out`` on; they become the sums with the residual."""
+        stop = start + rows.shape[0]
+        residual_norm.forward(
+            rows, self.residual[start:stop], self.weight, self.eps, self.normed[start:stop], self.scales[start:stop]
+        )
+
+
 @dataclass(frozen=True)
 class MatmulReduceScatter:
     """out = (sum over ranks of partial)[shard of this rank] + bias, partial = sum_i xs[i] @ matrices[i] + addend.
@@ -141,6 +165,8 @@ class MatmulReduceScatter:
     addend: Tensor | None = None
     meanwhile: Callable[[], None] = nothing
     out_dtype: torch.dtype | None = None
+    tail: ResidualNorm | None = None
+    """What follows the sum, in its place; never where features are scattered."""
 
     @property
     def like(self) -> Tensor:
@@ -161,6 +187,8 @@ class MatmulAllReduce(NamedTuple):
     bias: Tensor | None = None
     meanwhile: Callable[[], None] = nothing
     out_dtype: torch.dtype | None = None
+    tail: ResidualNorm | None = None
+    """What follows the sum, in its place."""
 
     @property
     def like(self) -> Tensor:

@@ -44,11 +44,11 @@ def define(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
-    autocast: bool = False,
+    autocast: bool | int = False,
 ) -> None:
     """Define ``torch.ops.tpkernels.<name>``; without ``backward`` a gradient through the op raises.
 
-    ``autocast``: cast the arguments inside an autocast region, as a linear layer does.
+    ``autocast``: cast the arguments inside an autocast region, as a linear layer does; a number: so many of them.
     """
     _KERNELS[name] = kernel
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
@@ -61,7 +61,7 @@ def define(
     else:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
     for device, key in _AUTOCAST_KEYS.items():
-        _LIBRARY.impl(name, _autocast_kernel(name, device, key, casts=autocast), key)
+        _LIBRARY.impl(name, _autocast_kernel(name, device, key, autocast), key)
 
 
 def call(name: str, *args: Any) -> Any:
@@ -124,14 +124,15 @@ def wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _autocast_kernel(name: str, device: str, key: str, *, casts: bool) -> Callable[..., Any]:
+def _autocast_kernel(name: str, device: str, key: str, casts: bool | int) -> Callable[..., Any]:
     """Leaves autocast before the kernel runs, whose own GEMMs must not be cast once more."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def kernel(*args: Any) -> Any:
         if casts:
             dtype = torch.get_autocast_dtype(device)
-            args = tuple(_cast(arg, dtype, device) for arg in args)
+            last = len(args) if casts is True else casts
+            args = tuple(_cast(arg, dtype, device) if i < last else arg for i, arg in enumerate(args))
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return getattr(torch.ops.tpkernels, name)(*args)
 

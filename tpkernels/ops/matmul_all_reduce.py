@@ -11,15 +11,14 @@ Backward.  Every rank continues with the same y, so dy is the same everywhere an
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels.comm import agreement, timeline
+from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, GroupLike, group_name, group_size, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
@@ -27,6 +26,8 @@ from tpkernels.ops.checks import check_common, check_local, check_weights, plain
 from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.library import call_backward, define, is_plain
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
+from tpkernels.ops.repeated import again, remember
+from tpkernels.ops.residual_norm import add_norm, matmul_all_reduce_norm, wanted
 from tpkernels.ops.scaled_matmul import scaled_matmul_all_reduce
 from tpkernels.ops.shapes import flat, fresh
 from tpkernels.partition import Layout, array_split_sizes
@@ -34,6 +35,7 @@ from tpkernels.partition import Layout, array_split_sizes
 __all__ = ["matmul_all_reduce", "rows_layout"]
 
 
+@overload
 def matmul_all_reduce(
     x: Tensor,
     weight: Tensor,
@@ -44,12 +46,50 @@ def matmul_all_reduce(
     scale_weight: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     implementation: str = "auto",
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def matmul_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    group: GroupLike,
+    *,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    group: GroupLike,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    implementation: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply and sum over the group; chunks of the partial leave while the next are computed.
 
     Unfused equation::
 
         y = all_reduce(x @ weight^T) + bias
+
+    and with ``residual`` and ``norm_weight``, which are given together, ``(normed, sums)``::
+
+        sums   = y + residual
+        normed = rms_norm(sums, norm_weight, eps)
 
     =============  ======================  ==============================================
     argument       shape                   notes
@@ -57,18 +97,31 @@ def matmul_all_reduce(
     ``x``          ``[..., K_r]``          fp32, bf16, fp16, fp64, or fp8 (e4m3); any strides
     ``weight``     ``[N, K_r]``            this rank's columns; K_r may differ between ranks
     ``bias``       ``[N]`` or None         equal on all ranks; added once, after the sum
+    ``residual``   ``[..., N]`` or None    equal on all ranks, like y
+    ``norm_w...``  ``[N]`` or None         equal on all ranks; ``eps``: as that of ``F.rms_norm``
     ``scale_x``    ``[..., 1]`` or 1       fp32, for fp8: per row of x, or one for all
     ``scale_w...`` ``[N, 1]`` or 1         fp32, for fp8: per row of the weight, or one for all
     ``y``          ``[..., N]``            contiguous, equal on all ranks; dtype of x, for fp8 ``out_dtype``
     =============  ======================  ==============================================
 
     Scales and ``out_dtype`` as in :func:`tpkernels.matmul_reduce_scatter`.
-    The gradient that arrives for y must be the same on every rank, as it is when all ranks compute the same loss.
+    The gradient that arrives for y (or for both results) must be the same on every rank, as it is when all ranks
+    compute the same loss; those of ``residual`` and ``norm_weight`` are then complete on every rank.  Results with a
+    residual are rounded where the single ops round: y, the sums and the normed rows.
 
     Raises:
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
+    if wanted(group, residual, norm_weight, eps):
+        assert residual is not None and norm_weight is not None
+        if scale_x is None and scale_weight is None and out_dtype is None and group_size(group) > 1:
+            return matmul_all_reduce_norm(x, weight, bias, residual, norm_weight, eps, group, implementation)
+        y = matmul_all_reduce(
+            x, weight, group, bias=bias, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
+            implementation=implementation,
+        )  # fmt: skip
+        return add_norm(y, residual, norm_weight, eps)
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
         check_local("x", x, group=group)
         check_local("weight", weight, group=group)
@@ -80,8 +133,8 @@ def matmul_all_reduce(
     size = group_size(group)
     if size > 1 and is_plain(x, weight, weight if bias is None else bias):
         state = resolve(group)
-        y = again(state, x, weight, bias, implementation)
-        return _run(state, x, weight, bias, implementation) if y is None else y
+        repeated = again(state, x, weight, bias, implementation)
+        return _run(state, x, weight, bias, implementation) if repeated is None else repeated
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
@@ -89,37 +142,6 @@ def matmul_all_reduce(
         check_common("matmul_all_reduce", x, implementation)
         return plain_linear(x, weight, bias)
     return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))
-
-
-def again(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor | None:
-    """The op for plain arguments (:func:`is_plain`) like those of an earlier small call; None if there was none.
-
-    Host work is what a decoding step has beside its GEMMs, and finds cold caches: this asks for no more than decides.
-    The weight's dtype and device are left to ``F.linear``, unless the step multiplies itself; where that refuses, the
-    long way says why.
-    """
-    repeated = group.repeated.get(_repetition(x, weight, bias, implementation))
-    if repeated is None or timeline.active() or not (x.is_cpu and x.is_contiguous()):
-        return None
-    if bias is not None and not (bias.is_cpu and bias.is_contiguous()):
-        return None
-    if repeated.multiply is not None:
-        if weight.dtype is not x.dtype or not weight.is_cpu or weight.stride(1) != 1:
-            return None
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        calling.sum_again(group, repeated, y, bias, (x, weight))
-        return y
-    try:
-        y = F.linear(x, weight)
-    except RuntimeError:
-        return None
-    calling.sum_again(group, repeated, y, bias)
-    return y
-
-
-def _repetition(x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Hashable:
-    facts = None if bias is None else (bias.shape, bias.dtype)
-    return ("matmul_all_reduce", implementation, x.shape, weight.shape, x.dtype, facts)
 
 
 @lru_cache(maxsize=256)
@@ -154,9 +176,7 @@ def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implement
     first = known.plan is None
     y: Tensor = calling.run_known(group, known, x.shape[-1], arguments, x.device)
     if first:
-        repeated = calling.repeatable(group, known, arguments)
-        if repeated is not None:
-            group.repeated[_repetition(x, weight, bias, implementation)] = repeated
+        remember(group, known, arguments, x, weight, implementation)
     return fresh(y, (*x.shape[:-1], weight.shape[0]))
 
 

@@ -15,7 +15,7 @@ Backward::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from tpkernels.ops.checks import check_common, check_dim, check_local, check_sha
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
 from tpkernels.ops.library import call, call_backward, define
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
+from tpkernels.ops.residual_norm import add_norm, matmul_reduce_scatter_norm, wanted
 from tpkernels.ops.scaled_matmul import scaled_matmul_reduce_scatter
 from tpkernels.ops.shapes import flat, fresh, start_gather
 from tpkernels.partition import Layout, array_split_sizes
@@ -35,6 +36,7 @@ from tpkernels.partition import Layout, array_split_sizes
 __all__ = ["matmul_reduce_scatter"]
 
 
+@overload
 def matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -47,12 +49,54 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     shard_sizes: Sequence[int] | None = None,
     implementation: str = "auto",
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def matmul_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    group: GroupLike,
+    *,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scatter_dim: int = 0,
+    shard_sizes: Sequence[int] | None = None,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    group: GroupLike,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scatter_dim: int = 0,
+    shard_sizes: Sequence[int] | None = None,
+    implementation: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply, sum over the group and keep this rank's shard; remote owners' rows leave while the rest is computed.
 
     Unfused equation::
 
         y = reduce_scatter(x @ weight^T, scatter_dim) + bias
+
+    and with ``residual`` and ``norm_weight``, which are given together, ``(normed, sums)``::
+
+        sums   = y + residual
+        normed = rms_norm(sums, norm_weight, eps)
 
     =============  =============================================  ==================================================
     argument       shape                                          notes
@@ -60,6 +104,8 @@ def matmul_reduce_scatter(
     ``x``          ``[..., M, ..., K_r]``                         fp32, bf16, fp16, fp64, or fp8 (e4m3); any strides
     ``weight``     ``[N, K_r]``                                   this rank's columns; K_r may differ between ranks
     ``bias``       ``[N]`` or None                                equal on all ranks; added once, after the sum
+    ``residual``   ``[..., shard_sizes[rank], ..., N]`` or None   this rank's rows of it
+    ``norm_w...``  ``[N]`` or None                                equal on all ranks; ``eps``: as that of ``F.rms_norm``
     ``scale_x``    ``[..., M, ..., 1]`` or 1                      fp32, for fp8: per row of x, or one for all
     ``scale_w...`` ``[N, 1]`` or 1                                fp32, for fp8: per row of the weight, or one for all
     ``y``          ``[..., shard_sizes[rank], ..., N]``           contiguous; dtype of x, for fp8 ``out_dtype``
@@ -72,7 +118,8 @@ def matmul_reduce_scatter(
         shard_sizes: size of every rank's shard; default ``numpy.array_split`` (10 rows over 3 ranks: 4, 3, 3).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
-    The gradient of ``bias`` is the full one on every rank, so it needs no further reduction.
+    The gradients of ``bias`` and ``norm_weight`` are the full ones on every rank, so they need no further reduction;
+    that of ``norm_weight`` costs an all-reduce of its size.
 
     Raises:
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
@@ -81,6 +128,17 @@ def matmul_reduce_scatter(
     check_local("x", x, group=group)
     check_local("weight", weight, group=group)
     check_local("bias", bias, group=group)
+    if wanted(group, residual, norm_weight, eps):
+        assert residual is not None and norm_weight is not None
+        if scale_x is None and scale_weight is None and out_dtype is None and group_size(group) > 1:
+            return matmul_reduce_scatter_norm(
+                x, weight, bias, residual, norm_weight, eps, group, scatter_dim, shard_sizes, implementation
+            )
+        y = matmul_reduce_scatter(
+            x, weight, group, bias=bias, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
+            scatter_dim=scatter_dim, shard_sizes=shard_sizes, implementation=implementation,
+        )  # fmt: skip
+        return add_norm(y, residual, norm_weight, eps)
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
         return scaled_matmul_reduce_scatter(
             x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
