@@ -131,9 +131,16 @@ def _load_train_demo() -> tuple[Callable[[argparse.ArgumentParser], None], Calla
 
 
 def _load_bench() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
-    from tpkernels.measure import bench
+    from tpkernels.measure import bench, suites
 
-    return bench.add_arguments, bench.main
+    def run(options: argparse.Namespace) -> int:
+        if options.suite != suites.FIRST_NODE:
+            return bench.main(options)
+        from tpkernels.selftest import first_node
+
+        return first_node.main(options)
+
+    return bench.add_arguments, run
 
 
 def _load_profile() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:

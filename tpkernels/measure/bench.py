@@ -81,8 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", action="append", metavar="MxKxN", help="global sizes; repeatable; instead of --suite"
     )
     parser.add_argument(
-        "--suite", choices=tuple(SUITES), default="small",
-        help="standard: linears of known models in groups of 2, 4 and 8 ranks; writes --out (default: small)",
+        "--suite", choices=(*SUITES, suites.FIRST_NODE), default="small",
+        help="standard: linears of known models in groups of 2, 4 and 8 ranks, writes --out; first-node: checks, then"
+        " times everything on a node that nobody has tried yet, one file to attach to a report (default: small)",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true",

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from tpkernels.measure.cases import Shape
 
-__all__ = ["STANDARD_TP", "SUITES", "problems", "scaled"]
+__all__ = ["FIRST_NODE", "STANDARD_TP", "SUITES", "problems", "scaled"]
+
+FIRST_NODE = "first-node"
+"""The suite that is no list of shapes: :mod:`tpkernels.selftest.first_node`."""
 
 STANDARD_TP = (2, 4, 8)
 
