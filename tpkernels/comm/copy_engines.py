@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tpkernels import config
 from tpkernels.comm.pools import outside_of_pools
+from tpkernels.errors import UnsupportedProblem
 
 if TYPE_CHECKING:
     from tpkernels.comm.groups import Group
@@ -57,13 +58,16 @@ class Buffers:
         Collective when they have to grow, which waits for the device.
 
         Raises:
-            RuntimeError: they would have to grow while a CUDA graph is captured.
+            UnsupportedProblem: they would have to grow while a CUDA graph is captured; nothing was sent.
         """
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._pair is None or self._pair[0].numel() < num_bytes:
             if capturing:
-                raise RuntimeError("registered memory cannot grow in graph capture: make this call once before it")
+                raise UnsupportedProblem(
+                    f"registered memory for {num_bytes} bytes cannot be made while a CUDA graph is captured: make this "
+                    "call once before the capture, on every rank"
+                )
             self._grow(-(-num_bytes // _GROW_STEP) * _GROW_STEP)
         assert self._pair is not None
         self._is_baked |= capturing
