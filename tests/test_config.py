@@ -41,3 +41,49 @@ def test_the_live_environment_is_read_at_every_call(monkeypatch: pytest.MonkeyPa
 def test_a_wrong_value_is_refused_by_name(name: str, value: str, expected: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} {expected}, got '{value}'"):
         config.load({name: value})
+
+
+OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "inside"),
+    [
+        ({}, OURS),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, OURS | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, OURS | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, OURS | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
+        # torchrun says 1 for users who have said nothing
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "7"}, OURS | {"TORCHELASTIC_RUN_ID": "7"}),
+        (
+            {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCHELASTIC_RUN_ID": "7"},
+            OURS | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCHELASTIC_RUN_ID": "7"},
+        ),
+    ],
+)
+def test_nccl_groups_are_made_with_what_lets_failures_raise_unless_the_user_says_otherwise(
+    environ: dict[str, str], inside: dict[str, str]
+) -> None:
+    found = dict(environ)
+    with config.nccl_failures_raise(found):
+        assert found == inside
+    assert found == environ, "groups that the user makes are not ours to decide about"
+    with pytest.raises(KeyError), config.nccl_failures_raise(found):
+        raise KeyError
+    assert found == environ
+
+
+def test_the_old_name_of_a_variable_of_torch_counts_as_set() -> None:
+    found = {"NCCL_ASYNC_ERROR_HANDLING": "3"}
+    with config.nccl_failures_raise(found):
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in found
+
+
+@pytest.mark.parametrize(("value", "blocks"), [(None, False), ("0", False), ("1", True), ("True", True), ("n", False)])
+def test_blocking_waits_are_read_as_torch_reads_them(value: str | None, blocks: bool) -> None:
+    environ = {} if value is None else {"TORCH_NCCL_BLOCKING_WAIT": value}
+    assert config.nccl_waits_block(environ) == blocks

@@ -22,19 +22,43 @@ the function it concerns.
                             this installation's ``tpkernels/_cuda.so``
 ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES``  ``1``: torch's own; several ranks of one GPU may share its memory, for
                             experiments
+``TORCH_NCCL_*``            torch's own; what :func:`nccl_failures_raise` sets for the groups of :func:`tpkernels.init`,
+                            where you have not
 ==========================  =========================================================================================
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tpkernels import launchers
 
-__all__ = ["Config", "inherited", "job_environment", "load", "meeting"]
+__all__ = [
+    "Config", "inherited", "job_environment", "load", "meeting", "nccl_failures_raise", "nccl_waits_block",
+]  # fmt: skip
+
+# How the threads that torch gives an NCCL group treat an operation that fails or takes longer than the time-out; read
+# by torch when a group is made.  What stands here is from the source of ProcessGroupNCCL, not from a run.
+_NCCL_FAILURES_RAISE = {
+    # 2 (CleanUpOnly): the watchdog aborts the communicator and the process goes on.  With torch's default, 3, and with
+    # 1 it ends the process, by an exception in a thread that nobody catches.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # 0: no dump of the flight recorder.  The thread that writes one for a failure of any rank does not go back to its
+    # work, but ends its process after the time of TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: all ranks, 8 minutes later.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # The watchdog sleeps four times so many milliseconds before it aborts, to leave time for that dump, with a lock
+    # that the next operation needs.  torch's default is 15000: the thread that is to raise waits for a minute.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+# Left as they are.  TORCH_NCCL_BLOCKING_WAIT: every wait would hold up the host, and there would be no watchdog.
+# TORCH_NCCL_RETHROW_CUDA_ERRORS: a CUDA error that sticks is not a peer's, and no new group mends it.
+# TORCH_NCCL_PROPAGATE_ERROR: our ranks tell each other what failed, with names.  TORCH_NCCL_ENABLE_MONITORING and
+# TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: they end a process whose watchdog hangs in the driver, which nobody else can.
+_OLD_NAMES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL_ASYNC_ERROR_HANDLING"}
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,38 @@ def meeting(job: launchers.Job, environ: Mapping[str, str] = os.environ) -> laun
         ValueError: several hosts, and nothing says which is rank 0's.
     """
     return None if job.launcher == "torchrun" else launchers.meeting_of(job, environ)
+
+
+@contextmanager
+def nccl_failures_raise(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """NCCL groups that are made inside leave it to us to raise: torch does not end the process when they fail.
+
+    Only here, because for other groups torch's own choice is the safe one: nobody watches what they compute.  A
+    variable that the user has set stays.  ``torchrun`` sets the first one to 1 for every rank whose user has not, so
+    there 1 does not count as set; 3 ends the process as well.
+    """
+    ours = dict(_NCCL_FAILURES_RAISE)
+    for name in _NCCL_FAILURES_RAISE:
+        found = environ.get(name, environ.get(_OLD_NAMES.get(name, name)))
+        by_torchrun = name == "TORCH_NCCL_ASYNC_ERROR_HANDLING" and found == "1" and "TORCHELASTIC_RUN_ID" in environ
+        if found is not None and not by_torchrun:
+            del ours[name]
+    before = {name: environ.get(name) for name in ours}
+    environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del environ[name]
+            else:
+                environ[name] = value
+
+
+def nccl_waits_block(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the waits of NCCL groups hold the host up: torch then has no thread that knows which works have ended."""
+    value = environ.get("TORCH_NCCL_BLOCKING_WAIT", environ.get("NCCL_BLOCKING_WAIT", "0"))
+    return value.lower() in ("1", "y", "yes", "t", "true")
 
 
 def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -58,8 +59,8 @@ class Taken(Exception):
     """Ends `init` where it has chosen its GPU."""
 
 
-def take(index: int) -> None:
-    raise Taken(index)
+def take(what: object) -> None:
+    raise Taken(what)
 
 
 @pytest.mark.cpu
@@ -75,6 +76,23 @@ def test_a_rank_takes_its_gpu_among_those_that_its_process_is_shown(
     with pytest.raises(Taken) as taken:
         tpk.init(device="cuda")
     assert taken.value.args == (gpu,)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("mine", "torchs"), [(None, "2"), ("3", "3")])
+def test_groups_on_gpus_are_made_so_that_their_failures_raise(
+    alone: None, monkeypatch: pytest.MonkeyPatch, mine: str | None, torchs: str
+) -> None:
+    """torch reads this when it makes a group; here the making ends where the rank takes its GPU."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if mine is not None:
+        monkeypatch.setenv(name, mine)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: take(os.environ[name]))
+    with pytest.raises(Taken) as taken:
+        tpk.init(device="cuda")
+    assert taken.value.args == (torchs,) and os.environ.get(name) == mine
 
 
 @pytest.mark.cpu

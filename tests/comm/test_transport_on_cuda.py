@@ -21,6 +21,7 @@ class Notes:
     """The part of a Group, and of its ProcessGroup, that transport uses."""
 
     backends = DeviceBackends.parse("cpu:gloo,cuda:nccl")
+    works = None
 
     def __init__(self, broken: bool = False) -> None:
         self.pg = self

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from tpkernels.comm import copy_engines, timeline
-from tpkernels.comm.transport import Transfer, TransportFailure, wait_all
+from tpkernels.comm.groups import Group
+from tpkernels.comm.transport import Transfer, TransportFailure, wait_all, watch
 from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout, chunk_ranges, peers_after
 
@@ -44,7 +45,7 @@ class CollectiveGather:
             if start == stop:
                 continue
             whole = incoming[group.size * start : group.size * stop]
-            transfer = _post(chunk, whole, partial(group.pg._allgather_base, whole, staged[start:stop]))
+            transfer = _post(group, chunk, whole, partial(group.pg._allgather_base, whole, staged[start:stop]))
             self._chunks.append((transfer, start, stop, whole))
 
     def arrivals(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -83,7 +84,9 @@ class CollectivePartials:
         outgoing, incoming = (
             whole[self.group.size * start : self.group.size * stop] for whole in (self._out, self._in)
         )
-        self._posted[chunk] = _post(chunk, incoming, lambda: self.group.pg.alltoall_base(incoming, outgoing, [], []))
+        self._posted[chunk] = _post(
+            self.group, chunk, incoming, lambda: self.group.pg.alltoall_base(incoming, outgoing, [], [])
+        )
 
     def parts(self, chunk: int, own: Tensor) -> list[Tensor]:
         """Wait for chunk ``chunk`` of this rank's rows; all ranks' partials in rank order, ours from ``own``."""
@@ -105,10 +108,10 @@ class CollectivePartials:
         return whole[first : first + stop - start]
 
 
-def _post(chunk: int, tensor: Tensor, start: Callable[[], Any]) -> Transfer:
+def _post(group: Group, chunk: int, tensor: Tensor, start: Callable[[], Any]) -> Transfer:
     posted = timeline.now()
     try:
-        work = start()
+        work = watch(group, tensor.device, start())
     except RuntimeError as error:
         raise TransportFailure(f"posting chunk {chunk}: {error}") from error
     return Transfer("recv", -1, chunk, tensor, work, posted)

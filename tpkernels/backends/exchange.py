@@ -95,7 +95,8 @@ class PartialExchange:
         shape = (self._rows(mine), self._columns(mine))
         self._in = {peer: workspace.shared.take(shape, like) for peer in self.peers}
         # A posted receive lets a gloo peer send at once; NCCL wants sends and receives of a chunk in one group.
-        self._receive_early = like.device.type != "cuda"
+        device = like.device.type
+        self._receive_early = device != "cuda" and not self.group.backends.waits_in_streams(device)
         if self._receive_early:
             for chunk in range(context.num_chunks):
                 _, received = exchange(self.group, context.tag, chunk, [], self._incoming_buffers(chunk))

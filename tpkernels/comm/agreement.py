@@ -10,10 +10,7 @@ predecessor wrote), each rank may write:
 ``order/RANK``      the order of its calls, written by the monitor (:mod:`tpkernels.comm.call_order`)
 ==================  ===================================================================================================
 
-Ranks that have met and ranks that have not must find each other's failures, so these are in one place without that
-prefix: ``tpkernels/meeting/RANK`` says who a rank is (:class:`~tpkernels.comm.liveness.Identity`) and, if so, why it
-failed; ``tpkernels/meeting/visits/RANK`` counts the groups that a rank has come to with this store, which tells what it
-says of this one from what it said of a predecessor.
+Who has come, and who has failed, ranks say in another place (:mod:`tpkernels.comm.presence`).
 
 A signature is exchanged when it is new to a rank, and then trusted.  The monitor writes the record of a call that takes
 long, and compares: ranks that made two *known* but different calls are found that way, within about a second.
@@ -25,13 +22,12 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from tpkernels.comm import transport
+from tpkernels.comm import presence, transport
 from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
@@ -39,9 +35,9 @@ from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatc
 __all__ = [
     "Record",
     "announce",
+    "blame",
     "diagnose",
     "exchange_records",
-    "failures",
     "meet",
     "mismatch",
     "publish",
@@ -59,7 +55,6 @@ LOOK_EVERY = 0.02
 AWAIT_EVIDENCE = 0.02
 _CARD_BYTES = 4096
 _T = TypeVar("_T")
-_MEETING = "tpkernels/meeting"
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
 }
@@ -89,7 +84,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     if group.key is not None:
         return
     start = time.monotonic()
-    _come(group)
+    presence.come(group)
     others = [rank for rank in range(group.size) if rank != group.rank]
     device = group.backends.meeting_device(device)
     tag, sends = transport.call_tag(0), []
@@ -98,8 +93,11 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         sends = [(peer, group.card) for peer in others]
     cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
     try:
+        if group.backends.waits_in_streams(device.type):
+            _await_company(group)
         sent, received = transport.exchange(group, tag, 0, sends, [(peer, cards[peer]) for peer in others])
         transport.wait_all(received)
+        _await_device(group)
         said = [json.loads(bytes(card.tolist()).rstrip(b"\0")) for card in cards]
         group.peers = tuple(Identity.from_json(one["who"]) for one in said)
         group.visits = tuple(one["visit"] for one in said)
@@ -112,21 +110,46 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         raise _blame_meeting(group, error, time.monotonic() - start) from error
 
 
-def _come(group: Group) -> None:
-    """Say who this rank is, once, in the place where all ranks of the group look, met or not."""
-    if group.visits:
-        return
-    visit = 0
-    with suppress(RuntimeError):  # the store's host may have died: the data path, and its time-out, will tell
-        visit = group.store.add(f"{_MEETING}/visits/{group.rank}", 1)
-        _say(group, visit)
-    # Until the cards say better: ranks that make their groups together have come as often as this one.
-    group.visits = (visit,) * group.size
+def _await_company(group: Group) -> None:
+    """Return when all ranks have come: NCCL's first operation waits for all without a limit, in the host's thread.
+
+    A rank that left a note at a meeting before this one, and lives, is taken to come here, too.
+    """
+    start = time.monotonic()
+    while True:
+        said = _or_empty(lambda: presence.everybody(group, group.store))
+        missing = [
+            rank for rank in range(group.size) if rank not in said or Identity.from_json(said[rank]["who"]).is_dead()
+        ]
+        if _has_broken_up(group) or (missing and time.monotonic() - start > group.timeout):
+            raise transport.TransportFailure(f"rank(s) {missing} did not come", missing[0] if missing else None)
+        if not missing:
+            return
+        time.sleep(LOOK_EVERY)
 
 
-def _say(group: Group, visit: int, failed: Mapping[str, Any] | None = None) -> None:
-    note = {"who": Identity.mine().to_json(), "visit": visit, "failed": failed}
-    group.store.set(f"{_MEETING}/{group.rank}", json.dumps(note))
+def _await_device(group: Group) -> None:
+    """Return when what was started on the device has ended, before the host reads what it brought.
+
+    To read it at once would be a wait in the driver, which nobody could end: the monitor knows groups that have met.
+    """
+    start = time.monotonic()
+    while group.works is not None and (work := group.works.oldest()) is not None:
+        failure = work.failure()
+        if failure is not None or work.has_timed_out() or time.monotonic() - start > group.timeout:
+            raise transport.TransportFailure(failure or "what they told each other has not arrived")
+        if _has_broken_up(group):
+            raise transport.TransportFailure("a rank that had come went away")
+        time.sleep(LOOK_EVERY)
+
+
+def _has_broken_up(group: Group) -> bool:
+    """Whether a rank that had come to this meeting has died or failed."""
+    said = _or_empty(lambda: presence.present(group))
+    return any(
+        Identity.from_json(one["who"]).is_dead() or (one["failed"] is not None and rank != group.rank)
+        for rank, one in said.items()
+    )
 
 
 def _blame_meeting(group: Group, error: transport.TransportFailure, waited: float) -> CommunicationError:
@@ -138,9 +161,9 @@ def _blame_meeting(group: Group, error: transport.TransportFailure, waited: floa
     start = time.monotonic()
     patience = 0.0 if waited > 0.9 * group.timeout else min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
     while True:
-        present = _or_empty(lambda: _present(group))
+        present = _or_empty(lambda: presence.present(group))
         gone = [rank for rank, one in present.items() if Identity.from_json(one["who"]).is_dead()]
-        notes = _or_empty(lambda: failures(group))  # in this order, see blame
+        notes = _or_empty(lambda: presence.failures(group))  # in this order, see blame
         dead = [rank for rank in gone if rank not in notes]
         if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {error}", ranks=dead)
@@ -149,29 +172,9 @@ def _blame_meeting(group: Group, error: transport.TransportFailure, waited: floa
         never_came = error.peer is not None and error.peer not in present
         if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
             ranks = () if error.peer is None else (error.peer,)
-            return PeerLost(f"{head}no word from rank {error.peer}: {error}", ranks=ranks)
+            whom = "a rank" if error.peer is None else f"rank {error.peer}"
+            return PeerLost(f"{head}no word from {whom}: {error}", ranks=ranks)
         time.sleep(0.005)
-
-
-def _present(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
-    """What the ranks that have come to this group say in the meeting's place, by rank."""
-    texts = _found(store or group.store, {rank: f"{_MEETING}/{rank}" for rank in range(group.size)})
-    said = {rank: json.loads(text) for rank, text in texts.items()}
-    return {rank: one for rank, one in said.items() if one["visit"] == group.visits[rank]}
-
-
-def _found(store: Any, keys: dict[int, str]) -> dict[int, str]:
-    """What is under those keys that exist now; two requests if all do, however many ranks there are."""
-    if not store.check(list(keys.values())):
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    texts = store.multi_get(list(keys.values())) if keys else []
-    return {rank: text.decode() for rank, text in zip(keys, texts, strict=True)}
-
-
-def failures(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
-    """The first failure of every other rank that has failed on this group, whether it or we had met the others."""
-    present = _present(group, store)
-    return {rank: one["failed"] for rank, one in present.items() if rank != group.rank and one["failed"] is not None}
 
 
 def _failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> CommunicationError:
@@ -201,7 +204,7 @@ def announce(group: Group, call: int, signature: str, store: Any) -> None:
 
 def read(group: Group, what: str, store: Any = None) -> dict[int, str]:
     """The notes ``what/RANK`` that exist now, by rank."""
-    return _found(store or group.store, {rank: f"{group.key}/{what}/{rank}" for rank in range(group.size)})
+    return presence.existing(store or group.store, {rank: f"{group.key}/{what}/{rank}" for rank in range(group.size)})
 
 
 def exchange_records(group: Group, call: int, record: Record, part: str = "call") -> list[Record]:
@@ -217,7 +220,7 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
 
     def hopeless(waited: float) -> bool:
         """Whether a rank cannot come any more, or those that came disagree and the others had time to join in."""
-        if any(peer.is_dead() for peer in group.peers) or failures(group):
+        if any(peer.is_dead() for peer in group.peers) or presence.failures(group):
             return True
         present = {rank: Record.from_json(text) for rank, text in read(group, f"{part}/{call}").items()}
         return waited > AWAIT_OTHERS and mismatch(group, call, present) is not None
@@ -275,7 +278,7 @@ def refuse(group: Group, signature: str, reason: str) -> None:
         elif group.card is None and group.backends.serving("cpu") == "gloo":
             # The store has no key for us before the ranks have met; a send that nobody waits for says it as well.
             # (NCCL would block its stream: there the peers learn of it when their time is up.)
-            _come(group)
+            presence.come(group)
             group.card = _card(group, torch.device("cpu"), call, reason)
             peers = [(rank, group.card) for rank in range(group.size) if rank != group.rank]
             group.unsent, _ = transport.exchange(group, transport.call_tag(0), 0, peers, [])
@@ -291,14 +294,8 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
             group.shared.poison(group.poison)
         if group.symmetric is not None:
             group.symmetric.abort()  # waits of ours that end tell the peers
-        note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
-        _come(group)
-        try:
-            _say(group, group.visits[group.rank], note)
-            # The store answers in order: a peer that sees us gone from here on finds the note.
-            group.store.check([f"{_MEETING}/{group.rank}"])
-        except RuntimeError as store_error:  # the store's host may be the very rank that died
-            error.add_note(f"the store could not be told: {store_error}")
+        presence.come(group)
+        presence.tell(group, error, group.store)
     return error
 
 
@@ -312,28 +309,34 @@ def diagnose(group: Group, call: int, signature: str, error: transport.Transport
     return blame(group, call, signature, str(error), waited)
 
 
-def blame(group: Group, call: int, signature: str, symptom: str, waited: float) -> CommunicationError:
+def blame(
+    group: Group, call: int, signature: str, symptom: str, waited: float, *, store: Any = None, broken: bool = False
+) -> CommunicationError:
     """Find the ranks that are gone, that failed first, or that did not come, in this order.
 
     A call that has ``waited`` for the whole timeout has left its peers time to leave evidence; one that failed early
     waits for it a little, because connections close before the process is gone.
+
+    Args:
+        store: the client of the thread that asks, if it is not the one that makes the group's calls.
+        broken: the transport has said that it failed: if no rank is to blame, it was not a matter of time.
     """
     head = _head(group, call, signature)
     patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
     if waited > 0.9 * group.timeout:
         patience = 0.0 if all(peer.is_local for peer in group.peers) else max(1.5, min(patience, 0.1 * waited))
     deadline = time.monotonic() + patience
-    first_beats = _or_empty(lambda: read(group, "beat"))
+    first_beats = _or_empty(lambda: read(group, "beat", store))
     while True:
         if group.verdict is not None:
             return group.verdict
         # In this order: a rank that failed because of another leaves its note first and dies later, if at all.
         gone = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
-        notes = _or_empty(lambda: failures(group))
+        notes = _or_empty(lambda: presence.failures(group, store))
         dead = [rank for rank in gone if rank not in notes]
         if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
-        texts = _or_empty(lambda: read(group, f"call/{call}"))
+        texts = _or_empty(lambda: read(group, f"call/{call}", store))
         records = {rank: Record.from_json(text) for rank, text in texts.items()}
         # What this rank has said of the call; what it waits for may be a later part, which has a name of its own.
         records.setdefault(group.rank, Record(signature, {}))
@@ -345,7 +348,7 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    beats = _or_empty(lambda: read(group, "beat"))
+    beats = _or_empty(lambda: read(group, "beat", store))
     silent = [
         rank
         for rank in range(group.size)
@@ -353,7 +356,11 @@ def blame(group: Group, call: int, signature: str, symptom: str, waited: float) 
     ]
     if silent:
         return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
-    late = [rank for rank in range(group.size) if rank not in records]
+    if broken:
+        return PeerLost(f"{head}every process is alive, but they cannot reach each other. {symptom}")
+    # Ranks whose operations run on a device do not stay in their calls: they say how far they have come.
+    reached = {rank: json.loads(text)["call"] for rank, text in _or_empty(lambda: read(group, "order", store)).items()}
+    late = [rank for rank in range(group.size) if rank not in records and reached.get(rank, -1) < call]
     return CollectiveTimeout(
         f"{head}every rank is alive"
         + (f", but rank(s) {late} did not come to this call" if late else "")

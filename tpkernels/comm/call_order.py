@@ -60,7 +60,9 @@ class Comparison:
         if last.place == self._published:
             return
         self._published = last.place
-        note: dict[str, Any] = {"place": last.place, "digest": last.digest, "steps": [], "words": []}
+        note: dict[str, Any] = {
+            "place": last.place, "call": last.call, "digest": last.digest, "steps": [], "words": [],
+        }  # fmt: skip
         if self._alarmed is not None:
             steps = trail.steps()
             words = {step.signature: str(step.signature) for step in steps}

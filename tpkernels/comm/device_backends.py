@@ -18,6 +18,8 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 __all__ = ["DeviceBackends"]
 
 _HOST = torch.device("cpu")
+_IN_STREAM_ORDER = frozenset({"nccl"})
+"""Backends whose waits order the device's streams and return, and whose messages find each other by their order."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,11 @@ class DeviceBackends:
     @property
     def match_by_order(self) -> bool:
         """Whether messages find each other by their order alone: NCCL has tags in its interface, and ignores them."""
-        return "nccl" in self.by_device.values()
+        return not _IN_STREAM_ORDER.isdisjoint(self.by_device.values())
+
+    def waits_in_streams(self, device: str) -> bool:
+        """Whether to wait for a transfer of tensors on ``device`` does not hold the host up: who reads them does."""
+        return self.serving(device) in _IN_STREAM_ORDER
 
     def why_not(self, device: str) -> str | None:
         """Why tensors on ``device`` cannot be sent; None if they can."""

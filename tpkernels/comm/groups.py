@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -26,6 +27,7 @@ from tpkernels.comm import gloo_threads
 from tpkernels.comm.device_backends import DeviceBackends
 from tpkernels.comm.first_meeting import meet_at
 from tpkernels.comm.trail import Trail
+from tpkernels.comm.works import Works
 from tpkernels.errors import CommunicationError, GroupPoisoned
 from tpkernels.launchers import Job
 
@@ -85,6 +87,10 @@ class Group:
     """What the monitor found out before it aborted the transport: about the call in flight, or about earlier ones."""
     trail: Trail | None = None
     """The calls of this rank, where messages of different calls could match; see :mod:`tpkernels.comm.call_order`."""
+    works: Works | None = None
+    """What this rank has started on a device and nobody waits for on the host; see :mod:`tpkernels.comm.works`."""
+    aborted: bool = False
+    """Whether the communicator of the device's backend was ended, which happens once."""
     key: str | None = None
     """Prefix of this incarnation's keys in the store; set when the ranks first meet."""
     card: torch.Tensor | None = None
@@ -227,7 +233,9 @@ def _resolve(pg: dist.ProcessGroup) -> Group:
     created = Group(
         reference, name, pg.rank(), pg.size(), backends, _timeout_seconds(pg, backends), pg.get_group_store()
     )
-    created.trail = Trail() if backends.match_by_order else None
+    if backends.match_by_order:
+        created.trail = Trail()
+        created.works = None if config.nccl_waits_block() else Works()
     _groups[name] = created
     gloo_threads.settle()
     return created
@@ -290,6 +298,13 @@ def init(
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
     world_size = dist.get_world_size() if dist.is_initialized() else environment.world_size if environment else 1
     dp, tp = _mesh_shape(world_size, dp, tp)
+    with config.nccl_failures_raise() if device == "cuda" else nullcontext():
+        return _make_mesh(device, environment, dp, tp, timeout)
+
+
+def _make_mesh(
+    device: str, environment: Job | None, dp: int, tp: int, timeout: float | datetime.timedelta | None
+) -> DeviceMesh:
     if not dist.is_initialized():
         _init_process_group(device, environment, timeout)
     # Groups of a mesh do not inherit the options of the default group. One axis of all ranks *is* the default group.
@@ -302,12 +317,13 @@ def init(
 def new_group(ranks: Sequence[int], device: str, timeout: float) -> dist.ProcessGroup:
     """A group of some ranks with the options that :func:`init` gives its own; every rank of the job calls it."""
     options = _nccl_options(timeout) if device == "cuda" else None
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks),
-        timeout=datetime.timedelta(seconds=timeout),
-        backend="nccl" if device == "cuda" else "gloo",
-        pg_options=options,
-    )
+    with config.nccl_failures_raise() if device == "cuda" else nullcontext():
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=datetime.timedelta(seconds=timeout),
+            backend="nccl" if device == "cuda" else "gloo",
+            pg_options=options,
+        )
     return group
 
 

@@ -5,6 +5,11 @@ call is, reads what the peers say, and when they made another call, refused, fai
 aborts the transport, so that the waiting thread raises.  It also writes the heartbeat by which remote peers know us,
 and compares the order of calls where the transport does not (:mod:`tpkernels.comm.call_order`).
 
+On NCCL a call has long returned when its operation is stuck on the device, and whoever waits for the device waits in
+the driver.  There the monitor looks at the operations themselves (:mod:`tpkernels.comm.works`): when one has failed, is
+late, or stands still while a peer is gone, it records the verdict and aborts the communicator.  The kernels then end,
+the driver's waits return, and the next call on the group raises, or the one in flight.
+
 The thread costs nothing on the path of a call: a call only stores what it is in ``Group.in_flight``, and one that takes
 microseconds not even that, until it waits.
 """
@@ -17,18 +22,21 @@ import threading
 import time
 from typing import Any
 
-from tpkernels.comm import agreement, transport
+from tpkernels.comm import agreement, presence, transport
 from tpkernels.comm.call_order import Comparison
 from tpkernels.comm.groups import Group, InFlight, live_groups
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.trail import Trail
-from tpkernels.errors import GroupMismatch
+from tpkernels.comm.works import Watched, Works
+from tpkernels.errors import CommunicationError, GroupMismatch
 
 __all__ = ["ensure_running"]
 
 PERIOD = 0.25
 SUSPICIOUS_AFTER = 0.5
 HEARTBEAT_EVERY = 1.0
+# What a rank that has come to its end in good order has sent arrives within this time of its leaving, or never.
+STANDS_STILL = 1.0
 
 _log = logging.getLogger(__name__)
 _stop = threading.Event()
@@ -66,12 +74,19 @@ class _Watch:
         self.had_lost = False
         self.order = Comparison()
         self.told_of_replays = False
+        self.oldest: Watched | None = None
+        self.oldest_since = 0.0
 
     def tick(self) -> None:
+        if self.group.poison is not None:
+            self._end_what_is_left(self.group.works)
+            return
         if self.group.symmetric is not None:  # first: the store may have died with the peer
             self._tell_of_replays(self.group.symmetric)
             self._end_waits_of_the_device(self.group.symmetric)
         now = time.monotonic()
+        if self.group.works is not None and self.group.verdict is None:
+            self._look_at_works(self.group.works, now)
         if now >= self.next_beat:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
@@ -83,6 +98,10 @@ class _Watch:
             return
         verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
         if hopeless and self.group.in_flight is in_flight:
+            if self.group.works is not None:
+                if self.group.verdict is None:
+                    self._end(verdict or self._blame(in_flight, "the call did not return", now - in_flight.since))
+                return
             self.group.verdict = self.group.verdict or verdict
             if self.group.shared is not None:
                 self.group.shared.channel.interrupt()
@@ -91,8 +110,54 @@ class _Watch:
     def _compare_order(self, trail: Trail) -> None:
         verdict = self.order.look(self.group, trail, self.store)
         if verdict is not None:
-            self.group.verdict = verdict  # the next call raises it, or the one in flight
+            self._end(verdict)
+
+    def _look_at_works(self, works: Works, now: float) -> None:
+        oldest, stands_still = self._oldest(works, now)
+        if oldest is None:
+            return
+        failure, age = oldest.failure(), now - oldest.since
+        # A little before torch's watchdog, which may end the process when the time is up.
+        is_late = oldest.has_timed_out() or age > self.group.timeout - _margin(self.group)
+        if failure is None and not is_late and not (stands_still and self._has_lost_a_peer()):
+            return
+        symptom = failure or f"its operation on the device had not ended after {age:.1f} s"
+        self._end(self._blame(oldest, symptom, age, broken=failure is not None))
+
+    def _oldest(self, works: Works, now: float) -> tuple[Watched | None, bool]:
+        """The first operation that has not ended, and whether it has been the first for long."""
+        oldest = works.oldest()
+        if oldest is not self.oldest:
+            self.oldest, self.oldest_since = oldest, now
+        return oldest, now - self.oldest_since > STANDS_STILL
+
+    def _end_what_is_left(self, works: Works | None) -> None:
+        """The group has failed on the host; peers that have heard of it do not come to what waits on the device."""
+        if works is not None and all(self._oldest(works, time.monotonic())):
             transport.abort(self.group)
+
+    def _has_lost_a_peer(self) -> bool:
+        if any(peer.is_dead() for peer in self.group.peers):
+            return True
+        try:
+            return bool(presence.failures(self.group, self.store))
+        except RuntimeError:  # the store died, perhaps with the peer: then the time-out tells
+            return False
+
+    def _blame(self, call: InFlight | Watched, symptom: str, waited: float, broken: bool = False) -> CommunicationError:
+        return agreement.blame(
+            self.group, call.call, str(call.signature), symptom, waited, store=self.store, broken=broken
+        )
+
+    def _end(self, verdict: CommunicationError) -> None:
+        """Stop a group whose calls may have returned: the next one raises ``verdict``, or the one in flight."""
+        self.group.verdict = verdict  # before the abort: a thread that it wakes looks here
+        presence.tell(self.group, verdict, self.store)
+        _log.error(
+            "tpkernels: %s. What calls on group %r have returned since then is void; the next call on it raises this",
+            verdict, self.group.name,
+        )  # fmt: skip
+        transport.abort(self.group)
 
     def _tell_of_replays(self, symmetric: SymmetricChannels) -> None:
         """A program that only replays CUDA graphs makes no call that would raise: it is told here, once."""
@@ -110,7 +175,7 @@ class _Watch:
 
         Not at once: a peer that came to its end in good order may leave while ours still wait for another one.
         """
-        lost = any(peer.is_dead() for peer in self.group.peers) or bool(agreement.failures(self.group, self.store))
+        lost = any(peer.is_dead() for peer in self.group.peers) or bool(presence.failures(self.group, self.store))
         if lost and self.had_lost:
             symmetric.abort()
         self.had_lost = lost
@@ -128,9 +193,19 @@ class _Watch:
         hopeless = (
             verdict is not None
             or any(peer.is_dead() for peer in group.peers)
-            or bool(agreement.failures(group, self.store))
+            or bool(presence.failures(group, self.store))
         )
         return verdict, hopeless
+
+
+def _has_works(group: Group) -> bool:
+    return group.works is not None and not group.aborted and group.works.oldest() is not None
+
+
+def _margin(group: Group) -> float:
+    """Seconds that it takes to find whom to blame, and to abort."""
+    patience = 0.0 if group.co_located else agreement.HEARTBEAT_PATIENCE
+    return min(0.1 * group.timeout, 1.0 + patience)
 
 
 def _run() -> None:
@@ -141,7 +216,7 @@ def _run() -> None:
 
 def _look_at_all(watches: dict[int, _Watch]) -> None:
     """One round; a function of its own, so that no variable keeps a group alive until the next."""
-    groups = {id(group): group for group in live_groups() if group.poison is None}
+    groups = {id(group): group for group in live_groups() if group.poison is None or _has_works(group)}
     for key in watches.keys() - groups.keys():
         del watches[key]
     for key, group in groups.items():
@@ -150,5 +225,5 @@ def _look_at_all(watches: dict[int, _Watch]) -> None:
                 watches[key] = _Watch(group)
             watches[key].tick()
         except RuntimeError as error:
-            # The store is gone: its host died or the job is ending.  Calls in flight still end at their time-out.
-            _log.debug("tpkernels monitor cannot reach the store of group %s: %s", group.name, error)
+            # Usually the store: its host died or the job is ending.  Calls in flight still end at their time-out.
+            _log.debug("tpkernels monitor, group %s: %s: %s", group.name, type(error).__name__, error, exc_info=error)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.comm import agreement, rendezvous
+from tpkernels.comm import agreement, presence, rendezvous
 from tpkernels.comm.groups import UNTRIED, Group
 from tpkernels.comm.native import ABI, native, why_not
 from tpkernels.comm.transport import TransportFailure
@@ -226,7 +226,7 @@ def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> C
 def _is_gone(group: Group, rank: int) -> bool:
     """Whether a rank will not come any more: its process is dead, or it has failed and said so."""
     try:
-        return group.peers[rank].is_dead() or rank in agreement.failures(group)
+        return group.peers[rank].is_dead() or rank in presence.failures(group)
     except RuntimeError:  # the store's host died; who that was shows in the processes
         return False
 

@@ -5,7 +5,8 @@ NCCL it makes the current stream wait for the group's own stream (an event, no h
 on both.  Messages carry a tag of (signature, call number, chunk): on gloo, ranks that disagree about a call never match
 each other's messages, so they cannot compute with the wrong bytes (and gloo, which aborts the process when sizes
 differ, never sees them); they stall, and the monitor stops them.  NCCL ignores tags: there the monitor compares the
-order of calls (:mod:`tpkernels.comm.call_order`), after the fact.
+order of calls (:mod:`tpkernels.comm.call_order`), after the fact.  Nor does a wait bound anything there: the monitor
+looks after the operations themselves (:func:`watch`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = [
     "call_tag",
     "exchange",
     "wait_all",
+    "watch",
 ]
 
 # Tags are 31-bit: bit 30 keeps away from the small numbers that programs use; 12 bits name the signature, 10 bits count
@@ -127,7 +129,7 @@ def exchange(
             raise TransportFailure(f"posting the {kind} of chunk {chunk}, peer rank {peer}: {error}", peer) from error
 
     try:
-        if device.type != "cuda":
+        if device.type != "cuda" and not group.backends.waits_in_streams(device.type):
             # Receives first: gloo starts writing inside send() and then keeps a receive that is posted behind it
             # waiting for the connection's lock. Two hosts at 400 Mbit/s, 8 MiB each way: up to 317 ms, this way 174.
             received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
@@ -137,7 +139,7 @@ def exchange(
         pg._start_coalescing(device)
         sent = [post("send", pg.send, peer, tensor) for peer, tensor in sends]
         received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
-        grouped = _Once(pg._end_coalescing(device))
+        grouped = _Once(watch(group, device, pg._end_coalescing(device)))
     except TransportFailure:
         raise
     except RuntimeError as error:
@@ -184,6 +186,25 @@ class _Once:
             self._work = None  # what it holds may be freed, in stream order, from here on
 
 
+def watch(group: Group, device: torch.device, work: Any) -> Any:
+    """Have the monitor look after ``work``, which this rank's call has started on ``device``; returns it.
+
+    Where waits block the host they bound themselves.  What is captured in a CUDA graph does not run now, and torch does
+    not follow what its replays do.
+    """
+    if group.works is not None and group.backends.waits_in_streams(device.type) and not _capturing(device):
+        call = group.in_flight
+        if call is None:
+            group.works.add(group.calls - 1, "the first meeting of the ranks", work)
+        else:
+            group.works.add(call.call, call.signature, work)
+    return work
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def wait_all(transfers: Sequence[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()
@@ -192,12 +213,14 @@ def wait_all(transfers: Sequence[Transfer]) -> None:
 def abort(group: Group) -> None:
     """Make every pending wait of the group fail now; callable from another thread.  The group is unusable afterwards.
 
+    On NCCL the kernels end, and with them the waits for the device: what these then find there is void.
     gloo's ``abort`` does not wake a waiting receive (torch 2.13); a receive that times out closes all connections of
     its context, and that does.  It must be a receive on an open connection, hence one from each of the peers.
     """
     if group.backends.serving("cpu") == "gloo":
         _time_out_receives(group)
-    if set(group.backends.by_device.values()) != {"gloo"}:
+    if set(group.backends.by_device.values()) != {"gloo"} and not group.aborted:
+        group.aborted = True
         group.pg.abort()
 
 

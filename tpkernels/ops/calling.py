@@ -152,7 +152,10 @@ def run_known(group: Group, known: Known, local: int, arguments: Any, device: to
             plan = known.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
             known.plan = plan
             group.enter(call, signature)
-            return plan.implementation.run(plan.context(group, call), arguments)
+            result = plan.implementation.run(plan.context(group, call), arguments)
+            if group.verdict is not None:  # the device was stopped: what a wait for it found there is void
+                _raise_end(group)
+            return result
         except BaseException as error:  # noqa: BLE001 - _fail raises what it means
             _fail(group, call, signature, error)
         finally:
@@ -228,7 +231,10 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
         if group.trail is not None and started is None:
             group.trail.add(call, signature, fingerprint(str(signature)))
         try:
-            return work(call)
+            result = work(call)
+            if group.verdict is not None:
+                _raise_end(group)
+            return result
         except BaseException as error:  # noqa: BLE001 - _fail raises what it means
             _fail(group, call, signature, error)
         finally:
@@ -253,6 +259,8 @@ def _fail(group: Group, call: int, signature: Hashable, error: BaseException) ->
     except UnsupportedProblem:
         raise  # every rank refuses alike, and nothing was sent
     except BaseException as other:
+        if group.verdict is not None and isinstance(other, Exception):  # it stumbled over what it found on the device
+            raise agreement.fail(group, group.verdict) from other
         # Whatever it is, the peers may be waiting for chunks that will not come.
         agreement.fail(group, PeerLost(f"rank {group.rank}, call {call}: {other!r}", ranks=(group.rank,)))
         raise

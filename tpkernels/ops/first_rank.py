@@ -86,7 +86,7 @@ def _broadcast(group: Group, what: str, data: Tensor) -> None:
         group.enter(call, what)
         wire = data.to(device)
         try:
-            dist.broadcast(wire, group=group.pg, group_src=0)
+            transport.watch(group, device, dist.broadcast(wire, group=group.pg, group_src=0, async_op=True)).wait()
         except RuntimeError as error:
             raise transport.TransportFailure(f"the broadcast of {data.numel()} bytes: {error}") from error
         if wire is not data:
