@@ -62,6 +62,12 @@ def zero_cta_gpus() -> Iterator[Shared]:
 
 
 @pytest.fixture(scope="module")
+def nccl_gpus() -> Iterator[Shared]:
+    """A GPU for each rank, and NCCL groups."""
+    yield from pools("nccl", True)
+
+
+@pytest.fixture(scope="module")
 def nccl_ranks() -> Iterator[Shared]:
     """Several ranks of an NCCL group on one GPU."""
     version = torch.cuda.nccl.version()

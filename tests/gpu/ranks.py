@@ -10,6 +10,7 @@ long, sizes small, and each rank's kernels get a share of the SMs, as they would
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from tpkernels.comm import groups
 from tpkernels.comm.groups import resolve
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import exact_matmul, integer_payload
+from tpkernels.testing.spawn import WorkerPool
 
 SETTINGS = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -168,3 +170,43 @@ def late_peer(timeout_s: float) -> dict[str, Any]:
     with new_group(1, timeout=PATIENCE_S) as group:
         told["new group"] = float(tpk.all_reduce(x[:1, :8], group, implementation="symmetric").sum())
     return told
+
+
+def without_a_peer(how: str, timeout_s: float) -> dict[str, Any]:
+    """The last rank "dies" or is "late" between two calls on a group made as `tpk.init` makes its own.
+
+    What the others are told and when, and whether their device works then.
+    """
+    rank, world, told = dist.get_rank(), dist.get_world_size(), dict[str, Any]()
+    x = torch.ones(128 * world, 128, device=PLACE.device, dtype=torch.bfloat16)
+    group = groups.new_group(range(world), PLACE.device.type, timeout_s)
+
+    def call() -> torch.Tensor:
+        return tpk.matmul_reduce_scatter(x, x[:64], group, implementation="chunked")
+
+    call()
+    settle()
+    dist.barrier()
+    if rank == world - 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5 * timeout_s)
+        return told
+    start = time.perf_counter()
+    try:
+        call()
+        settle()  # returns: the communicator was aborted
+        call()
+    except errors.CommunicationError as error:
+        told |= {"error": type(error).__name__, "ranks": list(error.ranks), "text": str(error)}
+    told["seconds"] = time.perf_counter() - start
+    told["context"] = float(torch.ones(4, device=PLACE.device).sum())
+    return told
+
+
+def check_without_a_peer(pool: WorkerPool, how: str, timeout_s: float) -> None:
+    told, *_ = pool.run(without_a_peer, how, timeout_s, return_exceptions=True, timeout=120.0)
+    assert told["error"] == {"dies": "PeerLost", "late": "CollectiveTimeout"}[how], told
+    assert told["ranks"] == [pool.nproc - 1] and "call 2 on group" in told["text"], told
+    assert "matmul_reduce_scatter(" in told["text"] and told["context"] == 4.0, told
+    assert told["seconds"] < {"dies": 5.0, "late": 1.1 * timeout_s}[how], told

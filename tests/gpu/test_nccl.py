@@ -46,6 +46,11 @@ def test_gradients_are_exact_in_fp64_and_bounded_below(nccl_ranks: Shared) -> No
     nccl_ranks(2).run(within_bounds, torch.bfloat16, 3, NAMES, 264, timeout=CALL_S)
 
 
+@pytest.mark.parametrize("how", ["late", "dies"])
+def test_a_rank_that_is_missing_is_named_and_the_others_live(nccl_ranks: Shared, how: str) -> None:
+    scenarios.check_without_a_peer(nccl_ranks(2), how, 10.0)
+
+
 @pytest.mark.parametrize("op", [GATHER, SCATTER, REDUCE])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_graph_replays_with_fresh_data(nccl_ranks: Shared, name: str, op: str) -> None:

@@ -11,7 +11,7 @@ from tests.ops import test_gated
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
-from tpkernels.testing.spawn import Pools, RanksFailed
+from tpkernels.testing.spawn import Pools, RanksFailed, WorkerPool
 
 pytestmark = pytest.mark.gloo
 
@@ -44,3 +44,9 @@ def _replay_that_computes_once() -> None:
 def test_gradients_of_as_many_rows_as_on_a_gpu_are_within_the_bound(ranks: Pools) -> None:
     ranks(2).run(within_bounds, torch.bfloat16, 3, (STAND_IN,), 264)
     ranks(2).run(test_gated.judge_all, (STAND_IN,), torch.bfloat16, 264)
+
+
+@pytest.mark.parametrize(("how", "timeout_s"), [("late", 3.0), ("dies", 20.0)])
+def test_a_missing_rank_is_named_on_gloo_as_it_has_to_be_on_nccl(how: str, timeout_s: float) -> None:
+    with WorkerPool(2, forked=True) as pool:
+        scenarios.check_without_a_peer(pool, how, timeout_s)

@@ -41,3 +41,8 @@ def test_chunks_as_collectives_on_registered_memory_are_exact(zero_cta_gpus: Sha
 def test_gradients_between_gpus_are_within_the_bound(symmetric_gpus: Shared, zero_cta_gpus: Shared) -> None:
     symmetric_gpus(2).run(within_bounds, torch.bfloat16, 3, ("symmetric",), 264, timeout=CALL_S)
     zero_cta_gpus(2).run(within_bounds, torch.bfloat16, 3, ("chunked",), 264, timeout=CALL_S)
+
+
+@pytest.mark.parametrize("how", ["late", "dies"])
+def test_a_rank_that_is_missing_is_named_and_the_others_live(nccl_gpus: Shared, how: str) -> None:
+    scenarios.check_without_a_peer(nccl_gpus(2), how, 10.0)
