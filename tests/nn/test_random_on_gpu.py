@@ -15,7 +15,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 import tpkernels as tpk
 from tests.nn.stand_in_gpu import stand_in_gpu
 from tpkernels.comm.device_backends import DeviceBackends
-from tpkernels.nn import sharded_rng
+from tpkernels.nn import same_weights, sharded_rng
 from tpkernels.nn.same_weights import equal_on_ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked")]
@@ -78,18 +78,24 @@ def test_a_group_that_is_taken_for_one_of_cpus_is_caught(backend: str) -> None:
     assert _wrong(tpk.launch(_job, 2, backend, "misread", timeout=60)) == ["shards have masks of their own"]
 
 
-def _out_of_step() -> tuple[list[bool], list[bool]]:
-    """Masks of a replica after weights were compared on a group where only the GPUs' generators had differed."""
-    _make_group(MIXED)
+def _out_of_step(backend: str, weights_on_gpu: bool) -> tuple[list[bool], list[bool]]:
+    """Masks of a replica before and after weights were compared on a group whose GPUs' generators alone differ."""
+    _make_group(backend)
     group = dist.group.WORLD
-    with stand_in_gpu() as gpu:
+    with stand_in_gpu() as gpu, mock.patch.object(same_weights, "_is_on_gpu", lambda tensor: weights_on_gpu):
         gpu.manual_seed(dist.get_rank())
         before = _draw(gpu)
         equal_on_ranks(torch.ones(3), tpk.nn.parameters.tp_mesh(group, "cpu"))
         return before, _draw(gpu)
 
 
-def test_generators_of_gpus_are_put_in_step_in_a_mixed_group() -> None:
-    (before, after), (also_before, also_after) = tpk.launch(_out_of_step, 2, timeout=60)
+@pytest.mark.parametrize(
+    ("backend", "weights_on_gpu", "in_step"), [(MIXED, False, True), (GLOO, True, True), (GLOO, False, False)]
+)
+def test_generators_of_gpus_are_put_in_step_where_masks_are_drawn_there(
+    backend: str, weights_on_gpu: bool, in_step: bool
+) -> None:
+    """gloo serves CUDA tensors: there the weights tell."""
+    (before, after), (also_before, also_after) = tpk.launch(_out_of_step, 2, backend, weights_on_gpu, timeout=60)
     assert before != also_before, "otherwise this test shows nothing"
-    assert after == also_after
+    assert (after == also_after) == in_step

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -110,6 +110,8 @@ class Comparison:
     """Which ranks hold other values than the first."""
     generators: Group | None = None
     """This rank's group, if the generators of its ranks are out of step."""
+    on_gpu: bool = False
+    """Whether those are the current GPU's, too."""
 
     def take_first(self) -> None:
         """Write the first rank's values into the tensors that differ, and into the generators."""
@@ -120,9 +122,9 @@ class Comparison:
             if data.data_ptr() != target.data_ptr():
                 target.copy_(data.view(target.dtype).view(target.shape))
         if self.generators is not None:
-            state = _generator_state(self.generators)
+            state = _generator_state(self.on_gpu)
             broadcast([self.generators], f"{self.what}: random generators", state)
-            _set_generator_state(self.generators, state)
+            _set_generator_state(state, self.on_gpu)
 
     def refuse(self) -> None:
         """Raise if anything differs."""
@@ -166,7 +168,9 @@ def compare(
     if error is None:
         layout = {name: _layout(tensor) for name, tensor in tensors.items()}
         prints = [fingerprint(tensor) if _has_values(tensor) else 0 for tensor in tensors.values()]
-    mine = _Said(dist.get_rank(), error is not None, _hash(layout), _hash(prints), _generator_hash(generators))
+    on_gpu = generators is not None and _draws_on_gpu(generators, tensors)
+    digest = b"" if generators is None else _digest(_generator_state(on_gpu).numpy().tobytes())
+    mine = _Said(dist.get_rank(), error is not None, _hash(layout), _hash(prints), digest)
     rows = map(_Said.unpack, exchange_bytes(groups, what, mine.pack()))
     said = {one.rank: one for one in sorted(rows)}
     if any(one.failed for one in said.values()):
@@ -186,7 +190,7 @@ def compare(
         others = tuple(rank for rank, one in every.items() if one != first)
         columns = zip(tensors.items(), zip(*every.values(), strict=True), strict=True)
         differing = {name: tensor for (name, tensor), values in columns if len(set(values)) > 1}
-    found = Comparison(what, tuple(groups), differing, others, generators if out_of_step else None)
+    found = Comparison(what, tuple(groups), differing, others, generators if out_of_step else None, on_gpu)
     if mode == "same":
         found.refuse()
         _refuse_generators(what, said, groups, out_of_step)
@@ -213,7 +217,7 @@ def equal_on_ranks(full: Tensor, mesh: DeviceMesh, *, tp_axis: int = 0) -> Tenso
             stacklevel=2,
         )
     mine = {name: tensor.detach().clone() for name, tensor in found.tensors.items()}
-    Comparison(found.what, found.groups, mine, found.ranks, found.generators).take_first()
+    replace(found, tensors=mine).take_first()
     return mine.get(_WEIGHT, full)
 
 
@@ -222,18 +226,18 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _layout(tensor: Tensor) -> str:
-    where = "" if _has_values(tensor) else " on the meta device"
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    where = where if _has_values(tensor) else " on the meta device"
     trained = " with gradient" if tensor.requires_grad else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{where}{trained}"
 
 
 def _hash(value: object) -> bytes:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).digest()
+    return _digest(json.dumps(value).encode())
 
 
-def _generator_hash(group: Group | None) -> bytes:
-    state = b"" if group is None else _generator_state(group).numpy().tobytes()
-    return hashlib.blake2b(state, digest_size=16).digest()
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _listing(names: Sequence[str]) -> str:
@@ -269,14 +273,24 @@ def _refuse_generators(what: str, said: Mapping[int, _Said], groups: Sequence[Gr
         )
 
 
-def _generator_state(group: Group) -> Tensor:
+def _draws_on_gpu(group: Group, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether masks may be drawn on the current GPU, from facts that are equal on all ranks or refused: a group of
+    gloo serves CUDA tensors, and where those lie is part of what is compared first."""
+    return group.backends.own_device == "cuda" or any(_is_on_gpu(tensor) for tensor in tensors.values())
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda and _has_values(tensor)
+
+
+def _generator_state(on_gpu: bool) -> Tensor:
     """Of torch's default generator, and on GPUs of the current device's behind it."""
     state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state()]) if group.backends.own_device == "cuda" else state
+    return torch.cat([state, torch.cuda.get_rng_state()]) if on_gpu else state
 
 
-def _set_generator_state(group: Group, state: Tensor) -> None:
+def _set_generator_state(state: Tensor, on_gpu: bool) -> None:
     size = torch.get_rng_state().numel()
     torch.set_rng_state(state[:size].clone())
-    if group.backends.own_device == "cuda":
+    if on_gpu:
         torch.cuda.set_rng_state(state[size:].clone())
