@@ -156,4 +156,7 @@ def new_group(timeout: float) -> Iterator[FakeNccl]:
     with registered():
         group = dist.new_group(backend=NAME, timeout=timedelta(seconds=timeout))
         assert isinstance(group, FakeNccl)
-        yield group
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)

@@ -28,7 +28,7 @@ from tpkernels.comm.groups import Group, InFlight, live_groups
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Watched, Works
-from tpkernels.errors import CommunicationError, GroupMismatch
+from tpkernels.errors import CommunicationError
 
 __all__ = ["ensure_running"]
 
@@ -81,12 +81,13 @@ class _Watch:
         if self.group.poison is not None:
             self._end_what_is_left(self.group.works)
             return
-        if self.group.symmetric is not None:  # first: the store may have died with the peer
-            self._tell_of_replays(self.group.symmetric)
-            self._end_waits_of_the_device(self.group.symmetric)
         now = time.monotonic()
+        # What the device waits for comes first: the store may have died with the peer.
         if self.group.works is not None and self.group.verdict is None:
             self._look_at_works(self.group.works, now)
+        if self.group.symmetric is not None:
+            self._tell_of_replays(self.group.symmetric)
+            self._end_waits_of_the_device(self.group.symmetric)
         if now >= self.next_beat:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
@@ -98,10 +99,8 @@ class _Watch:
             return
         verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
         if hopeless and self.group.in_flight is in_flight:
-            if self.group.works is not None:
-                if self.group.verdict is None:
-                    self._end(verdict or self._blame(in_flight, "the call did not return", now - in_flight.since))
-                return
+            if self.group.works is not None:  # an abort that ends a wait for the device makes no error of it
+                verdict = verdict or self._blame(in_flight, "the call did not return", now - in_flight.since)
             self.group.verdict = self.group.verdict or verdict
             if self.group.shared is not None:
                 self.group.shared.channel.interrupt()
@@ -134,7 +133,7 @@ class _Watch:
     def _end_what_is_left(self, works: Works | None) -> None:
         """The group has failed on the host; peers that have heard of it do not come to what waits on the device."""
         if works is not None and all(self._oldest(works, time.monotonic())):
-            transport.abort(self.group)
+            self._abort()
 
     def _has_lost_a_peer(self) -> bool:
         if any(peer.is_dead() for peer in self.group.peers):
@@ -157,7 +156,17 @@ class _Watch:
             "tpkernels: %s. What calls on group %r have returned since then is void; the next call on it raises this",
             verdict, self.group.name,
         )  # fmt: skip
-        transport.abort(self.group)
+        self._abort()
+
+    def _abort(self) -> None:
+        try:
+            transport.abort(self.group)
+        except RuntimeError as error:
+            _log.error(
+                "tpkernels: the communicator of group %r could not be aborted, what waits for this device may wait for "
+                "ever: %s",
+                self.group.name, error,
+            )  # fmt: skip
 
     def _tell_of_replays(self, symmetric: SymmetricChannels) -> None:
         """A program that only replays CUDA graphs makes no call that would raise: it is told here, once."""
@@ -180,9 +189,10 @@ class _Watch:
             symmetric.abort()
         self.had_lost = lost
 
-    def _inspect(self, in_flight: InFlight, age: float) -> tuple[GroupMismatch | None, bool]:
+    def _inspect(self, in_flight: InFlight, age: float) -> tuple[CommunicationError | None, bool]:
         """What the peers say of this call and of those it overlaps, and whether it cannot end well."""
-        group, verdict = self.group, None
+        group = self.group
+        verdict: CommunicationError | None = None
         for call, signature in {**group.started, in_flight.call: in_flight.signature}.items():
             agreement.announce(group, call, str(signature), self.store)
             texts = agreement.read(group, f"call/{call}", self.store)
