@@ -322,11 +322,12 @@ def blame(
         broken: the transport has said that it failed: if no rank is to blame, it was not a matter of time.
     """
     head = _head(group, call, signature)
+    remote = [rank for rank, peer in enumerate(group.peers) if not peer.is_local]
     patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
     if waited > 0.9 * group.timeout:
-        patience = 0.0 if all(peer.is_local for peer in group.peers) else max(1.5, min(patience, 0.1 * waited))
+        patience = max(1.5, min(patience, 0.1 * waited)) if remote else 0.0
     deadline = time.monotonic() + patience
-    first_beats = _or_empty(lambda: read(group, "beat", store))
+    first_beats = _or_empty(lambda: read(group, "beat", store)) if remote else {}
     while True:
         if group.verdict is not None:
             return group.verdict
@@ -348,12 +349,8 @@ def blame(
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    beats = _or_empty(lambda: read(group, "beat", store))
-    silent = [
-        rank
-        for rank in range(group.size)
-        if rank != group.rank and not group.peers[rank].is_local and beats.get(rank) == first_beats.get(rank)
-    ]
+    beats = _or_empty(lambda: read(group, "beat", store)) if remote else {}
+    silent = [rank for rank in remote if rank != group.rank and beats.get(rank) == first_beats.get(rank)]
     if silent:
         return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
     if broken:

@@ -151,12 +151,12 @@ class _Watch:
     def _end(self, verdict: CommunicationError) -> None:
         """Stop a group whose calls may have returned: the next one raises ``verdict``, or the one in flight."""
         self.group.verdict = verdict  # before the abort: a thread that it wakes looks here
+        self._abort()
         presence.tell(self.group, verdict, self.store)
         _log.error(
             "tpkernels: %s. What calls on group %r have returned since then is void; the next call on it raises this",
             verdict, self.group.name,
         )  # fmt: skip
-        self._abort()
 
     def _abort(self) -> None:
         try:
