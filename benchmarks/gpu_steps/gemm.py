@@ -1,7 +1,7 @@
 """G1 and G2: the persistent kernels against cuBLAS, and what waits and signals cost, with every flag raised before.
 
 The GEMMs are those of one rank of 8 on the standard shapes: the columns of an all-gather, the contraction of a
-reduce-scatter. Ways of writing the kernel's loop are in `LOOPS`; all of them take turns with cuBLAS.
+reduce-scatter. The flat loop, the nested one (`tpkernels.kernels.config.LOOPS`) and cuBLAS take turns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gpu_steps.roofline import waiting_share
 from tpkernels import fp8, partition
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
+from tpkernels.kernels.config import LOOPS as ALL_LOOPS
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.measure.cases import Shape
 from tpkernels.measure.suites import SUITES
@@ -28,7 +29,7 @@ TP = 8
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 SHAPES = {op: [Shape.parse(text) for text in SUITES["standard"][op]] for op in OPS}
 # What each loop changes in the configuration of a GEMM; a new one is compared with the old by a line here.
-LOOPS: dict[str, dict[str, Any]] = {"present": {}}
+LOOPS: dict[str, dict[str, Any]] = {loop: {"loop": loop} for loop in ALL_LOOPS}
 
 
 def run(recorder: Recorder) -> None:
@@ -100,9 +101,8 @@ def figures(loop: str) -> tuple[str, str, str]:
 def predict(
     lab: Lab, recorder: Recorder, problem: str, m: int, n: int, k: int, configs: Mapping[str, GemmConfig]
 ) -> None:
-    """Of all loops the same: the model is that of the present one."""
-    ours = lab.card.our_gemm_s(m, n, k)
     for loop, config in configs.items():
+        ours = lab.card.our_gemm_s(m, n, k, drains=config.loop == "nested")
         share, rate, waits = figures(loop)
         recorder.predict("G1", problem, share, lab.card.library_gemm_s(m, n, k) / ours)
         recorder.predict("-", problem, rate, 2e-12 * m * n * k / ours)

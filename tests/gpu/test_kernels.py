@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels import scenarios
+from tests.kernels import activations, scenarios
 from tests.kernels.scenarios import Case
 from tests.kernels.test_interpreted import GATHER, SCATTER
-from tpkernels.kernels.config import configure
+from tpkernels.kernels.config import LOOPS, configure
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +73,22 @@ def test_operands_and_results_may_have_more_than_two_to_the_31_elements(descript
         pytest.skip("tensor descriptors need a CUDA device of capability 9.0")
     scenarios.gather(case)
     scenarios.scatter(case)
+
+
+def test_gelu_is_right_to_the_last_digits_of_fp32() -> None:
+    """The hardware's 2^x may be wrong by two of the last digits."""
+    for errors in activations.gelu_errors(device="cuda"):
+        assert errors["absolute"] < 8e-7 and errors["relative"] < 5e-7, errors
+        assert errors["tail"] < 6e-6 and errors["far"] < 1e-12, errors
+
+
+@pytest.mark.parametrize("descriptors", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("scenario", ["gather", "scatter"])
+def test_loops_differ_in_no_bit(scenario: str, descriptors: bool) -> None:
+    case = on_gpu({"descriptors": descriptors, "shards": (97, 61), "k": 128, "delay": 0.0})
+    loops = [getattr(scenarios, scenario)(replace(case, tiles=replace(case.tiles, loop=one)))[0] for one in LOOPS]
+    for first, other in zip(*loops, strict=True):
+        assert torch.equal(first, other)
 
 
 def test_bits_do_not_depend_on_arrival_chunks_or_ctas() -> None:

@@ -7,8 +7,8 @@ A program of its own: Triton must not be in interpreter mode, and mutants are pa
     python -m tests.kernels.ahead_of_time --packages mutant_1=gather-sm_90-... mutant_2=probe
     python -m tests.kernels.ahead_of_time --write       regenerates resources.json, with all variants
 
-The report maps each package and variant to its registers, shared memory, stack and local memory in bytes, to its
-stores by width, and to the violations of the two lints.
+The report maps each package and variant to its registers, shared memory, stack and local memory in bytes, to what its
+loop executes (sass.py), to its stores by width, and to the violations of the two lints.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ from triton.compiler import ASTSource
 
 from tests.kernels.index_lint import narrow_products
 from tests.kernels.ptx_lint import lint
+from tests.kernels.sass import disassemble, work
+from tpkernels.kernels.config import STORED_COLUMNS
 from tpkernels.kernels.tiles import GATED
 
 TABLE = Path(__file__).with_name("resources.json")
 SHAPE = {"m": 8192, "n": 3584, "k": 4096, "world_size": 8}
+COLUMNS = (
+    "registers per thread", "bytes of shared memory", "instructions per step", "barriers per step",
+    "instructions more per tile", "barriers more per tile", "loads more per tile",
+    "mbarriers set up or taken down per tile",
+)  # fmt: skip
 POINTER = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv"}
 
 
@@ -76,6 +83,7 @@ class Variant:
     even_k: bool = True
     transposed: bool = False  # the weight is contiguous along N
     m: int = SHAPE["m"]
+    loop: str = ""  # another than that of the configuration
     sampled: bool = True  # part of the run without --full
 
     @property
@@ -87,6 +95,7 @@ class Variant:
         ]
         if self.kernel == "scatter":
             told.append(f"staging_{self.staging}")
+        told += [self.loop] if self.loop else []
         return "-".join([*told, *([] if self.even_k else ["odd_k"]), *([] if self.m == SHAPE["m"] else [f"m{self.m}"])])
 
 
@@ -104,6 +113,8 @@ def variants() -> list[Variant]:
             replace(gather, activation="gelu_tanh", bias=True, preactivation=True, sampled=False),
             replace(gather, dtype="float16", activation="silu", sampled=False),
             replace(gather, dtype="float32", activation="relu", bias=True, sampled=capability == 80),
+            replace(gather, activation="gelu", bias=True, loop="nested", sampled=capability == 90),
+            replace(scatter, loop="nested", sampled=False),
             replace(gather, m=8, bias=True, sampled=False),
             replace(gather, m=256, bias=True, sampled=False),
             replace(scatter, transposed=True, pointers=True, addend=True, sampled=capability == 90),
@@ -125,8 +136,8 @@ def variants() -> list[Variant]:
     return found
 
 
-def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
-    """The compiled kernel, and whether it uses descriptors."""
+def compile_variant(variant: Variant, package: str) -> tuple[Any, Any]:
+    """The compiled kernel, and its configuration."""
     configure = importlib.import_module(f"{package}.config").configure
     shape = {**SHAPE, "m": variant.m}
     config = configure(
@@ -138,6 +149,8 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         moved_row_bytes=2 * shape["k"],
         **shape,
     )
+    narrow = not config.descriptors and (variant.transposed or not variant.even_k)
+    config = replace(config, loop="nested" if narrow else variant.loop or config.loop)  # as `operands.loop_of` has it
     element = POINTER[variant.dtype]
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m,
@@ -149,6 +162,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
         "TRANSPOSED": config.descriptors and variant.transposed,
         "PRECISION": config.precision,
         "SCALE": variant.scale,
+        "LOOP": config.loop,
     }
 
     def matrix(rows: int, transposed: bool = False) -> str:
@@ -161,11 +175,13 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
     if variant.kernel == "gather":
         kernel = importlib.import_module(f"{package}.all_gather_matmul").all_gather_matmul_kernel
         dual = variant.activation in GATED
+        described = f"tensordesc<{out}[{config.block_m}, {min(STORED_COLUMNS, config.block_n)}]>"
         types |= {
             "whole": matrix(config.block_m),
             "weight": matrix(config.block_n, variant.transposed),
             "weight_up": matrix(config.block_n, variant.transposed) if dual else None,
             "out": f"*{out}",
+            "out_descriptor": described if config.descriptors and config.loop == "flat" else None,
             "preactivation": f"*{out}" if variant.preactivation else None,
             "preactivation_up": f"*{out}" if variant.preactivation and dual else None,
             "bias": f"*{out}" if variant.bias else None,
@@ -217,7 +233,7 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, bool]:
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": 255}
-    return triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options), config.descriptors
+    return triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options), config
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -235,15 +251,27 @@ def resources(compiled: Any) -> dict[str, int]:
     return {"registers": registers, "shared": int(compiled.metadata.shared), "stack": stack, "local": local}
 
 
+def in_table(row: dict[str, Any]) -> list[int]:
+    """What resources.json keeps of a row of the report, by COLUMNS; float32 has no tensor-core loop to count."""
+    kept = [row["registers"], row["shared"]]
+    if row["work"] is not None:
+        step, tile = row["work"]["step"], row["work"]["tile"]
+        kept += [step["instructions"], step["barriers"], tile["instructions"], tile["barriers"], tile["loads"]]
+        kept += [tile["mbarriers"]]
+    return kept
+
+
 def report(variant: Variant, package: str, ptx_folder: Path | None) -> dict[str, Any]:
-    compiled, descriptors = compile_variant(variant, package)
+    compiled, config = compile_variant(variant, package)
     ptx = compiled.asm["ptx"]
     if ptx_folder is not None:
         (ptx_folder / f"{variant.name}.ptx").write_text(ptx)
     gather = variant.kernel == "gather"
     return {
         **resources(compiled),
-        "lint": lint(ptx, waits=gather, announces=not gather, descriptors=descriptors)
+        "loop": config.loop,
+        "work": work(disassemble(compiled.asm["cubin"])) if variant.dtype != "float32" else None,
+        "lint": lint(ptx, waits=gather, announces=not gather, descriptors=config.descriptors)
         + narrow_products(compiled.asm["ttir"]),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4", ptx)),
         "narrow_stores": len(re.findall(r"st\.global\.b(?:16|32|64)? ", ptx)),
@@ -270,9 +298,9 @@ def main() -> None:
         found[package] = {v.name: report(v, package, options.ptx) for v in chosen if not only}
         found[package] |= {v.name: report(v, package, options.ptx) for v in variants() if v.name == only}
     if options.write:
-        kept = {name: [row["registers"], row["shared"]] for name, row in found["tpkernels.kernels"].items()}
+        kept = {name: in_table(row) for name, row in found["tpkernels.kernels"].items()}
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
-        about = '"columns": ["registers per thread", "bytes of shared memory"]'
+        about = f'"columns": {json.dumps(COLUMNS)}'
         TABLE.write_text(f'{{\n "triton": "{triton.__version__}",\n {about},\n "kernels": {{\n{rows}\n }}\n}}\n')
     json.dump({"triton": triton.__version__, "packages": found, "probes": probes}, sys.stdout, indent=1)
 

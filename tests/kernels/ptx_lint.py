@@ -6,6 +6,11 @@ The instructions become a graph of basic blocks; three facts are carried along i
     unshared    a signal was acquired and no barrier came since: a load here could be a thread's that did not acquire
     unfenced    the same at system scope, and no proxy fence came since: a descriptor load here is not ordered after it
 
+A loop that is pipelined loads for the next tile before it is done with this one, and then an order of instructions in
+the source says nothing. So each place in the gathered rows (the kernel's first argument) from which a load into shared
+memory is made is followed back through the registers: what comes out of memory, as a tile's row does, must pass
+`signals.behind`, and that must depend on something.
+
 Inline assembly of the compiler has labels of its own, without `$L`; those loops touch none of this and are ignored.
 """
 
@@ -27,6 +32,11 @@ PROXY_FENCE = re.compile(r"\bfence\.proxy\.async(?:\.global)?;")
 LABEL = re.compile(r"^(\$L\w+):")
 BRANCH = re.compile(r"^(@!?%\w+ )?bra(?:\.uni)?\s+(\$L\w+);")
 END = re.compile(r"^(ret|exit);")
+
+BEHIND = re.compile(r"^mov\.b32 (%r\d+), (%r\d+); // behind (%r\d+)")
+COPY = re.compile(r"\bcp\.async\.(?:c[ag]\.shared\.global \[[^]]*\], \[(?P<place>[^]]*)\]|"
+                  r"bulk\.tensor\.\S*shared\S*\.global\S* \[[^]]*\], \[(?P<described>[^]]*)\])")  # fmt: skip
+REGISTER = re.compile(r"%\w+")
 
 Facts = frozenset[str]
 
@@ -93,7 +103,53 @@ def lint(ptx: str, *, waits: bool, announces: bool, descriptors: bool) -> list[s
         found.append("a CTA's tile is not counted with acquire and release semantics")
     if descriptors and not any(DESCRIPTOR_LOAD.search(line) for line in code):
         found.append("no descriptor load in a kernel made for them")
+    if waits:
+        found += _places_behind_no_wait(code)
     return found + sorted(_violations(graph))
+
+
+def _places_behind_no_wait(code: list[str]) -> list[str]:
+    sources = _sources(code)
+    found, gathered = [], 0
+    copies = [(line, copy) for line in code if (copy := COPY.search(line))]
+    for line, copy in copies:
+        passed = _traced(REGISTER.findall(copy.group("place") or copy.group("described")), sources)
+        if not any("_param_0" in one for one in passed):
+            continue  # a weight's
+        gathered += 1
+        behind = [waited.group(3) for one in passed if (waited := BEHIND.match(one))]
+        if not behind or any("ld.global" in one for one in passed):
+            found.append(f"rows are loaded from a place that is behind no wait: {line}")
+        found += [
+            f"a place is behind a constant, not behind a wait: {line}"
+            for outcome in behind
+            if len({one.partition(",")[2] for one in sources.get(outcome, ())}) < 2
+        ]
+    return found if gathered or not copies else ["no load of gathered rows: this lint sees nothing"]
+
+
+def _sources(code: list[str]) -> dict[str, list[str]]:
+    """The instructions that write each register."""
+    found: dict[str, list[str]] = {}
+    for line in code:
+        for instruction in [line] if BEHIND.match(line) else line.strip("{} ").split(";"):
+            written = re.match(r"(?:@!?%\w+ )?\S+\s+(\{[^}]*\}|[%\w|]+)", instruction.strip())
+            for register in REGISTER.findall(written.group(1)) if written else ():
+                found.setdefault(register, []).append(instruction.strip())
+    return found
+
+
+def _traced(registers: list[str], sources: dict[str, list[str]]) -> set[str]:
+    """All instructions that what is in the registers can have come through, back to memory, `behind` or an argument."""
+    passed: set[str] = set()
+    waiting = list(registers)
+    while waiting:
+        for instruction in sources.get(waiting.pop(), ()):
+            if instruction not in passed:
+                passed.add(instruction)
+                if not BEHIND.match(instruction) and not instruction.startswith(("ld.", "atom.")):
+                    waiting += REGISTER.findall(instruction.partition(",")[2])
+    return passed
 
 
 def _violations(graph: dict[str, Block]) -> set[str]:

@@ -35,12 +35,13 @@ class Case:
 
     shards: tuple[int, ...] = (33, 0, 17)
     n: int = 50
-    k: int = 40
+    k: int = 48
     rank: int = 0
     dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype | None = None
     num_chunks: int = 2
-    block: tuple[int, int, int] = (16, 32, 16)
+    block: tuple[int, int, int] = (16, 32, 32)
+    loop: str = "flat"
     group_m: int = 2
     programs: int = 3
     activation: str = "none"
@@ -73,7 +74,7 @@ class Case:
             return replace(self.tiles, num_chunks=self.num_chunks)
         m, n, k = self.block
         return self.module("config").GemmConfig(
-            m, n, k, self.group_m, 4, 2, self.programs, self.num_chunks, self.descriptors
+            m, n, k, self.group_m, 4, 2, self.programs, self.num_chunks, self.descriptors, loop=self.loop
         )
 
     def order(self, direction: str) -> Tensor:

@@ -65,8 +65,8 @@ def test_the_table_has_the_fields_in_the_order_that_kernels_read() -> None:
 
 def test_a_configuration_prints_all_that_it_decides() -> None:
     assert str(config()) == (
-        "GemmConfig(block_m=128, block_n=256, block_k=64, group_m=2, num_warps=8, num_stages=3, num_programs=132, "
-        "num_chunks=1, descriptors=True, precision='ieee')"
+        "GemmConfig(block_m=128, block_n=256, block_k=64, group_m=2, num_warps=8, num_stages=4, num_programs=132, "
+        "num_chunks=1, descriptors=True, precision='ieee', loop='flat')"
     ).replace("group_m=2", f"group_m={config().group_m}").replace("num_chunks=1", f"num_chunks={config().num_chunks}")
 
 
@@ -93,7 +93,7 @@ def test_every_problem_has_a_configuration_that_fits(
     if found.descriptors:
         assert dtype != "float32" and k * DTYPES[dtype] % 16 == 0
     stage = (found.block_m + found.block_n * (2 if dual else 1)) * found.block_k * DTYPES[dtype]
-    assert stage * found.num_stages <= shared_kib * 1024
+    assert stage * (found.num_stages - (capability < 90)) <= shared_kib * 1024
 
 
 @pytest.mark.parametrize(
@@ -102,21 +102,21 @@ def test_every_problem_has_a_configuration_that_fits(
 def test_candidates_are_one_step_away_and_fit(capability: int, dtype: str) -> None:
     usual = config(capability=capability, dtype=dtype).tiles
     first, *others = candidates(usual, capability=capability, dtype=dtype)
-    assert first == usual and 3 <= len(others) <= 10 and len({first, *others}) == 1 + len(others)
+    assert first == usual and 3 <= len(others) <= 11 and len({first, *others}) == 1 + len(others)
     for tiles in others:
         assert tiles.refusal(capability, dtype) is None
         changed = [
             (old, new) for old, new in zip(asdict(usual).values(), asdict(tiles).values(), strict=True) if old != new
         ]
         ((old, new),) = changed
-        assert new in (old // 2, 2 * old, old - 1, old + 1)
+        assert (old, new) == ("flat", "nested") or new in (old // 2, 2 * old, old - 1, old + 1)
         given = config(capability=capability, dtype=dtype, tiles=tiles)
         assert given.tiles == tiles and 1 <= given.group_m <= 8 and 1 <= given.num_chunks <= MAX_CHUNKS
 
 
 def test_tiles_that_do_not_fit_are_refused_with_the_numbers() -> None:
     large = Tiles(256, 256, 128, 8, 4)
-    with pytest.raises(ValueError, match="524288 bytes of shared memory, sm_90 has 232448"):
+    with pytest.raises(ValueError, match="590848 bytes of shared memory, sm_90 has 232448"):
         config(tiles=large)
     with pytest.raises(ValueError, match="512 sums in a thread's registers, at most 128"):
         config(tiles=Tiles(256, 256, 16, 4, 2))

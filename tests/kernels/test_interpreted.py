@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 
 from tests.kernels.interpreter import Failed, Interpreter, mutant
 from tests.kernels.scenarios import Case
+from tpkernels.testing.numeric import assert_bitwise_equal
 
 pytestmark = pytest.mark.cpu
 
-FP8 = {"dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16, "k": 48}
+FP8 = {"dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16, "k": 80}
 
 GATHER = {
     "bias and gelu": {"activation": "gelu", "bias": True},
@@ -31,6 +32,9 @@ GATHER = {
     "fp8, a scale per tensor, swiglu": {**FP8, "scale": "tensor", "activation": "swiglu", "descriptors": True},
     "one CTA, one row": {"programs": 1, "shards": (0, 1, 0, 0), "rank": 3},
     "nothing to contract": {"k": 0, "bias": True},
+    "nested": {"loop": "nested", "bias": True, "activation": "gelu"},
+    "nested, nothing to contract": {"loop": "nested", "k": 0, "bias": True},
+    "odd K": {"k": 41},
     "epochs that wrap": {"calls": 3, "first_epoch": 2**31 - 2, "shards": (9, 20), "num_chunks": 3},
 }
 
@@ -42,6 +46,7 @@ SCATTER = {
     "fp8 with descriptors": {**FP8, "out_dtype": None, "scale": "row", "descriptors": True},
     "epochs that wrap": {"calls": 3, "first_epoch": 2**31 - 2, "shards": (0, 20), "num_chunks": 3},
     "nothing to contract": {"k": 0, "dtype": torch.float32},
+    "nested": {"loop": "nested", "k": 80},
 }
 
 
@@ -91,6 +96,47 @@ def test_bits_do_not_depend_on_arrival_chunks_or_ctas(interpreter: Interpreter) 
     (first,) = interpreter.run("scenarios.gather", case)
     for other in (replace(case, num_chunks=3, programs=5), replace(case, rank=2, group_m=1), replace(case, delay=0.01)):
         assert torch.equal(interpreter.run("scenarios.gather", other)[0], first)
+
+
+LOOPS = {
+    "gather, gelu, odd ends": ("gather", {"activation": "gelu", "bias": True}),
+    "gather, gated": ("gather", {"activation": "swiglu", "preactivation": True, "rank": 1}),
+    "gather, descriptors": ("gather", {"descriptors": True, "shards": (20, 37), "dtype": torch.float16}),
+    "gather, fp8": ("gather", {**FP8, "scale": "row", "descriptors": True}),
+    "scatter, one CTA": ("scatter", {"programs": 1, "addend": True}),
+    "scatter, descriptors": ("scatter", {"descriptors": True, "transposed": True, "k": 96, "shards": (20, 37)}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_differ_in_no_bit(interpreter: Interpreter, name: str) -> None:
+    scenario, options = LOOPS[name]
+    case = Case(**{"delay": 0.0, **options})
+    flat, nested = (
+        interpreter.run(f"scenarios.{scenario}", replace(case, loop=loop))[0] for loop in ("flat", "nested")
+    )
+    for one, other in zip(flat, nested, strict=True):  # rows, or the parts of owners
+        assert_bitwise_equal(one, other, name)
+
+
+def test_gelu_is_right_to_the_last_digits_of_fp32(interpreter: Interpreter) -> None:
+    """Everywhere closer than torch's in fp32; below 0 its digits do not cancel as those of 1 + erf do."""
+    for errors in interpreter.run("activations.gelu_errors"):
+        assert errors["absolute"] < 4e-7 and errors["relative"] < 2.4e-7, errors
+        assert errors["tail"] < 4e-6 and errors["far"] < 1e-12, errors
+        assert all(errors[name] <= errors[f"torch {name}"] for name in ("absolute", "relative", "tail", "far")), errors
+
+
+def test_gelu_of_what_is_no_number_is_none_and_of_the_largest_is_itself(interpreter: Interpreter) -> None:
+    """-inf times 0 is NaN, as torch has it."""
+    found = interpreter.run("activations.special_values")
+    assert str(found) == "[0.0, -0.0, inf, nan, nan, 3.0000000054977558e+38, -0.0, -0.0]"
+
+
+def test_a_coefficient_that_is_wrong_in_its_sixth_digit_is_found(interpreter: Interpreter, tmp_path: Path) -> None:
+    package = mutant(tmp_path, "mutant_phi", {"tiles.py": ("-1.15110683", "-1.15111683")})
+    errors, _ = interpreter.run("activations.gelu_errors", package, str(tmp_path))
+    assert errors["tail"] > 4e-6 and errors["relative"] > 2.4e-7
 
 
 def test_many_shapes_are_right(interpreter: Interpreter, full: bool) -> None:
@@ -144,8 +190,19 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
         {"first_epoch": 2**31 - 1, "calls": 2, "shards": (3, 20)},
     ),
     "flag_of_the_first_tile": ("scatter", "signals.py", (" + 1 == num_tiles", " == 0"), {}),
+    "a_descriptor_stores_rows_of_the_next_tile": (
+        "gather", "tiles.py", ("if rows == BLOCK_M:", "if rows > 0:"),
+        {**FP8, "scale": "row", "descriptors": True, "shards": (20, 37), "rank": 1},
+    ),
+    "the_next_tile_adds_to_the_sums_of_the_last": (
+        "gather", "all_gather_matmul.py", ("                acc, acc_up = no_sums(BLOCK_M, BLOCK_N, DUAL)\n\n", "\n"),
+        {"programs": 1},
+    ),
+    "a_step_of_the_next_tile_goes_to_this_one": (
+        "scatter", "matmul_reduce_scatter.py", ("if step == num_steps - 1:", "if step == 0:"), {},
+    ),
     "rows_of_the_next_tile": ("gather", "tiles.py", ("inside = (m_offsets[:, None] < rows) &", "inside ="), {}),
-    "columns_past_k": ("gather", "tiles.py", ("< k - step * BLOCK_K", "< k - step * BLOCK_K + 8"), {}),
+    "columns_past_k": ("gather", "tiles.py", ("< k - first_k", "< k - first_k + 8"), {}),
     "bf16_truncated": ("gather", "tiles.py", ("bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0"), {}),
     "gate_and_up_exchanged": (
         "gather", "all_gather_matmul.py", ("activate(acc, acc_up, ACTIVATION)", "activate(acc_up, acc, ACTIVATION)"),

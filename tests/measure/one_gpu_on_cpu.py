@@ -56,7 +56,7 @@ def make_small(folder: Path) -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # torch 2.11's takes one scale per tensor on CPUs
         torch._scaled_mm = scaled_by_row  # type: ignore[assignment]
     smoke.SHAPE, smoke.TP = (40, 32, 24), 2
-    gemm.TP, gemm.LOOPS = 2, {"present": {}, "shallow": {"num_stages": 2}}
+    gemm.TP = 2
     gemm.SHAPES = {"all_gather_matmul": [Shape(40, 32, 64)], "matmul_reduce_scatter": [Shape(40, 48, 40)]}
     reducer.WORLD_SIZES, reducer.ROWS, reducer.COLUMNS = (3,), 5, 24
     faults.TIMEOUT_S, faults.OVER_S, faults.TRIALS, faults.REPLAYS = 0.05, 60.0, 1, 5

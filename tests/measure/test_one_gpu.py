@@ -351,7 +351,7 @@ def test_the_rehearsal_has_seen_all_that_the_sets_promise(rehearsed: dict[str, d
     assert {row["target"] for row in rows} == {"G1", "G2", "G3", "G4", "G5", "R21", "R22", "smoke", "-"}
     assert len(rehearsed["smoke"]["rows"]) == 6
     loops = {row["what"].rpartition(", ")[2] for row in rehearsed["gemm"]["rows"] if row["target"] == "G1"}
-    assert loops == {"present loop", "shallow loop"}, "a new loop is a line in LOOPS"
+    assert loops == {"flat loop", "nested loop"}
     assert sum("GB/s" in row["what"] for row in rehearsed["environment"]["rows"]) == 4
     queues = {row["problem"].rpartition(", ")[2] for row in rehearsed["one-queue"]["rows"]}
     assert {"flags by KERNEL", "flags by COPY", "one queue"} <= queues

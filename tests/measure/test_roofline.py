@@ -53,6 +53,7 @@ def test_a_longer_k_hides_more_of_the_drained_pipeline_and_fp8_less() -> None:
     shares = [loop_share(k) for k in (1376, 1792, 4096, 8192, 16384)]
     assert all(less < more for less, more in pairwise(shares)) and shares[-1] < roofline.LOOP_SHARE
     assert loop_share(4096, itemsize=1) == loop_share(2048)
+    assert loop_share(1792, drains=True) < loop_share(1792)
 
 
 def test_overlap_wins_everything_at_best_and_nothing_at_worst() -> None:

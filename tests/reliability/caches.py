@@ -28,9 +28,10 @@ from tpkernels.backends import tuning
 from tpkernels.comm.groups import resolve
 from tpkernels.testing.spawn import WorkerPool
 
-GOOD = {"block_m": 32, "block_n": 32, "block_k": 16, "num_warps": 4, "num_stages": 2, "slowest_us": 8.5}
-OTHER = {**GOOD, "block_n": 64, "num_stages": 3}
-VERSION = 1
+GOOD = {"block_m": 32, "block_n": 32, "block_k": 16, "num_warps": 4, "num_stages": 2, "loop": "flat",
+        "slowest_us": 8.5}  # fmt: skip
+OTHER = {**GOOD, "block_n": 64, "num_stages": 3, "loop": "nested"}
+VERSION = 2
 FUSED = (GATHER, SCATTER, REDUCE)
 
 
@@ -47,12 +48,13 @@ RUBBISH: Mapping[str, Callable[[str], bytes]] = {
     "too deep": lambda key: b"[" * 100_000,
     "too large": lambda key: _file(GOOD)(key) + b" " * 2**21,
     "another version": _file(GOOD, VERSION + 1),
-    "no entries": lambda key: b'{"version": 1, "entries": [1]}',
+    "no entries": lambda key: b'{"version": 2, "entries": [1]}',
     "a negative number": _file({**GOOD, "block_m": -32}),
     "a huge number": _file({**GOOD, "block_n": 2**40}),
     "a fraction": _file({**GOOD, "block_k": 16.5}),
     "a truth value": _file({**GOOD, "num_stages": True}),
     "text for a number": _file({**GOOD, "num_warps": "4; import os"}),
+    "a loop that there is not": _file({**GOOD, "loop": "endless"}),
     "not a number": _file({**GOOD, "slowest_us": float("nan")}),
     "a field too few": _file({name: value for name, value in GOOD.items() if name != "num_warps"}),
     "a field too many": _file({**GOOD, "__class__": "Tiles"}),

@@ -57,7 +57,7 @@ def gather_launches(
             settings[f"bias{suffix}"], settings[f"scale_weight{suffix}"] = bias, scale
             settings[f"preactivation{suffix}"] = epilogue.preactivations[part] if epilogue.preactivations else None
         launch = partial(kernel.all_gather_matmul, x, weights[0], out, arrivals, config, **settings)
-        tensors = [x, weights[0], *(value for value in settings.values() if not isinstance(value, str))]
+        tensors = [x, weights[0], out, *(value for value in settings.values() if not isinstance(value, str))]
         _rehearse(channel, ("gather", config, settings["activation"], call.out_dtype), tensors, launch)
         launches.append(launch)
     return launches, num_chunks

@@ -18,7 +18,7 @@ import stat
 import tempfile
 import warnings
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tpkernels.packages import MissingPackage, needed
 
 __all__ = ["Entry", "TileCache", "file", "opened"]
 
-VERSION = 1
+VERSION = 2
 MAX_ENTRIES = 512
 MAX_BYTES = 1024 * 1024
 LOCK_S = 10.0  # a writer holds the lock for milliseconds
@@ -58,7 +58,7 @@ class Entry:
         Raises:
             ValueError: it is no entry.
         """
-        names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "slowest_us")
+        names = (*(field.name for field in fields(Tiles)), "slowest_us")
         if not isinstance(found, dict) or set(found) != set(names):
             raise ValueError(f"an entry has {', '.join(names)}; this is {str(found)[:80]}")
         *tiles, slowest_us = (found[name] for name in names)

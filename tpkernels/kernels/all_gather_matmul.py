@@ -9,6 +9,11 @@ begun (`tpk_begin`). During it: somebody (copy engines) fills the peers' rows ch
 of `schedule.all_gather_order`, and waits before the first tile of a remote chunk; chunks may arrive in any order, and
 results do not depend on it.
 
+In the flat loop (tiles.py) a CTA waits for its next tile's chunk while its last steps of the present tile are still to
+be done, because that tile's loads start under them. Nobody can be waiting for that: this kernel announces nothing, what
+raises the flags are copies on other streams, and peers publish their shards before their own kernels begin. What it
+costs where a chunk is late is the end of one tile, once a wait.
+
 Several weights on one gather are several launches: later ones find every signal set, and one kernel per shape keeps its
 own tile sizes. The two of a gated activation share the loads of `whole` in one launch (`weight_up`), and only their one
 output is stored, unless gradients need what both were:
@@ -29,16 +34,36 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
-from tpkernels.kernels.operands import ScaleKind, check_operands, is_transposed, operand, row_stride, scale_kind
-from tpkernels.kernels.signals import current_call, has_failed, order_descriptor_loads, own_rank, wait_at_least
+from tpkernels.kernels.operands import (
+    ScaleKind,
+    check_operands,
+    is_transposed,
+    loop_of,
+    operand,
+    result_descriptor,
+    row_stride,
+    scale_kind,
+)
+from tpkernels.kernels.signals import (
+    behind,
+    current_call,
+    has_failed,
+    order_descriptor_loads,
+    own_rank,
+    wait_at_least,
+)
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
     GATED,
     activate,
+    first_places,
     halves,
     is_gated,
-    product,
+    multiply_step,
+    next_places,
+    no_sums,
     scaled,
+    store_described,
     store_tile,
     tile_entry,
     tile_position,
@@ -54,6 +79,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     weight,
     weight_up,
     out,
+    out_descriptor,
     preactivation,
     preactivation_up,
     bias,
@@ -85,36 +111,156 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     SCALE: tl.constexpr,
     KEEP_PREACTIVATION: tl.constexpr,
+    LOOP: tl.constexpr,
 ):
     DUAL: tl.constexpr = is_gated(ACTIVATION)
-    num_column_tiles = tl.cdiv(n, BLOCK_N)
     epoch = current_call(group, tl.int32)
     rank = own_rank(group)
-    ready = -1
-    arrived = 1 - has_failed(group).to(tl.int32)
-    for tile in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0)):
-        row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
-        first_column = column * BLOCK_N
-        row, rows, source, chunk, slot, _, _ = tile_entry(order, row_tile)
-        if (source != rank) & (slot != ready) & (arrived != 0):
-            arrived = wait_at_least(signals + slot, epoch, group, op, source, chunk)
-            ready = slot
-            if DESCRIPTORS:
-                order_descriptor_loads()
-        if arrived != 0:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            acc_up = acc
-            acc, acc_up = product(
-                acc, acc_up, whole, weight, weight_up, row, rows, first_column, n, k,
-                stride_whole, stride_wn, stride_wk,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, DUAL, DESCRIPTORS, TRANSPOSED, PRECISION,
+    num_column_tiles = tl.cdiv(n, BLOCK_N)
+    num_tiles = num_row_tiles * num_column_tiles * (1 - has_failed(group).to(tl.int32))
+    programs = tl.num_programs(0)
+    ready, arrived = -1, 1
+    if LOOP == "nested":
+        for tile in tl.range(tl.program_id(0), num_tiles, programs):
+            a_places, b_places, b_up_places, ready, arrived = _begin(
+                tile, ready, arrived, whole, weight, weight_up, rank, epoch, order, signals, group, op,
+                num_row_tiles, num_column_tiles, n, stride_whole, stride_wn, stride_wk,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, DUAL, DESCRIPTORS,
             )  # fmt: skip
-            _finish(
-                acc, acc_up, first_column, row, rows, n,
-                out, preactivation, preactivation_up, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
-                stride_out, stride_scale,
-                BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
+            if arrived != 0:
+                acc, acc_up = no_sums(BLOCK_M, BLOCK_N, DUAL)
+                for step in tl.range(0, tl.cdiv(k, BLOCK_K)):
+                    acc, acc_up = multiply_step(
+                        acc, acc_up, whole, weight, weight_up, a_places, b_places, b_up_places, step * BLOCK_K, k,
+                        BLOCK_K, EVEN_K, DUAL, DESCRIPTORS, TRANSPOSED, PRECISION,
+                    )  # fmt: skip
+                    a_places, b_places, b_up_places = next_places(
+                        a_places, b_places, b_up_places, stride_wk, BLOCK_K, DUAL, DESCRIPTORS
+                    )
+                _end(
+                    tile, arrived, acc, acc_up, order, num_row_tiles, num_column_tiles, n,
+                    out, out_descriptor, preactivation, preactivation_up,
+                    bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
+                    BLOCK_M, BLOCK_N, GROUP_M, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
+                )  # fmt: skip
+    else:
+        num_steps = tl.maximum(1, tl.cdiv(k, BLOCK_K))
+        tile = tl.program_id(0) - programs
+        done, step = tile, num_steps - 1
+        a_places, b_places, b_up_places = first_places(
+            whole, weight, weight_up, 0, 0, 0, n, stride_whole, stride_wn, stride_wk,
+            BLOCK_M, BLOCK_N, BLOCK_K, DUAL, DESCRIPTORS,
+        )  # fmt: skip
+        acc, acc_up = no_sums(BLOCK_M, BLOCK_N, DUAL)
+        for _ in tl.range(0, tl.cdiv(num_tiles - tl.program_id(0), programs) * num_steps):
+            step = tl.where(step == num_steps - 1, 0, step + 1)
+            if step == 0:
+                tile += programs
+                a_places, b_places, b_up_places, ready, arrived = _begin(
+                    tile, ready, arrived, whole, weight, weight_up, rank, epoch, order, signals, group, op,
+                    num_row_tiles, num_column_tiles, n, stride_whole, stride_wn, stride_wk,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, DUAL, DESCRIPTORS,
+                )  # fmt: skip
+            acc, acc_up = multiply_step(
+                acc, acc_up, whole, weight, weight_up, a_places, b_places, b_up_places, step * BLOCK_K, k,
+                BLOCK_K, EVEN_K, DUAL, DESCRIPTORS, TRANSPOSED, PRECISION,
             )  # fmt: skip
+            a_places, b_places, b_up_places = next_places(
+                a_places, b_places, b_up_places, stride_wk, BLOCK_K, DUAL, DESCRIPTORS
+            )
+            if step == num_steps - 1:
+                done += programs
+                _end(
+                    done, arrived, acc, acc_up, order, num_row_tiles, num_column_tiles, n,
+                    out, out_descriptor, preactivation, preactivation_up,
+                    bias, bias_up, scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
+                    BLOCK_M, BLOCK_N, GROUP_M, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
+                )  # fmt: skip
+                acc, acc_up = no_sums(BLOCK_M, BLOCK_N, DUAL)
+
+
+@triton.jit
+def _begin(  # type: ignore[no-untyped-def]
+    tile,
+    ready,
+    arrived,
+    whole,
+    weight,
+    weight_up,
+    rank,
+    epoch,
+    order,
+    signals,
+    group,
+    op,
+    num_row_tiles,
+    num_column_tiles,
+    n,
+    stride_whole,
+    stride_wn,
+    stride_wk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    DUAL: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Wait for a tile's chunk, unless it is known to be there, and say where the tile's operands begin."""
+    row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
+    row, rows, source, chunk, slot, _, _ = tile_entry(order, row_tile)
+    if (source != rank) & (slot != ready) & (arrived != 0):
+        arrived = wait_at_least(signals + slot, epoch, group, op, source, chunk)
+        ready = slot
+        if DESCRIPTORS:
+            order_descriptor_loads()
+    row, rows = behind(arrived, row), behind(arrived, rows)
+    a_places, b_places, b_up_places = first_places(
+        whole, weight, weight_up, row, rows, column * BLOCK_N, n, stride_whole, stride_wn, stride_wk,
+        BLOCK_M, BLOCK_N, BLOCK_K, DUAL, DESCRIPTORS,
+    )  # fmt: skip
+    return a_places, b_places, b_up_places, ready, arrived
+
+
+@triton.jit
+def _end(  # type: ignore[no-untyped-def]
+    tile,
+    arrived,
+    acc,
+    acc_up,
+    order,
+    num_row_tiles,
+    num_column_tiles,
+    n,
+    out,
+    out_descriptor,
+    preactivation,
+    preactivation_up,
+    bias,
+    bias_up,
+    scale_whole,
+    scale_weight,
+    scale_weight_up,
+    stride_out,
+    stride_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALE: tl.constexpr,
+    KEEP_PREACTIVATION: tl.constexpr,
+):
+    """Store a tile; nothing of it if its rows have not arrived. No branch: sums that tensor cores are still adding to
+    must not be needed on one way and dropped on another, or the assembler waits for them after every step (sm_90)."""
+    row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
+    row, rows, _, _, _, _, _ = tile_entry(order, row_tile)
+    _finish(
+        acc, acc_up, column * BLOCK_N, row, rows * arrived, n,
+        out, out_descriptor, preactivation, preactivation_up, bias, bias_up,
+        scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
+        BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -126,6 +272,7 @@ def _finish(  # type: ignore[no-untyped-def]
     rows,
     n,
     out,
+    out_descriptor,
     preactivation,
     preactivation_up,
     bias,
@@ -153,7 +300,8 @@ def _finish(  # type: ignore[no-untyped-def]
             _finish(
                 left if half == 0 else right, left_up if half == 0 else right_up,
                 first_column + half * (BLOCK_N // 2), row, rows, n,
-                out, preactivation, preactivation_up, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
+                out, out_descriptor, preactivation, preactivation_up,
+                bias, bias_up, scale_whole, scale_weight, scale_weight_up,
                 stride_out, stride_scale,
                 BLOCK_M, BLOCK_N // 2, ACTIVATION, HAS_BIAS, SCALE, KEEP_PREACTIVATION,
             )  # fmt: skip
@@ -172,7 +320,7 @@ def _finish(  # type: ignore[no-untyped-def]
             if DUAL:
                 store_tile(preactivation_up, acc_up, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
         acc = activate(acc, acc_up, ACTIVATION)
-        store_tile(out, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
+        store_described(out, out_descriptor, acc, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
 
 
 @dataclass(frozen=True)
@@ -250,14 +398,15 @@ def all_gather_matmul(
             operand(whole, config.block_m, config),
             operand(weight, config.block_n, config, is_transposed(weight, config)),
             operand(weight_up, config.block_n, config, is_transposed(weight, config)),
-            out, preactivation, preactivation_up, bias, bias_up, scale_whole, scale_weight, scale_weight_up,
+            out, result_descriptor(out, config), preactivation, preactivation_up, bias, bias_up,
+            scale_whole, scale_weight, scale_weight_up,
             arrivals.order, arrivals.signals, arrivals.group, arrivals.op,
             num_row_tiles, n, k, whole.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
             row_stride(scale_whole, scale),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors,
+            EVEN_K=k > 0 and k % config.block_k == 0, DESCRIPTORS=config.descriptors,
             TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,
             ACTIVATION=activation, HAS_BIAS=bias is not None, SCALE=scale,
-            KEEP_PREACTIVATION=preactivation is not None,
+            KEEP_PREACTIVATION=preactivation is not None, LOOP=loop_of(whole, weight, config),
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip

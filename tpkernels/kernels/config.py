@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-__all__ = ["DTYPES", "MAX_REGISTERS", "GemmConfig", "Tiles", "candidates", "configure"]
+__all__ = ["DTYPES", "LOOPS", "MAX_REGISTERS", "GemmConfig", "Tiles", "candidates", "configure"]
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
+# How a CTA goes through its tiles: one loop over tiles and steps along K, or a loop over steps in one over tiles.
+LOOPS = ("flat", "nested")
+
 # A CTA is alone on its SM. Unasked, the assembler aims at two and spills for it (sm_100: 48 bytes at 128 registers).
 MAX_REGISTERS = 255
+STORED_COLUMNS = 64  # of a tile, at a time: what follows the product needs registers beside the sums
 MAX_CHUNKS = 8  # more hide no more: what stays exposed is one chunk
 # A copy of less is dominated by its fixed cost: at 400 GB/s, 256 KiB take 0.7 us, starting the copy 1 to 2 us.
 MIN_CHUNK_BYTES = 256 * 1024
@@ -36,8 +41,11 @@ class Tiles:
     block_k: int
     num_warps: int
     num_stages: int
+    loop: str = "flat"
 
     def __post_init__(self) -> None:
+        if self.loop not in LOOPS:
+            raise ValueError(f"loop ({self.loop!r}) must be one of {', '.join(map(repr, LOOPS))}")
         for name, legal in _LEGAL.items():
             value = getattr(self, name)
             if type(value) is not int or value not in legal:
@@ -47,7 +55,10 @@ class Tiles:
         """Why a GPU cannot run these, or not without spilling registers; None if it can."""
         weights = 2 if dual else 1
         columns = self.block_n * weights
-        num_bytes = (self.block_m + columns) * self.block_k * DTYPES[dtype] * self.num_stages
+        stages = self.num_stages - 1 if capability < 90 else self.num_stages  # without TMA, one is on its way
+        num_bytes = (self.block_m + columns) * self.block_k * DTYPES[dtype] * stages
+        if self.loop == "flat":  # loads of the next tile fill the stages while this one is stored
+            num_bytes += self.block_m * min(self.block_n, STORED_COLUMNS) * 4 + 1024
         limit = 1024 * _shared_kib(capability)
         if num_bytes > limit:
             return f"tiles take {num_bytes} bytes of shared memory, sm_{capability} has {limit}"
@@ -74,14 +85,17 @@ def _shared_kib(capability: int) -> int:
 
 
 def candidates(tiles: Tiles, *, capability: int, dtype: str, dual: bool = False) -> tuple[Tiles, ...]:
-    """`tiles`, and those that differ from it by one step in one number and fit the GPU."""
+    """`tiles`, and those that differ from it by one step in one number, or in the loop, and fit the GPU."""
     found = [tiles]
     for name, legal in _LEGAL.items():
         place = legal.index(getattr(tiles, name))
         for other in legal[max(0, place - 1) : place] + legal[place + 1 : place + 2]:
-            near = replace(tiles, **{name: other})
+            changed: dict[str, Any] = {name: other}
+            near = replace(tiles, **changed)
             if near.refusal(capability, dtype, dual) is None:
                 found.append(near)
+    others = (replace(tiles, loop=loop) for loop in LOOPS if loop != tiles.loop)
+    found += [other for other in others if other.refusal(capability, dtype, dual) is None]
     return tuple(found)
 
 
@@ -104,10 +118,11 @@ class GemmConfig:
     num_chunks: int
     descriptors: bool
     precision: str = "ieee"
+    loop: str = "flat"
 
     @property
     def tiles(self) -> Tiles:
-        return Tiles(self.block_m, self.block_n, self.block_k, self.num_warps, self.num_stages)
+        return Tiles(self.block_m, self.block_n, self.block_k, self.num_warps, self.num_stages, self.loop)
 
 
 def configure(
@@ -151,7 +166,7 @@ def configure(
     shard = -(-m // world_size)
     descriptors = not pointers and capability >= 90 and dtype != "float32" and k > 0 and k * DTYPES[dtype] % 16 == 0
     if tiles is None:
-        tiles = Tiles(*_tile(capability, shard, n, dtype, dual, descriptors))
+        tiles = _tiles(capability, shard, n, dtype, dual, descriptors)
     elif refusal := tiles.refusal(capability, dtype, dual):
         raise ValueError(f"{tiles}: {refusal}")
     num_programs = num_sms - reserved_sms
@@ -167,23 +182,33 @@ def configure(
     )
 
 
-def _tile(
+def _tiles(capability: int, shard: int, n: int, dtype: str, dual: bool, descriptors: bool) -> Tiles:
+    """With four stages, or as many as shared memory has room for."""
+    # Two sums in one flat loop: the assembler of sm_90 waits for each product (ptxas 12.9 says C7515).
+    loop = "nested" if dual and 90 <= capability < 100 else "flat"
+    tiles = Tiles(*_sizes(capability, shard, n, dtype, dual, descriptors), num_stages=4, loop=loop)
+    while tiles.num_stages > 2 and tiles.refusal(capability, dtype, dual) is not None:
+        tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+    return tiles
+
+
+def _sizes(
     capability: int, shard: int, n: int, dtype: str, dual: bool, descriptors: bool
-) -> tuple[int, int, int, int, int]:
-    """block_m, block_n, block_k, num_warps, num_stages."""
+) -> tuple[int, int, int, int]:
+    """block_m, block_n, block_k, num_warps."""
     if dtype == "float32":  # without tensor cores: registers hold the operands, larger tiles spill
-        return (64 if shard > 32 else 32), 64, 32, 8, 3
+        return (64 if shard > 32 else 32), 64, 32, 8
     block_k = 128 if dtype == "float8_e4m3fn" else 64
     if shard <= 16:
-        return 16, 32 if dual else 64, 2 * block_k, 4, 4  # the weight is read once, by as many CTAs as there can be
+        return 16, 32 if dual else 64, 2 * block_k, 4  # the weight is read once, by as many CTAs as there can be
     if shard <= 64 or n <= 64:
-        return 64, 64 if dual else 128, block_k, 4, 4
+        return 64, 64 if dual else 128, block_k, 4
     if 90 <= capability < 120:  # 120 and 121, like 86 and 89, have 99 KiB of shared memory, not 163 or more
         # One accumulator of 128 x 256 in fp32 is 128 registers a thread with 8 warps; two weights share that budget.
         # So do fp8 products on sm_90, which add up a second time outside of the tensor core, and pointers to operands.
         halved = dual or n <= 128 or not descriptors or (dtype == "float8_e4m3fn" and capability < 100)
-        return 128, 128 if halved else 256, block_k, 8, 3
-    return 128, 64 if dual else 128, block_k, 8, 3
+        return 128, 128 if halved else 256, block_k, 8
+    return 128, 64 if dual else 128, block_k, 8
 
 
 def _num_chunks(shard: int, n: int, block_m: int, block_n: int, num_programs: int, row_bytes: int) -> int:

@@ -9,6 +9,9 @@ stored, `signals[r]`[c] is set to the call, visible to the whole system. The red
 rank order in fp32, adds the bias and rounds once; with fp32 staging nothing is rounded before.
 
 `addend` makes sums of several products (one launch each, the last one into staging). The kernel never waits.
+
+Partials are stored by threads, not through descriptors: a descriptor would have to be made in the kernel for every
+owner, and its stores are asynchronous, so that each tile would wait for them before it may be counted.
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
-from tpkernels.kernels.operands import check_operands, is_transposed, operand, row_stride, scale_kind
+from tpkernels.kernels.operands import check_operands, is_transposed, loop_of, operand, row_stride, scale_kind
 from tpkernels.kernels.signals import announce, count_tile, current_call, has_failed
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
+    first_places,
     halves,
     load_tile,
-    product,
+    multiply_step,
+    next_places,
+    no_sums,
     scaled,
     store_tile,
     tile_entry,
@@ -71,28 +77,130 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     SIGNAL: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     SCALE: tl.constexpr,
+    LOOP: tl.constexpr,
 ):
-    num_column_tiles = tl.cdiv(n, BLOCK_N)
     current = current_call(group, SIGNAL)
+    num_column_tiles = tl.cdiv(n, BLOCK_N)
     num_tiles = num_row_tiles * num_column_tiles * (1 - has_failed(group).to(tl.int32))
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
-        first_column = column * BLOCK_N
-        row, rows, owner, chunk, slot, offset, chunk_tiles = tile_entry(order, row_tile)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc, _ = product(
-            acc, acc, x, weight, weight, row, rows, first_column, n, k, stride_x, stride_wn, stride_wk,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, DESCRIPTORS, TRANSPOSED, PRECISION,
-        )  # fmt: skip
-        # The compiler knows nothing of an address from a table; that it is aligned makes 16-byte stores.
-        base = tl.multiple_of(tl.load(staging + owner).to(tl.pointer_type(STAGING)), 16)
-        _finish(
-            acc, first_column, row, rows, offset, n, base, addend, scale_x, scale_weight, stride_addend, stride_staging,
-            stride_scale,
-            BLOCK_M, BLOCK_N, HAS_ADDEND, SCALE,
-        )  # fmt: skip
-        if count_tile(counters + slot, chunk_tiles * num_column_tiles) != 0:
-            announce(tl.load(signals + owner).to(tl.pointer_type(SIGNAL)) + chunk, current)
+    programs = tl.num_programs(0)
+    if LOOP == "nested":
+        for tile in tl.range(tl.program_id(0), num_tiles, programs):
+            a_places, b_places, b_up_places = _begin(
+                tile, x, weight, order, num_row_tiles, num_column_tiles, n, stride_x, stride_wn, stride_wk,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, DESCRIPTORS,
+            )  # fmt: skip
+            acc, acc_up = no_sums(BLOCK_M, BLOCK_N, False)
+            for step in tl.range(0, tl.cdiv(k, BLOCK_K)):
+                acc, acc_up = multiply_step(
+                    acc, acc_up, x, weight, weight, a_places, b_places, b_up_places, step * BLOCK_K, k,
+                    BLOCK_K, EVEN_K, False, DESCRIPTORS, TRANSPOSED, PRECISION,
+                )  # fmt: skip
+                a_places, b_places, b_up_places = next_places(
+                    a_places, b_places, b_up_places, stride_wk, BLOCK_K, False, DESCRIPTORS
+                )
+            _end(
+                tile, acc, current, order, staging, signals, counters, num_row_tiles, num_column_tiles, n,
+                addend, scale_x, scale_weight, stride_addend, stride_staging, stride_scale,
+                BLOCK_M, BLOCK_N, GROUP_M, STAGING, SIGNAL, HAS_ADDEND, SCALE,
+            )  # fmt: skip
+    else:
+        num_steps = tl.maximum(1, tl.cdiv(k, BLOCK_K))
+        tile = tl.program_id(0) - programs
+        done, step = tile, num_steps - 1
+        a_places, b_places, b_up_places = first_places(
+            x, weight, weight, 0, 0, 0, n, stride_x, stride_wn, stride_wk, BLOCK_M, BLOCK_N, BLOCK_K, False, DESCRIPTORS
+        )
+        acc, acc_up = no_sums(BLOCK_M, BLOCK_N, False)
+        for _ in tl.range(0, tl.cdiv(num_tiles - tl.program_id(0), programs) * num_steps):
+            step = tl.where(step == num_steps - 1, 0, step + 1)
+            if step == 0:
+                tile += programs
+                a_places, b_places, b_up_places = _begin(
+                    tile, x, weight, order, num_row_tiles, num_column_tiles, n, stride_x, stride_wn, stride_wk,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, DESCRIPTORS,
+                )  # fmt: skip
+            acc, acc_up = multiply_step(
+                acc, acc_up, x, weight, weight, a_places, b_places, b_up_places, step * BLOCK_K, k,
+                BLOCK_K, EVEN_K, False, DESCRIPTORS, TRANSPOSED, PRECISION,
+            )  # fmt: skip
+            a_places, b_places, b_up_places = next_places(
+                a_places, b_places, b_up_places, stride_wk, BLOCK_K, False, DESCRIPTORS
+            )
+            if step == num_steps - 1:
+                done += programs
+                _end(
+                    done, acc, current, order, staging, signals, counters, num_row_tiles, num_column_tiles, n,
+                    addend, scale_x, scale_weight, stride_addend, stride_staging, stride_scale,
+                    BLOCK_M, BLOCK_N, GROUP_M, STAGING, SIGNAL, HAS_ADDEND, SCALE,
+                )  # fmt: skip
+                acc, acc_up = no_sums(BLOCK_M, BLOCK_N, False)
+
+
+@triton.jit
+def _begin(  # type: ignore[no-untyped-def]
+    tile,
+    x,
+    weight,
+    order,
+    num_row_tiles,
+    num_column_tiles,
+    n,
+    stride_x,
+    stride_wn,
+    stride_wk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Where a tile's operands begin."""
+    row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
+    row, rows, _, _, _, _, _ = tile_entry(order, row_tile)
+    return first_places(
+        x, weight, weight, row, rows, column * BLOCK_N, n, stride_x, stride_wn, stride_wk,
+        BLOCK_M, BLOCK_N, BLOCK_K, False, DESCRIPTORS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _end(  # type: ignore[no-untyped-def]
+    tile,
+    acc,
+    current,
+    order,
+    staging,
+    signals,
+    counters,
+    num_row_tiles,
+    num_column_tiles,
+    n,
+    addend,
+    scale_x,
+    scale_weight,
+    stride_addend,
+    stride_staging,
+    stride_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGING: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Store a tile, and announce its chunk if it was the last one of it."""
+    row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
+    row, rows, owner, chunk, slot, offset, chunk_tiles = tile_entry(order, row_tile)
+    # The compiler knows nothing of an address from a table; that it is aligned makes 16-byte stores.
+    base = tl.multiple_of(tl.load(staging + owner).to(tl.pointer_type(STAGING)), 16)
+    _finish(
+        acc, column * BLOCK_N, row, rows, offset, n, base, addend, scale_x, scale_weight, stride_addend,
+        stride_staging, stride_scale,
+        BLOCK_M, BLOCK_N, HAS_ADDEND, SCALE,
+    )  # fmt: skip
+    if count_tile(counters + slot, chunk_tiles * num_column_tiles) != 0:
+        announce(tl.load(signals + owner).to(tl.pointer_type(SIGNAL)) + chunk, current)
 
 
 @triton.jit
@@ -194,9 +302,10 @@ def matmul_reduce_scatter(
             0 if addend is None else addend.stride(0), departures.staging_stride,
             row_stride(scale_x, scale),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            EVEN_K=k % config.block_k == 0, DESCRIPTORS=config.descriptors,
+            EVEN_K=k > 0 and k % config.block_k == 0, DESCRIPTORS=config.descriptors,
             TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,
             STAGING=_STAGING[departures.staging_dtype],
             SIGNAL=tl.int64 if departures.signal_pads else tl.int32, HAS_ADDEND=addend is not None, SCALE=scale,
+            LOOP=loop_of(x, weight, config),
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip

@@ -8,14 +8,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.kernels.config import DTYPES, GemmConfig
-from tpkernels.kernels.tiles import ACTIVATIONS
+from tpkernels.kernels.tiles import ACTIVATIONS, FINISH_COLUMNS
 
 __all__ = [
     "ScaleKind",
     "check_operands",
     "descriptors_fit",
     "is_transposed",
+    "loop_of",
     "operand",
+    "result_descriptor",
     "row_stride",
     "scale_kind",
     "weight_descriptor_fits",
@@ -70,6 +72,27 @@ def operand(x: Tensor | None, block_rows: int, config: GemmConfig, transposed: b
     if transposed:
         return TensorDescriptor(x.T, list(x.T.shape), list(x.T.stride()), [config.block_k, block_rows])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_rows, config.block_k])
+
+
+def loop_of(x: Tensor, weight: Tensor, config: GemmConfig) -> str:
+    """The configuration's loop, where registers can carry it.
+
+    Without descriptors, operands that the compiler does not know to lie in runs of 16 bytes are read a number at a
+    time, each from an address of its own. A flat loop keeps them all from step to step, and spills. Results have the
+    same bits in all loops.
+    """
+    in_runs = weight.stride(1) == 1 and not any(
+        number % 16 for operand in (x, weight) for number in (operand.data_ptr(), operand.stride(0), operand.shape[1])
+    )
+    return config.loop if config.descriptors or in_runs else "nested"
+
+
+def result_descriptor(out: Tensor, config: GemmConfig) -> TensorDescriptor | None:
+    """Of the part of a tile that is stored at a time, for a flat loop, if `out` has 16 bits and a descriptor can be."""
+    if not config.descriptors or config.loop != "flat" or out.element_size() != 2 or not descriptors_fit(out):
+        return None
+    columns = min(config.block_n, FINISH_COLUMNS.value)
+    return TensorDescriptor(out, list(out.shape), list(out.stride()), [config.block_m, columns])
 
 
 def row_stride(scale: Tensor | None, kind: ScaleKind) -> int:

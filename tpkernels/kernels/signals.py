@@ -7,11 +7,12 @@ replays with fresh ones.
 
 Memory ordering. Writer: the CTA's threads store the data; `bar.sync` orders them before the one thread that then stores
 the signal with release semantics at system scope. Reader: one thread reads the signal with acquire semantics at system
-scope, its value is handed to the other threads through a barrier, and all of them may then read the data. Triton emits
-no barrier before a release by itself (3.6, 3.7); a lint of the generated PTX holds both sides to this, see
-tests/kernels/ptx_lint.py. Readers that use tensor descriptors call `order_descriptor_loads` after the wait: acquiring
-orders ordinary loads, while descriptor loads go through the asynchronous proxy. A signal is stored, not exchanged:
-peers behind PCIe, and host memory, need not know atomics.
+scope, its value is handed to the other threads through a barrier, and all of them may then read the data, at places
+that `behind` has made depend on the outcome: loops are pipelined, so the loads of a tile start under the arithmetic of
+the one before. Triton emits no barrier before a release by itself (3.6, 3.7); a lint of the generated PTX holds both
+sides to this, see tests/kernels/ptx_lint.py. Readers that use tensor descriptors call `order_descriptor_loads` after
+the wait: acquiring orders ordinary loads, while descriptor loads go through the asynchronous proxy. A signal is stored,
+not exchanged: peers behind PCIe, and host memory, need not know atomics.
 
 A wait is bounded. It ends after the group's timeout, when a peer has poisoned the group, or when another CTA or kernel
 of this rank has failed. The first to fail writes the failure record in host memory and poisons all ranks; the waiting
@@ -31,6 +32,7 @@ from triton.language.extra.cuda import globaltimer
 __all__ = [
     "FAILURE_FIELDS",
     "announce",
+    "behind",
     "count_tile",
     "current_call",
     "group_table",
@@ -85,7 +87,7 @@ def has_failed(group):  # type: ignore[no-untyped-def]
 @triton.jit
 def announce(signal, value):  # type: ignore[no-untyped-def]
     """Store `value`: all that this CTA has written, or acquired before, is visible to who then acquires it."""
-    tl.debug_barrier()
+    _barrier()
     _store_release(signal, value)
 
 
@@ -95,7 +97,7 @@ def count_tile(counter, num_tiles):  # type: ignore[no-untyped-def]
 
     `counter` is 0 before and after a call: the last one leaves it so, and launches of a rank follow each other.
     """
-    tl.debug_barrier()
+    _barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1 == num_tiles
     if last:
         tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
@@ -108,6 +110,21 @@ def order_descriptor_loads():  # type: ignore[no-untyped-def]
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def behind(arrived, value):  # type: ignore[no-untyped-def]
+    """`value` (int32), which now depends on the outcome of a wait: nothing made of it can be loaded before.
+
+    Without it the program's order is all that keeps a load behind a wait, and a compiler that pipelines a loop moves
+    loads forward past everything that they do not depend on.
+    """
+    if INTERPRETED:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1; // behind $2", "=r,r,r", [value, arrived], dtype=tl.int32, is_pure=True, pack=1
         )
 
 
@@ -131,11 +148,10 @@ def wait_at_least(signal, epoch, group, op, peer, chunk):  # type: ignore[no-unt
                 poison = tl.load(pad, volatile=True)
                 if has_failed(group):
                     arrived = 0
-                elif poison != 0:
-                    _fail(group, _POISONED, op, poison.to(tl.int32) - 1, chunk, epoch, seen, spent)
-                    arrived = 0
-                elif spent >= timeout:
-                    _fail(group, _TIMEOUT, op, peer, chunk, epoch, seen, spent)
+                elif (poison != 0) | (spent >= timeout):
+                    kind = tl.where(poison != 0, _POISONED, _TIMEOUT)
+                    blamed = tl.where(poison != 0, poison.to(tl.int32) - 1, peer)
+                    _fail(group, kind, op, blamed, chunk, epoch, seen, spent)
                     arrived = 0
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     return arrived
@@ -159,11 +175,18 @@ def _fail(group, kind, op, peer, chunk, epoch, seen, spent):  # type: ignore[no-
         tl.store(record + 8, seen)
         tl.store(record + 9, 0)
         tl.store((record + 10).to(tl.pointer_type(tl.int64)), spent)
-        tl.debug_barrier()
+        _barrier()
         _store_release(record, zero + 1)
         for other in tl.range(0, tl.load(group + _WORLD_SIZE).to(tl.int32)):
             pad = tl.load(group + _PADS + other).to(tl.pointer_type(tl.int64))
             _store_release(pad, (rank + 1).to(tl.int64))
+
+
+@triton.jit
+def _barrier():  # type: ignore[no-untyped-def]
+    """All threads of this CTA. Not tl.debug_barrier: a loop in which that stands is not pipelined (Triton 3.7)."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("barrier.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
