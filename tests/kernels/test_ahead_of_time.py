@@ -118,7 +118,7 @@ A_WAIT_OF_ITS_OWN = ("""\
                     tile, ready, arrived, whole,""", """\
                 tile += programs
                 a_places, b_places, b_up_places, _same, _none = _begin(
-                    tile, ready, 0, whole, weight, weight_up, rank, epoch, order, signals, group, op,
+                    tile, ready, arrived * 0, whole, weight, weight_up, rank, epoch, order, signals, group, op,
                     num_row_tiles, num_column_tiles, n, stride_whole, stride_wn, stride_wk,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, DUAL, DESCRIPTORS,
                 )
