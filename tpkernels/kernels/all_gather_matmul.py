@@ -159,7 +159,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
                 a_places, b_places, b_up_places, ready, arrived = _begin(
                     tile, ready, arrived, whole, weight, weight_up, rank, epoch, order, signals, group, op,
                     num_row_tiles, num_column_tiles, n, stride_whole, stride_wn, stride_wk,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, DUAL, DESCRIPTORS,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, DUAL, DESCRIPTORS,
                 )  # fmt: skip
             acc, acc_up = multiply_step(
                 acc, acc_up, whole, weight, weight_up, a_places, b_places, b_up_places, step * BLOCK_K, k,

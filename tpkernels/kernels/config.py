@@ -192,9 +192,7 @@ def _tiles(capability: int, shard: int, n: int, dtype: str, dual: bool, descript
     return tiles
 
 
-def _sizes(
-    capability: int, shard: int, n: int, dtype: str, dual: bool, descriptors: bool
-) -> tuple[int, int, int, int]:
+def _sizes(capability: int, shard: int, n: int, dtype: str, dual: bool, descriptors: bool) -> tuple[int, int, int, int]:
     """block_m, block_n, block_k, num_warps."""
     if dtype == "float32":  # without tensor cores: registers hold the operands, larger tiles spill
         return (64 if shard > 32 else 32), 64, 32, 8
