@@ -25,13 +25,13 @@ def run(interpreter: Interpreter, world: worlds.World) -> None:
 def test_ranks_compute_what_they_should_call_after_call(interpreter: Interpreter, tmp_path: Path, full: bool) -> None:
     for shards in SHARDS if full else SHARDS[:2]:
         folder = tmp_path / f"{len(shards)} ranks"
-        run(interpreter, worlds.World(folder, shards, n=40, k=24, num_chunks=2, calls=12 if full else 2))
+        run(interpreter, worlds.World(folder, shards, n=40, k=48, num_chunks=2, calls=12 if full else 2))
 
 
 def test_a_chunk_announced_after_its_first_tile_is_caught(interpreter: Interpreter, tmp_path: Path) -> None:
     package = mutant(tmp_path, "mutant_early", {"signals.py": (" + 1 == num_tiles", " == 0")})
     world = worlds.World(
-        tmp_path / "memory", (40, 90), n=64, k=24, num_chunks=1, calls=2, package=package, module_folder=str(tmp_path)
+        tmp_path / "memory", (40, 90), n=64, k=48, num_chunks=1, calls=2, package=package, module_folder=str(tmp_path)
     )
     with pytest.raises(Failed, match="BoundExceeded"):
         run(interpreter, world)

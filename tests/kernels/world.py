@@ -23,6 +23,7 @@ from tpkernels.testing.numeric import Bounded
 from tpkernels.testing.payload import payload
 
 PATIENCE_S = 60.0
+STRAGGLE_S = 0.3  # longer than a rank's tiles take: its peers watch them come
 CHUNK_WORD, MAX_CHUNKS = 16 + 64, 64  # the pad of csrc/cuda/protocol.h
 PAD_WORDS = CHUNK_WORD + 64 * MAX_CHUNKS
 
@@ -156,6 +157,8 @@ def _scatter(
         staging_stride=world.n,
         signal_pads=True,
     )
+    if call % size == rank:
+        time.sleep(STRAGGLE_S)
     kernel.matmul_reduce_scatter(xs[rank], ws[rank], departures, case.config())
     rows = world.shards[rank]
     total = torch.zeros(rows, world.n)
