@@ -20,7 +20,8 @@ output is stored, unless gradients need what both were:
 
     out = act(whole @ weight^T + bias) * (whole @ weight_up^T + bias_up)            "swiglu": silu, "geglu": gelu
 
-A chunk that does not arrive in time is reported (signals.py); the kernel then ends, and `out` is void.
+A chunk that does not arrive in time is reported (signals.py); the kernel then stores nothing more and ends, and `out`
+is void. A flat loop goes through its other tiles all the same: milliseconds.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ not exchanged: peers behind PCIe, and host memory, need not know atomics.
 
 A wait is bounded. It ends after the group's timeout, when a peer has poisoned the group, or when another CTA or kernel
 of this rank has failed. The first to fail writes the failure record in host memory and poisons all ranks; the waiting
-kernel skips the rest of its work and ends. Nothing traps, the context survives, the host finds the record and raises.
+kernel waits for nothing and stores nothing any more, and ends. Nothing traps, the context survives, the host finds the
+record and raises.
 
 A *group table* is what a kernel knows of its group, int64 values in device memory (`group_table`).
 """
@@ -184,7 +185,10 @@ def _fail(group, kind, op, peer, chunk, epoch, seen, spent):  # type: ignore[no-
 
 @triton.jit
 def _barrier():  # type: ignore[no-untyped-def]
-    """All threads of this CTA. Not tl.debug_barrier: a loop in which that stands is not pipelined (Triton 3.7)."""
+    """All threads of this CTA, which therefore cannot be specialised by warps.
+
+    Not tl.debug_barrier: a loop in which that stands is not pipelined (Triton 3.7).
+    """
     if not INTERPRETED:
         tl.inline_asm_elementwise("barrier.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 

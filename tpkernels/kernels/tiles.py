@@ -15,6 +15,11 @@ kernels with "region branch point has 1 operands, but region successor needs 2 i
 tl.debug_barrier stands in it; no branch goes around the stores and drops sums; and its parts are functions, because a
 name that is assigned in a branch is carried from step to step.
 
+Warp specialisation (`tl.range(..., warp_specialize=True)`) is not offered. For sm_90 Triton 3.7.1 takes the option and
+changes nothing. For sm_100 it does not compile the loop that waits (TritonGPUPartitionScheduling fails without saying
+why); what announces chunks compiles, but its barriers (signals.py) wait for all warps of a CTA, of which the loading
+ones never come, and with Triton's own barrier the loop would not be pipelined where it is not specialised.
+
 Products accumulate in fp32 over K in one fixed order, whatever the chunk, the arrival order or the row's place in M:
 tile sizes alone decide, so equal tile sizes give equal bits. fp32 operands multiply in full precision unless asked
 otherwise (`PRECISION`), fp8 products leave the tensor core's short accumulator after every BLOCK_K.
