@@ -187,7 +187,8 @@ def _fail(group, kind, op, peer, chunk, epoch, seen, spent):  # type: ignore[no-
 def _barrier():  # type: ignore[no-untyped-def]
     """All threads of this CTA, which therefore cannot be specialised by warps.
 
-    Not tl.debug_barrier: a loop in which that stands is not pipelined (Triton 3.7).
+    Not tl.debug_barrier: a loop in which that stands is not pipelined (Triton 3.7). And not bar.sync, which the threads
+    of a warp must execute at one place: the compiler may copy inline assembly to the ends of two branches.
     """
     if not INTERPRETED:
         tl.inline_asm_elementwise("barrier.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
