@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from tpkernels.kernels.config import DTYPES, MAX_CHUNKS, MIN_CHUNK_BYTES, GemmConfig, Tiles, candidates, configure
-from tpkernels.kernels.operands import check_operands, is_transposed, scale_kind, weight_descriptor_fits
+from tpkernels.kernels.operands import (
+    check_operands,
+    is_transposed,
+    loop_of,
+    result_descriptor,
+    scale_kind,
+    weight_descriptor_fits,
+)
 from tpkernels.kernels.schedule import FIELDS, all_gather_order, as_table, reduce_scatter_order
 from tpkernels.partition import chunk_ranges, offsets
 
@@ -93,7 +100,7 @@ def test_every_problem_has_a_configuration_that_fits(
     if found.descriptors:
         assert dtype != "float32" and k * DTYPES[dtype] % 16 == 0
     stage = (found.block_m + found.block_n * (2 if dual else 1)) * found.block_k * DTYPES[dtype]
-    assert stage * (found.num_stages - (capability < 90)) <= shared_kib * 1024
+    assert stage * (found.num_stages - (not 90 <= capability < 120)) <= shared_kib * 1024
 
 
 @pytest.mark.parametrize(
@@ -123,6 +130,44 @@ def test_tiles_that_do_not_fit_are_refused_with_the_numbers() -> None:
     for name, value in (("block_m", 48), ("num_warps", True), ("num_stages", 3.0), ("block_n", "64"), ("block_k", 512)):
         with pytest.raises(ValueError, match=f"{name} \\({value!r}\\) must be one of"):
             replace(large, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("capability", "stages"), [(80, 4), (89, 3), (90, 4), (100, 4), (120, 3)])
+def test_there_are_four_stages_or_as_many_as_memory_has_room_for(capability: int, stages: int) -> None:
+    found = config(capability=capability).tiles
+    assert (found.num_stages, found.loop) == (stages, "flat")
+    if stages < 4:
+        assert "bytes of shared memory" in str(replace(found, num_stages=stages + 1).refusal(capability, "bfloat16"))
+
+
+def test_two_weights_take_the_nested_loop_where_the_flat_one_would_wait_for_each_product() -> None:
+    assert [config(capability=each, dual=True).loop for each in (80, 90, 100)] == ["flat", "nested", "flat"]
+
+
+def test_operands_that_are_read_a_number_at_a_time_take_the_nested_loop() -> None:
+    flat = replace(config(), descriptors=False)
+    x, weight = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(24, 64, dtype=torch.bfloat16)
+    assert loop_of(x, weight, flat) == "flat" and loop_of(x, weight, replace(flat, loop="nested")) == "nested"
+    odd = torch.zeros(8, 72, dtype=torch.bfloat16)
+    for one, other in ((x, torch.zeros(64, 24, dtype=torch.bfloat16).T), (x[:, :41], weight[:, :41]), (odd, weight)):
+        assert loop_of(one, other, flat) == "nested"
+        assert loop_of(one, other, replace(flat, descriptors=True)) == "flat"
+
+
+@pytest.mark.parametrize(
+    ("out", "fits"),
+    [
+        (torch.zeros(8, 64, dtype=torch.bfloat16), True),
+        (torch.zeros(8, 64), False),
+        (torch.zeros(8, 65, dtype=torch.bfloat16), False),
+        (torch.zeros(0, 64, dtype=torch.bfloat16), False),
+    ],
+    ids=["16 bits", "32 bits", "odd rows", "no rows"],
+)
+def test_results_have_a_descriptor_where_it_can_be(out: torch.Tensor, fits: bool) -> None:
+    assert (result_descriptor(out, config()) is not None) is fits
+    assert result_descriptor(out, replace(config(), loop="nested")) is None
+    assert result_descriptor(out, replace(config(), descriptors=False)) is None
 
 
 def test_chunks_feed_whole_waves() -> None:

@@ -55,7 +55,8 @@ class Tiles:
         """Why a GPU cannot run these, or not without spilling registers; None if it can."""
         weights = 2 if dual else 1
         columns = self.block_n * weights
-        stages = self.num_stages - 1 if capability < 90 else self.num_stages  # without TMA, one is on its way
+        # Warps that multiply from registers (mma.sync) have read a stage before they ask for the next.
+        stages = self.num_stages if 90 <= capability < 120 else self.num_stages - 1
         num_bytes = (self.block_m + columns) * self.block_k * DTYPES[dtype] * stages
         if self.loop == "flat":  # loads of the next tile fill the stages while this one is stored
             num_bytes += self.block_m * min(self.block_n, STORED_COLUMNS) * 4 + 1024
