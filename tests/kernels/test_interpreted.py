@@ -134,7 +134,7 @@ def test_gelu_of_what_is_no_number_is_none_and_of_the_largest_is_itself(interpre
 
 
 def test_a_coefficient_that_is_wrong_in_its_sixth_digit_is_found(interpreter: Interpreter, tmp_path: Path) -> None:
-    package = mutant(tmp_path, "mutant_phi", {"tiles.py": ("-1.15110683", "-1.15111683")})
+    package = mutant(tmp_path, "mutant_phi", {"tiles.py": ("1.15110683", "1.15111683")})
     errors, _ = interpreter.run("activations.gelu_errors", package, str(tmp_path))
     assert errors["tail"] > 4e-6 and errors["relative"] > 2.4e-7
 
