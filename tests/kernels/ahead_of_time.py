@@ -131,6 +131,7 @@ def variants() -> list[Variant]:
                 replace(gather, activation="swiglu", pointers=True, preactivation=True, sampled=False),
                 replace(gather, activation="swiglu", transposed=True, sampled=False),
                 replace(gather, pointers=True, bias=True, sampled=False),
+                replace(gather, activation="swiglu", bias=True, loop="flat", sampled=capability == 90),
                 replace(scatter, dtype="float8_e4m3fn", scale="row", sampled=False),
             ]
     return found

@@ -83,15 +83,20 @@ def test_the_flat_loop_keeps_its_pipeline_full_from_tile_to_tile(report: dict[st
     assert drains(rows["gather-sm_90-bfloat16-gelu-bias-nested"]), "the loop of before no longer fails this"
 
 
+def too_much(name: str, row: dict[str, Any]) -> bool:
+    step, tile = row["work"]["step"], row["work"]["tile"]
+    barriers, instructions = STEP_LIMIT[name.split("-")[1]]
+    return bool(step["barriers"] > barriers or step["instructions"] > instructions or tile["instructions"] > TILE_LIMIT)
+
+
 def test_steps_and_tiles_execute_no_more_than_they_may(report: dict[str, Any]) -> None:
-    """Whatever the compiler; one wait for tensor cores that is not meant (sm_90) doubles the barriers of a step."""
-    for name, row in report["packages"]["tpkernels.kernels"].items():
-        if row["work"] is None or row["loop"] != "flat":
-            continue
-        step, tile = row["work"]["step"], row["work"]["tile"]
-        barriers, instructions = STEP_LIMIT[name.split("-")[1]]
-        assert step["barriers"] <= barriers and step["instructions"] <= instructions, (name, step)
-        assert tile["instructions"] <= TILE_LIMIT, (name, tile)
+    """Whatever the compiler. For two weights a flat loop waits for each product on sm_90, and so is not taken there."""
+    rows = {name: row for name, row in report["packages"]["tpkernels.kernels"].items() if row["work"] is not None}
+    flat = [name for name, row in rows.items() if row["loop"] == "flat"]
+    over = [name for name in flat if too_much(name, rows[name])]
+    assert set(over) <= {"gather-sm_90-bfloat16-swiglu-bias-flat"}
+    if report["triton"] == TABLE["triton"]:
+        assert over, "config.py need not take the nested loop for two weights on sm_90 any more"
 
 
 def test_waits_acquire_releases_follow_a_barrier_and_offsets_of_rows_have_64_bits(report: dict[str, Any]) -> None:
