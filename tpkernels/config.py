@@ -20,6 +20,8 @@ the function it concerns.
 ``TPKERNELS_CACHE_DIR``     the folder of measured tile sizes, an absolute path (default: the user's cache folder)
 ``TPKERNELS_CUDA_LIBRARY``  the library of the CUDA kernels, an absolute path: one that was built elsewhere, instead of
                             this installation's ``tpkernels/_cuda.so``
+``TPKERNELS_STREAM_WRITES``  ``0``: kernels tell ``symmetric``'s GEMM that a chunk has come, as they do where the
+                            driver cannot let streams write words (default ``1``); ranks may differ
 ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES``  ``1``: torch's own; several ranks of one GPU may share its memory, for
                             experiments
 ``TORCH_NCCL_*``            torch's own; what :func:`nccl_failures_raise` sets for the groups of :func:`tpkernels.init`,
@@ -74,6 +76,7 @@ class Config:
     cache_dir: Path | None = None
     batch_gloo: bool = True
     cuda_library: Path | None = None
+    stream_writes: bool = True
 
 
 def inherited() -> dict[str, str]:
@@ -95,6 +98,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         tune=_flag(environ, "TPKERNELS_TUNE", default=False),
         cache_dir=_path(environ, "TPKERNELS_CACHE_DIR"),
         cuda_library=_path(environ, "TPKERNELS_CUDA_LIBRARY"),
+        stream_writes=_flag(environ, "TPKERNELS_STREAM_WRITES", default=True),
         batch_gloo=_flag(environ, "TPKERNELS_BATCH_GLOO", default=True),
         overlapping_devices=environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
     )

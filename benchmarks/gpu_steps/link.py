@@ -27,8 +27,8 @@ from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
 from gpu_steps.overlap import Forecast
 from tpkernels import partition
-from tpkernels.comm.cuda_group import Pipeline
-from tpkernels.comm.cuda_native import Chunk, Dtype, Raise
+from tpkernels.comm.cuda_group import Call, Pipeline
+from tpkernels.comm.cuda_native import Chunk, Dtype, Raise, Steps
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.config import GemmConfig
@@ -114,7 +114,7 @@ class Pull:
         self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None, how: Raise = Raise.KERNEL
     ) -> None:
         self.lab, self.rank, self.pipeline = lab, LoneRank(lab, tp), Pipeline(lab.library, 1)
-        self.shards, self.how = partition.array_split_sizes(m, tp), how
+        self.shards = partition.array_split_sizes(m, tp)
         self.expected, self.weight = lab.random(0, m, k), lab.random(1, n, k)
         self.host = lab.pinned(m, k)
         self.host.copy_(self.expected)
@@ -125,7 +125,8 @@ class Pull:
         self.arrivals = gather.Arrivals(
             self.rank.order("all_gather", self.shards, self.config), self.rank.flags, self.rank.table, 1
         )
-        self._flagged, self._plain = self._chunks(True), self._chunks(False)
+        self._flagged = _call(self.pipeline, self.rank, self._chunks(True), how)
+        self._plain = _call(self.pipeline, self.rank, self._chunks(False))
         self.kernel(rehearsal=True)
         lab.settle()
 
@@ -139,7 +140,7 @@ class Pull:
                 chunks.append(
                     _copy(
                         self.whole.data_ptr() + at, self.host.data_ptr() + at, num_bytes, number,
-                        raise_flag=self.flag(peer, number) if flags else None,
+                        flag=self.flag(peer, number), raises=flags,
                     )
                 )  # fmt: skip
         return chunks
@@ -153,13 +154,13 @@ class Pull:
     def fused(self) -> None:
         self.rank.next_call()
         self.pipeline.fork(self.lab.stream())
-        _enqueue(self.pipeline, self.rank, self._flagged, self.how)
+        _enqueue(self.rank, self._flagged)
         self.kernel()
         self.pipeline.join(self.lab.stream())
 
     def transfer(self) -> None:
         self.pipeline.fork(self.lab.stream())
-        _enqueue(self.pipeline, self.rank, self._plain)
+        _enqueue(self.rank, self._plain)
         self.pipeline.join(self.lab.stream())
 
     def gemm(self) -> None:
@@ -172,7 +173,7 @@ class Pull:
     def gemm_beside(self) -> None:
         """Its time ends with the GEMM; the copies may go on. Whoever measures it waits for the device."""
         self.pipeline.fork(self.lab.stream())
-        _enqueue(self.pipeline, self.rank, self._plain)
+        _enqueue(self.rank, self._plain)
         self.gemm()
 
     def check(self, name: str, call: Callable[[], None]) -> None:
@@ -232,7 +233,7 @@ class Push:
             m, n, k, tp, moved_columns=n, reserved_sms=lab.reserved_sms(waits=False)
         )
         self.departures = departures_of(self.rank, self.partial, self.shards, self.config)
-        self._flagged, self._plain = self._chunks(True), self._chunks(False)
+        self._flagged, self._plain = (_call(self.pipeline, self.rank, self._chunks(flags)) for flags in (True, False))
         self.kernel(rehearsal=True)
         lab.settle()
 
@@ -247,7 +248,7 @@ class Push:
                 chunks.append(
                     _copy(
                         self.host.data_ptr() + at, self.partial.data_ptr() + at, num_bytes, number,
-                        wait_flag=flag if flags and num_bytes else None,
+                        flag=flag, waits=flags and num_bytes > 0,
                     )
                 )  # fmt: skip
         return chunks
@@ -267,13 +268,13 @@ class Push:
         self.rank.next_call()
         self.pipeline.fork(self.lab.stream())
         self.kernel()
-        _enqueue(self.pipeline, self.rank, self._flagged)
+        _enqueue(self.rank, self._flagged)
         self.reduce()
         self.pipeline.join(self.lab.stream())
 
     def transfer(self) -> None:
         self.pipeline.fork(self.lab.stream())
-        _enqueue(self.pipeline, self.rank, self._plain)
+        _enqueue(self.rank, self._plain)
         self.pipeline.join(self.lab.stream())
 
     def gemm(self) -> None:
@@ -386,15 +387,18 @@ def _cycles_per_second(lab: Lab) -> float:
 
 
 def _copy(
-    target: int, source: int, num_bytes: int, number: int, *, raise_flag: int | None = None,
-    wait_flag: int | None = None,
+    target: int, source: int, num_bytes: int, number: int, *, flag: int, raises: bool = False, waits: bool = False
 ) -> Chunk:  # fmt: skip
     return Chunk(
         target=target, source=source, rows=1, row_bytes=num_bytes, target_stride_bytes=num_bytes,
-        source_stride_bytes=num_bytes, wait_flag=wait_flag, wait_peer=-1, raise_flag=raise_flag, signal_peer=-1,
-        chunk=number,
+        source_stride_bytes=num_bytes, flags=flag, raise_ranks=int(raises), wait_ranks=int(waits), chunk=number,
     )  # fmt: skip
 
 
-def _enqueue(pipeline: Pipeline, rank: LoneRank, chunks: Sequence[Chunk], how: Raise = Raise.KERNEL) -> None:
-    pipeline.run(0, rank.group, (Chunk * len(chunks))(*chunks), op=1, how=how, epoch_on_host=rank.epoch)
+def _call(pipeline: Pipeline, rank: LoneRank, chunks: Sequence[Chunk], how: Raise = Raise.KERNEL) -> Call:
+    return Call(rank.lab.library, rank.group, pipeline, chunks, op=1, how=how)
+
+
+def _enqueue(rank: LoneRank, call: Call) -> None:
+    call.record.raised_value = rank.epoch  # a lone rank begins no call: its flags go up with the number of the call
+    call.run(Steps.MOVE, stream=0)

@@ -28,6 +28,9 @@ int load(Kernels... kernels) {
     (one(kernels), ...);
     return static_cast<int>(error);
 }
+// Enqueue one kernel of one warp.
+int launch_relay(const tpk_group& group, const Relay& job, cudaStream_t stream);
+int launch_raise(const tpk_group& group, std::uint32_t* flags, int stride, std::uint64_t ranks, cudaStream_t stream);
 int load_reduce_kernels();
 int load_one_shot_kernels();
 

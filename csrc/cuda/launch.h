@@ -11,14 +11,16 @@
 
 #include <stdint.h>
 
-#define TPK_CUDA_ABI 4
+#define TPK_CUDA_ABI 5
 #define TPK_MAX_RANKS 64
 #define TPK_MAX_CHUNKS 64
 #define TPK_SLOTS 2
 #define TPK_PAD_BYTES 33408       /* a signal pad: symmetric memory, zeroed before any rank's first call */
 #define TPK_STATE_BYTES 32        /* of this rank's device memory, zeroed */
-#define TPK_STATE_EPOCH_OFFSET 0  /* uint32: number of the current call, for kernels of others */
+#define TPK_STATE_RAISED_OFFSET 0 /* uint32: what a raised flag of the current call holds, for kernels of others */
 #define TPK_STATE_FAILED_OFFSET 8 /* uint32: not 0 once a wait has failed; whoever else waits should look at it */
+
+#define TPK_FLAG_RAISED 0x40000000 /* what tpk_begin writes there; the flags that it is given hold 0 then */
 
 #define TPK_INVALID (-1)
 
@@ -28,8 +30,9 @@ enum tpk_dtype { TPK_F32 = 0, TPK_BF16 = 1, TPK_F16 = 2 };
 enum tpk_failure_kind { TPK_TIMEOUT = 1, TPK_POISONED = 2, TPK_MISMATCH = 3, TPK_ALARM = 4 };
 /* How a local flag is raised on a stream (a signal to a peer is always a kernel: that of a failed rank stays silent).
  * KERNEL needs room for one warp on an SM, so whoever spins must leave it; COPY copies the word with the copy engine
- * (whether small copies stay off the SMs is the driver's choice); WRITE_VALUE needs neither, but its value is
- * `epoch_on_host`, which a captured graph would repeat: refused there. */
+ * (whether small copies stay off the SMs is the driver's choice, and their order with the data rests on that of the
+ * stream alone); WRITE_VALUE needs neither, and CUDA documents a fence before it (cuStreamWriteValue32).  Its value is
+ * always the same, so that a captured graph may repeat it. */
 enum tpk_raise { TPK_RAISE_KERNEL = 0, TPK_RAISE_COPY = 1, TPK_RAISE_WRITE_VALUE = 2 };
 
 #ifdef __cplusplus
@@ -49,6 +52,8 @@ typedef struct tpk_failure {
     uint32_t got;
     uint32_t fingerprint; /* of the peer, for MISMATCH */
     uint64_t waited_ns;
+    uint32_t call; /* that this rank had begun last: who waits for a local flag may not know its number */
+    uint32_t unused;
 } tpk_failure;
 
 /* One rank's end of a group.  `pads` is a host array of device pointers; all else is plain. */
@@ -65,16 +70,21 @@ typedef struct tpk_group {
     int32_t max_blocks;
 } tpk_group;
 
-/* A copy of `rows` rows of `row_bytes` bytes, what it waits for, and whom it tells. */
+/* A copy of `rows` rows of `row_bytes` bytes, what it waits for, and whom it tells.  Sets of ranks have a bit per rank;
+ * the flag of rank r is flags[r * flag_stride]. */
 typedef struct tpk_chunk {
-    void* target;
-    const void* source;
+    int64_t target, source;           /* addresses, or places in tensors that differ from call to call: */
+    int32_t target_base, source_base; /* 0, or 1 + the number of the base that is added (tpk_call_run) */
     int64_t rows, row_bytes, target_stride_bytes, source_stride_bytes;
-    const uint32_t* wait_flag; /* a local flag that must reach the epoch first, or NULL */
-    int32_t wait_peer;         /* the rank whose signal `chunk` must be there first, or -1 */
-    uint32_t* raise_flag;      /* a local flag that is set to the epoch afterwards, or NULL */
-    int32_t signal_peer;       /* the rank that gets signal `chunk` afterwards, or -1 */
+    uint64_t wait_peers;   /* whose signal `chunk` must be there first */
+    uint64_t wait_ranks;   /* whose local flags must be raised first */
+    uint64_t raise_ranks;  /* whose local flags are raised afterwards */
+    uint64_t signal_peers; /* who gets signal `chunk` afterwards */
+    uint32_t* flags;
+    int32_t flag_stride;
     int32_t chunk;
+    int32_t lane; /* the side stream, or -1: the stream of the call; there are only copies */
+    int32_t unused;
 } tpk_chunk;
 
 typedef struct tpk_pipeline tpk_pipeline;
@@ -83,7 +93,7 @@ int tpk_cuda_abi(void);
 const char* tpk_error_string(int error);
 int tpk_device_count(int* count);
 int tpk_can_access_peer(int device, int peer_device, int* can);
-/* Whether WRITE_VALUE can be used: the driver has cuStreamWriteValue32. */
+/* Whether WRITE_VALUE can be used on the current device, which is tried.  Not in capture; waits for that trial. */
 int tpk_has_write_value(int* has);
 
 /* Loads all kernels onto the current device.  Not in capture; before the first call.  Otherwise the first launch of
@@ -96,8 +106,10 @@ int tpk_failure_create(tpk_failure** host, tpk_failure** device);
 int tpk_failure_destroy(tpk_failure* host);
 
 /* Begins call number epoch + 1: tells every rank, and waits until all of them are done with `slot` of earlier calls.
- * `fingerprint` says what the call is; ranks that disagree fail. */
-int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, void* stream);
+ * `fingerprint` says what the call is; ranks that disagree fail.  Lowers the first `num_flags` of `flags` (or NULL, 0),
+ * so that a replayed call raises them anew, always to TPK_FLAG_RAISED. */
+int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, uint32_t* flags,
+              int32_t num_flags, void* stream);
 /* Ends a call whose slots were read by copies (join the pipeline before): fails if a peer has failed, because what it
  * enqueued behind its failure may have overwritten what was read.  tpk_reduce and tpk_all_reduce do so themselves. */
 int tpk_end(const tpk_group* group, int32_t op, void* stream);
@@ -107,7 +119,7 @@ int tpk_barrier(const tpk_group* group, int32_t op, uint32_t fingerprint, void* 
 int tpk_signal(const tpk_group* group, int32_t chunk, uint64_t peers, void* stream);
 /* Wait for signal `chunk` of the ranks in `peers`. */
 int tpk_wait(const tpk_group* group, int32_t op, int32_t chunk, uint64_t peers, void* stream);
-/* Set a local flag to the epoch; wait until one has reached it. */
+/* Raise a local flag; wait until one is raised. */
 int tpk_raise_flag(const tpk_group* group, uint32_t* flag, void* stream);
 int tpk_wait_flag(const tpk_group* group, int32_t op, int32_t chunk, const uint32_t* flag, void* stream);
 
@@ -116,13 +128,28 @@ int tpk_pipeline_create(int32_t streams, tpk_pipeline** pipeline);
 int tpk_pipeline_destroy(tpk_pipeline* pipeline);
 /* Side stream `lane`, for what else is to run there; it lives as long as the pipeline. */
 int tpk_pipeline_stream(const tpk_pipeline* pipeline, int32_t lane, void** stream);
-/* Everything enqueued by tpk_pipeline_run waits for what `stream` holds now / `stream` waits for all of it. */
+/* What is enqueued on side streams waits for what `stream` holds now / `stream` waits for all of it. */
 int tpk_pipeline_fork(tpk_pipeline* pipeline, void* stream);
 int tpk_pipeline_join(tpk_pipeline* pipeline, void* stream);
-/* Enqueues the copies of `chunks`, in order, on side stream `lane`.  `epoch_on_host` is only read for WRITE_VALUE; then
- * it is what tpk_begin has made the epoch. */
-int tpk_pipeline_run(tpk_pipeline* pipeline, int32_t lane, const tpk_group* group, int32_t op, const tpk_chunk* chunks,
-                     int64_t count, int32_t raise, uint32_t epoch_on_host);
+
+/* A call whose data the copy engines move, prepared: only `fingerprint` differs between calls of a kind in one slot. */
+typedef struct tpk_call {
+    const tpk_group* group;
+    tpk_pipeline* pipeline;
+    const tpk_chunk* chunks;
+    int64_t num_chunks;
+    uint32_t* flags; /* those that are lowered */
+    int32_t num_flags;
+    int32_t op, slot;
+    uint32_t fingerprint;
+    int32_t how;           /* flags are raised: enum tpk_raise */
+    uint32_t raised_value; /* that WRITE_VALUE writes: TPK_FLAG_RAISED, unless others than tpk_begin begin the calls */
+} tpk_call;
+/* BEGIN: tpk_begin, and the side streams follow.  MOVE: all chunks, in order.  JOIN: the stream waits for the side
+ * streams.  END: tpk_end. */
+enum tpk_steps { TPK_BEGIN = 1, TPK_MOVE = 2, TPK_JOIN = 4, TPK_END = 8 };
+/* Enqueues these steps of a call, in this order.  `bases`: of the call's tensors, for MOVE; a host array. */
+int tpk_call_run(const tpk_call* call, int32_t steps, const void* const* bases, int32_t num_bases, void* stream);
 
 /* out = round(part[0] + part[1] + ... (+ bias)), fp32, in rank order, rounded once.  Part r is [rows, columns] of
  * `part_dtype` with row stride `strides[r]`; `out` of out_dtype (equal, or part_dtype is F32).  `parts` and `strides`

@@ -35,9 +35,11 @@ TPK_DEVICE constexpr int chunk_word(int source, int chunk) { return kChunk + sou
 
 // This rank's own memory, on its device.  Only kernels of this rank touch it.
 struct alignas(16) State {
-    Signal current;          // the call that this rank is in
+    std::uint32_t raised;  // what a raised flag of this call holds; always the same, so that a graph may bake it in
+    std::uint32_t unused;
     std::uint32_t failed;    // 1 once a wait of this rank has failed; terminal
     std::uint32_t leaving;   // blocks of the running kernel that are done
+    Signal current;          // the call that this rank is in
     Epoch last_use[kSlots];  // the last call that used each slot
 };
 static_assert(sizeof(State) == TPK_STATE_BYTES);
@@ -53,6 +55,16 @@ struct Group {
     Failure* failure;
     std::uint64_t* alarm;  // null, or not 0 once another kernel of this rank has given up
     std::uint64_t timeout_ns;
+};
+
+// What a side stream does between two copies: tells who gets what was copied, then waits for what comes next.  Sets of
+// ranks have a bit per rank; the flag of rank r is flags[r * flag_stride].
+struct Relay {
+    std::uint64_t signal_peers, wait_peers, wait_ranks;
+    const std::uint32_t* flags;
+    int flag_stride;
+    int signal_chunk, wait_chunk;
+    int op;
 };
 
 // What a kernel waits for, in the words of the error.
@@ -91,7 +103,7 @@ TPK_DEVICE void fail(const Group& group, int kind, Awaited awaited, Signal curre
 // Waits until the word has reached `target`; false if the group has failed, or fails here: after timeout_ns, on a
 // peer's poison, on an alarm, or because the peer takes call `current` for another one.  What was written before the
 // signal may be read afterwards: by this thread, and by the block after its next barrier. A Word is a Signal or,
-// between kernels of one rank, a bare Epoch.
+// between kernels of one rank, a flag.
 template <typename Word>
 TPK_DEVICE bool wait_word(const Group& group, const Word* word, Epoch target, Signal current, Awaited awaited) {
     std::uint64_t begin = 0;

@@ -59,6 +59,16 @@ Group to_device(const tpk_group& group) {
     return result;
 }
 
+int launch_relay(const tpk_group& group, const Relay& job, cudaStream_t stream) {
+    relay<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(group), job);
+    return launched();
+}
+
+int launch_raise(const tpk_group& group, std::uint32_t* flags, int stride, std::uint64_t ranks, cudaStream_t stream) {
+    raise_flags<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(group), flags, stride, ranks);
+    return launched();
+}
+
 }  // namespace tpk
 
 using namespace tpk;
@@ -92,15 +102,18 @@ TPK_API int tpk_failure_create(tpk_failure** host, tpk_failure** device) {
 TPK_API int tpk_failure_destroy(tpk_failure* host) { return static_cast<int>(cudaFreeHost(host)); }
 
 TPK_API int tpk_load_kernels(void) {
-    TPK_TRY(load(begin_call, end_call, meet, signal_chunk, wait_chunk, raise_flag, wait_flag));
+    TPK_TRY(load(begin_call, end_call, meet, signal_chunk, wait_chunk, raise_flags, relay));
     TPK_TRY(load_reduce_kernels());
     return load_one_shot_kernels();
 }
 
-TPK_API int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, void* stream) {
+TPK_API int tpk_begin(const tpk_group* group, int32_t op, int32_t slot, uint32_t fingerprint, uint32_t* flags,
+                      int32_t num_flags, void* stream) {
     TPK_TRY(check_group(group));
     TPK_TRY(check_range("slot", slot, 0, kSlots - 1));
-    begin_call<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), op, slot, fingerprint);
+    TPK_TRY(check_range("num_flags", num_flags, 0, kMaxRanks * kMaxChunks));
+    if (flags == nullptr && num_flags > 0) return refuse("flags is NULL, and num_flags %d", num_flags);
+    begin_call<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), op, slot, fingerprint, flags, num_flags);
     return launched();
 }
 
@@ -133,13 +146,16 @@ TPK_API int tpk_wait(const tpk_group* group, int32_t op, int32_t chunk, uint64_t
 TPK_API int tpk_raise_flag(const tpk_group* group, uint32_t* flag, void* stream) {
     TPK_TRY(check_group(group));
     if (flag == nullptr) return refuse("flag is NULL");
-    raise_flag<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), flag);
-    return launched();
+    return launch_raise(*group, flag, 0, 1, as_stream(stream));
 }
 
 TPK_API int tpk_wait_flag(const tpk_group* group, int32_t op, int32_t chunk, const uint32_t* flag, void* stream) {
     TPK_TRY(check_group(group));
     if (flag == nullptr) return refuse("flag is NULL");
-    wait_flag<<<1, kOneWarp, 0, as_stream(stream)>>>(to_device(*group), flag, chunk, op);
-    return launched();
+    Relay job = {};
+    job.wait_ranks = 1;
+    job.flags = flag;
+    job.wait_chunk = chunk;
+    job.op = op;
+    return launch_relay(*group, job, as_stream(stream));
 }

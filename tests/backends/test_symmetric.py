@@ -26,7 +26,7 @@ from tests.cuda.test_far import copy_rows
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case
 from tpkernels.backends import moves, symmetric
-from tpkernels.comm import cuda_group, cuda_native
+from tpkernels.comm import cuda_native
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
 from tpkernels.ops import calling
@@ -301,17 +301,26 @@ def error_of(fault: str, group: Any) -> BaseException | None:
 
 
 @contextmanager
-def forgotten(attribute: str, value: Any) -> Iterator[None]:
-    """Copies of which one field is what it should not be."""
+def forgotten(attribute: str) -> Iterator[None]:
+    """Copies of which one field names nobody."""
     original = moves._chunk
 
     def changed(number: int, *arguments: Any, **settings: Any) -> cuda_native.Chunk:
         made = original(number, *arguments, **settings)
-        if number == 0 or attribute != "signal_peer":
-            setattr(made, attribute, value)
+        if number == 0 or attribute != "signal_peers":
+            setattr(made, attribute, 0)
         return made
 
     with mock.patch.object(moves, "_chunk", changed), mock.patch.object(symmetric.Channel, "remember", anew):
+        yield
+
+
+@contextmanager
+def not_lowered() -> Iterator[None]:
+    """Flags stay as the call before has left them, as they would in a replay of stream writes without more."""
+    original = symmetric.Channel.planned
+    planned = lambda self, op, chunks, num_flags: original(self, op, chunks, 0)  # noqa: E731
+    with mock.patch.object(symmetric.Channel, "planned", planned):
         yield
 
 
@@ -320,9 +329,9 @@ def anew(self: Any, key: Any, make: Any, on_device: bool = True) -> Any:
 
 
 FAULTS: dict[str, Any] = {
-    "the signal of the shard is forgotten": lambda: mock.patch.object(cuda_group.Group, "signal"),
-    "the signal of a chunk is forgotten": lambda: forgotten("signal_peer", -1),
-    "a copy raises no flag": lambda: forgotten("raise_flag", None),
+    "the signal of the shard is forgotten": lambda: forgotten("signal_peers"),
+    "the signal of a chunk is forgotten": lambda: forgotten("signal_peers"),
+    "a copy raises no flag": lambda: forgotten("raise_ranks"),
 }
 
 
@@ -346,18 +355,18 @@ def test_what_never_comes_ends_in_an_error_that_names_rank_and_chunk(
 def wrong_values(emulation: Emulation, attribute: str) -> str:
     """Nobody waits for what it copies, and peers are late: values must show it, or these tests would show nothing."""
     found = "nothing"
-    with emulation.group() as group, forgotten(attribute, -1 if attribute == "wait_peer" else None):
+    with emulation.group() as group, not_lowered() if attribute == "num_flags" else forgotten(attribute):
         for call in range(6):
             if (call + dist.get_rank(group)) % 2:
                 time.sleep(0.05)
             try:
-                JUDGES["values"](EVEN.but(op=GATHER if attribute == "wait_peer" else SCATTER, call=call), group)
+                JUDGES["values"](EVEN.but(op=SCATTER if attribute == "wait_ranks" else GATHER, call=call), group)
             except AssertionError as error:
                 found = type(error).__name__
     return found
 
 
-@pytest.mark.parametrize("attribute", ["wait_peer", "wait_flag"])
+@pytest.mark.parametrize("attribute", ["wait_peers", "wait_ranks", "num_flags"])
 def test_a_wait_that_is_left_out_shows_in_the_values(pools: Pools, emulation: Emulation, attribute: str) -> None:
     found = pools(2).run(wrong_values, replace(emulation, num_chunks=2), attribute)
     assert any(name in ("AssertionError", BoundExceeded.__name__) for name in found), found

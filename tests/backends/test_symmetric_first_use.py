@@ -17,11 +17,11 @@ pytest.importorskip("triton")
 import tpkernels as tpk
 from tests.backends.contract import JUDGES, parts_of, run
 from tests.backends.emulated import Emulation
+from tests.backends.test_symmetric import FAULTS as FORGOTTEN
 from tests.backends.test_symmetric import case_of, preferred
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tpkernels.backends import first_use, symmetric
-from tpkernels.comm import cuda_group
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
 from tpkernels.testing.spawn import Pools
@@ -120,7 +120,7 @@ def test_a_wrong_result_is_an_error_on_every_rank_and_the_group_goes_on(
 def hangs(emulation: Emulation) -> str:
     with emulation.group() as made:
         case = case_of(GATHER)
-        with mock.patch.object(cuda_group.Group, "signal") if dist.get_rank(made) == 1 else mock.patch.dict({}):
+        with FORGOTTEN["the signal of the shard is forgotten"]() if dist.get_rank(made) == 1 else mock.patch.dict({}):
             try:
                 run(case, parts_of(case, dist.get_world_size(made)), made)
             except tpk.errors.CommunicationError as error:

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from tpkernels.backends import launches, symmetric
 from tpkernels.comm import symmetric_channels
+from tpkernels.comm.cuda_native import CallRecord, Steps
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.symmetric_memory import Allocation
 from tpkernels.dispatch import Costs, Problem
@@ -37,7 +38,7 @@ from tpkernels.partition import Layout
 pytestmark = pytest.mark.cpu
 
 SIZE, ROWS, K, N = 4, 80, 16, 24
-PULL, PUSH = "pull", "push"
+STAGE, PULL, PUSH, OWN = "stage", "pull", "push", "own"
 
 
 class Recorder:
@@ -49,6 +50,8 @@ class Recorder:
     def __init__(self) -> None:
         self.library: Any = self
         self.noted: list[str] = []
+        self.crossings = 0
+        """Calls of the C library that enqueue what the copy engines do."""
         self.made: list[str] = []
         self.multicasts: list[int | None] = []
         self.peers_memory: set[int] = set()
@@ -65,16 +68,30 @@ class Recorder:
                 pointer._obj.value = ctypes.addressof(self._kept[-1])
         if name in ("all_reduce", "all_gather"):
             self.multicasts.append(arguments[1]._obj.multicast)
-        if name == "run":
-            name = self._what(arguments[4])
-            ends = [end for chunk in arguments[4] for end in (chunk.source, chunk.target)]
-            self.peers_memory |= {end >> 36 << 36 for end in ends if end is not None and end >> 40 in (1, 2)}
+        if name == "call_run":
+            record = CallRecord.from_address(arguments[0])
+            steps = [step for step in Steps if step in Steps(arguments[1])]
+            chunks = record.chunks[: record.num_chunks] if Steps.MOVE in steps else []
+            ends = [end for chunk in chunks for end in (chunk.source, chunk.target)]
+            self.peers_memory |= {end >> 36 << 36 for end in ends if end >> 40 in (1, 2)}
+            for step in steps:
+                self.noted += self._what(chunks) if step is Steps.MOVE else [step.name.lower()]
+            self.crossings += 1
+            return
+        if name == "create":
+            arguments[1]._obj.value = 1
         self.noted.append(name)
 
-    def _what(self, chunks: Sequence[Any]) -> str:
-        if any(chunk.signal_peer >= 0 for chunk in chunks):
-            return PUSH
-        return PULL if any(chunk.wait_peer >= 0 or chunk.raise_flag for chunk in chunks) else "stage"
+    def has_write_value(self) -> bool:
+        return True
+
+    def _what(self, chunks: Sequence[Any]) -> list[str]:
+        """In the order of enqueuing; a signal comes behind its chunk."""
+        gathers, found = any(chunk.target_base == 2 for chunk in chunks), []
+        for chunk in chunks:
+            found.append(OWN if chunk.lane < 0 else PULL if chunk.target_base else STAGE if gathers else PUSH)
+            found += ["signal"] * (chunk.signal_peers != 0)
+        return found
 
     def one_shot_slot_bytes(self, num_bytes: int) -> int:
         return -(-num_bytes // 16) * 16
@@ -172,16 +189,22 @@ def calls() -> dict[str, Any]:
     }
 
 
-GATHER = ["begin", "fork", "stage", "signal", PULL, PULL, PULL]
-SCATTER = ["begin", "fork", PUSH, PUSH, PUSH]
+PULLS, PUSHES = [PULL] * (SIZE - 1), [PUSH, "signal"] * 2 * (SIZE - 1)
+GATHER = ["begin", STAGE, "signal", *PULLS, OWN]
+SCATTER = ["begin", *PUSHES]
 EXPECTED = {
     "all_gather": [*GATHER, "join", "end"],
     "reduce_scatter": [*SCATTER, "reduce", "join"],
     "all_reduce": [*SCATTER, "reduce", "join", *GATHER, "join", "end"],
-    "all_gather_matmul": [*GATHER, "GEMM", "GEMM", "join", "end"],
-    "matmul_reduce_scatter": ["begin", "fork", "GEMM", PUSH, PUSH, PUSH, "meanwhile", "reduce", "join"],
-    "matmul_all_reduce": ["begin", "fork", "GEMM", PUSH, PUSH, PUSH, "reduce", "join", *GATHER, "join", "end"],
+    "all_gather_matmul": ["begin", STAGE, "signal", *PULLS, *PULLS, OWN, "GEMM", "GEMM", "join", "end"],
+    "matmul_reduce_scatter": ["begin", "GEMM", *PUSHES, "meanwhile", "reduce", "join"],
+    "matmul_all_reduce": ["begin", "GEMM", *PUSHES, "reduce", "join", *GATHER, "join", "end"],
 }
+# Into C for the copies alone; a reduction, and a join behind it, are one each besides.
+CROSSINGS = {
+    "all_gather": 2, "reduce_scatter": 1, "all_reduce": 2, "all_gather_matmul": 2, "matmul_reduce_scatter": 2,
+    "matmul_all_reduce": 3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", EXPECTED)
@@ -192,6 +215,7 @@ def test_what_signals_is_enqueued_before_what_waits_for_it(recorder: Recorder, o
             call.xs, call.matrices, call.layout, meanwhile=lambda: recorder.noted.append("meanwhile")
         )
     assert enqueued(recorder, op, call) == EXPECTED[op]
+    assert recorder.crossings == CROSSINGS[op]
 
 
 def test_few_rows_take_one_library_gemm_and_small_sums_one_kernel(recorder: Recorder) -> None:
@@ -208,7 +232,7 @@ def test_few_rows_take_one_library_gemm_and_small_sums_one_kernel(recorder: Reco
 
 def test_sums_are_gathered_in_one_kernel_where_a_store_reaches_all_ranks(recorder: Recorder) -> None:
     recorder.multicast = 1 << 40
-    scatter = {"all_reduce": SCATTER, "matmul_all_reduce": ["begin", "fork", "GEMM", PUSH, PUSH, PUSH]}
+    scatter = {"all_reduce": SCATTER, "matmul_all_reduce": ["begin", "GEMM", *PUSHES]}
     for op, first in scatter.items():
         assert enqueued(recorder, op, calls()[op], calls=3) == [*first, "reduce", "join", "all_gather"]
         assert recorder.made == []

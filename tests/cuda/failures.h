@@ -46,7 +46,7 @@ inline void one_is_missing(int size, unsigned seed, bool comes) {
         if (!comes) {
             sim::launch(1, kThreads, [&] { meet(me.group, 8, 2); });
         } else {
-            sim::launch(1, kThreads, [&] { begin_call(me.group, 8, 0, 2); });
+            sim::launch(1, kThreads, [&] { begin_call(me.group, 8, 0, 2, nullptr, 0); });
             if (culprit) return;
             sim::launch(1, kThreads, [&] { wait_chunk(me.group, bit(size - 1), 1, 8); });
         }
@@ -70,7 +70,7 @@ inline void one_is_missing(int size, unsigned seed, bool comes) {
         job.slot_elements = 4;
         plan_shares(job, 4, kBlocks);
         sim::launch(kBlocks, kThreads, [&] { all_reduce<float>(me.group, job); });
-        sim::launch(1, kThreads, [&] { begin_call(me.group, 9, 1, 3); });
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 9, 1, 3, nullptr, 0); });
         sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~std::uint64_t{0}, 5); });
         expect(std::isnan(me.gathered[0]) && std::memcmp(&first, &me.failure, sizeof(first)) == 0, scenario, f);
         expect(epoch_of(load_relaxed_system(me.pad.data() + chunk_word(me.group.rank, 5))) == 6, scenario, f);
@@ -84,7 +84,7 @@ inline void one_disagrees(int size, unsigned seed) {
     world.run([&](Rank& me) {
         sim::launch(1, kThreads, [&] { meet(me.group, 1, 5); });
         const std::uint32_t fingerprint = me.group.rank == size - 1 ? 66 : 6;
-        sim::launch(1, kThreads, [&] { begin_call(me.group, 2, 0, fingerprint); });
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 2, 0, fingerprint, nullptr, 0); });
         sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~std::uint64_t{0}, 0); });
         sim::launch(1, kThreads, [&] { wait_chunk(me.group, ~std::uint64_t{0}, 0, 2); });
         const Failure& f = failure_of(me, "a rank calls something else");
@@ -103,7 +103,7 @@ inline void one_kernel_gives_up(int size, unsigned seed) {
     std::uint64_t alarms[kMaxRanks] = {};
     world.run([&](Rank& me) {
         me.group.alarm = &alarms[me.group.rank];
-        sim::launch(1, kThreads, [&] { begin_call(me.group, 3, 0, 4); });
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 3, 0, 4, nullptr, 0); });
         if (me.group.rank == 0) store_release_system(me.group.alarm, std::uint64_t{2});
         sim::launch(1, kThreads, [&] { wait_chunk(me.group, bit((me.group.rank + 1) % size), 2, 3); });
         const Failure& f = failure_of(me, scenario);
@@ -119,11 +119,11 @@ inline void copies_go_on_after_a_failure() {
     World world(2, 1, 0, 30'000);
     std::atomic<bool> overwritten{false};
     world.run([&](Rank& me) {
-        sim::launch(1, kThreads, [&] { begin_call(me.group, 2, 0, 1); });
+        sim::launch(1, kThreads, [&] { begin_call(me.group, 2, 0, 1, nullptr, 0); });
         sim::launch(1, kThreads, [&] { signal_chunk(me.group, ~bit(me.group.rank), 0); });
         if (me.group.rank == 0) {
             me.group.timeout_ns = kShortTimeout;
-            sim::launch(1, kThreads, [&] { begin_call(me.group, 3, 0, 2); });
+            sim::launch(1, kThreads, [&] { begin_call(me.group, 3, 0, 2, nullptr, 0); });
             expect(failure_of(me, scenario).kind == TPK_TIMEOUT, scenario, me.failure);
             world.at(1).slots[0][0] = 5;
             overwritten = true;

@@ -27,7 +27,9 @@ namespace {
 
 void begin(Rank& me, const Call& call) {
     me.linger();
-    sim::launch(1, kThreads, [&] { begin_call(me.group, call.op, call.slot, call.fingerprint); });
+    std::uint32_t* const flags = me.flags.data();
+    const int count = static_cast<int>(me.flags.size());
+    sim::launch(1, kThreads, [&] { begin_call(me.group, call.op, call.slot, call.fingerprint, flags, count); });
 }
 
 std::int64_t shard_begin(const Call& call, int rank) {
@@ -40,6 +42,7 @@ std::int64_t shard_begin(const Call& call, int rank) {
 template <typename T>
 void consume(Rank& me, const Call& call, const T* gathered, T* out) {
     const Signal current = me.group.state->current;
+    const std::uint32_t raised = me.group.state->raised;
     for (int step = 1; step < me.group.world_size; ++step) {
         const int peer = peer_after(me.group.rank, me.group.world_size, step);
         const std::int64_t rows = call.rows[static_cast<std::size_t>(peer)];
@@ -48,7 +51,7 @@ void consume(Rank& me, const Call& call, const T* gathered, T* out) {
             const std::uint32_t* const flag = me.flags.data() + peer * kMaxChunks + chunk;
             bool failed = false;
             if (thread_index() == 0)
-                failed = !wait_word(me.group, flag, epoch_of(current), current, {call.op, peer, chunk});
+                failed = !wait_word(me.group, flag, raised, current, {call.op, peer, chunk});
             if (any_of_block(failed)) return;
             const std::int64_t first = (shard_begin(call, peer) + chunk_begin(rows, call.chunks, chunk)) * call.columns;
             const std::int64_t end =
@@ -82,7 +85,7 @@ void all_gather(const World& world, Rank& me, const Call& call) {
                 std::memcpy(as<T>(me.gathered) + shard_begin(call, peer) * columns + first,
                             as<T>(world.at(peer).slots[call.slot]) + first,
                             static_cast<std::size_t>(count) * sizeof(T));
-                sim::launch(1, 1, [&] { raise_flag(me.group, me.flags.data() + peer * kMaxChunks + chunk); });
+                sim::launch(1, 1, [&] { raise_flags(me.group, me.flags.data() + chunk, kMaxChunks, bit(peer)); });
             }
         }
     });
@@ -113,7 +116,7 @@ void produce(Rank& me, const Call& call, In* partial) {
             }
             sync_block();
             if (thread_index() == 0) {
-                store_release_system(me.flags.data() + owner * kMaxChunks + chunk, epoch_of(me.group.state->current));
+                store_release_system(me.flags.data() + owner * kMaxChunks + chunk, me.group.state->raised);
             }
         }
     }
@@ -126,20 +129,28 @@ void reduce_scatter(const World& world, Rank& me, const Call& call) {
     constexpr std::int64_t kSlotElements = kMaxElements / 8;
     begin(me, call);
     std::thread lane([&] {
+        Relay job = {};  // of the copy before: its signal, and the next one's wait, are one kernel
+        job.op = call.op;
+        job.flag_stride = kMaxChunks;
         for (int step = 1; step < size; ++step) {
             const int owner = peer_after(rank, size, step);
             const std::int64_t rows = call.rows[static_cast<std::size_t>(owner)];
             for (int chunk = 0; chunk < call.chunks; ++chunk) {
-                const std::uint32_t* const flag = me.flags.data() + owner * kMaxChunks + chunk;
-                sim::launch(1, 1, [&] { wait_flag(me.group, flag, chunk, call.op); });
+                job.flags = me.flags.data() + chunk;
+                job.wait_ranks = bit(owner);
+                job.wait_chunk = chunk;
+                sim::launch(1, kThreads, [&] { relay(me.group, job); });
                 const std::int64_t first = chunk_begin(rows, call.chunks, chunk) * columns;
                 const std::int64_t count = chunk_begin(rows, call.chunks, chunk + 1) * columns - first;
                 std::memcpy(as<In>(world.at(owner).slots[call.slot]) + rank * kSlotElements + first,
                             as<In>(me.partial) + shard_begin(call, owner) * columns + first,
                             static_cast<std::size_t>(count) * sizeof(In));
-                sim::launch(1, kThreads, [&] { signal_chunk(me.group, bit(owner), chunk); });
+                job.signal_peers = bit(owner);
+                job.signal_chunk = chunk;
             }
         }
+        job.wait_ranks = 0;
+        sim::launch(1, kThreads, [&] { relay(me.group, job); });
     });
     sim::launch(kBlocks, kThreads, [&] { produce(me, call, as<In>(me.partial)); });
     Reduction<In, Out> job = {};

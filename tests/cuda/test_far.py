@@ -14,8 +14,8 @@ import torch
 from tests.cuda.emulator import build
 from tests.cuda.test_ranks import ONE_SHOT, REDUCE, compiler, copy_of_the_source, run
 from tests.kernels.sparse_memory import sparse_matrix
-from tpkernels.comm.cuda_group import Group, Pipeline
-from tpkernels.comm.cuda_native import PAD_BYTES, STATE_BYTES, Chunk, CudaError, Library
+from tpkernels.comm.cuda_group import Call, Group, Pipeline
+from tpkernels.comm.cuda_native import PAD_BYTES, STATE_BYTES, Chunk, CudaError, Library, Steps
 
 pytestmark = pytest.mark.cpu
 
@@ -81,11 +81,9 @@ def copy_rows(library: Library, strides: tuple[int, int]) -> None:
     source.copy_(torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS))
     chunk = Chunk(
         target=target.data_ptr(), source=source.data_ptr(), rows=ROWS, row_bytes=4 * COLUMNS,
-        target_stride_bytes=4 * strides[0], source_stride_bytes=4 * strides[1], wait_peer=-1, signal_peer=-1, chunk=0,
+        target_stride_bytes=4 * strides[0], source_stride_bytes=4 * strides[1],
     )  # fmt: skip
-    pipeline.fork(0)
-    pipeline.run(0, group, (Chunk * 1)(chunk), op=1)
-    pipeline.join(0)
+    Call(library, group, pipeline, [chunk], op=1).run(Steps.BEGIN | Steps.MOVE | Steps.JOIN, stream=0)
     pipeline.close()
     group.close()
     assert torch.equal(target, source)

@@ -32,8 +32,8 @@ KERNELS = {
     "meet",
     "signal_chunk",
     "wait_chunk",
-    "raise_flag",
-    "wait_flag",
+    "raise_flags",
+    "relay",
     "reduce",
     "all_reduce",
     "all_gather",
@@ -100,17 +100,18 @@ def test_the_library_needs_no_cuda_to_load_and_exports_its_interface_alone(built
 def test_python_and_c_agree_on_constants_and_structures(tmp_path: Path) -> None:
     names = {"ABI": "TPK_CUDA_ABI"} | {
         name: f"TPK_{name}"
-        for name in ("MAX_RANKS", "MAX_CHUNKS", "SLOTS", "PAD_BYTES", "STATE_BYTES", "STATE_EPOCH_OFFSET",
-                     "STATE_FAILED_OFFSET")
+        for name in ("MAX_RANKS", "MAX_CHUNKS", "SLOTS", "PAD_BYTES", "STATE_BYTES", "STATE_RAISED_OFFSET",
+                     "STATE_FAILED_OFFSET", "FLAG_RAISED")
     }  # fmt: skip
     structures: Mapping[str, type[ctypes.Structure]] = {
         "tpk_group": cuda_native.GroupRecord, "tpk_chunk": Chunk, "tpk_failure": cuda_native.FailureRecord,
-        "tpk_one_shot": cuda_native.OneShotRecord,
+        "tpk_one_shot": cuda_native.OneShotRecord, "tpk_call": cuda_native.CallRecord,
     }  # fmt: skip
     values = [(f"(long){macro}", getattr(cuda_native, name)) for name, macro in names.items()]
     values += [(f"(long)TPK_{dtype.name}", int(dtype)) for dtype in Dtype]
     values += [(f"(long)TPK_{kind.name}", int(kind)) for kind in Kind]
     values += [(f"(long)TPK_RAISE_{how.name}", int(how)) for how in cuda_native.Raise]
+    values += [(f"(long)TPK_{step.name}", int(step)) for step in cuda_native.Steps]
     for struct, mirror in structures.items():
         values.append((f"(long)sizeof({struct})", ctypes.sizeof(mirror)))
         for name, *_ in mirror._fields_:

@@ -28,6 +28,7 @@ CSRC = HERE.parents[1] / "csrc"
 # Device functions of csrc/cuda are inline; -fno-builtin, because ThreadSanitizer does not see an expanded memcpy.
 FLAGS = "-std=c++20 -g -O1 -fsanitize=thread -fno-builtin -ffp-contract=off -Wall -Wextra -Wconversion -Werror".split()
 DEVICE, PROTOCOL, NUMBERS = "csrc/cuda/device.h", "csrc/cuda/protocol.h", "csrc/cuda/numbers.h"
+SYNC = "csrc/cuda/sync_kernels.h"
 ONE_SHOT, REDUCE, RANKS = "csrc/cuda/one_shot_kernels.h", "csrc/cuda/reduce_kernel.h", "ranks.cpp"
 RACE, ANY = "WARNING: ThreadSanitizer: data race", "data race|WRONG"
 
@@ -64,6 +65,11 @@ FAULTS = {
     "an all-reduce does not note that it used its slot": Fault(
         ONE_SHOT, {"    group.state->last_use[job.slot] =": "    if (!FAULT) group.state->last_use[job.slot] ="},
         "calls 3 1 60 0 30000 1",
+    ),
+    "flags of the last call are still raised": Fault(SYNC, {"flags[i] = 0;": "flags[i] = FAULT ? flags[i] : 0;"}),
+    "a copy is announced before it was made": Fault(
+        RANKS, {"                job.flags = me.flags.data() + chunk;": "if (FAULT) job.signal_peers = bit(owner), "
+                "job.signal_chunk = chunk;\n                job.flags = me.flags.data() + chunk;"}
     ),
     "one peer is not waited for": Fault(
         PROTOCOL, {"(sources >> peer & 1) == 0)": "(sources >> peer & 1) == 0 || (FAULT && peer == 0))"}

@@ -53,7 +53,7 @@ LANES = 2 * MAX_LANES  # side streams of a group's two channels: as many kernels
 
 # What the kernels are, so that a new one must be put somewhere: they wait with a grid, or are a single warp.
 GRIDS = {"reduce", "all_reduce", "all_gather"}
-ONE_WARP = {"begin_call", "end_call", "meet", "signal_chunk", "wait_chunk", "raise_flag", "wait_flag"}
+ONE_WARP = {"begin_call", "end_call", "meet", "signal_chunk", "wait_chunk", "raise_flags", "relay"}
 
 
 def whole_sm(limits: Limits) -> Kernel:

@@ -64,7 +64,7 @@ struct World {
             }
             for (Signal& word : rank.pad) word = epoch;
             rank.pad[kPoison] = 0;
-            for (std::uint32_t& flag : rank.flags) flag = epoch;
+            for (std::uint32_t& flag : rank.flags) flag = TPK_FLAG_RAISED;  // as the call before left them
             rank.state.current = epoch;
             for (Epoch& use : rank.state.last_use) use = epoch;
         }

@@ -15,8 +15,8 @@ import torch
 
 from tpkernels import partition
 from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_group import Group, OneShot, Pipeline
-from tpkernels.comm.cuda_native import Chunk, Dtype, Kind, Library, Raise
+from tpkernels.comm.cuda_group import Call, Group, OneShot, Pipeline
+from tpkernels.comm.cuda_native import Chunk, Dtype, Kind, Library, Raise, Steps
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +134,9 @@ def test_shards_that_are_gathered_in_one_kernel_arrive_whole(ranks: VirtualRanks
         check_all_gather(ranks, dtype, call, columns)
 
 
-def check_reduce_scatter(ranks: VirtualRanks, pipelines: list[Pipeline], call: int, how: Raise) -> None:
+def check_reduce_scatter(
+    ranks: VirtualRanks, library: Library, pipelines: list[Pipeline], call: int, how: Raise
+) -> None:
     columns, num_chunks, size, slot = 96, 3, ranks.size, call % 2
     rows = [(5 * rank + 7 * call) % 11 for rank in range(size)]
     partials = [[torch.randn(rows[owner], columns, device="cuda") for owner in range(size)] for _ in range(size)]
@@ -147,12 +149,11 @@ def check_reduce_scatter(ranks: VirtualRanks, pipelines: list[Pipeline], call: i
             Chunk(
                 target=base + start * row_bytes, source=partials[rank][owner].data_ptr() + start * row_bytes,
                 rows=stop - start, row_bytes=row_bytes, target_stride_bytes=row_bytes, source_stride_bytes=row_bytes,
-                wait_peer=-1, signal_peer=owner, chunk=chunk,
+                signal_peers=1 << owner, chunk=chunk,
             )
             for chunk, (start, stop) in enumerate(partition.chunk_ranges(rows[owner], num_chunks))
         ]  # fmt: skip
-        array = (Chunk * num_chunks)(*chunks)
-        pipelines[rank].run(0, group, array, op=2, how=how, epoch_on_host=call)
+        Call(library, group, pipelines[rank], chunks, op=2, how=how).run(Steps.MOVE, stream=0)
 
     def work(rank: int, group: Group, stream: int) -> None:
         group.begin(op=2, slot=slot, fingerprint=call, stream=stream)
@@ -185,7 +186,7 @@ def test_chunks_are_pushed_to_their_owner_and_reduced_as_they_come(
         pytest.skip("needs a driver of the CUDA device that has cuStreamWriteValue32")
     pipelines = [Pipeline(library, 1) for _ in range(ranks.size)]
     for call in range(1, 4):
-        check_reduce_scatter(ranks, pipelines, call, how)
+        check_reduce_scatter(ranks, library, pipelines, call, how)
     for pipeline in pipelines:
         pipeline.close()
 

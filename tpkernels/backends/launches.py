@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,34 +33,70 @@ def gather_launches(
     context: Context, channel: Channel, call: AllGatherMatmul, whole: Tensor, epilogue: Epilogue
 ) -> tuple[list[Launch], int]:
     """The GEMMs of one gather, one per output, and the number of chunks that they expect of every shard."""
+    found = [_gather_launch(context, channel, call, whole, epilogue, i) for i in range(len(epilogue.outs))]
+    return [launch for launch, _ in found], found[0][1]
+
+
+def _gather_launch(
+    context: Context, channel: Channel, call: AllGatherMatmul, whole: Tensor, epilogue: Epilogue, output: int
+) -> tuple[Launch, int]:
     from tpkernels.kernels import all_gather_matmul as kernel
 
     x, scale_x = _numbers(call.operand(whole))
-    num_chunks = _num_chunks(context, channel)
-    launches: list[Launch] = []
-    for i, out in enumerate(epilogue.outs):
-        parts = (0, 1) if call.gated else (i,)
-        operands = [_numbers(call.matrices[part]) for part in parts]
-        weights = _alike([numbers.t() for numbers, _ in operands])
-        biases = _all_or_none([call.biases[part] for part in parts], out)
-        config = _config(context, channel, weights, x, num_chunks)
+    out, parts = epilogue.outs[output], (0, 1) if call.gated else (output,)
+    operands = [_numbers(call.matrices[part]) for part in parts]
+    weights = _alike([numbers.t() for numbers, _ in operands])
+    biases = _all_or_none([call.biases[part] for part in parts], out)
+    settings: dict[str, Any] = {
+        "activation": call.activation or "none",
+        "scale_whole": scale_x,
+        "weight_up": weights[1] if call.gated else None,
+    }
+    for suffix, part, bias, (_, scale) in zip(("", "_up"), parts, biases, operands, strict=False):
+        settings[f"bias{suffix}"], settings[f"scale_weight{suffix}"] = bias, scale
+        settings[f"preactivation{suffix}"] = epilogue.preactivations[part] if epilogue.preactivations else None
+    tensors = [x, weights[0], out, *(value for value in settings.values() if not isinstance(value, str))]
+
+    def launch_of(arrivals: kernel.Arrivals, config: GemmConfig) -> Callable[..., None]:
+        return partial(kernel.all_gather_matmul, x, weights[0], out, arrivals, config, **settings)
+
+    def prepare() -> _Prepared:
+        cut = _num_chunks(context, channel)
+        config = _config(context, channel, weights, x, cut)
         arrivals = kernel.Arrivals(
             order=_order(channel, "all_gather_order", call.layout, config), signals=channel.flags,
             group=_table(channel), op=channel.op("all_gather_matmul"),
         )  # fmt: skip
-        settings: dict[str, Any] = {
-            "activation": call.activation or "none",
-            "scale_whole": scale_x,
-            "weight_up": weights[1] if call.gated else None,
-        }
-        for suffix, part, bias, (_, scale) in zip(("", "_up"), parts, biases, operands, strict=False):
-            settings[f"bias{suffix}"], settings[f"scale_weight{suffix}"] = bias, scale
-            settings[f"preactivation{suffix}"] = epilogue.preactivations[part] if epilogue.preactivations else None
-        launch = partial(kernel.all_gather_matmul, x, weights[0], out, arrivals, config, **settings)
-        tensors = [x, weights[0], out, *(value for value in settings.values() if not isinstance(value, str))]
-        _rehearse(channel, ("gather", config, settings["activation"], call.out_dtype), tensors, launch)
-        launches.append(launch)
-    return launches, num_chunks
+        kind = ("gather", config, settings["activation"], call.out_dtype)
+        _rehearse(channel, kind, tensors, launch_of(arrivals, config))
+        return _Prepared(config, arrivals, cut)
+
+    kind = ("gather", call.layout, settings["activation"], call.out_dtype)
+    config, arrivals, num_chunks = _known(channel, context, kind, tensors, prepare)
+    return launch_of(arrivals, config), num_chunks
+
+
+class _Prepared(NamedTuple):
+    """What the launches of a kind have in common: tiles, tables on the device, and the chunks of every shard."""
+
+    config: GemmConfig
+    tables: Any
+    num_chunks: int
+
+
+def _known(
+    channel: Channel, context: Context, kind: tuple[Any, ...], operands: Sequence[Tensor | None],
+    prepare: Callable[[], _Prepared],
+) -> _Prepared:  # fmt: skip
+    """What was prepared at the first launch of the kind; pure functions choose it from what the key says."""
+    chosen_by = context.problem, context.num_chunks, context.forced_chunks, context.agreed
+    made: _Prepared = channel.remember(("launch", *kind, *chosen_by, *_facts(operands)), prepare)
+    return made
+
+
+def _facts(operands: Sequence[Tensor | None]) -> list[Any]:
+    """Of operands, what a kernel is compiled for."""
+    return [None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in operands]
 
 
 def _alike(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -77,9 +113,12 @@ def _all_or_none(biases: Sequence[Tensor | None], like: Tensor) -> list[Tensor |
 
 
 def scatter_launch(
-    context: Context, channel: Channel, call: MatmulReduceScatter, addend: Tensor | None, parts: Sequence[Matrix]
-) -> tuple[Launch, int]:
+    context: Context, channel: Channel, call: MatmulReduceScatter, addend: Tensor | None, parts: Sequence[Matrix],
+    staging: Tensor,
+) -> tuple[Launch, int]:  # fmt: skip
     """The GEMM of a reduce-scatter's last product, into ``parts`` by owner, and the number of chunks of every shard.
+
+    ``parts`` begin at addresses relative to ``staging``.
 
     Chunk c of owner o raises local flag o * chunks + c.
     """
@@ -87,23 +126,35 @@ def scatter_launch(
 
     (x, scale_x), (matrix, scale_weight), device = _numbers(call.xs[-1]), _numbers(call.matrices[-1]), channel.device
     weight = matrix.t()
-    num_chunks = _num_chunks(context, channel)
-    config = _config(context, channel, (weight,), x, num_chunks)
-    starts = [part.address - parts[0].address for part in parts]
-    offsets = channel.remember(("starts", *starts), lambda: device.upload(starts, torch.int64))
-    flags = [channel.flag(owner * num_chunks) for owner in range(channel.size)]
-    departures = kernel.Departures(
-        order=_order(channel, "reduce_scatter_order", call.layout, config),
-        staging=offsets + parts[0].address,  # on the device: nothing is uploaded for a call whose kind is known
-        signals=channel.remember(("flags", num_chunks), lambda: device.upload(flags, torch.int64)),
-        counters=channel.counters, group=_table(channel), staging_dtype=call.like.dtype, staging_stride=call.columns,
-    )  # fmt: skip
-    launch = partial(
-        kernel.matmul_reduce_scatter, x, weight, departures, config, addend=addend, scale_x=scale_x,
-        scale_weight=scale_weight,
-    )  # fmt: skip
-    _rehearse(channel, ("scatter", config, call.out_dtype), (x, weight, addend, scale_x, scale_weight), launch)
-    return launch, num_chunks
+    operands = (x, weight, addend, scale_x, scale_weight)
+
+    def launch_of(departures: kernel.Departures, config: GemmConfig) -> Callable[..., None]:
+        return partial(
+            kernel.matmul_reduce_scatter, x, weight, departures, config, addend=addend, scale_x=scale_x,
+            scale_weight=scale_weight,
+        )  # fmt: skip
+
+    def prepare() -> _Prepared:
+        cut = _num_chunks(context, channel)
+        config = _config(context, channel, (weight,), x, cut)
+        starts = [part.address for part in parts]
+        flags = [channel.flag(owner * cut) for owner in range(channel.size)]
+        departures = kernel.Departures(
+            order=_order(channel, "reduce_scatter_order", call.layout, config),
+            staging=channel.remember(("starts", *starts), lambda: device.upload(starts, torch.int64)),
+            signals=channel.remember(("flags", cut), lambda: device.upload(flags, torch.int64)),
+            counters=channel.counters, group=_table(channel), staging_dtype=call.like.dtype,
+            staging_stride=call.columns,
+        )  # fmt: skip
+        _rehearse(channel, ("scatter", config, call.out_dtype), operands, launch_of(departures, config))
+        return _Prepared(config, departures, cut)
+
+    config, departures, num_chunks = _known(
+        channel, context, ("scatter", call.layout, call.like.dtype, call.columns, call.out_dtype), operands, prepare
+    )
+    # Added on the device: nothing is uploaded for a call whose kind is known.
+    placed = replace(departures, staging=departures.staging + staging.data_ptr())
+    return launch_of(placed, config), num_chunks
 
 
 def _numbers(operand: Operand) -> tuple[Tensor, Tensor | None]:
@@ -168,10 +219,8 @@ def _rehearse(
     channel: Channel, kind: tuple[Any, ...], operands: Sequence[Tensor | None], launch: Callable[..., None]
 ) -> None:
     """Load a kernel before the first call that waits in it: loading may wait for kernels that wait for this rank."""
-    facts = [None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in operands]
-
     def rehearse() -> bool:
         launch(rehearsal=True)
         return True
 
-    channel.remember((*kind, *facts), rehearse)
+    channel.remember((*kind, *_facts(operands)), rehearse)

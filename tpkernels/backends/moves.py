@@ -3,21 +3,24 @@
 :func:`pull` is the traffic of an all-gather: this rank's shard goes into its slot, one signal tells everybody, and the
 peers' shards are copied from their slots to their place in the whole, chunk by chunk, each followed by a local flag.
 :func:`push` is that of a reduce-scatter: chunks of partial rows go into the owner's slot, each when its local flag says
-that it has been computed, and followed by a signal; :func:`reduce` sums what has come.
+that it has been computed, and followed by a signal; :func:`reduce` sums what has come.  The copies of a kind of call
+are listed once, and enqueued by one call of the C library.
 
 Everything only enqueues.  What must be signalled is enqueued before what waits for it, see ``csrc/cuda/README.md``.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm.cuda_native import Chunk, Dtype
+from tpkernels.comm.cuda_group import Call
+from tpkernels.comm.cuda_native import Chunk, Dtype, Steps
 from tpkernels.comm.symmetric_channels import Channel
 from tpkernels.partition import Layout, chunk_ranges, offsets, peers_after
 
@@ -25,20 +28,23 @@ __all__ = [
     "DTYPES",
     "Matrix",
     "aligned",
-    "copy_own",
     "largest_shard",
-    "matrix_of",
+    "matrices_of",
     "part_bytes",
     "pull",
     "push",
     "reduce",
+    "staged",
 ]
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 
 
 class Matrix(NamedTuple):
-    """Rows of some owner: ``rows`` of ``columns`` elements, ``stride`` apart, the first one at ``address``."""
+    """Rows of some owner: ``rows`` of ``columns`` elements, ``stride`` apart.
+
+    ``address`` is that of the first one, or, where a function says so, how far it is from the beginning of a tensor.
+    """
 
     address: int
     rows: int
@@ -57,121 +63,159 @@ class _Piece(NamedTuple):
     whole_stride: int
 
 
-def pull(channel: Channel, op: str, x: Tensor, layout: Layout, whole: Tensor, num_chunks: int, flags: bool) -> None:
-    """Fill ``whole`` [total rows, columns] from the shards of all ranks; this rank's is ``x``, contiguous.
+def pull(
+    channel: Channel, op: str, x: Tensor, layout: Layout, whole: Tensor, num_chunks: int, flags: bool,
+    steps: Steps = Steps.BEGIN | Steps.MOVE,
+) -> Call:  # fmt: skip
+    """Begin a call that fills ``whole`` [total rows, columns] from the shards of all ranks; this one's is contiguous.
 
-    Right after ``channel.begin``. With ``flags``, flag ``peer * num_chunks + chunk`` is raised behind each chunk.
+    After ``channel.prepare``. With ``flags``, flag ``peer * num_chunks + chunk`` is raised behind each chunk. Returns
+    what the rest of the steps are asked of.
     """
-    slots, row_bytes = channel.addresses(), whole.shape[1] * whole.element_size()
-    stage = _Piece(0, 0, 1, x.numel() * x.element_size(), 0, 0)
-    channel.copy(0, op, (Chunk * 1)(_chunk(0, slots[channel.rank], x.data_ptr(), stage)))
-    channel.group.signal(chunk=0, peers=channel.group.others, stream=channel.pipeline.stream(0))
-    key = ("pull", layout, row_bytes, whole.element_size(), num_chunks, flags, *slots)
-    routes = channel.remember(
-        key, lambda: _pull_routes(channel, layout, row_bytes, whole.element_size(), num_chunks, flags), on_device=False
-    )
-    base = whole.data_ptr()
-    for lane, (chunks, places) in enumerate(routes):
-        for chunk, place in zip(chunks, places, strict=True):
-            chunk.target = base + place
-        channel.copy(lane, op, chunks)
-    copy_own(layout, channel.rank, x, whole)
+    row_bytes, itemsize = whole.shape[1] * whole.element_size(), whole.element_size()
+    key = ("pull", op, layout, row_bytes, itemsize, x.numel(), num_chunks, flags, *channel.addresses())
+    call: Call = channel.remember(
+        key, lambda: _pull(channel, op, layout, row_bytes, itemsize, x.numel() * itemsize, num_chunks, flags),
+        on_device=False,
+    )  # fmt: skip
+    channel.run(call, steps, x.data_ptr(), whole.data_ptr())
+    return call
 
 
-# A side stream's copies, and where in the tensor of the call each one's moving end is; that differs from call to call.
-# They are remembered by the slots of all ranks: memory that is freed and mapped anew may come back at its old address
-# on this rank, and elsewhere on its peers.
-_Route = tuple[ctypes.Array[Chunk], list[int]]
+# What is remembered is known by the slots of all ranks: memory that is freed and mapped anew may come back at its old
+# address on this rank, and elsewhere on its peers.  Tensors of a call are other ones each time: bases, from 1 on.
+_SHARD, _WHOLE = 1, 2
 
 
-def _pull_routes(
-    channel: Channel, layout: Layout, row_bytes: int, itemsize: int, num_chunks: int, flags: bool
-) -> list[_Route]:
-    slots = channel.addresses()
-    lanes: list[list[tuple[Chunk, int]]] = [[] for _ in range(channel.num_lanes)]
-    for number in range(num_chunks):
-        for turn, peer in enumerate(peers_after(channel.rank, channel.size)):
-            start, stop = chunk_ranges(layout.shard_rows(peer), num_chunks)[number]
-            pieces = _pieces(layout, peer, start, stop, row_bytes, itemsize)
-            if number == 0 and not pieces:  # an empty shard: its rank is heard of all the same
-                pieces = [_Piece(0, 0, 0, 0, 0, 0)]
-            for i, piece in enumerate(pieces):
-                first, last = number == 0 and i == 0, i == len(pieces) - 1
-                chunk = _chunk(
-                    number, 0, slots[peer] + piece.shard, piece,
-                    source_stride=piece.shard_stride, target_stride=piece.whole_stride,
-                    wait_peer=peer if first else -1,
-                    raise_flag=channel.flag(peer * num_chunks + number) if flags and last else None,
-                )  # fmt: skip
-                lanes[turn % channel.num_lanes].append((chunk, piece.whole))
-    return [_route(lane) for lane in lanes]
-
-
-def _route(lane: Sequence[tuple[Chunk, int]]) -> _Route:
-    return (Chunk * len(lane))(*(chunk for chunk, _ in lane)), [place for _, place in lane]
-
-
-def copy_own(layout: Layout, rank: int, x: Tensor, whole: Tensor) -> None:
-    """This rank's shard to its place in the whole, on the current stream."""
-    start, size = offsets(layout.sizes)[rank], layout.sizes[rank]
-    if layout.feature:
-        whole[:, start : start + size].copy_(x)
-    else:
-        by_shard = whole.view(layout.outer, sum(layout.sizes), layout.inner * whole.shape[1])
-        by_shard[:, start : start + size].copy_(x.view(layout.outer, size, layout.inner * whole.shape[1]))
-
-
-def matrix_of(layout: Layout, rank: int, whole: Tensor) -> Matrix:
-    """The shard of ``rank`` in a contiguous ``whole``, as one matrix."""
-    start, size, total = offsets(layout.sizes)[rank], layout.sizes[rank], sum(layout.sizes)
-    columns, itemsize = whole.shape[1], whole.element_size()
-    if layout.feature:
-        return Matrix(whole.data_ptr() + start * itemsize, whole.shape[0], size, total)
-    if layout.outer == 1:
-        return Matrix(
-            whole.data_ptr() + start * layout.inner * columns * itemsize, size * layout.inner, columns, columns
+def _pull(
+    channel: Channel, op: str, layout: Layout, row_bytes: int, itemsize: int, shard_bytes: int, num_chunks: int,
+    flags: bool,
+) -> Call:  # fmt: skip
+    """This rank's shard into its slot, a signal to all; each peer's from there, chunk by chunk; its own in place."""
+    slots, rank = channel.addresses(), channel.rank
+    chunks = [
+        _chunk(
+            0, 0, slots[rank], 0, _Piece(0, 0, 1, shard_bytes, 0, 0), source_base=_SHARD,
+            signal_peers=channel.group.others,
         )
-    unit = layout.inner * columns
-    return Matrix(whole.data_ptr() + start * unit * itemsize, layout.outer, size * unit, total * unit)
-
-
-def push(channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool) -> None:
-    """Send each peer its part, chunk by chunk, and signal every chunk, also one without elements.
-
-    All parts lie in one tensor. With ``flags``, chunk c of owner o waits for flag ``o * num_chunks + c``, which nobody
-    raises for an empty chunk.
-    """
-    base = parts[0].address
-    relative = tuple(part._replace(address=part.address - base) for part in parts)
-    key = ("push", relative, itemsize, num_chunks, flags, *channel.addresses())
-    routes = channel.remember(
-        key, lambda: _push_routes(channel, relative, itemsize, num_chunks, flags), on_device=False
-    )
-    for lane, (chunks, places) in enumerate(routes):
-        for chunk, place in zip(chunks, places, strict=True):
-            chunk.source = base + place
-        channel.copy(lane, op, chunks)
-
-
-def _push_routes(
-    channel: Channel, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool
-) -> list[_Route]:
-    rank = channel.rank
-    lanes: list[list[tuple[Chunk, int]]] = [[] for _ in range(channel.num_lanes)]
+    ]  # fmt: skip
+    runs = _runs(channel, num_chunks)
     for number in range(num_chunks):
-        for turn, owner in enumerate(peers_after(rank, channel.size)):
-            part = parts[owner]
-            start, stop = chunk_ranges(part.rows, num_chunks)[number]
-            row_bytes, stride = part.columns * itemsize, part.stride * itemsize
-            target = channel.addresses(rank * part_bytes(part, itemsize))[owner] + start * row_bytes
-            empty = (stop - start) * row_bytes == 0
-            chunk = _chunk(
-                number, target, 0, _Piece(0, 0, stop - start, row_bytes, 0, 0),
-                source_stride=stride, target_stride=row_bytes, signal_peer=owner,
-                wait_flag=channel.flag(owner * num_chunks + number) if flags and not empty else None,
-            )  # fmt: skip
-            lanes[turn % channel.num_lanes].append((chunk, part.address + start * stride))
-    return [_route(lane) for lane in lanes]
+        for turn, peers in enumerate(runs):
+            lane = turn % channel.num_lanes
+            ranges = {peer: chunk_ranges(layout.shard_rows(peer), num_chunks)[number] for peer in peers}
+            pieces = {peer: _pieces(layout, peer, *ranges[peer], row_bytes, itemsize) for peer in peers}
+            last = peers[-1]
+            if number == 0 and not pieces[last]:  # an empty shard: its rank is heard of all the same
+                pieces[last] = [_Piece(0, 0, 0, 0, 0, 0)]
+            # Of all whose data a side stream will carry: it waits once.
+            waits = 0
+            if number == 0 and turn < channel.num_lanes:
+                waits = _ranks(chain(*runs[turn :: channel.num_lanes]))
+            raised = [peer for peer in peers if pieces[peer]] if flags else []
+            for i, (peer, piece) in enumerate(every := [(p, piece) for p in peers for piece in pieces[p]]):
+                chunks.append(
+                    _chunk(
+                        number, lane, piece.whole, slots[peer] + piece.shard, piece, target_base=_WHOLE,
+                        source_stride=piece.shard_stride, target_stride=piece.whole_stride,
+                        wait_peers=waits if i == 0 else 0, flags=channel.flag(number), flag_stride=num_chunks,
+                        raise_ranks=_ranks(raised) if i == len(every) - 1 else 0,
+                    )
+                )  # fmt: skip
+    for piece in _pieces(layout, rank, 0, layout.shard_rows(rank), row_bytes, itemsize):
+        chunks.append(
+            _chunk(
+                0, _ON_STREAM, piece.whole, piece.shard, piece, target_base=_WHOLE, source_base=_SHARD,
+                source_stride=piece.shard_stride, target_stride=piece.whole_stride,
+            )
+        )  # fmt: skip
+    return channel.planned(op, chunks, channel.size * num_chunks if flags else 0)
+
+
+_ON_STREAM = -1  # a lane: the current stream
+
+
+def _runs(channel: Channel, num_chunks: int) -> list[tuple[int, ...]]:
+    """The peers, nearest successor first; those that share a wait, a signal or a raising of flags.
+
+    Neighbours share where there are many, and chunks enough to keep the pieces small that the GEMM waits for or sends.
+    """
+    peers = peers_after(channel.rank, channel.size)
+    together = 2 if channel.size > 4 and num_chunks > 1 else 1
+    return [peers[start : start + together] for start in range(0, len(peers), together)]
+
+
+def _ranks(ranks: Iterable[int]) -> int:
+    """A bit each."""
+    return sum(1 << rank for rank in ranks)
+
+
+@lru_cache(maxsize=1024)
+def matrices_of(layout: Layout, rows: int, columns: int, itemsize: int) -> tuple[Matrix, ...]:
+    """Each rank's shard of a contiguous whole [rows, columns], as one matrix relative to its beginning."""
+    return tuple(_matrix_of(layout, rank, rows, columns, itemsize) for rank in range(len(layout.sizes)))
+
+
+def _matrix_of(layout: Layout, rank: int, rows: int, columns: int, itemsize: int) -> Matrix:
+    start, size, total = offsets(layout.sizes)[rank], layout.sizes[rank], sum(layout.sizes)
+    if layout.feature:
+        return Matrix(start * itemsize, rows, size, total)
+    if layout.outer == 1:
+        return Matrix(start * layout.inner * columns * itemsize, size * layout.inner, columns, columns)
+    unit = layout.inner * columns
+    return Matrix(start * unit * itemsize, layout.outer, size * unit, total * unit)
+
+
+@lru_cache(maxsize=1024)
+def staged(layout: Layout, columns: int, itemsize: int) -> tuple[tuple[Matrix, ...], int]:
+    """Where a GEMM puts the rows of each owner, relative to the beginning of a buffer, and the buffer's bytes."""
+    parts, place = [], 0
+    for owner in range(len(layout.sizes)):
+        rows = layout.shard_rows(owner)
+        parts.append(Matrix(place, rows, columns, columns))
+        place += aligned(rows * columns * itemsize)
+    return tuple(parts), max(16, place)
+
+
+def push(
+    channel: Channel, op: str, whole: Tensor, parts: tuple[Matrix, ...], itemsize: int, num_chunks: int, flags: bool,
+    steps: Steps,
+) -> Call:  # fmt: skip
+    """Steps of a call that sends each peer its part, chunk by chunk, and signals every chunk, also an empty one.
+
+    Parts are relative to ``whole``. With ``flags``, chunk c of owner o waits for flag ``o * num_chunks + c``, which
+    nobody raises for an empty chunk.
+    """
+    key = ("push", op, parts, itemsize, num_chunks, flags, *channel.addresses())
+    call: Call = channel.remember(
+        key, lambda: _push(channel, op, parts, itemsize, num_chunks, flags), on_device=False
+    )
+    channel.run(call, steps, whole.data_ptr())
+    return call
+
+
+def _push(
+    channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool
+) -> Call:
+    rank, chunks = channel.rank, []
+    for number in range(num_chunks):
+        for turn, owners in enumerate(_runs(channel, num_chunks)):
+            ranges = {owner: chunk_ranges(parts[owner].rows, num_chunks)[number] for owner in owners}
+            filled = [o for o in owners if (ranges[o][1] - ranges[o][0]) * parts[o].columns]
+            for owner in owners:
+                part, (start, stop) = parts[owner], ranges[owner]
+                row_bytes, stride = part.columns * itemsize, part.stride * itemsize
+                target = channel.addresses(rank * part_bytes(part, itemsize))[owner] + start * row_bytes
+                chunks.append(
+                    _chunk(
+                        number, turn % channel.num_lanes, target, part.address + start * stride,
+                        _Piece(0, 0, stop - start, row_bytes, 0, 0), source_base=_SHARD, source_stride=stride,
+                        target_stride=row_bytes, flags=channel.flag(number), flag_stride=num_chunks,
+                        wait_ranks=_ranks(filled) if flags and owner == owners[0] else 0,
+                        signal_peers=_ranks(owners) if owner == owners[-1] else 0,
+                    )
+                )  # fmt: skip
+    return channel.planned(op, chunks, channel.size * num_chunks if flags else 0)
 
 
 def reduce(
@@ -179,7 +223,7 @@ def reduce(
 ) -> None:
     """out = sum over ranks of the parts that :func:`push` has sent here, and ``own``, + bias; on the current stream.
 
-    ``out`` has as many elements as ``own``, contiguous.
+    ``own`` lies at its address; ``out`` has as many elements, contiguous.
     """
     here = channel.addresses()[channel.rank]
     size = part_bytes(own, dtype.itemsize)
@@ -245,19 +289,26 @@ def _run(layout: Layout, rank: int, start: int, stop: int, row_bytes: int) -> _P
 
 def _chunk(
     number: int,
+    lane: int,
     target: int,
     source: int,
     piece: _Piece,
     *,
+    target_base: int = 0,
+    source_base: int = 0,
     source_stride: int = 0,
     target_stride: int = 0,
-    wait_flag: int | None = None,
-    wait_peer: int = -1,
-    raise_flag: int | None = None,
-    signal_peer: int = -1,
+    flags: int = 0,
+    flag_stride: int = 0,
+    wait_peers: int = 0,
+    wait_ranks: int = 0,
+    raise_ranks: int = 0,
+    signal_peers: int = 0,
 ) -> Chunk:
     return Chunk(
-        target=target, source=source, rows=piece.rows, row_bytes=piece.row_bytes,
-        target_stride_bytes=target_stride or piece.row_bytes, source_stride_bytes=source_stride or piece.row_bytes,
-        wait_flag=wait_flag, wait_peer=wait_peer, raise_flag=raise_flag, signal_peer=signal_peer, chunk=number,
+        target=target, source=source, target_base=target_base, source_base=source_base, rows=piece.rows,
+        row_bytes=piece.row_bytes, target_stride_bytes=target_stride or piece.row_bytes,
+        source_stride_bytes=source_stride or piece.row_bytes, wait_peers=wait_peers, wait_ranks=wait_ranks,
+        raise_ranks=raise_ranks, signal_peers=signal_peers, flags=flags, flag_stride=flag_stride, chunk=number,
+        lane=lane,
     )  # fmt: skip

@@ -49,15 +49,15 @@ from tpkernels.backends.launches import Launch, gather_launches, scatter_launch
 from tpkernels.backends.moves import (
     DTYPES,
     Matrix,
-    aligned,
     largest_shard,
-    matrix_of,
+    matrices_of,
     part_bytes,
     pull,
     push,
     reduce,
+    staged,
 )
-from tpkernels.comm.cuda_native import MAX_CHUNKS
+from tpkernels.comm.cuda_native import MAX_CHUNKS, Steps
 from tpkernels.comm.groups import Group
 from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
 from tpkernels.comm.symmetric_memory import Device
@@ -90,6 +90,7 @@ FUSE_FROM_ROWS = 64
 # Up to here every rank sends everything to every other. Beyond, two steps move less: (W - 1) n bytes against 2 n.
 ONE_SHOT_BYTES = 512 * 1024
 FP8_CAPABILITY = 89
+_START, _FINISH = Steps.BEGIN | Steps.MOVE, Steps.JOIN | Steps.END
 CHECKED_ROWS = 80
 # For estimates, until they are measured on a GPU: what a call costs whose data is small (a dozen enqueued kernels and
 # copies), and the rate of the fused GEMM against the library's. fp32 runs without tensor cores.
@@ -141,9 +142,8 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     channel = _channels(context).side
     whole = whole_like(call.x, call.layout)
     channel.prepare(largest_shard(call.layout, call.x), context.fingerprint, context.text)
-    channel.begin("all_gather")
     try:
-        pull(channel, "all_gather", call.x, call.layout, whole, 1, flags=False)
+        started = pull(channel, "all_gather", call.x, call.layout, whole, 1, flags=False)
     except BaseException:
         channel.settle()
         raise
@@ -151,7 +151,7 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     def finish(kept: Tensor = call.x) -> Tensor:  # the shard is read until then
         with channel.device.current():
             channel.device.order()
-            channel.end("all_gather")
+            channel.run(started, _FINISH)
         return whole
 
     return finish
@@ -186,12 +186,12 @@ def _gather(
 ) -> None:
     """A whole call: gather, with ``launches`` of kernels that wait for its chunks."""
     channel.prepare(largest_shard(layout, x), context.fingerprint + phase, context.text)
-    channel.begin(op)
     try:
-        pull(channel, op, x, layout, whole, num_chunks, flags=bool(launches))
+        call = pull(channel, op, x, layout, whole, num_chunks, bool(launches), _START if launches else _START | _FINISH)
         for launch in launches:
             channel.device.launch(launch)
-        channel.end(op)
+        if launches:
+            channel.run(call, _FINISH)
     finally:
         channel.settle()
 
@@ -223,18 +223,17 @@ def _scatter(
 ) -> Tensor:
     """A whole call: the sum over ranks of this rank's rows (or columns) of a contiguous ``x`` that exists."""
     rank, itemsize = channel.rank, x.element_size()
-    parts = [matrix_of(layout, owner, x) for owner in range(channel.size)]
+    parts = matrices_of(layout, x.shape[0], x.shape[1], itemsize)
     columns = layout.sizes[rank] if layout.feature else x.shape[1]
     out = x.new_empty(layout.shard_rows(rank), columns)
     num_chunks = min(MAX_CHUNKS, context.num_chunks if layout.outer == 1 and not layout.feature else 1)
     repeats = parts[rank].columns // max(1, columns)
     bias = bias.repeat(repeats) if bias is not None and repeats > 1 else bias
     channel.prepare(channel.size * max(part_bytes(part, itemsize) for part in parts), context.fingerprint, context.text)
-    channel.begin(op)
     try:
-        push(channel, op, parts, itemsize, num_chunks, flags=False)
+        push(channel, op, x, parts, itemsize, num_chunks, False, _START)
         meanwhile()
-        reduce(channel, op, parts[rank], x.dtype, bias, out, num_chunks)
+        reduce(channel, op, _placed(parts[rank], x), x.dtype, bias, out, num_chunks)
     finally:
         channel.settle()
     return out
@@ -245,26 +244,20 @@ def _fused_scatter(
 ) -> Tensor:
     """A whole call: the GEMM announces chunks of partial rows, which leave while it goes on."""
     rank, layout, like, columns = channel.rank, call.layout, call.like, call.columns
-    starts = [0]
-    for owner in range(channel.size):
-        starts.append(starts[-1] + aligned(layout.shard_rows(owner) * columns * like.element_size()))
-    staging = channel.device.empty((max(16, starts[-1]),), torch.uint8)
-    parts = [
-        Matrix(staging.data_ptr() + starts[owner], layout.shard_rows(owner), columns, columns)
-        for owner in range(channel.size)
-    ]
+    parts, num_bytes = staged(layout, columns, like.element_size())
+    staging = channel.device.empty((num_bytes,), torch.uint8)
     out = like.new_empty(layout.shard_rows(rank), columns)
     addend = _sum_of_earlier_products(call)
-    launch, num_chunks = scatter_launch(context, channel, call, addend, parts)
+    launch, num_chunks = scatter_launch(context, channel, call, addend, parts, staging)
     channel.prepare(
         channel.size * max(part_bytes(part, like.element_size()) for part in parts), context.fingerprint, context.text
     )
-    channel.begin(op)
     try:
+        sent = push(channel, op, staging, parts, like.element_size(), num_chunks, True, Steps.BEGIN)
         channel.device.launch(launch)
-        push(channel, op, parts, like.element_size(), num_chunks, flags=True)
+        channel.run(sent, Steps.MOVE, staging.data_ptr())
         call.meanwhile()
-        reduce(channel, op, parts[rank], like.dtype, bias, out, num_chunks)
+        reduce(channel, op, _placed(parts[rank], staging), like.dtype, bias, out, num_chunks)
     finally:
         channel.settle()
     return out
@@ -300,6 +293,11 @@ def _product(call: MatmulReduceScatter) -> Tensor:
     out = call.like.new_empty(x.shape[0], matrix.shape[1])
     gemm(x, matrix, out, earlier)
     return out
+
+
+def _placed(part: Matrix, whole: Tensor) -> Matrix:
+    """At its address in a tensor."""
+    return part._replace(address=whole.data_ptr() + part.address)
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:

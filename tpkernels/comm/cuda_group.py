@@ -13,9 +13,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tpkernels import errors
-from tpkernels.comm.cuda_native import Chunk, Dtype, FailureRecord, GroupRecord, Kind, Library, OneShotRecord, Raise
+from tpkernels.comm.cuda_native import (
+    FLAG_RAISED,
+    CallRecord,
+    Chunk,
+    Dtype,
+    FailureRecord,
+    GroupRecord,
+    Kind,
+    Library,
+    OneShotRecord,
+    Raise,
+    Steps,
+)
 
-__all__ = ["Failure", "Group", "OneShot", "Pipeline"]
+__all__ = ["Call", "Failure", "Group", "OneShot", "Pipeline"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,8 @@ class Group:
             return None
         names = ("rank", "op", "peer", "chunk", "epoch", "expected", "got", "fingerprint")
         fields: dict[str, int] = {name: getattr(record, name) for name in names}
+        if fields["epoch"] == FLAG_RAISED:  # a kernel that knows of its call only what its flags hold
+            fields["epoch"] = record.call
         return Failure(kind=Kind(record.kind), waited_s=record.waited_ns / 1e9, **fields)
 
     def close(self) -> None:
@@ -131,8 +145,11 @@ class Group:
             address, self._failure_address = self._failure_address, None
             self._library.call("tpk_failure_destroy", address)
 
-    def begin(self, *, op: int, slot: int, fingerprint: int, stream: int) -> None:
-        self._library.call("tpk_begin", self.address, op, slot, fingerprint, stream)
+    def begin(
+        self, *, op: int, slot: int, fingerprint: int, stream: int, flags: int = 0, num_flags: int = 0
+    ) -> None:
+        """Lowers local flags, too."""
+        self._library.call("tpk_begin", self.address, op, slot, fingerprint, flags or None, num_flags, stream)
 
     def end(self, *, op: int, stream: int) -> None:
         self._library.call("tpk_end", self.address, op, stream)
@@ -221,16 +238,44 @@ class Pipeline:
         """`stream` waits for all that was enqueued here."""
         self._library.call("tpk_pipeline_join", self._pipeline, stream)
 
-    def run(
-        self, lane: int, group: Group, chunks: ctypes.Array[Chunk], *, op: int, how: Raise = Raise.KERNEL,
-        epoch_on_host: int = 0,
-    ) -> None:  # fmt: skip
-        """Enqueue the copies, in order, on side stream `lane`. `(Chunk * n)(...)` makes the array; it may be reused."""
-        self._library.call(
-            "tpk_pipeline_run", self._pipeline, lane, group.address, op, chunks, len(chunks), how, epoch_on_host
-        )
+    @property
+    def address(self) -> int:
+        """Of the tpk_pipeline."""
+        assert self._pipeline.value is not None, "the pipeline was closed"
+        return self._pipeline.value
 
     def close(self) -> None:
         if self._pipeline.value is not None:
             self._library.call("tpk_pipeline_destroy", self._pipeline)
             self._pipeline = ctypes.c_void_p()
+
+
+class Call:
+    """A call whose data the copy engines move, prepared: one crossing into C enqueues as much of it as is asked for.
+
+    Args:
+        chunks: copies in the order in which they are enqueued.
+        flags: address of local flags, of which the first `num_flags` are lowered when the call begins.
+        raised: what :attr:`Raise.WRITE_VALUE` writes; another value where others than this begin the calls.
+
+    Not thread-safe. The group and the pipeline outlive it.
+    """
+
+    def __init__(
+        self, cuda: Library, group: Group, pipeline: Pipeline, chunks: Sequence[Chunk], *, op: int, slot: int = 0,
+        fingerprint: int = 0, flags: int = 0, num_flags: int = 0, how: Raise = Raise.KERNEL, raised: int = FLAG_RAISED,
+    ) -> None:  # fmt: skip
+        self._library = cuda
+        self.chunks = (Chunk * len(chunks))(*chunks)
+        self.on_stream = any(chunk.lane < 0 for chunk in chunks)
+        """Whether some copies are made on the stream of the call."""
+        self.record = CallRecord(
+            group.address, pipeline.address, self.chunks, len(chunks), flags or None, num_flags, op, slot, fingerprint,
+            how, raised,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self.record)
+
+    def run(self, steps: Steps, *bases: int, stream: int) -> None:
+        """Enqueue these steps. bases: addresses of the tensors that chunks name by number, from 1 on."""
+        table = (ctypes.c_void_p * len(bases))(*bases) if bases else None
+        self._library.call("tpk_call_run", self._address, int(steps), table, len(bases), stream)

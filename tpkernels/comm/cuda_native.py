@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from pathlib import Path
 
 from tpkernels import config, errors
@@ -19,9 +19,11 @@ from tpkernels.comm import native
 
 __all__ = [
     "ABI",
+    "CallRecord",
     "Chunk",
     "CudaError",
     "Dtype",
+    "FLAG_RAISED",
     "FailureRecord",
     "GroupRecord",
     "Kind",
@@ -33,8 +35,9 @@ __all__ = [
     "Raise",
     "SLOTS",
     "STATE_BYTES",
-    "STATE_EPOCH_OFFSET",
     "STATE_FAILED_OFFSET",
+    "STATE_RAISED_OFFSET",
+    "Steps",
     "build_record",
     "file",
     "how_to_repair",
@@ -44,10 +47,11 @@ __all__ = [
 ]
 
 # Equal to the constants of csrc/cuda/launch.h; a test compares them.
-ABI = 4
+ABI = 5
 MAX_RANKS, MAX_CHUNKS, SLOTS = 64, 64, 2
 PAD_BYTES, STATE_BYTES = 33408, 32
-STATE_EPOCH_OFFSET, STATE_FAILED_OFFSET = 0, 8
+STATE_RAISED_OFFSET, STATE_FAILED_OFFSET = 0, 8
+FLAG_RAISED = 0x40000000
 FILE = native.PACKAGE / "_cuda.so"
 RECORD = native.PACKAGE / "_cuda_build.json"
 
@@ -64,6 +68,12 @@ class Raise(IntEnum):
     """How a local flag is raised on a side stream: enum tpk_raise."""
 
     KERNEL, COPY, WRITE_VALUE = 0, 1, 2
+
+
+class Steps(IntFlag):
+    """Parts of a call that the copy engines serve: enum tpk_steps."""
+
+    BEGIN, MOVE, JOIN, END = 1, 2, 4, 8
 
 
 class Kind(IntEnum):
@@ -90,6 +100,7 @@ class FailureRecord(ctypes.Structure):
         ("state", ctypes.c_uint32), ("kind", ctypes.c_int32), ("rank", ctypes.c_int32), ("op", ctypes.c_int32),
         ("peer", ctypes.c_int32), ("chunk", ctypes.c_int32), ("epoch", ctypes.c_uint32), ("expected", ctypes.c_uint32),
         ("got", ctypes.c_uint32), ("fingerprint", ctypes.c_uint32), ("waited_ns", ctypes.c_uint64),
+        ("call", ctypes.c_uint32), ("unused", ctypes.c_uint32),
     )  # fmt: skip
 
 
@@ -104,13 +115,26 @@ class GroupRecord(ctypes.Structure):
 
 
 class Chunk(ctypes.Structure):
-    """A copy of `rows` rows, what it waits for, and whom it tells: struct tpk_chunk. Pass all fields by name."""
+    """A copy of `rows` rows, what it waits for, and whom it tells: struct tpk_chunk. Pass fields by name."""
 
     _fields_ = (
-        ("target", ctypes.c_void_p), ("source", ctypes.c_void_p), ("rows", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64), ("target_stride_bytes", ctypes.c_int64),
-        ("source_stride_bytes", ctypes.c_int64), ("wait_flag", ctypes.c_void_p), ("wait_peer", ctypes.c_int32),
-        ("raise_flag", ctypes.c_void_p), ("signal_peer", ctypes.c_int32), ("chunk", ctypes.c_int32),
+        ("target", ctypes.c_int64), ("source", ctypes.c_int64), ("target_base", ctypes.c_int32),
+        ("source_base", ctypes.c_int32), ("rows", ctypes.c_int64), ("row_bytes", ctypes.c_int64),
+        ("target_stride_bytes", ctypes.c_int64), ("source_stride_bytes", ctypes.c_int64),
+        ("wait_peers", ctypes.c_uint64), ("wait_ranks", ctypes.c_uint64), ("raise_ranks", ctypes.c_uint64),
+        ("signal_peers", ctypes.c_uint64), ("flags", ctypes.c_void_p), ("flag_stride", ctypes.c_int32),
+        ("chunk", ctypes.c_int32), ("lane", ctypes.c_int32), ("unused", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class CallRecord(ctypes.Structure):
+    """struct tpk_call: a call whose data the copy engines move."""
+
+    _fields_ = (
+        ("group", ctypes.c_void_p), ("pipeline", ctypes.c_void_p), ("chunks", ctypes.POINTER(Chunk)),
+        ("num_chunks", ctypes.c_int64), ("flags", ctypes.c_void_p), ("num_flags", ctypes.c_int32),
+        ("op", ctypes.c_int32), ("slot", ctypes.c_int32), ("fingerprint", ctypes.c_uint32),
+        ("how", ctypes.c_int32), ("raised_value", ctypes.c_uint32),
     )  # fmt: skip
 
 
@@ -131,7 +155,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_load_kernels": (),
     "tpk_failure_create": (_PTR, _PTR),
     "tpk_failure_destroy": (_PTR,),
-    "tpk_begin": (_PTR, _I32, _I32, _U32, _PTR),
+    "tpk_begin": (_PTR, _I32, _I32, _U32, _PTR, _I32, _PTR),
     "tpk_end": (_PTR, _I32, _PTR),
     "tpk_barrier": (_PTR, _I32, _U32, _PTR),
     "tpk_signal": (_PTR, _I32, _U64, _PTR),
@@ -143,7 +167,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_pipeline_stream": (_PTR, _I32, _PTR),
     "tpk_pipeline_fork": (_PTR, _PTR),
     "tpk_pipeline_join": (_PTR, _PTR),
-    "tpk_pipeline_run": (_PTR, _I32, _PTR, _I32, _PTR, _I64, _I32, _U32),
+    "tpk_call_run": (_PTR, _I32, _PTR, _I32, _PTR),
     "tpk_reduce": (_PTR, _I32, _I32, _I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _PTR),
     "tpk_all_reduce": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _I64, _I64, _PTR),
     "tpk_all_gather": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _PTR),
@@ -188,7 +212,7 @@ class Library:
         return self._integer("tpk_can_access_peer", device, peer_device) != 0
 
     def has_write_value(self) -> bool:
-        """Whether flags can be raised with :attr:`Raise.WRITE_VALUE` on this driver."""
+        """Whether flags can be raised with :attr:`Raise.WRITE_VALUE` on the current device: tried, and waited for."""
         return self._integer("tpk_has_write_value") != 0
 
     def one_shot_slot_bytes(self, num_bytes: int) -> int:

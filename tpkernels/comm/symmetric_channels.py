@@ -16,14 +16,15 @@ call, or after whatever made the host wait for the device.  What such a call has
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
+from tpkernels import config
 from tpkernels.comm import cuda_group, cuda_native
-from tpkernels.comm.cuda_group import Failure, OneShot
-from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES, Chunk, Kind
+from tpkernels.comm.cuda_group import Call, Failure, OneShot
+from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES, Chunk, Kind, Raise, Steps
 from tpkernels.comm.groups import Group
 from tpkernels.comm.residency import waiting_blocks
 from tpkernels.comm.symmetric_memory import Allocation, Device
@@ -32,11 +33,16 @@ from tpkernels.errors import CollectiveTimeout, GroupMismatch, PeerLost, Unsuppo
 
 __all__ = ["Channel", "SymmetricChannels"]
 
-MAX_LANES = 4  # side streams of a channel: streams beyond the hardware's queues (8 by default) wait for each other
+# Side streams of a channel.  Up to four GPUs may be linked in pairs, and every pair wants its copy; more of them meet
+# at a switch or a bus, where two streams are enough to have one copy running while the next one starts.  Each costs
+# three calls of the driver, and streams beyond the hardware's queues (8 by default) wait for each other.
+MAX_LANES = 3
+_LANES_OF_MANY = 2
 _GROW_STEP = 2 * 1024 * 1024
 _MASK = 0xFFFFFFFF
 _ODD = 0x9E3779B1  # makes different words of different places, because it is odd
 _MAX_REMEMBERED = 4096
+_BEGIN, _JOIN = int(Steps.BEGIN), int(Steps.JOIN)
 
 
 class SymmetricChannels:
@@ -46,9 +52,13 @@ class SymmetricChannels:
         """Collective: every rank makes its end."""
         self.device, self.rank, self.size = device, group.rank, group.size
         pads = device.allocate(2 * PAD_BYTES)
+        self.how = Raise.KERNEL
+        """How flags are raised on side streams; a rank's own business."""
+        if config.load().stream_writes and device.library.has_write_value():
+            self.how = Raise.WRITE_VALUE
         self._alarm = _HostWord(device.library)
-        self.main = Channel(group, device, pads, 0, self._alarm)
-        self.side = Channel(group, device, pads, PAD_BYTES, self._alarm)
+        self.main = Channel(group, device, pads, 0, self._alarm, self.how)
+        self.side = Channel(group, device, pads, PAD_BYTES, self._alarm, self.how)
         self.checks_first_use = True
         self.first_uses: dict[Hashable, str | None] = {}
         """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.first_use`."""
@@ -87,7 +97,9 @@ class SymmetricChannels:
 class Channel:
     """One sequence of calls. See ``csrc/cuda/README.md`` for what may be enqueued between :meth:`begin` and its end."""
 
-    def __init__(self, group: Group, device: Device, pads: Allocation, offset: int, alarm: _HostWord) -> None:
+    def __init__(
+        self, group: Group, device: Device, pads: Allocation, offset: int, alarm: _HostWord, how: Raise
+    ) -> None:
         self.device, self.rank, self.size = device, group.rank, group.size
         self._owner, self._pads, self.timeout_s = group, pads, group.timeout
         self.pads = [address + offset for address in pads.addresses]
@@ -100,8 +112,9 @@ class Channel:
             device.library, rank=group.rank, pads=self.pads, state=self._state.data_ptr(), timeout_s=group.timeout,
             max_blocks=waiting_blocks(device.num_sms), alarm=alarm.address,
         )  # fmt: skip
-        self.pipeline = cuda_group.Pipeline(device.library, min(MAX_LANES, max(1, group.size - 1)))
-        self.num_lanes = min(MAX_LANES, max(1, group.size - 1))
+        self._how = how
+        self.num_lanes = max(1, min(MAX_LANES, group.size - 1 if group.size <= 4 else _LANES_OF_MANY))
+        self.pipeline = cuda_group.Pipeline(device.library, self.num_lanes)
         self.slot = 0
         self._slots: Allocation | None = None
         self._slot_bytes = 0
@@ -223,28 +236,30 @@ class Channel:
         place = SLOTS * self._generation + slot + 1
         return (fingerprint ^ place * _ODD) & _MASK
 
-    def begin(self, op: str) -> None:
-        """Begin the call on the current stream, and let the side streams follow it."""
-        stream = self.device.stream()
-        self.group.begin(op=self.op(op), slot=self.slot, fingerprint=self._fingerprint, stream=stream)
-        self.pipeline.fork(stream)
-        self._open = True
+    def planned(self, op: str, chunks: Sequence[Chunk], num_flags: int) -> Call:
+        """A call in the current slot, to be remembered; its first ``num_flags`` flags are lowered when it begins."""
+        return Call(
+            self.device.library, self.group, self.pipeline, chunks, op=self.op(op), slot=self.slot,
+            flags=self.flags.data_ptr(), num_flags=num_flags, how=self._how,
+        )  # fmt: skip
 
-    def copy(self, lane: int, op: str, chunks: ctypes.Array[Chunk]) -> None:
-        """Enqueue copies on a side stream, in order."""
-        if len(chunks):
-            self.pipeline.run(lane, self.group, chunks, op=self.op(op))
+    def run(self, call: Call, steps: Steps, *bases: int) -> None:
+        """Enqueue these steps of the call that was prepared, from BEGIN on; see :class:`.cuda_group.Call`.
+
+        Side streams follow the current one from BEGIN on, and are joined to it by JOIN or :meth:`settle`.
+        """
+        # Copies on side streams alone are nobody's business on the current one, which may be busy with a GEMM.
+        stream = self.device.stream() if steps != Steps.MOVE or call.on_stream else 0
+        call.record.fingerprint = self._fingerprint
+        self._open |= bool(int(steps) & _BEGIN)  # as integers: flags of Python's enum cost a microsecond each
+        call.run(steps, *bases, stream=stream)
+        self._open &= not int(steps) & _JOIN
 
     def settle(self) -> None:
         """The current stream waits for the side streams, so that what they use may be freed or used again."""
         if self._open:
             self._open = False
             self.pipeline.join(self.device.stream())
-
-    def end(self, op: str) -> None:
-        """End a call whose slots were read by copies."""
-        self.settle()
-        self.group.end(op=self.op(op), stream=self.device.stream())
 
     # --- failures
 

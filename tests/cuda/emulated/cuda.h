@@ -1,10 +1,4 @@
-// The driver's names in csrc/cuda/pipeline.cu; there is no driver.
+// The driver's names in csrc/cuda/stream_writes.cu; the functions are the emulated runtime's.
 #pragma once
 
 #include "cuda_runtime.h"
-
-using CUresult = int;
-using CUstream = cudaStream_t;
-using CUdeviceptr = std::uintptr_t;
-using cuuint32_t = std::uint32_t;
-enum { CU_STREAM_WRITE_VALUE_DEFAULT = 0 };

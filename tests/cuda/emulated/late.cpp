@@ -17,3 +17,28 @@ extern "C" __attribute__((visibility("default"))) void* emulated_multicast(std::
                                                                           int count) {
     return sim::multicast_window(size, {addresses, addresses + count});
 }
+
+// Calls of the driver since the last time that this was asked: kernels, copies, records of events, waits for events,
+// writes of streams.  `only`: from now on they are counted and dropped.
+extern "C" __attribute__((visibility("default"))) void emulated_calls(unsigned* counts, int only) {
+    const emulated::Calls& c = emulated::calls;
+    const unsigned found[] = {c.kernels, c.copies, c.records, c.event_waits, c.stream_writes};
+    std::memcpy(counts, found, sizeof(found));
+    emulated::calls = {};
+    emulated::only_counts = only != 0;
+}
+
+// From now on kernels start in the order of their launches, as with one hardware queue; or whenever they can.
+extern "C" __attribute__((visibility("default"))) void emulated_one_queue(int on) {
+    emulated::one_queue = on != 0 ? new emulated::Queue : nullptr;  // kept for good: kernels may look at it
+}
+
+// Streams that come to this wait until it is opened. A gate holds back a copy, as a slow link does.
+extern "C" __attribute__((visibility("default"))) void* emulated_gate(void* stream) {
+    auto* const gate = new emulated::Moment;
+    emulated::enqueue(static_cast<cudaStream_t>(stream), [gate] { gate->wait(); });
+    return gate;
+}
+extern "C" __attribute__((visibility("default"))) void emulated_open(void* gate) {
+    static_cast<emulated::Moment*>(gate)->reach();
+}
