@@ -104,6 +104,9 @@ class Costs:
     ``few_rows_gbytes`` and ``sixteen_rows_gbytes`` are the rates at which the compiled kernel for few rows
     (:mod:`tpkernels.comm.few_rows`) goes through a weight with one row and with sixteen; 0 where it is not taken.
 
+    ``symmetric_call_us`` is what a call of ``symmetric`` costs whose data is small, ``symmetric_kernel_us`` one in one
+    kernel; 0 where there was none to measure, and the backend's model stands.
+
     ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
     sockets on one host, near 0 for a network card or a copy engine.
     """
@@ -119,6 +122,8 @@ class Costs:
     signal_us: float = 10.0
     few_rows_gbytes: float = 0.0
     sixteen_rows_gbytes: float = 0.0
+    symmetric_call_us: float = 0.0
+    symmetric_kernel_us: float = 0.0
     measured: bool = False
 
     def gemm_us(self, problem: Problem, calls: int = 1) -> float:
@@ -223,9 +228,13 @@ class Explanation:
                 what = f"estimate {candidate.estimate_us:,.0f} us{', ' if candidate.how else ''}{candidate.how}"
             lines.append(f"   {candidate.name:<{width}}  {what}")
         origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
+        symmetric = ""
+        if p.no_symmetric_memory is None:
+            call_us = self.costs.symmetric_call_us
+            symmetric = f", symmetric call {call_us:.0f} us" if call_us else ", symmetric call modelled"
         lines.append(
             f"   costs ({origin}): GEMM {self.costs.gemm_gflops:,.0f} GFLOP/s, "
-            f"link {self.costs.link_gbytes:.2f} GB/s + {self.costs.link_latency_us:.0f} us"
+            f"link {self.costs.link_gbytes:.2f} GB/s + {self.costs.link_latency_us:.0f} us{symmetric}"
         )
         return "\n".join(lines)
 

@@ -60,11 +60,13 @@ class Rates:
 def run(recorder: Recorder) -> None:
     lab = Lab.of_this_gpu()
     rates = measure_rates(lab, recorder)
+    how = Raise.WRITE_VALUE if lab.library.has_write_value() else Raise.KERNEL  # as `symmetric` does
     for ratio in RATIOS:
-        measure_gather(lab, recorder, M, rates.free_dim(ratio, rates.to_device), K, TP, ratio)
+        measure_gather(lab, recorder, M, rates.free_dim(ratio, rates.to_device), K, TP, ratio, how=how)
         measure_scatter(lab, recorder, M, K, rates.free_dim(ratio, rates.to_host), TP, ratio)
     for chunks in CHUNKS:
-        measure_gather(lab, recorder, M, rates.free_dim(1.0, rates.to_device), K, TP, 1.0, num_chunks=chunks)
+        n = rates.free_dim(1.0, rates.to_device)
+        measure_gather(lab, recorder, M, n, K, TP, 1.0, num_chunks=chunks, how=how)
     for n, k in CLOCKED:
         measure_clock(lab, recorder, M, n, k, TP, NVLINK_GBPS)
 

@@ -176,6 +176,11 @@ int64_t tpk_one_shot_slot_bytes(int64_t bytes);
  * [rows, columns] of at most 2^31 elements, may be equal. */
 int tpk_all_reduce(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x, const void* bias,
                    void* out, int64_t rows, int64_t columns, void* stream);
+/* The same sum, with the same bits, of more data: each rank sums its share of it and sends that to all.  Slots are of
+ * tpk_two_shot_slot_bytes(bytes of x, world_size) bytes in all. */
+int64_t tpk_two_shot_slot_bytes(int64_t bytes, int32_t world_size);
+int tpk_all_reduce_two_shot(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x,
+                            const void* bias, void* out, int64_t rows, int64_t columns, void* stream);
 /* out = x of rank 0, then that of rank 1, and so on: counts[r] elements of `element_bytes` (2 or 4) each. */
 int tpk_all_gather(const tpk_group* group, const tpk_one_shot* call, int32_t element_bytes, const void* x, void* out,
                    const int64_t* counts, void* stream);

@@ -3,6 +3,7 @@
 
 #include "cuda/host.h"
 #include "cuda/one_shot_kernels.h"
+#include "cuda/two_shot_kernels.h"
 
 namespace tpk {
 
@@ -13,10 +14,20 @@ constexpr std::int64_t kBytesPerBlock = 8192;
 
 std::int64_t slot_bytes(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
-// What the exchange needs of a launch; returns the number of blocks in `blocks`.  That is the same on every rank,
-// whatever the alignment of its tensors: block b exchanges signal b with its peers.
+std::int64_t part_bytes(std::int64_t bytes, int world_size) {
+    return (slot_bytes(bytes) / 16 + world_size - 1) / world_size * 16;
+}
+
+// The number of blocks, which is the same on every rank, whatever the alignment of its tensors: block b exchanges signal
+// b with its peers.
+int blocks_of(std::int64_t bytes, const tpk_group& group, int most) {
+    const std::int64_t wanted = (bytes + kBytesPerBlock - 1) / kBytesPerBlock;
+    return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::min(most, group.max_blocks)));
+}
+
+// Where and what the call is.
 template <typename T>
-int plan(OneShot<T>& job, const tpk_group& group, const tpk_one_shot& call, std::int64_t elements, int* blocks) {
+int place(OneShot<T>& job, const tpk_group& group, const tpk_one_shot& call) {
     TPK_TRY(check_range("slot", call.slot, 0, kSlots - 1));
     if (call.slots == nullptr) return refuse("slots is NULL");
     for (int rank = 0; rank < group.world_size; ++rank) {
@@ -26,16 +37,33 @@ int plan(OneShot<T>& job, const tpk_group& group, const tpk_one_shot& call, std:
         job.slots[rank] = static_cast<T*>(call.slots[rank]);
     }
     if (!is_aligned(call.multicast)) return refuse("multicast (%p) is not aligned to 16", call.multicast);
-    const std::int64_t bytes = elements * static_cast<std::int64_t>(sizeof(T));
     job.multicast = static_cast<T*>(call.multicast);
-    job.slot_elements = slot_bytes(bytes) / static_cast<std::int64_t>(sizeof(T));
     job.fingerprint = call.fingerprint;
     job.slot = call.slot;
     job.op = call.op;
-    const std::int64_t wanted = (bytes + kBytesPerBlock - 1) / kBytesPerBlock;
-    *blocks = static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::min(kMaxChunks, group.max_blocks)));
+    return 0;
+}
+
+// What the exchange in one step needs of a launch; returns the number of blocks in `blocks`.
+template <typename T>
+int plan(OneShot<T>& job, const tpk_group& group, const tpk_one_shot& call, std::int64_t elements, int* blocks) {
+    TPK_TRY(place(job, group, call));
+    const std::int64_t bytes = elements * static_cast<std::int64_t>(sizeof(T));
+    job.slot_elements = slot_bytes(bytes) / static_cast<std::int64_t>(sizeof(T));
+    *blocks = blocks_of(bytes, group, kMaxChunks);
     plan_shares(job, elements, *blocks);
     return 0;
+}
+
+// Of a sum's tensors.
+template <typename T>
+void fill(AllReduce<T>& job, const void* x, const void* bias, void* out, std::int64_t rows, std::int64_t columns) {
+    job.elements = rows * columns;
+    job.columns = static_cast<unsigned>(columns);
+    job.x = static_cast<const T*>(x);
+    job.bias = static_cast<const T*>(bias);
+    job.out = static_cast<T*>(out);
+    job.vectors = is_aligned(x) && is_aligned(out) && (bias == nullptr || is_row_aligned(columns, sizeof(T)));
 }
 
 template <typename T>
@@ -43,15 +71,56 @@ int launch_all_reduce(const tpk_group& group, const tpk_one_shot& call, const vo
                       std::int64_t rows, std::int64_t columns, void* stream) {
     AllReduce<T> job = {};
     int blocks = 0;
-    job.elements = rows * columns;
+    fill(job, x, bias, out, rows, columns);
     TPK_TRY(plan(job, group, call, job.elements, &blocks));
-    job.columns = static_cast<unsigned>(columns);
-    job.x = static_cast<const T*>(x);
-    job.bias = static_cast<const T*>(bias);
-    job.out = static_cast<T*>(out);
-    job.vectors = is_aligned(x) && is_aligned(out) && (bias == nullptr || is_row_aligned(columns, sizeof(T)));
     all_reduce<T><<<blocks, kReduceThreads, 0, as_stream(stream)>>>(to_device(group), job);
     return launched();
+}
+
+template <typename T>
+int launch_two_shot(const tpk_group& group, const tpk_one_shot& call, const void* x, const void* bias, void* out,
+                    std::int64_t rows, std::int64_t columns, void* stream) {
+    TwoShot<T> job = {};
+    fill(job, x, bias, out, rows, columns);
+    TPK_TRY(place(job, group, call));
+    plan_parts(job, group.world_size);
+    const std::int64_t bytes = job.slot_elements * static_cast<std::int64_t>(sizeof(T));
+    const int blocks = blocks_of(bytes, group, kMaxTwoShotBlocks);
+    plan_shares(job, job.slot_elements, blocks);
+    all_reduce_two_shot<T><<<blocks, kReduceThreads, 0, as_stream(stream)>>>(to_device(group), job);
+    return launched();
+}
+
+template <template <typename> class Launch, typename... Arguments>
+int of_dtype(int dtype, Arguments... arguments) {
+    switch (dtype) {
+        case TPK_F32:
+            return Launch<float>::run(arguments...);
+        case TPK_BF16:
+            return Launch<Bf16>::run(arguments...);
+        case TPK_F16:
+            return Launch<Half>::run(arguments...);
+        default:
+            return refuse("dtype (%d) must be fp32 (0), bf16 (1) or fp16 (2)", dtype);
+    }
+}
+template <typename T>
+struct InOneStep {
+    static constexpr auto run = launch_all_reduce<T>;
+};
+template <typename T>
+struct InTwoSteps {
+    static constexpr auto run = launch_two_shot<T>;
+};
+
+int check_sum(const tpk_group* group, const tpk_one_shot* call, const void* x, const void* out, std::int64_t rows,
+              std::int64_t columns) {
+    TPK_TRY(check_group(group));
+    if (call == nullptr) return refuse("call is NULL");
+    TPK_TRY(check_range("columns", columns, 0, INT32_MAX));
+    TPK_TRY(check_range("rows", rows, 0, columns == 0 ? INT64_MAX : kMaxAllReduceElements / columns));
+    if ((x == nullptr || out == nullptr) && rows * columns != 0) return refuse("x or out is NULL");
+    return 0;
 }
 
 template <typename T>
@@ -77,7 +146,8 @@ int launch_all_gather(const tpk_group& group, const tpk_one_shot& call, const vo
 }  // namespace
 
 int load_one_shot_kernels() {
-    return load(all_reduce<float>, all_reduce<Bf16>, all_reduce<Half>, all_gather<float>, all_gather<Bf16>);
+    return load(all_reduce<float>, all_reduce<Bf16>, all_reduce<Half>, all_reduce_two_shot<float>,
+                all_reduce_two_shot<Bf16>, all_reduce_two_shot<Half>, all_gather<float>, all_gather<Bf16>);
 }
 
 }  // namespace tpk
@@ -88,21 +158,18 @@ TPK_API int64_t tpk_one_shot_slot_bytes(int64_t bytes) { return slot_bytes(bytes
 
 TPK_API int tpk_all_reduce(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x,
                            const void* bias, void* out, int64_t rows, int64_t columns, void* stream) {
-    TPK_TRY(check_group(group));
-    if (call == nullptr) return refuse("call is NULL");
-    TPK_TRY(check_range("columns", columns, 0, INT32_MAX));
-    TPK_TRY(check_range("rows", rows, 0, columns == 0 ? INT64_MAX : kMaxAllReduceElements / columns));
-    if ((x == nullptr || out == nullptr) && rows * columns != 0) return refuse("x or out is NULL");
-    switch (dtype) {
-        case TPK_F32:
-            return launch_all_reduce<float>(*group, *call, x, bias, out, rows, columns, stream);
-        case TPK_BF16:
-            return launch_all_reduce<Bf16>(*group, *call, x, bias, out, rows, columns, stream);
-        case TPK_F16:
-            return launch_all_reduce<Half>(*group, *call, x, bias, out, rows, columns, stream);
-        default:
-            return refuse("dtype (%d) must be fp32 (0), bf16 (1) or fp16 (2)", dtype);
-    }
+    TPK_TRY(check_sum(group, call, x, out, rows, columns));
+    return of_dtype<InOneStep>(dtype, *group, *call, x, bias, out, rows, columns, stream);
+}
+
+TPK_API int64_t tpk_two_shot_slot_bytes(int64_t bytes, int32_t world_size) {
+    return 2 * world_size * part_bytes(bytes, world_size);
+}
+
+TPK_API int tpk_all_reduce_two_shot(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x,
+                                    const void* bias, void* out, int64_t rows, int64_t columns, void* stream) {
+    TPK_TRY(check_sum(group, call, x, out, rows, columns));
+    return of_dtype<InTwoSteps>(dtype, *group, *call, x, bias, out, rows, columns, stream);
 }
 
 TPK_API int tpk_all_gather(const tpk_group* group, const tpk_one_shot* call, int32_t element_bytes, const void* x,

@@ -85,9 +85,20 @@ TPK_DEVICE void push_at(const Group& group, const OneShot<T>& job, const T* x, s
     }
 }
 
+// All threads of the block, after its last read: the last block to come makes the call the current one.
+TPK_DEVICE void leave_of_block(const Group& group, Signal current, int slot, int op) {
+    check_peers_of_block(group, current, op);
+    // Until the last block others may yet read the number of the last call.  All threads of this block have read it
+    // before the barriers of its waits.
+    if (thread_index() != 0 || fetch_add_device(&group.state->leaving, 1) != num_blocks() - 1) return;
+    group.state->leaving = 0;
+    group.state->last_use[slot] = epoch_of(current);
+    group.state->current = current;
+}
+
 // Each block is a call of its own on its share [begin, end) of every contribution, which is the same on every rank: it
 // pushes, signals chunk `block`, waits for that chunk of the peers, and finishes.  No block waits for another one of its
-// rank.  The last block to leave makes the call the current one.
+// rank.
 //
 // A slot has two addresses then: stores go through the multicast one, loads (of this call, and of what lay there before)
 // through its own.  Accesses of one memory through two addresses are ordered only by an alias fence between them; here it
@@ -109,13 +120,7 @@ TPK_DEVICE void exchange_share(const Group& group, const OneShot<T>& job, const 
     if (!wait_chunk_of_block(group, current, others, block, job.op)) return;
     finish(begin, end);
 
-    check_peers_of_block(group, current, job.op);
-    // Until the last block others may yet read the number of the last call.  All threads of this block have read it
-    // before the barriers above.
-    if (thread_index() != 0 || fetch_add_device(&group.state->leaving, 1) != num_blocks() - 1) return;
-    group.state->leaving = 0;
-    group.state->last_use[job.slot] = epoch_of(current);
-    group.state->current = current;
+    leave_of_block(group, current, job.slot, job.op);
 }
 
 // The end of what a share has of a contribution of so many elements; begin, if that is nothing.

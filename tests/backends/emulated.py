@@ -151,10 +151,11 @@ class EmulatedDevice:
 class Emulation:
     """What the ranks of a test are told.
 
-    library, folder: of tests/cuda/emulator.py; where memory is mapped from. fuse_from_rows, one_shot_bytes: thresholds
-    of the backend, by default such that tiny calls take the ways of large ones. late_us: how late tasks of side streams
-    may be. most_lanes: side streams of a channel; peers share them when they are fewer. multicast: whether a
-    store can reach all ranks. checks: whether the first call of a kind is preceded by one whose answer is known.
+    library, folder: of tests/cuda/emulator.py; where memory is mapped from. fuse_from_rows, one_shot_bytes,
+    two_shot_bytes: thresholds of the backend, by default such that tiny calls take the ways of large ones. late_us: how
+    late tasks of side streams may be. most_lanes: side streams of a channel; peers share them when they are fewer.
+    multicast: whether a store can reach all ranks. checks: whether the first call of a kind is preceded by one whose
+    answer is known.
     """
 
     library: str
@@ -162,6 +163,7 @@ class Emulation:
     num_chunks: int | None = None
     fuse_from_rows: int = 1
     one_shot_bytes: int = 0
+    two_shot_bytes: int = 0
     timeout: float = 60.0
     late_us: int = 0
     capability: int = 80
@@ -172,8 +174,12 @@ class Emulation:
     @contextmanager
     def group(self) -> Iterator[Any]:
         """A new group of all ranks that has symmetric memory; raises what its kernels have left unsaid."""
-        thresholds = symmetric.FUSE_FROM_ROWS, symmetric.ONE_SHOT_BYTES
-        symmetric.FUSE_FROM_ROWS, symmetric.ONE_SHOT_BYTES = self.fuse_from_rows, self.one_shot_bytes
+        own = {
+            "FUSE_FROM_ROWS": self.fuse_from_rows, "ONE_SHOT_BYTES": self.one_shot_bytes,
+            "TWO_SHOT_BYTES": self.two_shot_bytes,
+        }  # fmt: skip
+        thresholds = {name: getattr(symmetric, name) for name in own}
+        vars(symmetric).update(own)
         chunks = None if self.num_chunks is None else str(self.num_chunks)
         _write_environment({"TPKERNELS_NUM_CHUNKS": chunks, "TPKERNELS_CALIBRATE": "0"})
         made = dist.new_group(timeout=timedelta(seconds=self.timeout))
@@ -189,6 +195,6 @@ class Emulation:
                 channels.check()
             channels.close()
         finally:
-            symmetric.FUSE_FROM_ROWS, symmetric.ONE_SHOT_BYTES = thresholds
+            vars(symmetric).update(thresholds)
             _write_environment({"TPKERNELS_NUM_CHUNKS": None, "TPKERNELS_CALIBRATE": None})
             dist.destroy_process_group(made)

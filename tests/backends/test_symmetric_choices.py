@@ -90,6 +90,7 @@ def test_explain_says_how_a_sum_travels(multicast: bool) -> None:
     problem = replace(PROBLEM, multicast=multicast)
     for op, m, said in (
         (REDUCE, 16, "in one step"),
+        (REDUCE, 512, "in one kernel: reduce-scatter, then all-gather of the sums"),
         (REDUCE, 8192, "reduce-scatter, then all-gather of the sums"),
         ("all_reduce", 16, "in one step"),
         (GATHER, 8192, ""),

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from tpkernels.backends import launches, symmetric
 from tpkernels.comm import symmetric_channels
-from tpkernels.comm.cuda_native import CallRecord, Steps
+from tpkernels.comm.cuda_native import CallRecord, Raise, Steps
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.symmetric_memory import Allocation
 from tpkernels.dispatch import Costs, Problem
@@ -52,6 +52,8 @@ class Recorder:
         self.noted: list[str] = []
         self.crossings = 0
         """Calls of the C library that enqueue what the copy engines do."""
+        self.raises: list[Raise] = []
+        """How flags are raised, by crossing."""
         self.made: list[str] = []
         self.multicasts: list[int | None] = []
         self.peers_memory: set[int] = set()
@@ -77,6 +79,7 @@ class Recorder:
             for step in steps:
                 self.noted += self._what(chunks) if step is Steps.MOVE else [step.name.lower()]
             self.crossings += 1
+            self.raises.append(Raise(record.how))
             return
         if name == "create":
             arguments[1]._obj.value = 1
@@ -95,6 +98,9 @@ class Recorder:
 
     def one_shot_slot_bytes(self, num_bytes: int) -> int:
         return -(-num_bytes // 16) * 16
+
+    def two_shot_slot_bytes(self, num_bytes: int, world_size: int) -> int:
+        return 2 * num_bytes + 32 * world_size
 
     def allocate(self, num_bytes: int) -> Allocation:
         """Always at one address here, as freed and mapped anew; that of peer r begins at ``peers_from + (r << 36)``."""
@@ -142,6 +148,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(launches, "_rehearse", lambda *arguments: None)
     monkeypatch.setattr(symmetric, "ONE_SHOT_BYTES", 64)
+    monkeypatch.setattr(symmetric, "TWO_SHOT_BYTES", 600)
     yield Recorder()
 
 
@@ -228,6 +235,8 @@ def test_few_rows_take_one_library_gemm_and_small_sums_one_kernel(recorder: Reco
         *SCATTER, "reduce", "join",
     ]  # fmt: skip
     assert enqueued(recorder, "all_reduce", AllReduce(few[:, :4])) == ["all_reduce"]
+    assert enqueued(recorder, "all_reduce", AllReduce(few.repeat(2, 1))) == ["all_reduce_two_shot"]
+    assert enqueued(recorder, "matmul_all_reduce", MatmulAllReduce([few], [matrix])) == ["all_reduce_two_shot"]
 
 
 def test_sums_are_gathered_in_one_kernel_where_a_store_reaches_all_ranks(recorder: Recorder) -> None:
@@ -242,6 +251,17 @@ def test_sums_are_gathered_in_one_kernel_where_a_store_reaches_all_ranks(recorde
     assert recorder.multicasts == [(1 << 40) + 2 * 2**20]  # of the other one
 
 
+def test_the_sums_of_much_data_are_put_in_place_by_copy_engines_even_there(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.multicast = 1 << 40
+    much = AllReduce(torch.zeros(SIZE * ROWS, K))
+    monkeypatch.setattr(symmetric, "MULTICAST_BYTES", 4 * SIZE * ROWS * K)
+    assert enqueued(recorder, "all_reduce", much, calls=2)[-1] == "all_gather"
+    monkeypatch.setattr(symmetric, "MULTICAST_BYTES", 4 * SIZE * ROWS * K - 1)
+    assert enqueued(recorder, "all_reduce", much, calls=2)[-len(GATHER) - 2 :] == [*GATHER, "join", "end"]
+
+
 @pytest.mark.parametrize("op", EXPECTED)
 def test_a_known_call_makes_nothing_and_waits_for_nothing(recorder: Recorder, op: str) -> None:
     """The first two calls are of the kind, one with each slot."""
@@ -250,6 +270,24 @@ def test_a_known_call_makes_nothing_and_waits_for_nothing(recorder: Recorder, op
     for number in (2, 3):
         enqueued(recorder, op, calls()[op], calls=number)
         assert recorder.made == [], f"call {number}"
+
+
+def test_streams_write_flags_and_in_capture_kernels_raise_them(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_call = caller(recorder, "all_gather_matmul", calls()["all_gather_matmul"])
+    for _ in range(2):  # one with each slot
+        make_call()
+    assert set(recorder.raises) == {Raise.WRITE_VALUE}
+    monkeypatch.setattr(recorder, "capturing", lambda: True)
+    recorder.raises.clear()
+    make_call()
+    assert set(recorder.raises) == {Raise.KERNEL}
+    monkeypatch.setattr(recorder, "capturing", lambda: False)
+    monkeypatch.setenv("TPKERNELS_STREAM_WRITES", "0")
+    recorder.raises.clear()
+    caller(recorder, "all_gather_matmul", calls()["all_gather_matmul"])()
+    assert set(recorder.raises) == {Raise.KERNEL}
 
 
 def test_a_call_that_fails_half_way_is_joined_all_the_same(recorder: Recorder) -> None:

@@ -11,6 +11,7 @@
 #include "calls.h"
 #include "cuda/one_shot_kernels.h"
 #include "cuda/reduce_kernel.h"
+#include "cuda/two_shot_kernels.h"
 #include "simulator.h"
 
 namespace {
@@ -98,6 +99,36 @@ void far_one_shot() {
     });
 }
 
+// Two ranks whose parts, of what they sum and of their slots, are 2^31 elements apart; of each only the first are there.
+template <typename T>
+void far_two_shot() {
+    constexpr std::int64_t kFar = kWrapped + 64, kCount = 21;
+    World world(2, 1, 0, 30'000);
+    T* const slots[2] = {far_memory<T>(4 * kFar), far_memory<T>(4 * kFar)};
+    world.run([&](Rank& me) {
+        T *const x = far_memory<T>(kFar + kCount), *const out = far_memory<T>(kFar + kCount);
+        const auto contribution = [&](int rank, int part, std::int64_t i) { return value_of<T>(4 + part, rank, i); };
+        TwoShot<T> job = {};
+        for (int part = 0; part < 2; ++part) {
+            for (std::int64_t i = 0; i < kCount; ++i) x[part * kFar + i] = contribution(me.group.rank, part, i);
+            job.slots[part] = slots[part];
+        }
+        job.x = x;
+        job.out = out;
+        job.elements = kFar + kCount;
+        job.columns = 1 << 30;
+        job.slot_elements = kFar;
+        job.vectors = true;
+        plan_shares(job, kCount, kBlocks);
+        sim::launch(kBlocks, kThreads, [&] { all_reduce_two_shot<T>(me.group, job); });
+        for (std::int64_t i = 0; i < 2 * kCount; ++i) {
+            const int part = static_cast<int>(i / kCount);
+            const T expected = expected_sum<T, T>(4 + part, 2, i % kCount, 0, false);
+            check_equal(out[part * kFar + i % kCount], expected, "far all-reduce in two steps", 4, me.group.rank, i);
+        }
+    });
+}
+
 // What a block does with a share that begins past 2^31 elements of one contribution.
 template <typename T>
 void far_units() {
@@ -125,6 +156,7 @@ int main(int, char** argv) {
     far_reduce<Bf16, Bf16>(true);
     far_reduce<float, Half>(false);
     far_one_shot<float>();
+    far_two_shot<Bf16>();
     far_units<Half>();
     std::puts("fine");
     return 0;

@@ -18,6 +18,7 @@
 #include "cuda/one_shot_kernels.h"
 #include "cuda/reduce_kernel.h"
 #include "cuda/sync_kernels.h"
+#include "cuda/two_shot_kernels.h"
 #include "calls.h"
 #include "failures.h"
 #include "simulator.h"
@@ -185,7 +186,6 @@ template <typename T>
 void plan_exchange(const World& world, Rank& me, const Call& call, OneShot<T>& job, std::int64_t elements) {
     for (int peer = 0; peer < world.size(); ++peer) job.slots[peer] = as<T>(world.at(peer).slots[call.slot]);
     if (pick(me.stragglers, 0, 2) != 0) job.multicast = static_cast<T*>(world.multicast[call.slot]);
-    job.slot_elements = kMaxElements / 8;
     job.fingerprint = call.fingerprint;
     job.slot = call.slot;
     job.op = call.op;
@@ -193,9 +193,21 @@ void plan_exchange(const World& world, Rank& me, const Call& call, OneShot<T>& j
 }
 
 template <typename T>
+void launch_sum(Rank& me, const AllReduce<T>& job) {
+    sim::launch(kBlocks, kThreads, [&] { all_reduce<T>(me.group, job); });
+}
+template <typename T>
+void launch_sum(Rank& me, TwoShot<T>& job) {
+    plan_parts(job, me.group.world_size);
+    plan_shares(job, job.slot_elements, kBlocks);
+    sim::launch(kBlocks, kThreads, [&] { all_reduce_two_shot<T>(me.group, job); });
+}
+
+template <typename T, typename Job>
 void all_reduce_call(const World& world, Rank& me, const Call& call) {
     const int rank = me.group.rank, size = world.size();
-    AllReduce<T> job = {};
+    Job job = {};
+    job.slot_elements = kMaxElements / 8;
     job.columns = static_cast<unsigned>(call.columns);
     job.elements = call.rows[0] * call.columns;
     std::vector<float> x(static_cast<std::size_t>(job.elements) + 4), bias(static_cast<std::size_t>(call.columns) + 4);
@@ -207,7 +219,7 @@ void all_reduce_call(const World& world, Rank& me, const Call& call) {
     job.vectors = pick(me.stragglers, 0, 2) != 0 && (!call.bias || call.columns % 8 == 0);
     plan_exchange(world, me, call, job, job.elements);
     me.linger();
-    sim::launch(kBlocks, kThreads, [&] { all_reduce<T>(me.group, job); });
+    launch_sum(me, job);
     for (std::int64_t i = 0; i < job.elements; ++i) {
         const T expected = expected_sum<T, T>(call.number, size, i, i % call.columns, call.bias);
         check_equal(job.out[i], expected, "all-reduce", call.number, rank, i);
@@ -219,6 +231,7 @@ void all_gather_call(const World& world, Rank& me, const Call& call) {
     const int rank = me.group.rank, size = world.size();
     const std::int64_t shift = pick(me.stragglers, 0, 2) == 0 ? 1 : 0;  // not aligned, sometimes
     AllGather<T> job = {};
+    job.slot_elements = kMaxElements / 8;
     std::int64_t largest = 0;
     for (int peer = 0; peer < size; ++peer) {
         const std::int64_t count = call.rows[static_cast<std::size_t>(peer)] * call.columns;
@@ -252,7 +265,9 @@ void run_call(const World& world, Rank& me, const Call& call) {
         case kScatter:
             return reduce_scatter<In, Out>(world, me, call);
         case kReduce:
-            return all_reduce_call<In>(world, me, call);
+            return all_reduce_call<In, AllReduce<In>>(world, me, call);
+        case kReduceInTwo:
+            return all_reduce_call<In, TwoShot<In>>(world, me, call);
         default:
             return all_gather_call<In>(world, me, call);
     }

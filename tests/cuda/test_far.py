@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cuda.emulator import build
-from tests.cuda.test_ranks import ONE_SHOT, REDUCE, compiler, copy_of_the_source, run
+from tests.cuda.test_ranks import ONE_SHOT, REDUCE, TWO_SHOT, compiler, copy_of_the_source, run
 from tests.kernels.sparse_memory import sparse_matrix
 from tpkernels.comm.cuda_group import Call, Group, Pipeline
 from tpkernels.comm.cuda_native import PAD_BYTES, STATE_BYTES, Chunk, CudaError, Library, Steps
@@ -28,6 +28,11 @@ FAULTS = {
     "a rank's part of its own slot, summed": (ONE_SHOT, "+ rank * job.slot_elements + element;"),
     "a rank's part of its own slot, copied": (ONE_SHOT, "+ rank * job.slot_elements;"),
     "a shard's place in the whole": (ONE_SHOT, "+ job.starts[rank];"),
+    "an owner's part": (TWO_SHOT, "owner * job.slot_elements;"),
+    "partials for their owner": (TWO_SHOT, "+ group.rank * job.slot_elements;"),
+    "partials of a rank": (TWO_SHOT, "+ rank * job.slot_elements + place;"),
+    "sums that leave": (TWO_SHOT, "(group.world_size + group.rank) * job.slot_elements"),
+    "sums that have come": (TWO_SHOT, "+ (group.world_size + owner) * job.slot_elements;"),
     "packs of a share": (ONE_SHOT, "begin + unit * kPack<T>);"),
     "elements of a share": (ONE_SHOT, "begin + packs * kPack<T> + (unit - packs));"),
 }

@@ -36,6 +36,7 @@ KERNELS = {
     "relay",
     "reduce",
     "all_reduce",
+    "all_reduce_two_shot",
     "all_gather",
 }
 ARCHITECTURES = {"sm_80", "sm_90a", "sm_100a"}
@@ -158,6 +159,8 @@ CALLS: Mapping[str, Callable[[cuda_group.Group, int], None]] = {
         columns=8, stream=0),
     "all_reduce": lambda group, a: group.all_reduce(
         OneShot(1, 0, 1, [a, a]), dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, stream=0),
+    "all_reduce_two_shot": lambda group, a: group.all_reduce(
+        OneShot(1, 0, 1, [a, a]), dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, stream=0, two_steps=True),
     "all_gather": lambda group, a: group.all_gather(
         OneShot(1, 0, 1, [a, a], a), element_bytes=2, x=a, out=a, counts=[8, 0], stream=0),
 }  # fmt: skip

@@ -29,6 +29,7 @@ CSRC = HERE.parents[1] / "csrc"
 FLAGS = "-std=c++20 -g -O1 -fsanitize=thread -fno-builtin -ffp-contract=off -Wall -Wextra -Wconversion -Werror".split()
 DEVICE, PROTOCOL, NUMBERS = "csrc/cuda/device.h", "csrc/cuda/protocol.h", "csrc/cuda/numbers.h"
 SYNC = "csrc/cuda/sync_kernels.h"
+TWO_SHOT = "csrc/cuda/two_shot_kernels.h"
 ONE_SHOT, REDUCE, RANKS = "csrc/cuda/one_shot_kernels.h", "csrc/cuda/reduce_kernel.h", "ranks.cpp"
 RACE, ANY = "WARNING: ThreadSanitizer: data race", "data race|WRONG"
 
@@ -63,7 +64,7 @@ FAULTS = {
         PROTOCOL, {"last_use[slot] + 1": "last_use[slot] + (FAULT ? 0 : 1)"}
     ),
     "an all-reduce does not note that it used its slot": Fault(
-        ONE_SHOT, {"    group.state->last_use[job.slot] =": "    if (!FAULT) group.state->last_use[job.slot] ="},
+        ONE_SHOT, {"    group.state->last_use[slot] =": "    if (!FAULT) group.state->last_use[slot] ="},
         "calls 3 1 60 0 30000 1",
     ),
     "flags of the last call are still raised": Fault(SYNC, {"flags[i] = 0;": "flags[i] = FAULT ? flags[i] : 0;"}),
@@ -97,6 +98,21 @@ FAULTS = {
     "a rank that multicasts does not wait for its slot": Fault(
         ONE_SHOT, {"if (!wait_slot_of_block(": "if (!(FAULT && multicasts) && !wait_slot_of_block("},
         "calls 3 1 60 0 30000 1",
+    ),
+    "sums are announced before they are made": Fault(
+        TWO_SHOT, {"current, others, partials);\n    if (!wait": "current, others, partials);\n"
+                   "    if (FAULT) signal_chunk_of_block(group, current, others, sums);\n    if (!wait"}
+    ),
+    "partials are summed before they are there": Fault(
+        TWO_SHOT, {"!wait_chunk_of_block(group, current, others, partials": "!FAULT && !wait_chunk_of_block(group, "
+                   "current, others, partials"}
+    ),
+    "sums go where partials are": Fault(
+        TWO_SHOT, {"there = (group.world_size + group.rank)": "there = ((FAULT ? 0 : group.world_size) + group.rank)"}
+    ),
+    "sums that were multicast are overtaken": Fault(
+        TWO_SHOT, {"});\n    if (multicasts) fence_aliases();\n    signal": "});\n    if (multicasts && !FAULT) "
+                   "fence_aliases();\n    signal"}
     ),
     "the first block to leave ends the call of all": Fault(
         ONE_SHOT, {"!= num_blocks() - 1)": "!= (FAULT ? 0 : num_blocks() - 1))"}
@@ -185,6 +201,7 @@ COMMANDS = (
     "calls 2 1 150 0",
     "calls 3 2 100 0xffffffd0",
     "calls 4 3 60 0x7fffffe0",
+    "calls 8 5 25 0",
     "calls 3 4 60 9 30000 1",  # every call uses the slot of the last one
     "failures 2 1",
     "failures 3 2",

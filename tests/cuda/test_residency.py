@@ -52,7 +52,7 @@ NCCL = Kernel("a CTA of NCCL", threads=640, registers=96, shared=20 * 4112)
 LANES = 2 * MAX_LANES  # side streams of a group's two channels: as many kernels of one warp may be wanted at once
 
 # What the kernels are, so that a new one must be put somewhere: they wait with a grid, or are a single warp.
-GRIDS = {"reduce", "all_reduce", "all_gather"}
+GRIDS = {"reduce", "all_reduce", "all_reduce_two_shot", "all_gather"}
 ONE_WARP = {"begin_call", "end_call", "meet", "signal_chunk", "wait_chunk", "raise_flags", "relay"}
 
 
@@ -102,7 +102,7 @@ def test_every_kernel_is_one_that_waits_with_a_grid_or_a_single_warp(
     assert set(kernels) == {"sm_80", "sm_90a", "sm_100a"}
     for architecture in kernels.values():
         assert set(architecture) == GRIDS | ONE_WARP
-        assert sum(map(len, architecture.values())) == len(ONE_WARP) + 10
+        assert sum(map(len, architecture.values())) == len(ONE_WARP) + 13
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
@@ -284,13 +284,16 @@ class LoneRank:
         )  # fmt: skip
         return self._blocks(out)
 
-    def all_reduce(self) -> int:
-        out, slot = torch.full_like(self._x, torch.nan), torch.zeros_like(self._x)
+    def all_reduce(self, two_steps: bool = False) -> int:
+        out, slot = torch.full_like(self._x, torch.nan), torch.zeros(2, *self._x.shape)
         self._group.all_reduce(
             OneShot(2, 0, 1, [slot.data_ptr()]), dtype=Dtype.F32, x=self._x.data_ptr(), out=out.data_ptr(), rows=40,
-            columns=24, stream=0,
+            columns=24, stream=0, two_steps=two_steps,
         )  # fmt: skip
         return self._blocks(out)
+
+    def all_reduce_two_shot(self) -> int:
+        return self.all_reduce(two_steps=True)
 
     def all_gather(self) -> int:
         out, slot = torch.full_like(self._x, torch.nan), torch.zeros_like(self._x)
@@ -302,7 +305,7 @@ class LoneRank:
 
 
 # Blocks that there is work for: a tile of six packs of a row each, 256 bytes each.
-LAUNCHES = {"reduce": 240, "all_reduce": 15, "all_gather": 15}
+LAUNCHES = {"reduce": 240, "all_reduce": 15, "all_reduce_two_shot": 15, "all_gather": 15}
 
 
 def test_no_launch_has_more_blocks_than_the_group_may_wait_with() -> None:
@@ -315,7 +318,7 @@ def test_no_launch_has_more_blocks_than_the_group_may_wait_with() -> None:
 def test_a_launch_that_does_not_ask_is_seen(tmp_path: Path) -> None:
     uncapped = {
         "reduce.cu": {"a.group->max_blocks": "512"},
-        "one_shot.cu": {"std::min(kMaxChunks, group.max_blocks)": "kMaxChunks"},
+        "one_shot.cu": {"std::min(most, group.max_blocks)": "std::min(most, 1000 * group.max_blocks)"},
     }
     library = Library(emulator.build(tmp_path, uncapped))
     for name, wanted in LAUNCHES.items():

@@ -85,7 +85,9 @@ def expected_sum(parts: list[torch.Tensor], bias: torch.Tensor | None, dtype: to
     return (total if bias is None else total + bias.float()).to(dtype)
 
 
-def check_all_reduce(ranks: VirtualRanks, dtype: torch.dtype, call: int, rows: int, columns: int) -> None:
+def check_all_reduce(
+    ranks: VirtualRanks, dtype: torch.dtype, call: int, rows: int, columns: int, two_steps: bool
+) -> None:
     slot = 0 if call % 3 == 2 else call % 2  # not always the other one
     inputs = [torch.randn(rows, columns, device="cuda").to(dtype) for _ in range(ranks.size)]
     outputs = [torch.full_like(x, torch.nan) for x in inputs]
@@ -95,7 +97,7 @@ def check_all_reduce(ranks: VirtualRanks, dtype: torch.dtype, call: int, rows: i
         group.all_reduce(
             OneShot(1, slot, fingerprint=call, slots=ranks.slot_addresses(slot)), dtype=DTYPES[dtype],
             x=inputs[rank].data_ptr(), out=outputs[rank].data_ptr(), rows=rows, columns=columns, stream=stream,
-            bias=0 if bias is None else bias.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(), two_steps=two_steps,
         )  # fmt: skip
 
     ranks.each(work)
@@ -105,9 +107,12 @@ def check_all_reduce(ranks: VirtualRanks, dtype: torch.dtype, call: int, rows: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_one_shot_all_reduce_sums_in_rank_order_and_rounds_once(ranks: VirtualRanks, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("two_steps", [False, True], ids=["in one step", "in two"])
+def test_an_all_reduce_in_one_kernel_sums_in_rank_order_and_rounds_once(
+    ranks: VirtualRanks, dtype: torch.dtype, two_steps: bool
+) -> None:
     for call, (rows, columns) in enumerate([(1, 8), (3, 7), (128, 512), (0, 4), (5, 4096), (17, 1001)]):
-        check_all_reduce(ranks, dtype, call, rows, columns)
+        check_all_reduce(ranks, dtype, call, rows, columns, two_steps)
 
 
 def check_all_gather(ranks: VirtualRanks, dtype: torch.dtype, call: int, columns: int) -> None:

@@ -219,6 +219,7 @@ def _rehearse(
     channel: Channel, kind: tuple[Any, ...], operands: Sequence[Tensor | None], launch: Callable[..., None]
 ) -> None:
     """Load a kernel before the first call that waits in it: loading may wait for kernels that wait for this rank."""
+
     def rehearse() -> bool:
         launch(rehearsal=True)
         return True

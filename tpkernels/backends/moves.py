@@ -187,16 +187,12 @@ def push(
     nobody raises for an empty chunk.
     """
     key = ("push", op, parts, itemsize, num_chunks, flags, *channel.addresses())
-    call: Call = channel.remember(
-        key, lambda: _push(channel, op, parts, itemsize, num_chunks, flags), on_device=False
-    )
+    call: Call = channel.remember(key, lambda: _push(channel, op, parts, itemsize, num_chunks, flags), on_device=False)
     channel.run(call, steps, whole.data_ptr())
     return call
 
 
-def _push(
-    channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool
-) -> Call:
+def _push(channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool) -> Call:
     rank, chunks = channel.rank, []
     for number in range(num_chunks):
         for turn, owners in enumerate(_runs(channel, num_chunks)):

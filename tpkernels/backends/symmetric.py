@@ -5,15 +5,17 @@ tensor on side streams and raise a local flag behind each; one persistent Triton
 own rows and takes the chunks as they come.  Reduce-scatter: the kernel computes the rows of remote owners first and
 announces finished chunks; copy engines push them into the owners' slots and signal; behind the GEMM a CUDA kernel sums
 the partials of all ranks in rank order, in fp32, adds the bias and rounds once.  All-reduce: one kernel that pushes to
-everybody and sums, for little data; else reduce-scatter, then all-gather.  Where the GPUs have NVLS, both push with
-stores that reach everybody at once; the switch never sums, because it has neither our order nor our rounding.
+everybody and sums, for little data; one kernel that sums shares and pushes the sums, for more; else reduce-scatter,
+then all-gather.  Where the GPUs have NVLS, kernels push with stores that reach everybody at once; the switch never
+sums, because it has neither our order nor our rounding.
 
 The gathered tensor is ordinary memory, so it can be given out; slots hold shards and partials, never results.  Shards
 of few rows, and of features, are gathered (or reduced) around a library GEMM: a kernel that reads the weight once per
 shard would cost more than it hides.
 
 Memory: a slot holds the largest shard (gathers), W partials of the largest owner's rows (scatters), W whole tensors
-(all-reduce in one step) or the whole sum (gathered by multicast); there are two, and two of the largest started gather.
+(all-reduce in one step), two of them (in two), or the whole sum (gathered by multicast); there are two slots, and two
+of the largest started gather.
 
 Streams: everything is enqueued on the current stream, or forked from it and joined to it; the host waits for nothing
 once a call's kind is known, so calls can be captured in CUDA graphs after one that was not; all ranks replay at the
@@ -40,8 +42,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels import dispatch, fp8
-from tpkernels.backends import first_use, tuning
+from tpkernels import dispatch
+from tpkernels.backends import first_use, symmetric_costs, tuning
 from tpkernels.backends.blocks import Epilogue, gemm
 from tpkernels.backends.exchange import whole_like
 from tpkernels.backends.first_use import Way
@@ -87,15 +89,16 @@ __all__ = [
 
 # Shards of fewer rows than a tile leave tensor cores idle, and the weight would be read once per shard.
 FUSE_FROM_ROWS = 64
-# Up to here every rank sends everything to every other. Beyond, two steps move less: (W - 1) n bytes against 2 n.
+# Up to here every rank sends everything to every other. Beyond, two steps move less: (W - 1) n bytes against 2 n. In
+# one kernel they cost one launch, but its blocks are few, and what copies can hide behind a GEMM stays visible. Both
+# limits are modelled; no GPU has measured them yet.
 ONE_SHOT_BYTES = 512 * 1024
+TWO_SHOT_BYTES = 8 * 1024 * 1024
+# Modelled, too: from here on a second copy within the GPU, at some 2 TB/s, takes longer than enqueuing the copies does.
+MULTICAST_BYTES = 32 * 1024 * 1024
 FP8_CAPABILITY = 89
 _START, _FINISH = Steps.BEGIN | Steps.MOVE, Steps.JOIN | Steps.END
 CHECKED_ROWS = 80
-# For estimates, until they are measured on a GPU: what a call costs whose data is small (a dozen enqueued kernels and
-# copies), and the rate of the fused GEMM against the library's. fp32 runs without tensor cores.
-CALL_US = 30.0
-KERNEL_RATE = {torch.float32: 0.5, torch.bfloat16: 0.9, torch.float16: 0.9, fp8.DTYPE: 0.9}
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
@@ -125,9 +128,8 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     rows, columns, bias = call.xs[0].shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
     layout = Layout(1, array_split_sizes(rows, channel.size), 1)
     as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile, call.out_dtype)
-    if _is_one_shot(channel.size, rows * columns * like.element_size()):
-        partial = _product(as_scatter)
-        out = _one_shot(channel, context, "matmul_all_reduce", partial, bias)
+    if (in_kernel := _in_one_kernel(channel.size, rows * columns * like.element_size())) is not None:
+        out = in_kernel(channel, context, "matmul_all_reduce", _product(as_scatter), bias)
         call.meanwhile()
         return out
     if layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
@@ -163,8 +165,8 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
 
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
     channel, x = _channels(context).main, call.x
-    if _is_one_shot(channel.size, x.numel() * x.element_size()):
-        return _one_shot(channel, context, "all_reduce", x, None)
+    if (in_kernel := _in_one_kernel(channel.size, x.numel() * x.element_size())) is not None:
+        return in_kernel(channel, context, "all_reduce", x, None)
     layout = Layout(1, array_split_sizes(x.shape[0], channel.size), 1)
     own = _scatter(channel, context, "all_reduce", x, layout, None, _nothing)
     return _gather_sums(channel, context, "all_reduce", own, layout)
@@ -197,9 +199,12 @@ def _gather(
 
 
 def _gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layout: Layout) -> Tensor:
-    """The second half of an all-reduce: everybody's sums, from everybody. Multicast, each leaves its rank once."""
+    """The second half of an all-reduce: everybody's sums, from everybody. Multicast, each leaves its rank once.
+
+    That takes one launch, but passes through slots; copy engines put them in place.
+    """
     out = whole_like(own, layout)
-    if not channel.multicasts:
+    if not channel.multicasts or out.numel() * out.element_size() > MULTICAST_BYTES:
         _gather(channel, context, op, own, layout, out, 1, phase=1)
         return out
     part = channel.device.library.one_shot_slot_bytes(largest_shard(layout, own))
@@ -264,14 +269,26 @@ def _fused_scatter(
 
 
 def _one_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole call in one kernel."""
+    """A whole call in one kernel, in which everybody sums everything."""
+    part = channel.device.library.one_shot_slot_bytes(x.numel() * x.element_size())
+    return _sum_in_one_kernel(channel, context, op, x, bias, channel.size * part, two_steps=False)
+
+
+def _two_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A whole call in one kernel, in which everybody sums a share and sends the sums."""
+    num_bytes = channel.device.library.two_shot_slot_bytes(x.numel() * x.element_size(), channel.size)
+    return _sum_in_one_kernel(channel, context, op, x, bias, num_bytes, two_steps=True)
+
+
+def _sum_in_one_kernel(
+    channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None, slot_bytes: int, *, two_steps: bool
+) -> Tensor:
     out = torch.empty_like(x)
-    library, num_bytes = channel.device.library, x.numel() * x.element_size()
-    channel.prepare(channel.size * library.one_shot_slot_bytes(num_bytes), context.fingerprint, context.text)
+    channel.prepare(slot_bytes, context.fingerprint, context.text)
     channel.group.all_reduce(
         channel.one_shot(op), dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
         rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
-        stream=channel.device.stream(),
+        stream=channel.device.stream(), two_steps=two_steps,
     )  # fmt: skip
     return out
 
@@ -338,19 +355,29 @@ def _has_kernel(device: Device, out_dtype: torch.dtype | None) -> bool:
     return out_dtype is None or device.capability >= FP8_CAPABILITY
 
 
-def _is_one_shot(size: int, num_bytes: int) -> bool:
-    return num_bytes <= (4 if size == 2 else 1) * ONE_SHOT_BYTES
+_Sums = Callable[[Channel, Context, str, Tensor, Tensor | None], Tensor]
+
+
+def _in_one_kernel(size: int, num_bytes: int) -> _Sums | None:
+    """What sums so much over all ranks in one kernel; None if that is too much for one."""
+    if num_bytes <= _one_shot_bytes(size):
+        return _one_shot
+    return _two_shot if num_bytes <= TWO_SHOT_BYTES else None
+
+
+def _one_shot_bytes(size: int) -> int:
+    return (4 if size == 2 else 1) * ONE_SHOT_BYTES
 
 
 def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
     """Nothing is trusted that was not seen to work on this group; then measured tiles, the same on every rank."""
     reduces = problem.op in ("matmul_all_reduce", "all_reduce")
-    one_shot = reduces and _is_one_shot(problem.world_size, problem.m * problem.row_bytes)
+    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if reduces else None
     if reduces:
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
     fused = "matmul" in problem.op and not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS
-    first_use.check(work, group, call, problem, _way(reduces, one_shot, fused, problem))
-    if one_shot or not fused:
+    first_use.check(work, group, call, problem, _way(reduces, sums, fused, problem))
+    if sums is not None or not fused:
         return None
     assert group.symmetric is not None
     if not _has_kernel(group.symmetric.device, problem.out_dtype):
@@ -358,15 +385,18 @@ def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, 
     return tuning.agree(group, call, tuning.gemm_of(problem), layout)
 
 
-def _way(reduces: bool, one_shot: bool, fused: bool, problem: Problem) -> Way:
+def _way(reduces: bool, sums: _Sums | None, fused: bool, problem: Problem) -> Way:
     """What the first call of its kind is checked with; more rows than the smaller tiles have, where it is fused."""
     rows = max(FUSE_FROM_ROWS, CHECKED_ROWS) if fused else 1
     if not reduces:
         return Way("beside the GEMM" if fused else "by itself", rows)
-    if one_shot:
+    if sums is _one_shot:
         return Way("in one step")
-    itemsize = (problem.out_dtype or problem.dtype).itemsize
-    return Way("in two steps", rows, 1 + 4 * ONE_SHOT_BYTES // (first_use.K * itemsize))
+    row_bytes = first_use.K * (problem.out_dtype or problem.dtype).itemsize
+    in_one_step = _one_shot_bytes(problem.world_size)
+    if sums is _two_shot:
+        return Way("in one kernel of two steps", 1, 1 + in_one_step // row_bytes)
+    return Way("in two steps", rows, 1 + max(in_one_step, TWO_SHOT_BYTES) // row_bytes)
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -380,26 +410,21 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _estimate(problem: Problem, costs: Costs) -> float:
-    gemm_us = costs.gemm_us(problem) if problem.flops else 0.0
     reduces = problem.op in ("matmul_all_reduce", "all_reduce")
-    if reduces and _is_one_shot(problem.world_size, problem.m * problem.row_bytes):
-        everything = problem.m * problem.row_bytes * (problem.world_size - 1)
-        return gemm_us + CALL_US / 3 + costs.link_us(everything, 0)
-    link_us, calls = costs.link_us(problem.wire_bytes, 0), 2 if reduces else 1
-    fused = problem.flops and problem.m >= FUSE_FROM_ROWS * problem.world_size
-    if not fused:
-        return gemm_us + link_us + calls * CALL_US
-    # The gather behind an all-reduce's sums hides behind nothing; of the rest, one chunk.
-    hidden = link_us / calls
-    exposed = hidden / (problem.num_chunks * (problem.world_size - 1))
-    return max(gemm_us / KERNEL_RATE[problem.dtype], hidden) + exposed + (link_us - hidden) + calls * CALL_US
+    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if reduces else None
+    if sums is not None:
+        return symmetric_costs.of_one_kernel(problem, costs, steps=1 if sums is _one_shot else 2)
+    fused = bool(problem.flops) and problem.m >= FUSE_FROM_ROWS * problem.world_size
+    return symmetric_costs.of_copies(problem, costs, calls=2 if reduces else 1, fused=fused)
 
 
 def _describe(problem: Problem) -> str:
     if problem.op not in ("matmul_all_reduce", "all_reduce"):
         return ""
-    in_one_step = _is_one_shot(problem.world_size, problem.m * problem.row_bytes)
-    how = "in one step" if in_one_step else "reduce-scatter, then all-gather of the sums"
+    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes)
+    how = "reduce-scatter, then all-gather of the sums"
+    if sums is not None:
+        how = "in one step" if sums is _one_shot else f"in one kernel: {how}"
     # The switch could add them (multimem.ld_reduce), in an order and a rounding of its own: see ARCHITECTURE.md.
     pushed = "pushed by multicast stores (NVLS), summed by the ranks in fixed order"
     return f"{how}, {pushed}" if problem.multicast else how

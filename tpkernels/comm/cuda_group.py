@@ -145,9 +145,7 @@ class Group:
             address, self._failure_address = self._failure_address, None
             self._library.call("tpk_failure_destroy", address)
 
-    def begin(
-        self, *, op: int, slot: int, fingerprint: int, stream: int, flags: int = 0, num_flags: int = 0
-    ) -> None:
+    def begin(self, *, op: int, slot: int, fingerprint: int, stream: int, flags: int = 0, num_flags: int = 0) -> None:
         """Lowers local flags, too."""
         self._library.call("tpk_begin", self.address, op, slot, fingerprint, flags or None, num_flags, stream)
 
@@ -184,12 +182,14 @@ class Group:
         )  # fmt: skip
 
     def all_reduce(
-        self, call: OneShot, *, dtype: Dtype, x: int, out: int, rows: int, columns: int, bias: int = 0, stream: int
-    ) -> None:
-        """A whole call: the sum of all ranks' x."""
+        self, call: OneShot, *, dtype: Dtype, x: int, out: int, rows: int, columns: int, bias: int = 0, stream: int,
+        two_steps: bool = False,
+    ) -> None:  # fmt: skip
+        """A whole call: the sum of all ranks' x; in one step or in two, with the same bits."""
         self._library.call(
-            "tpk_all_reduce", self.address, self._one_shot(call), dtype, x, bias or None, out, rows, columns, stream
-        )
+            "tpk_all_reduce_two_shot" if two_steps else "tpk_all_reduce", self.address, self._one_shot(call), dtype, x,
+            bias or None, out, rows, columns, stream,
+        )  # fmt: skip
 
     def all_gather(
         self, call: OneShot, *, element_bytes: int, x: int, out: int, counts: Sequence[int], stream: int

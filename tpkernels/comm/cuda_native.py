@@ -170,6 +170,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_call_run": (_PTR, _I32, _PTR, _I32, _PTR),
     "tpk_reduce": (_PTR, _I32, _I32, _I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _PTR),
     "tpk_all_reduce": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _I64, _I64, _PTR),
+    "tpk_all_reduce_two_shot": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _I64, _I64, _PTR),
     "tpk_all_gather": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _PTR),
 }
 
@@ -188,6 +189,8 @@ class Library:
         self._library.tpk_error_string.restype = ctypes.c_char_p
         self._library.tpk_one_shot_slot_bytes.argtypes = (_I64,)
         self._library.tpk_one_shot_slot_bytes.restype = _I64
+        self._library.tpk_two_shot_slot_bytes.argtypes = (_I64, _I32)
+        self._library.tpk_two_shot_slot_bytes.restype = _I64
 
     def call(self, name: str, *args: object) -> None:
         """Call a function of launch.h that returns a status.
@@ -218,6 +221,11 @@ class Library:
     def one_shot_slot_bytes(self, num_bytes: int) -> int:
         """Bytes per source in a slot of a call in one kernel, whose largest contribution has so many."""
         result: int = self._library.tpk_one_shot_slot_bytes(num_bytes)
+        return result
+
+    def two_shot_slot_bytes(self, num_bytes: int, world_size: int) -> int:
+        """Bytes of a whole slot of the all-reduce of so many bytes in two steps."""
+        result: int = self._library.tpk_two_shot_slot_bytes(num_bytes, world_size)
         return result
 
     def _integer(self, name: str, *args: int) -> int:

@@ -112,7 +112,7 @@ class Channel:
             device.library, rank=group.rank, pads=self.pads, state=self._state.data_ptr(), timeout_s=group.timeout,
             max_blocks=waiting_blocks(device.num_sms), alarm=alarm.address,
         )  # fmt: skip
-        self._how = how
+        self._how = self._raises = how
         self.num_lanes = max(1, min(MAX_LANES, group.size - 1 if group.size <= 4 else _LANES_OF_MANY))
         self.pipeline = cuda_group.Pipeline(device.library, self.num_lanes)
         self.slot = 0
@@ -224,7 +224,10 @@ class Channel:
                 self._texts[self._in_place(fingerprint, slot)] = f"{text} in slot {slot} of memory {self._generation}"
             while len(self._texts) > 512:
                 self._texts.pop(next(iter(self._texts)))
-        if self.device.capturing():
+        # CUDA has graph nodes for a stream's writes, but does not document that capture makes them: kernels there.
+        capturing = self.device.capturing()
+        self._raises = Raise.KERNEL if capturing else self._how
+        if capturing:
             self._baked[id(self._slots)] = self._slots
 
     def _in_place(self, fingerprint: int, slot: int) -> int:
@@ -250,7 +253,7 @@ class Channel:
         """
         # Copies on side streams alone are nobody's business on the current one, which may be busy with a GEMM.
         stream = self.device.stream() if steps != Steps.MOVE or call.on_stream else 0
-        call.record.fingerprint = self._fingerprint
+        call.record.fingerprint, call.record.how = self._fingerprint, self._raises
         self._open |= bool(int(steps) & _BEGIN)  # as integers: flags of Python's enum cost a microsecond each
         call.run(steps, *bases, stream=stream)
         self._open &= not int(steps) & _JOIN

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch, partition
-from tpkernels.comm import agreement, calibration, few_rows, monitor, shared_segments, symmetric_memory, transport
+from tpkernels.comm import (
+    agreement,
+    calibration,
+    few_rows,
+    monitor,
+    shared_segments,
+    symmetric_calibration,
+    symmetric_memory,
+    transport,
+)
 from tpkernels.comm.groups import Group
 from tpkernels.comm.trail import fingerprint
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
@@ -350,6 +359,8 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
             link = group.links[device.type] = calibration.link_rates(group, call, device)
             if group.shared is not None:
                 link |= calibration.shared_rates(group.shared, link["link_gbytes"])
+            if group.symmetric is not None and device.type == group.symmetric.device.kind:
+                link |= symmetric_calibration.call_costs(group.symmetric)
         few = few_rows.rates(dtype) if group.shared is not None and device.type == "cpu" else {}
         mine = Costs(**calibration.gemm_rates(device, dtype), **few, **link, measured=True)
         records = agreement.exchange_records(group, call, agreement.Record("costs", asdict(mine)), part="costs")
