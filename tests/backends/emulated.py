@@ -155,7 +155,7 @@ class Emulation:
     two_shot_bytes: thresholds of the backend, by default such that tiny calls take the ways of large ones. late_us: how
     late tasks of side streams may be. most_lanes: side streams of a channel; peers share them when they are fewer.
     multicast: whether a store can reach all ranks. checks: whether the first call of a kind is preceded by one whose
-    answer is known.
+    answer is known. stream_writes: or kernels raise the flags of arrived chunks.
     """
 
     library: str
@@ -170,6 +170,7 @@ class Emulation:
     most_lanes: int = 4
     multicast: bool = False
     checks: bool = False
+    stream_writes: bool = True
 
     @contextmanager
     def group(self) -> Iterator[Any]:
@@ -181,7 +182,10 @@ class Emulation:
         thresholds = {name: getattr(symmetric, name) for name in own}
         vars(symmetric).update(own)
         chunks = None if self.num_chunks is None else str(self.num_chunks)
-        _write_environment({"TPKERNELS_NUM_CHUNKS": chunks, "TPKERNELS_CALIBRATE": "0"})
+        writes = None if self.stream_writes else "0"
+        _write_environment(
+            {"TPKERNELS_NUM_CHUNKS": chunks, "TPKERNELS_CALIBRATE": "0", "TPKERNELS_STREAM_WRITES": writes}
+        )
         made = dist.new_group(timeout=timedelta(seconds=self.timeout))
         try:
             tpk.all_reduce(torch.zeros(1), made, implementation="unfused")  # the ranks meet
@@ -196,5 +200,6 @@ class Emulation:
             channels.close()
         finally:
             vars(symmetric).update(thresholds)
-            _write_environment({"TPKERNELS_NUM_CHUNKS": None, "TPKERNELS_CALIBRATE": None})
+            names = ("TPKERNELS_NUM_CHUNKS", "TPKERNELS_CALIBRATE", "TPKERNELS_STREAM_WRITES")
+            _write_environment(dict.fromkeys(names))
             dist.destroy_process_group(made)

@@ -162,13 +162,13 @@ def results(emulation: Emulation, calls: int, naps: bool) -> list[torch.Tensor]:
     return outs
 
 
-def test_results_depend_neither_on_chunks_nor_on_who_is_late_nor_on_multicast(
+def test_results_depend_neither_on_chunks_nor_on_who_is_late_nor_on_multicast_nor_on_who_raises_flags(
     pools: Pools, emulation: Emulation
 ) -> None:
     settings = replace(emulation, num_chunks=1)
     expected = pools(3).run(results, settings, 3, False, timeout=PATIENCE_S)
     for chunks, late_us, naps, multicast in ((3, 0, False, True), (2, 4000, True, False)):
-        other = replace(settings, num_chunks=chunks, late_us=late_us, multicast=multicast)
+        other = replace(settings, num_chunks=chunks, late_us=late_us, multicast=multicast, stream_writes=multicast)
         found = pools(3).run(results, other, 3, naps, timeout=PATIENCE_S)
         for now, before in zip(chain(*found), chain(*expected), strict=True):
             assert_bitwise_equal(now, before)
