@@ -2,8 +2,8 @@
 //
 // Kernels use nothing but what is here, so that ThreadSanitizer can watch the very source that nvcc compiles.  Memory
 // orders: the `system` functions synchronise with other GPUs and with the host, `device` ones within one GPU.  On the
-// CPU they are C++ atomics of the same order.  There is no shared memory: what a block must agree on goes through
-// `any_of_block`.
+// CPU they are C++ atomics of the same order.  What a block must agree on goes through `any_of_block`; a block that sums
+// has `room_of_block`, its shared memory.
 //
 // Loads of peers' data are plain loads: never mark their pointers __restrict__ or use __ldg, the compiler would read
 // through a cache that acquiring does not refresh.
@@ -32,6 +32,12 @@ TPK_DEVICE unsigned num_blocks() { return gridDim.x; }
 
 TPK_DEVICE void sync_block() { __syncthreads(); }
 TPK_DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine) != 0; }
+// Of the block's own, the same at every call.
+template <unsigned kFloats>
+TPK_DEVICE float* room_of_block() {
+    __shared__ float room[kFloats];
+    return room;
+}
 
 TPK_DEVICE std::uint64_t load_acquire_system(const std::uint64_t* word) {
     std::uint64_t value;
@@ -108,12 +114,16 @@ __host__ __device__ __forceinline__ bool is_aligned(const void* address) { retur
 TPK_DEVICE float bits_to_float(std::uint32_t bits) { return __uint_as_float(bits); }
 TPK_DEVICE std::uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 TPK_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+TPK_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+TPK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+TPK_DEVICE float square_root(float a) { return __fsqrt_rn(a); }
 
 }  // namespace tpk
 
 #else  // ---------------------------------------------------------------------------------- ordinary threads, for tests
 
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <thread>
 
@@ -131,6 +141,7 @@ struct SimulatedThread {
     unsigned thread = 0, block = 0, threads = 1, blocks = 1;
     bool (*vote)(void* block, bool mine) = nullptr;
     void* block_state = nullptr;
+    float* room = nullptr;
 };
 inline thread_local SimulatedThread simulated;
 
@@ -141,6 +152,12 @@ TPK_DEVICE unsigned num_blocks() { return simulated.blocks; }
 
 TPK_DEVICE bool any_of_block(bool mine) { return simulated.vote(simulated.block_state, mine); }
 TPK_DEVICE void sync_block() { any_of_block(false); }
+// A block's, if it has several threads; else the thread's.
+template <unsigned kFloats>
+TPK_DEVICE float* room_of_block() {
+    static thread_local float alone[kFloats];
+    return simulated.room != nullptr ? simulated.room : alone;
+}
 
 TPK_DEVICE std::uint64_t load_acquire_system(const std::uint64_t* word) {
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -198,6 +215,9 @@ TPK_DEVICE std::uint32_t float_to_bits(float value) {
     return bits;
 }
 TPK_DEVICE float add(float a, float b) { return a + b; }
+TPK_DEVICE float multiply(float a, float b) { return a * b; }
+TPK_DEVICE float divide(float a, float b) { return a / b; }
+TPK_DEVICE float square_root(float a) { return std::sqrt(a); }
 
 }  // namespace tpk
 

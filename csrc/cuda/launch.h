@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define TPK_CUDA_ABI 5
+#define TPK_CUDA_ABI 6
 #define TPK_MAX_RANKS 64
 #define TPK_MAX_CHUNKS 64
 #define TPK_SLOTS 2
@@ -176,6 +176,18 @@ int64_t tpk_one_shot_slot_bytes(int64_t bytes);
  * [rows, columns] of at most 2^31 elements, may be equal. */
 int tpk_all_reduce(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x, const void* bias,
                    void* out, int64_t rows, int64_t columns, void* stream);
+/* What follows that sum in a model, in the same kernel, equal on every rank if its inputs are:
+ *     out = round(round(sum) + residual),  normed = round(out * scale * weight),  scale = 1 / sqrt(mean(out^2) + eps)
+ * by rows; residual and normed are like out, weight is one row, scales has an fp32 per row. */
+typedef struct tpk_norm {
+    const void* residual;
+    const void* weight;
+    void* normed;
+    float* scales;
+    float eps;
+} tpk_norm;
+int tpk_all_reduce_norm(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x,
+                        const void* bias, const tpk_norm* norm, void* out, int64_t rows, int64_t columns, void* stream);
 /* The same sum, with the same bits, of more data: each rank sums its share of it and sends that to all.  Slots are of
  * tpk_two_shot_slot_bytes(bytes of x, world_size) bytes in all. */
 int64_t tpk_two_shot_slot_bytes(int64_t bytes, int32_t world_size);

@@ -3,6 +3,7 @@
 
 #include "cuda/host.h"
 #include "cuda/one_shot_kernels.h"
+#include "cuda/one_shot_norm_kernels.h"
 #include "cuda/two_shot_kernels.h"
 
 namespace tpk {
@@ -20,9 +21,12 @@ std::int64_t part_bytes(std::int64_t bytes, int world_size) {
 
 // The number of blocks, which is the same on every rank, whatever the alignment of its tensors: block b exchanges signal
 // b with its peers.
+int blocks_for(std::int64_t units, const tpk_group& group, int most) {
+    return static_cast<int>(std::clamp<std::int64_t>(units, 1, std::min(most, group.max_blocks)));
+}
+
 int blocks_of(std::int64_t bytes, const tpk_group& group, int most) {
-    const std::int64_t wanted = (bytes + kBytesPerBlock - 1) / kBytesPerBlock;
-    return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::min(most, group.max_blocks)));
+    return blocks_for((bytes + kBytesPerBlock - 1) / kBytesPerBlock, group, most);
 }
 
 // Where and what the call is.
@@ -91,6 +95,28 @@ int launch_two_shot(const tpk_group& group, const tpk_one_shot& call, const void
     return launched();
 }
 
+// Each row is a block's: its sum must be known before its first element can be normalised.
+template <typename T>
+int launch_all_reduce_norm(const tpk_group& group, const tpk_one_shot& call, const void* x, const void* bias,
+                           const tpk_norm& norm, void* out, std::int64_t rows, std::int64_t columns, void* stream) {
+    AllReduceNorm<T> job = {};
+    int blocks = 0;
+    fill(job, x, bias, out, rows, columns);
+    TPK_TRY(plan(job, group, call, job.elements, &blocks));
+    blocks = blocks_for(rows, group, kMaxChunks);
+    job.unit = columns;
+    job.shares = make_chunks(rows, blocks);
+    job.residual = static_cast<const T*>(norm.residual);
+    job.weight = static_cast<const T*>(norm.weight);
+    job.normed = static_cast<T*>(norm.normed);
+    job.scales = norm.scales;
+    job.eps = norm.eps;
+    job.vectors = job.vectors && is_row_aligned(columns, sizeof(T)) && is_aligned(norm.residual) &&
+                  is_aligned(norm.weight) && is_aligned(norm.normed);
+    all_reduce_norm<T><<<blocks, kReduceThreads, 0, as_stream(stream)>>>(to_device(group), job);
+    return launched();
+}
+
 template <template <typename> class Launch, typename... Arguments>
 int of_dtype(int dtype, Arguments... arguments) {
     switch (dtype) {
@@ -107,6 +133,10 @@ int of_dtype(int dtype, Arguments... arguments) {
 template <typename T>
 struct InOneStep {
     static constexpr auto run = launch_all_reduce<T>;
+};
+template <typename T>
+struct InOneStepWithNorm {
+    static constexpr auto run = launch_all_reduce_norm<T>;
 };
 template <typename T>
 struct InTwoSteps {
@@ -147,7 +177,8 @@ int launch_all_gather(const tpk_group& group, const tpk_one_shot& call, const vo
 
 int load_one_shot_kernels() {
     return load(all_reduce<float>, all_reduce<Bf16>, all_reduce<Half>, all_reduce_two_shot<float>,
-                all_reduce_two_shot<Bf16>, all_reduce_two_shot<Half>, all_gather<float>, all_gather<Bf16>);
+                all_reduce_two_shot<Bf16>, all_reduce_two_shot<Half>, all_reduce_norm<float>, all_reduce_norm<Bf16>,
+                all_reduce_norm<Half>, all_gather<float>, all_gather<Bf16>);
 }
 
 }  // namespace tpk
@@ -160,6 +191,18 @@ TPK_API int tpk_all_reduce(const tpk_group* group, const tpk_one_shot* call, int
                            const void* bias, void* out, int64_t rows, int64_t columns, void* stream) {
     TPK_TRY(check_sum(group, call, x, out, rows, columns));
     return of_dtype<InOneStep>(dtype, *group, *call, x, bias, out, rows, columns, stream);
+}
+
+TPK_API int tpk_all_reduce_norm(const tpk_group* group, const tpk_one_shot* call, int32_t dtype, const void* x,
+                                const void* bias, const tpk_norm* norm, void* out, int64_t rows, int64_t columns,
+                                void* stream) {
+    TPK_TRY(check_sum(group, call, x, out, rows, columns));
+    if (norm == nullptr) return refuse("norm is NULL");
+    if ((norm->residual == nullptr || norm->weight == nullptr || norm->normed == nullptr || norm->scales == nullptr) &&
+        rows * columns != 0) {
+        return refuse("residual, weight, normed or scales is NULL");
+    }
+    return of_dtype<InOneStepWithNorm>(dtype, *group, *call, x, bias, *norm, out, rows, columns, stream);
 }
 
 TPK_API int64_t tpk_two_shot_slot_bytes(int64_t bytes, int32_t world_size) {

@@ -15,7 +15,8 @@ struct OneShot {
     T* slots[kMaxRanks];         // every rank's slot
     T* multicast;                // the multicast address of the slots, or null: then peers are stored to one by one
     std::int64_t slot_elements;  // a multiple of 16 bytes, at least the largest contribution
-    Chunks shares;               // of the blocks, in packs of the largest contribution
+    Chunks shares;               // of the blocks, in units of the largest contribution
+    std::int64_t unit;           // so many elements: a pack, or a row
     std::uint32_t fingerprint;
     int slot;
     int op;
@@ -47,6 +48,7 @@ constexpr int kPack = 16 / static_cast<int>(sizeof(T));
 // The largest contribution has `elements` elements.
 template <typename T>
 void plan_shares(OneShot<T>& job, std::int64_t elements, int blocks) {
+    job.unit = kPack<T>;
     job.shares = make_chunks((elements + kPack<T> - 1) / kPack<T>, blocks);
 }
 
@@ -108,7 +110,7 @@ TPK_DEVICE void exchange_share(const Group& group, const OneShot<T>& job, const 
     const Signal current = make_signal(epoch_of(group.state->current) + 1, job.fingerprint);
     const std::uint64_t others = ~(std::uint64_t{1} << group.rank);
     const int block = static_cast<int>(block_index());
-    const std::int64_t begin = job.shares.begin(block) * kPack<T>, end = job.shares.begin(block + 1) * kPack<T>;
+    const std::int64_t begin = job.shares.begin(block) * job.unit, end = job.shares.begin(block + 1) * job.unit;
     const bool multicasts = kHasMulticast && job.multicast != nullptr;
     if (block == 0) arrive_of_block(group, current);
     if (!wait_slot_of_block(group, current, job.slot, job.op)) return;
@@ -129,12 +131,17 @@ TPK_DEVICE std::int64_t clipped(std::int64_t begin, std::int64_t end, std::int64
 }
 
 template <typename T, int kCount>
-TPK_DEVICE void sum_at(const Group& group, const AllReduce<T>& job, std::int64_t element) {
+TPK_DEVICE Pack<T, kCount> summed_at(const Group& group, const AllReduce<T>& job, std::int64_t element) {
     const auto at = [&](int rank) {
         return rank == group.rank ? job.x + element : job.slots[group.rank] + rank * job.slot_elements + element;
     };
     const T* const bias = job.bias == nullptr ? nullptr : job.bias + static_cast<std::uint32_t>(element) % job.columns;
-    store_pack(job.out + element, sum_over_ranks<T, T, kCount>(group.world_size, at, bias));
+    return sum_over_ranks<T, T, kCount>(group.world_size, at, bias);
+}
+
+template <typename T, int kCount>
+TPK_DEVICE void sum_at(const Group& group, const AllReduce<T>& job, std::int64_t element) {
+    store_pack(job.out + element, summed_at<T, kCount>(group, job, element));
 }
 
 template <typename T>

@@ -17,7 +17,7 @@ struct Call {
     bool bias;
 };
 
-enum { kBarrier, kGather, kScatter, kReduce, kGatherAtOnce, kReduceInTwo, kOps };
+enum { kBarrier, kGather, kScatter, kReduce, kGatherAtOnce, kReduceInTwo, kReduceAndNorm, kOps };
 
 inline Call next_call(Random& random, int number, int world_size, bool one_slot) {
     Call call = {};

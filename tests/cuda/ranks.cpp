@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cuda/one_shot_kernels.h"
+#include "cuda/one_shot_norm_kernels.h"
 #include "cuda/reduce_kernel.h"
 #include "cuda/sync_kernels.h"
 #include "cuda/two_shot_kernels.h"
@@ -226,6 +227,63 @@ void all_reduce_call(const World& world, Rank& me, const Call& call) {
     }
 }
 
+// Sums have exact bits; the scale is that of fp64 but for roundings, and the rest follows from it exactly.
+template <typename T>
+void all_reduce_norm_call(const World& world, Rank& me, const Call& call) {
+    constexpr int kResidualRank = kBiasRank + 1, kWeightRank = kBiasRank + 2;
+    const int rank = me.group.rank;
+    AllReduceNorm<T> job = {};
+    job.slot_elements = kMaxElements / 8;
+    job.columns = static_cast<unsigned>(call.columns);
+    const std::int64_t rows = call.rows[0];
+    job.elements = rows * call.columns;
+    const auto room = static_cast<std::size_t>(job.elements) + 4;
+    std::vector<float> x(room), residual(room), normed(room, std::nanf("")), scales(static_cast<std::size_t>(rows) + 1);
+    std::vector<float> bias(static_cast<std::size_t>(call.columns) + 4), weight(bias.size());
+    for (std::int64_t i = 0; i < job.elements; ++i) {
+        as<T>(x)[i] = value_of<T>(call.number, rank, i);
+        as<T>(residual)[i] = value_of<T>(call.number, kResidualRank, i);
+    }
+    for (std::int64_t i = 0; i < call.columns; ++i) {
+        as<T>(bias)[i] = value_of<T>(call.number, kBiasRank, i);
+        as<T>(weight)[i] = value_of<T>(call.number, kWeightRank, i);
+    }
+    job.x = as<T>(x);
+    job.bias = call.bias ? as<T>(bias) : nullptr;
+    job.out = call.padding != 0 ? as<T>(x) : as<T>(me.out);
+    job.residual = as<T>(residual);
+    job.weight = as<T>(weight);
+    job.normed = as<T>(normed);
+    job.scales = scales.data();
+    job.eps = 1e-5f;
+    job.vectors = pick(me.stragglers, 0, 2) != 0 && call.columns % 8 == 0;
+    plan_exchange(world, me, call, job, job.elements);
+    job.unit = call.columns;
+    job.shares = make_chunks(rows, kBlocks);
+    me.linger();
+    sim::launch(kBlocks, kThreads, [&] { all_reduce_norm<T>(me.group, job); });
+    for (std::int64_t row = 0; row < rows; ++row) {
+        double squares = 0;
+        const float scale = scales[static_cast<std::size_t>(row)];
+        for (std::int64_t column = 0; column < call.columns; ++column) {
+            const std::int64_t i = row * call.columns + column;
+            const float sum = widen(expected_sum<T, T>(call.number, world.size(), i, column, call.bias)) +
+                              widen(value_of<T>(call.number, kResidualRank, i));
+            const T expected = from_float<T>(reference_rounding(sum, static_cast<const T*>(nullptr)));
+            check_equal(job.out[i], expected, "all-reduce and residual", call.number, rank, i);
+            squares += static_cast<double>(widen(expected)) * static_cast<double>(widen(expected));
+            const float product = widen(expected) * scale * widen(value_of<T>(call.number, kWeightRank, column));
+            const T normed_there = from_float<T>(reference_rounding(product, static_cast<const T*>(nullptr)));
+            check_equal(job.normed[i], normed_there, "all-reduce and norm", call.number, rank, i);
+        }
+        const double exact = 1 / std::sqrt(squares / static_cast<double>(call.columns) + 1e-5);
+        if (std::fabs(static_cast<double>(scale) - exact) > 1e-6 * exact) {
+            wrong("norm call " + std::to_string(call.number) + " row " + std::to_string(row) + ": scale " +
+                  std::to_string(scale) + " instead of " + std::to_string(exact));
+        }
+    }
+}
+
 template <typename T>
 void all_gather_call(const World& world, Rank& me, const Call& call) {
     const int rank = me.group.rank, size = world.size();
@@ -268,6 +326,8 @@ void run_call(const World& world, Rank& me, const Call& call) {
             return all_reduce_call<In, AllReduce<In>>(world, me, call);
         case kReduceInTwo:
             return all_reduce_call<In, TwoShot<In>>(world, me, call);
+        case kReduceAndNorm:
+            return all_reduce_norm_call<In>(world, me, call);
         default:
             return all_gather_call<In>(world, me, call);
     }

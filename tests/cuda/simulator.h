@@ -32,6 +32,8 @@ class Block {
         return any;
     }
 
+    float room[1024];
+
   private:
     pthread_barrier_t barrier_;
     std::atomic<bool> any_{false};
@@ -45,7 +47,7 @@ void launch(unsigned blocks, unsigned threads, const Kernel& kernel) {
         states.push_back(std::make_unique<Block>(threads));
         for (unsigned thread = 0; thread < threads; ++thread) {
             all.emplace_back([=, &kernel, state = states.back().get()] {
-                tpk::simulated = {thread, block, threads, blocks, Block::vote, state};
+                tpk::simulated = {thread, block, threads, blocks, Block::vote, state, state->room};
                 kernel();
             });
         }

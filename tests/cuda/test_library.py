@@ -19,7 +19,7 @@ import torch
 
 from tpkernels import errors
 from tpkernels.comm import cuda_group, cuda_native, native
-from tpkernels.comm.cuda_group import Failure, OneShot
+from tpkernels.comm.cuda_group import Failure, Norm, OneShot
 from tpkernels.comm.cuda_native import Chunk, CudaError, Dtype, Kind
 
 pytestmark = pytest.mark.cpu
@@ -36,6 +36,7 @@ KERNELS = {
     "relay",
     "reduce",
     "all_reduce",
+    "all_reduce_norm",
     "all_reduce_two_shot",
     "all_gather",
 }
@@ -107,6 +108,7 @@ def test_python_and_c_agree_on_constants_and_structures(tmp_path: Path) -> None:
     structures: Mapping[str, type[ctypes.Structure]] = {
         "tpk_group": cuda_native.GroupRecord, "tpk_chunk": Chunk, "tpk_failure": cuda_native.FailureRecord,
         "tpk_one_shot": cuda_native.OneShotRecord, "tpk_call": cuda_native.CallRecord,
+        "tpk_norm": cuda_native.NormRecord,
     }  # fmt: skip
     values = [(f"(long){macro}", getattr(cuda_native, name)) for name, macro in names.items()]
     values += [(f"(long)TPK_{dtype.name}", int(dtype)) for dtype in Dtype]
@@ -159,6 +161,8 @@ CALLS: Mapping[str, Callable[[cuda_group.Group, int], None]] = {
         columns=8, stream=0),
     "all_reduce": lambda group, a: group.all_reduce(
         OneShot(1, 0, 1, [a, a]), dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, stream=0),
+    "all_reduce_norm": lambda group, a: group.all_reduce_norm(
+        OneShot(1, 0, 1, [a, a]), Norm(a, a, a, a, 1e-6), dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, stream=0),
     "all_reduce_two_shot": lambda group, a: group.all_reduce(
         OneShot(1, 0, 1, [a, a]), dtype=Dtype.F16, x=a, out=a, rows=1, columns=8, stream=0, two_steps=True),
     "all_gather": lambda group, a: group.all_gather(

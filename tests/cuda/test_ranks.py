@@ -30,6 +30,7 @@ FLAGS = "-std=c++20 -g -O1 -fsanitize=thread -fno-builtin -ffp-contract=off -Wal
 DEVICE, PROTOCOL, NUMBERS = "csrc/cuda/device.h", "csrc/cuda/protocol.h", "csrc/cuda/numbers.h"
 SYNC = "csrc/cuda/sync_kernels.h"
 TWO_SHOT = "csrc/cuda/two_shot_kernels.h"
+NORM = "csrc/cuda/one_shot_norm_kernels.h"
 ONE_SHOT, REDUCE, RANKS = "csrc/cuda/one_shot_kernels.h", "csrc/cuda/reduce_kernel.h", "ranks.cpp"
 RACE, ANY = "WARNING: ThreadSanitizer: data race", "data race|WRONG"
 
@@ -113,6 +114,15 @@ FAULTS = {
     "sums that were multicast are overtaken": Fault(
         TWO_SHOT, {"});\n    if (multicasts) fence_aliases();\n    signal": "});\n    if (multicasts && !FAULT) "
                    "fence_aliases();\n    signal"}
+    ),
+    "a row's squares are summed before all threads have said theirs": Fault(
+        NORM, {"room[thread] = mine;\n    sync_block();": "room[thread] = mine;\n    if (!FAULT) sync_block();"}
+    ),
+    "a row is normalised by its first lane": Fault(
+        NORM, {"lane < lanes; ++lane)": "lane < (FAULT ? 1 : lanes); ++lane)"}
+    ),
+    "the residual is added after the squares": Fault(
+        NORM, {"const float wide = widen(sum.element[i]);": "const float wide = widen((FAULT ? y : sum).element[i]);"}
     ),
     "the first block to leave ends the call of all": Fault(
         ONE_SHOT, {"!= num_blocks() - 1)": "!= (FAULT ? 0 : num_blocks() - 1))"}

@@ -25,7 +25,7 @@ from tests.cuda import emulator
 from tests.cuda.occupancy import LIMITS, Gpu, Kernel, Limits, least_room, room
 from tests.cuda.test_ranks import compiler
 from tpkernels.backends.tuning import Gemm
-from tpkernels.comm.cuda_group import Group, OneShot
+from tpkernels.comm.cuda_group import Group, Norm, OneShot
 from tpkernels.comm.cuda_native import PAD_BYTES, STATE_BYTES, Dtype, Library
 from tpkernels.comm.residency import NCCL_CTAS, gemm_programs, waiting_blocks
 from tpkernels.comm.symmetric_channels import MAX_LANES
@@ -52,7 +52,7 @@ NCCL = Kernel("a CTA of NCCL", threads=640, registers=96, shared=20 * 4112)
 LANES = 2 * MAX_LANES  # side streams of a group's two channels: as many kernels of one warp may be wanted at once
 
 # What the kernels are, so that a new one must be put somewhere: they wait with a grid, or are a single warp.
-GRIDS = {"reduce", "all_reduce", "all_reduce_two_shot", "all_gather"}
+GRIDS = {"reduce", "all_reduce", "all_reduce_norm", "all_reduce_two_shot", "all_gather"}
 ONE_WARP = {"begin_call", "end_call", "meet", "signal_chunk", "wait_chunk", "raise_flags", "relay"}
 
 
@@ -292,6 +292,15 @@ class LoneRank:
         )  # fmt: skip
         return self._blocks(out)
 
+    def all_reduce_norm(self) -> int:
+        out, slot, scales = torch.full_like(self._x, torch.nan), torch.zeros(2, *self._x.shape), torch.empty(40)
+        more = [torch.ones_like(self._x) for _ in range(3)]
+        self._group.all_reduce_norm(
+            OneShot(2, 0, 1, [slot.data_ptr()]), Norm(*(one.data_ptr() for one in more), scales.data_ptr(), 1e-6),
+            dtype=Dtype.F32, x=self._x.data_ptr(), out=out.data_ptr(), rows=40, columns=24, stream=0,
+        )  # fmt: skip
+        return self._blocks(out - 1)
+
     def all_reduce_two_shot(self) -> int:
         return self.all_reduce(two_steps=True)
 
@@ -304,8 +313,8 @@ class LoneRank:
         return self._blocks(out)
 
 
-# Blocks that there is work for: a tile of six packs of a row each, 256 bytes each.
-LAUNCHES = {"reduce": 240, "all_reduce": 15, "all_reduce_two_shot": 15, "all_gather": 15}
+# Blocks that there is work for: a tile of six packs of a row each, 256 bytes each, a row each.
+LAUNCHES = {"reduce": 240, "all_reduce": 15, "all_reduce_norm": 40, "all_reduce_two_shot": 15, "all_gather": 15}
 
 
 def test_no_launch_has_more_blocks_than_the_group_may_wait_with() -> None:

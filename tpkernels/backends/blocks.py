@@ -15,15 +15,17 @@ from torch import Tensor
 from tpkernels import fp8
 from tpkernels.comm import timeline
 from tpkernels.fp8 import Operand, Scaled
-from tpkernels.ops.contract import GATED, AllGatherMatmul, activation_forward
+from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulReduceScatter, activation_forward
 from tpkernels.partition import Layout
 
 __all__ = [
     "Epilogue",
     "accumulation_dtype",
+    "earlier_products",
     "gemm",
     "partial_rows",
     "place_rows",
+    "product",
     "reduce_rows",
     "take_rows",
 ]
@@ -46,6 +48,23 @@ def gemm(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None = None) -
         torch.mm(x, matrix, out=out)
     else:
         torch.addmm(bias, x, matrix, out=out)
+
+
+def earlier_products(call: MatmulReduceScatter) -> Tensor | None:
+    """The addend of the last product: the call's own, and all products before it, which add up in their dtype."""
+    addend = call.addend
+    for x, matrix in zip(call.xs[:-1], call.matrices[:-1], strict=True):
+        out = call.like.new_empty(x.shape[0], matrix.shape[1])
+        gemm(x, matrix, out, addend)
+        addend = out
+    return None if addend is None else addend.contiguous()
+
+
+def product(call: MatmulReduceScatter) -> Tensor:
+    """This rank's whole partial product."""
+    out = call.like.new_empty(call.xs[-1].shape[0], call.columns)
+    gemm(call.xs[-1], call.matrices[-1], out, earlier_products(call))
+    return out
 
 
 class Epilogue:

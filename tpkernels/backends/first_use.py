@@ -36,6 +36,7 @@ from tpkernels.ops.contract import (
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
+    ResidualNorm,
 )
 from tpkernels.partition import Layout, offsets
 
@@ -49,11 +50,15 @@ NONZEROS = 4
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways through the backend, and the fewest rows of a shard, or of the whole, that take it."""
+    """One of the ways through the backend, and the fewest rows of a shard, or of the whole, that take it.
+
+    norm: also with a residual and a norm behind the sum, for which it has a kernel of its own.
+    """
 
     name: str
     shard_rows: int = 1
     whole_rows: int = 1
+    norm: bool = False
 
 
 def check(work: Callable[[Context, Any], Any], group: Group, call: int, problem: Problem, way: Way) -> None:
@@ -129,7 +134,7 @@ class _Small:
     """The small problem of a group: operands of every rank, and what should come of them."""
 
     def __init__(self, group: Group, problem: Problem, way: Way) -> None:
-        self._problem, self._rank, self._size = problem, group.rank, group.size
+        self._problem, self._rank, self._size, self._norm = problem, group.rank, group.size, way.norm
         least = max(way.shard_rows, -(-way.whole_rows // group.size))
         self.sizes = tuple(least + 16 * (rank % 2) for rank in range(group.size))
         self._layout = Layout(1, self.sizes, 1)
@@ -157,7 +162,9 @@ class _Small:
             partials = [self._x(r, whole) @ self._weight(r).t() for r in range(size)]
             xs, matrices = [self._operand(self._x(rank, whole))], [self._matrix(rank)]
             if self._problem.op == "matmul_all_reduce":
-                return [(work(MatmulAllReduce(xs, matrices, out_dtype=out_dtype)), sum(partials, self._zero()))]
+                total = sum(partials, self._zero())
+                pairs = [(work(MatmulAllReduce(xs, matrices, out_dtype=out_dtype)), total)]
+                return pairs + (self._normed(work, xs, matrices, total) if self._norm else [])
             call_ = MatmulReduceScatter(xs, matrices, layout, out_dtype=out_dtype)
             return [(work(call_), sum(partials, self._zero())[own])]
         addends = [self._x(r, whole) for r in range(size)]
@@ -165,6 +172,20 @@ class _Small:
         if self._problem.op == "all_reduce":
             return [(work(AllReduce(mine)), sum(addends, self._zero()))]
         return [(work(ReduceScatter(mine, layout)), sum(addends, self._zero())[own])]
+
+    def _normed(
+        self, work: Callable[[Any], Any], xs: list[Operand], matrices: list[Operand], total: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The residual and the norm along: sums of integers and their squares are exact, and what follows is one
+        operation after the other, rounded alike here and there."""
+        dtype, eps = self._problem.out_dtype or self._problem.dtype, 1.0
+        i, j = torch.arange(len(total), device=self._device)[:, None], torch.arange(N, device=self._device)[None, :]
+        residual, weight = ((i + 2 * j) % 5 - 2.0).to(dtype), (j[0] % 3 + 1.0).to(dtype)
+        tail = ResidualNorm(residual, weight, eps)
+        sums = work(MatmulAllReduce(xs, matrices, out_dtype=self._problem.out_dtype, tail=tail))
+        wide = total + residual.float()
+        scales = 1 / (wide.square().sum(1, keepdim=True) / N + eps).sqrt()
+        return [(sums, wide), (tail.normed, (wide * scales * weight.float()).to(dtype).float())]
 
     def _x(self, rank: int, rows: int) -> Tensor:
         """[rows, K] of -1, 0 and 1; a row tells its number and its rank."""

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.backends import first_use, symmetric_costs, tuning
-from tpkernels.backends.blocks import Epilogue, gemm
+from tpkernels.backends.blocks import Epilogue, earlier_products, product
 from tpkernels.backends.exchange import whole_like
 from tpkernels.backends.first_use import Way
 from tpkernels.backends.launches import Launch, gather_launches, scatter_launch
@@ -59,6 +59,7 @@ from tpkernels.backends.moves import (
     reduce,
     staged,
 )
+from tpkernels.comm.cuda_group import Norm
 from tpkernels.comm.cuda_native import MAX_CHUNKS, Steps
 from tpkernels.comm.groups import Group
 from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
@@ -75,6 +76,7 @@ from tpkernels.ops.contract import (
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
+    ResidualNorm,
 )
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -119,8 +121,16 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
     layout = call.layout
     channel, bias = _channels(context).main, _contiguous(call.bias)
     if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
-        return _scatter(channel, context, "matmul_reduce_scatter", _product(call), layout, bias, call.meanwhile)
-    return _fused_scatter(channel, context, "matmul_reduce_scatter", call, bias)
+        out = _scatter(channel, context, "matmul_reduce_scatter", product(call), layout, bias, call.meanwhile)
+    else:
+        out = _fused_scatter(channel, context, "matmul_reduce_scatter", call, bias)
+    return _finished(call, out)
+
+
+def _finished(call: MatmulReduceScatter | MatmulAllReduce, out: Tensor) -> Tensor:
+    if call.tail is not None:
+        call.tail.fill(out, 0)
+    return out
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
@@ -128,15 +138,20 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     rows, columns, bias = call.xs[0].shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
     layout = Layout(1, array_split_sizes(rows, channel.size), 1)
     as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile, call.out_dtype)
-    if (in_kernel := _in_one_kernel(channel.size, rows * columns * like.element_size())) is not None:
-        out = in_kernel(channel, context, "matmul_all_reduce", _product(as_scatter), bias)
+    in_kernel = _in_one_kernel(channel.size, rows * columns * like.element_size())
+    if in_kernel is _one_shot and call.tail is not None:
+        out = _one_shot_norm(channel, context, product(as_scatter), bias, call.tail)
         call.meanwhile()
         return out
+    if in_kernel is not None:
+        out = in_kernel(channel, context, "matmul_all_reduce", product(as_scatter), bias)
+        call.meanwhile()
+        return _finished(call, out)
     if layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
-        own = _scatter(channel, context, "matmul_all_reduce", _product(as_scatter), layout, bias, call.meanwhile)
+        own = _scatter(channel, context, "matmul_all_reduce", product(as_scatter), layout, bias, call.meanwhile)
     else:
         own = _fused_scatter(channel, context, "matmul_all_reduce", as_scatter, bias)
-    return _gather_sums(channel, context, "matmul_all_reduce", own, layout)
+    return _finished(call, _gather_sums(channel, context, "matmul_all_reduce", own, layout))
 
 
 def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
@@ -252,7 +267,7 @@ def _fused_scatter(
     parts, num_bytes = staged(layout, columns, like.element_size())
     staging = channel.device.empty((num_bytes,), torch.uint8)
     out = like.new_empty(layout.shard_rows(rank), columns)
-    addend = _sum_of_earlier_products(call)
+    addend = earlier_products(call)
     launch, num_chunks = scatter_launch(context, channel, call, addend, parts, staging)
     channel.prepare(
         channel.size * max(part_bytes(part, like.element_size()) for part in parts), context.fingerprint, context.text
@@ -280,6 +295,19 @@ def _two_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tens
     return _sum_in_one_kernel(channel, context, op, x, bias, num_bytes, two_steps=True)
 
 
+def _one_shot_norm(channel: Channel, context: Context, x: Tensor, bias: Tensor | None, tail: ResidualNorm) -> Tensor:
+    """:func:`_one_shot`, and what follows it, in the same kernel."""
+    out, part = torch.empty_like(x), channel.device.library.one_shot_slot_bytes(x.numel() * x.element_size())
+    channel.prepare(channel.size * part, context.fingerprint, context.text)
+    norm = Norm(*(t.data_ptr() for t in (tail.residual, tail.weight, tail.normed, tail.scales)), tail.eps)
+    channel.group.all_reduce_norm(
+        channel.one_shot("matmul_all_reduce"), norm, dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
+        rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
+        stream=channel.device.stream(),
+    )  # fmt: skip
+    return out
+
+
 def _sum_in_one_kernel(
     channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None, slot_bytes: int, *, two_steps: bool
 ) -> Tensor:
@@ -290,25 +318,6 @@ def _sum_in_one_kernel(
         rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
         stream=channel.device.stream(), two_steps=two_steps,
     )  # fmt: skip
-    return out
-
-
-def _sum_of_earlier_products(call: MatmulReduceScatter) -> Tensor | None:
-    """The addend of the last product, which alone is announced chunk by chunk."""
-    addend = call.addend
-    for x, matrix in zip(call.xs[:-1], call.matrices[:-1], strict=True):
-        out = call.like.new_empty(x.shape[0], matrix.shape[1])
-        gemm(x, matrix, out, addend)
-        addend = out
-    return None if addend is None else addend.contiguous()
-
-
-def _product(call: MatmulReduceScatter) -> Tensor:
-    """This rank's whole partial product; several accumulate in its dtype."""
-    earlier = _sum_of_earlier_products(call)
-    x, matrix = call.xs[-1], call.matrices[-1]
-    out = call.like.new_empty(x.shape[0], matrix.shape[1])
-    gemm(x, matrix, out, earlier)
     return out
 
 
@@ -341,11 +350,7 @@ def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> An
     with channels.device.current():
         channels.device.order()
         try:
-            out = work(context, call)
-            tail = getattr(call, "tail", None)
-            if tail is not None:
-                tail.fill(out, 0)
-            return out
+            return work(context, call)
         except UnsupportedProblem as refusal:
             raise UnsupportedProblem(f"{context.text}: {refusal}") from refusal
 
@@ -391,7 +396,7 @@ def _way(reduces: bool, sums: _Sums | None, fused: bool, problem: Problem) -> Wa
     if not reduces:
         return Way("beside the GEMM" if fused else "by itself", rows)
     if sums is _one_shot:
-        return Way("in one step")
+        return Way("in one step", norm=problem.op == "matmul_all_reduce")
     row_bytes = first_use.K * (problem.out_dtype or problem.dtype).itemsize
     in_one_step = _one_shot_bytes(problem.world_size)
     if sums is _two_shot:

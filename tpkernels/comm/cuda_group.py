@@ -22,12 +22,13 @@ from tpkernels.comm.cuda_native import (
     GroupRecord,
     Kind,
     Library,
+    NormRecord,
     OneShotRecord,
     Raise,
     Steps,
 )
 
-__all__ = ["Call", "Failure", "Group", "OneShot", "Pipeline"]
+__all__ = ["Call", "Failure", "Group", "Norm", "OneShot", "Pipeline"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,16 @@ class OneShot(NamedTuple):
     fingerprint: int
     slots: Sequence[int]
     multicast: int = 0
+
+
+class Norm(NamedTuple):
+    """Addresses of what follows an all-reduce: rows like its result, one row, rows, and an fp32 for each row."""
+
+    residual: int
+    weight: int
+    normed: int
+    scales: int
+    eps: float
 
 
 class Group:
@@ -189,6 +200,17 @@ class Group:
         self._library.call(
             "tpk_all_reduce_two_shot" if two_steps else "tpk_all_reduce", self.address, self._one_shot(call), dtype, x,
             bias or None, out, rows, columns, stream,
+        )  # fmt: skip
+
+    def all_reduce_norm(
+        self, call: OneShot, norm: Norm, *, dtype: Dtype, x: int, out: int, rows: int, columns: int, bias: int = 0,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """A whole call in one step: out is the sum of all ranks' x and the residual, and its rows are normalised."""
+        record = NormRecord(norm.residual, norm.weight, norm.normed, norm.scales, norm.eps)
+        self._library.call(
+            "tpk_all_reduce_norm", self.address, self._one_shot(call), dtype, x, bias or None, ctypes.byref(record),
+            out, rows, columns, stream,
         )  # fmt: skip
 
     def all_gather(

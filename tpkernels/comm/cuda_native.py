@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 # Equal to the constants of csrc/cuda/launch.h; a test compares them.
-ABI = 5
+ABI = 6
 MAX_RANKS, MAX_CHUNKS, SLOTS = 64, 64, 2
 PAD_BYTES, STATE_BYTES = 33408, 32
 STATE_RAISED_OFFSET, STATE_FAILED_OFFSET = 0, 8
@@ -147,6 +147,15 @@ class OneShotRecord(ctypes.Structure):
     )  # fmt: skip
 
 
+class NormRecord(ctypes.Structure):
+    """struct tpk_norm: the residual and the norm behind an all-reduce."""
+
+    _fields_ = (
+        ("residual", ctypes.c_void_p), ("weight", ctypes.c_void_p), ("normed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p), ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
 _I32, _I64, _U32, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_device_count": (_PTR,),
@@ -170,6 +179,7 @@ _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_call_run": (_PTR, _I32, _PTR, _I32, _PTR),
     "tpk_reduce": (_PTR, _I32, _I32, _I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _PTR),
     "tpk_all_reduce": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _I64, _I64, _PTR),
+    "tpk_all_reduce_norm": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _PTR),
     "tpk_all_reduce_two_shot": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _I64, _I64, _PTR),
     "tpk_all_gather": (_PTR, _PTR, _I32, _PTR, _PTR, _PTR, _PTR),
 }
