@@ -299,7 +299,8 @@ def _one_shot_norm(channel: Channel, context: Context, x: Tensor, bias: Tensor |
     """:func:`_one_shot`, and what follows it, in the same kernel."""
     out, part = torch.empty_like(x), channel.device.library.one_shot_slot_bytes(x.numel() * x.element_size())
     channel.prepare(channel.size * part, context.fingerprint, context.text)
-    norm = Norm(*(t.data_ptr() for t in (tail.residual, tail.weight, tail.normed, tail.scales)), tail.eps)
+    residual, weight, normed, scales = (t.data_ptr() for t in (tail.residual, tail.weight, tail.normed, tail.scales))
+    norm = Norm(residual, weight, normed, scales, tail.eps)
     channel.group.all_reduce_norm(
         channel.one_shot("matmul_all_reduce"), norm, dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
         rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
