@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tpkernels as tpk
+import tpkernels.nn  # its ops are registered then
 from tests.ops.support import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, new_group, operands, own_part
 from tpkernels.comm.groups import group_name
 from tpkernels.testing.numeric import assert_bitwise_equal
@@ -257,9 +258,35 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
             t(2, r=0, **plain), t(2, r=0, **plain), name, uneven, 0, None, -7, 0.1, 0.5, 1, "chunked",
             [True, True, True],
         )),
+        *norm_op_arguments(name),
         *mesh_op_arguments(name),
         *scaled_op_arguments(name),
     ]  # fmt: skip
+
+
+def norm_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
+    """A residual and a norm behind a sum."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own, uneven = rank + 1, list(range(1, world + 1))
+
+    def t(*shape: int, label: str = "x", grad: bool = True, r: int = 0) -> Tensor:
+        return payload(shape, rank=r, name=label).requires_grad_(grad)
+
+    x, w, bias, residual, weight = (
+        t(2, sum(uneven), 8, r=rank), t(5, 8, label="w", r=rank), t(5, label="b"),
+        t(2, sum(uneven), 5, label="residual"), t(5, label="norm"),
+    )  # fmt: skip
+    saved = (t(2, own, 5, label="sums", grad=False), torch.full((2 * own,), 0.5), weight.detach())
+    dn, dr = t(2, own, 5, label="dn", grad=False), t(2, own, 5, label="dr", grad=False)
+    rows = t(2, own, 5, label="rows")
+    return [
+        ("add_norm", (rows, t(2, own, 5, label="residual"), weight, 1e-5)),
+        ("add_norm_backward", (dn, dr, *saved, None)),
+        ("add_norm_backward", (dn, None, *saved, name)),
+        ("matmul_all_reduce_norm", (x, w, bias, residual, weight, 1e-5, name, "chunked")),
+        ("matmul_reduce_scatter_norm", (x, w, bias, rows, weight, 1e-5, name, 1, uneven, "chunked")),
+        ("matmul_reduce_scatter_norm", (x, w, None, rows, weight, 0.0, name, 1, uneven, "unfused")),
+    ]
 
 
 def scaled_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
