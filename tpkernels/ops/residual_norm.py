@@ -328,8 +328,9 @@ def _scatter_kernel(
     group = resolve(name)
     try:
         _, layout = _check_scatter(
-            group, x, weight, bias, residual, norm_weight, eps, scatter_dim, shard_sizes, implementation
-        )
+            (group.rank, group.size), x, weight, bias, residual, norm_weight, eps, scatter_dim, shard_sizes,
+            implementation,
+        )  # fmt: skip
     except ValueError as error:
         agreement.refuse(group, "matmul_reduce_scatter", str(error))
         raise
@@ -343,7 +344,7 @@ def _scatter_kernel(
 
 
 def _check_scatter(
-    group: Any,
+    place: tuple[int, int],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -354,23 +355,19 @@ def _check_scatter(
     shard_sizes: Sequence[int] | None,
     implementation: str,
 ) -> tuple[list[int], Layout]:
-    """The shape of this rank's result, and the layout of the whole; ``group`` has a rank and a size."""
+    """The shape of this rank's result, and the layout of the whole; ``place``: the rank, and how many there are."""
     check_common("matmul_reduce_scatter", x, implementation)
     dim = check_dim("scatter_dim", scatter_dim, x.dim())
     if dim == x.dim() - 1:
         raise ValueError(f"scatter_dim ({scatter_dim}) must not be the features: a norm needs whole rows")
     check_weights(x, x.shape[-1], [weight], [bias])
-    rank, size = _place(group)
+    rank, size = place
     check_shard_sizes(shard_sizes, size, total=x.shape[dim])
     shape = [*x.shape[:-1], weight.shape[0]]
     layout = Layout.of(shape, dim, shard_sizes if shard_sizes is not None else array_split_sizes(shape[dim], size))
     shape[dim] = layout.sizes[rank]
     _check_norm(shape, x, residual, norm_weight, eps)
     return shape, layout
-
-
-def _place(group: Any) -> tuple[int, int]:
-    return (group.rank, group.size) if isinstance(group, Group) else (group.rank(), group.size())
 
 
 def _scatter_fake(
@@ -385,8 +382,9 @@ def _scatter_fake(
     shard_sizes: list[int] | None,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    pg = process_group(name)
     shape, _ = _check_scatter(
-        process_group(name), x, weight, bias, residual, norm_weight, eps, scatter_dim, shard_sizes, implementation
+        (pg.rank(), pg.size()), x, weight, bias, residual, norm_weight, eps, scatter_dim, shard_sizes, implementation
     )
     return _fake_results(x, shape)
 
