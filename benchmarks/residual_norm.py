@@ -81,7 +81,7 @@ def run(rows: int, op: str, dtype: torch.dtype, backward: bool, repeats: int) ->
 
 def agree(both: dict[str, Callable[[], tuple[Tensor, ...]]], *, gradients_of_norm_complete: bool) -> None:
     """Equal but for the last roundings; without our op a rank has only its part of the norm weight's gradient."""
-    found = [results() for results in both.values()]
+    found = [[one.detach() for one in results()] for results in both.values()]
     for index, (one, other) in enumerate(zip(*found, strict=True)):
         if index == 5 and not gradients_of_norm_complete:
             other = tpk.all_reduce(other, dist.group.WORLD)

@@ -100,6 +100,22 @@ def never_slower_section(path: Path, content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def norm_section(path: Path, content: dict[str, Any]) -> list[str]:
+    setup = content["setup"]
+    lines = ["### A residual and an RMS norm behind a row layer", "", *_origin(path, content), ""]
+    lines += [f"{setup['world_size']} ranks of one host, {setup['threads']} thread each, n={setup['repeats']}.", ""]
+    lines += ["| op | dtype | passes | rows | single ops us | one op us | speed-up (quartiles) |"]
+    lines += ["|---|---|---|---:|---:|---:|---:|"]
+    for row in content["results"]:
+        single, one = (row["times"][name]["median_ms"] * 1e3 for name in ("single ops", "one op"))
+        low, high = row["speedup_quartiles"]
+        lines.append(
+            f"| {row['op']} | {row['dtype']} | {row['passes']} | {row['rows']} | {single:.0f} | {one:.0f} | "
+            f"{row['speedup']:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+    return [*lines, ""]
+
+
 def values_section(path: Path, content: dict[str, Any]) -> list[str]:
     """Cells that passed, of those that there are, by mode and ranks; which models were not seen at all in a mode."""
     setup, rows = content["setup"], content["results"]
@@ -172,6 +188,7 @@ def sections() -> str:
         "one-host": one_host_section,
         "overhead": overhead_section,
         "never-slower": never_slower_section,
+        "residual-norm": norm_section,
         "values": values_section,
     }
     for kind, section in order.items():
