@@ -25,8 +25,9 @@ from tests.ops.support import PLACE, Case, new_group
 from tpkernels import errors
 from tpkernels.comm import groups
 from tpkernels.comm.groups import resolve
+from tpkernels.partition import array_split_sizes
 from tpkernels.testing.numeric import assert_bitwise_equal
-from tpkernels.testing.payload import exact_matmul, integer_payload
+from tpkernels.testing.payload import exact_matmul, integer_payload, payload
 from tpkernels.testing.spawn import WorkerPool
 
 SETTINGS = {
@@ -138,6 +139,37 @@ def replay(implementation: str, op: str, replays: int, rows: int = 192) -> int:
                 assert_bitwise_equal(out, exact, what, either_zero=True)
         _nothing_failed(group)
     return replays * len(outs)
+
+
+def sums_with_a_norm(implementation: str, rows: Sequence[int], columns: int = 520) -> int:
+    """A residual and a norm behind a sum: exact sums, and rows normalised as in fp64; how many calls were judged."""
+    rank, world, eps, calls = dist.get_rank(), dist.get_world_size(), 1e-6, 0
+    with new_group(2, timeout=PATIENCE_S) as group, torch.no_grad():
+        for m in rows:
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                xs = [integer_payload((m, 64), dtype, rank=r, call=m, name="x", nonzeros=8) for r in range(world)]
+                ws = [integer_payload((columns, 64), dtype, rank=r, name="w", nonzeros=8) for r in range(world)]
+                residual = payload((m, columns), dtype, name="residual")
+                weight, smallest = payload((columns,), dtype, name="norm"), torch.finfo(dtype).tiny
+                expected = exact_matmul(xs, ws, dtype=dtype) + residual
+                for op in ("matmul_all_reduce", "matmul_reduce_scatter"):
+                    cut = array_split_sizes(m, world) if op == "matmul_reduce_scatter" else (m,)
+                    mine = rank if len(cut) > 1 else 0
+                    own = residual.split(cut)[mine].contiguous().to(PLACE.device)
+                    normed, sums = getattr(tpk, op)(
+                        xs[rank].to(PLACE.device), ws[rank].to(PLACE.device), group, residual=own,
+                        norm_weight=weight.to(PLACE.device), eps=eps, implementation=implementation,
+                    )  # fmt: skip
+                    settle()
+                    what = f"{op} of {m} rows, {dtype}, rank {rank}"
+                    assert_bitwise_equal(sums.cpu(), expected.split(cut)[mine].contiguous(), what, either_zero=True)
+                    exact = torch.nn.functional.rms_norm(sums.cpu().double(), (columns,), weight.double(), eps)
+                    limit = torch.finfo(dtype).eps + (columns + 8) * torch.finfo(torch.float32).eps
+                    bound = limit * exact.abs().clamp(min=smallest)
+                    assert ((normed.cpu().double() - exact).abs() <= bound).all(), f"{what}: normed"
+                    calls += 1
+        _nothing_failed(group)
+    return calls
 
 
 def late_peer(timeout_s: float) -> dict[str, Any]:

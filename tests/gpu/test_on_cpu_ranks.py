@@ -11,6 +11,7 @@ from tests.ops import test_gated
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
+from tpkernels.ops import residual_norm
 from tpkernels.testing.spawn import Pools, RanksFailed, WorkerPool
 
 pytestmark = pytest.mark.gloo
@@ -39,6 +40,20 @@ def _replay_that_computes_once() -> None:
         scenarios.replay(STAND_IN, REDUCE, 2)
     finally:
         scenarios.captured = captured
+
+
+def test_sums_with_a_norm_are_judged(ranks: Pools) -> None:
+    assert ranks(2).run(scenarios.sums_with_a_norm, STAND_IN, (1, 7, 300)) == [18, 18]
+    with pytest.raises(RanksFailed, match="normed"):
+        ranks(2).run(_norm_with_another_eps)
+
+
+def _norm_with_another_eps() -> None:
+    eps, residual_norm._eps = residual_norm._eps, lambda eps, dtype: 10.0
+    try:
+        scenarios.sums_with_a_norm(STAND_IN, (7,))
+    finally:
+        residual_norm._eps = eps
 
 
 def test_gradients_of_as_many_rows_as_on_a_gpu_are_within_the_bound(ranks: Pools) -> None:

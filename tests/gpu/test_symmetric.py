@@ -119,6 +119,12 @@ def test_a_captured_graph_replays_with_fresh_data(symmetric_ranks: Shared, op: s
         assert judged == [2 * count] * 2
 
 
+def test_a_residual_and_a_norm_behind_a_sum_are_right(symmetric_ranks: Shared) -> None:
+    """In the kernel that sums in one step, behind that of two steps, and behind the reducer of copied partials."""
+    judged = symmetric_ranks(2).run(scenarios.sums_with_a_norm, "symmetric", (1, 7, 300, 9000), timeout=CALL_S)
+    assert judged == [24, 24]
+
+
 def test_a_peer_that_does_not_come_is_named_and_the_context_survives(symmetric_ranks: Shared) -> None:
     timeout_s = 3.0
     *others, late = symmetric_ranks(3).run(scenarios.late_peer, timeout_s, timeout=CALL_S)
