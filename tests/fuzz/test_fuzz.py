@@ -67,6 +67,8 @@ FOUND: list[Spec] = [
     {"blocks": [{"is": "mlp", "wiring": {"norm": "two"}}], "sequence_parallel": True},
     # Code that asks whether gradients are enabled: the model was run without, and the other way was never seen.
     {"blocks": [{"is": "mlp", "ops": [{"is": "branch", "on": "grad", "ops": [{"is": "positions"}]}]}]},
+    # Code that asks a layer's weight for its shape, which in a packed layer was that of the first part.
+    {"blocks": [{"is": "reads_the_weight", "how": "shape", "hidden": 30, "ops": [{"is": "repeated_features"}]}]},
     # A part by features that leaves a module which works on the whole sequence: it was cut along the sequence as well.
     {
         "blocks": [{"is": "bottleneck", "ops": [{"is": "plus_whole"}], "wiring": {"residual": "none"}}],

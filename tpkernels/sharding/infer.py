@@ -280,6 +280,9 @@ class _Planner:
         ]  # fmt: skip
         if not hidden:
             self.decision = decide(self.observation, self.world_size, excluded, loose)
+            while shown := self._shown_in_another_shape():
+                excluded |= shown
+                self.decision = decide(self.observation, self.world_size, excluded, loose)
         conflicts = hidden or self.decision.conflicts
         if conflicts:
             names = ", ".join(map(repr, loose))
@@ -312,6 +315,17 @@ class _Planner:
                     Row(unit=unit),
                     f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
                 )
+
+    def _shown_in_another_shape(self) -> dict[str, str]:
+        """Layers that would keep their weight in parts, or by heads, and whose weight the model's code may ask for its
+        shape: no op of the run says that it did."""
+        read = maybe_read(self.model)
+        return {
+            name: f"has a weight that the code of {read[name]} may ask for its shape"
+            for group, proof in self.decision.proven.items()
+            for name in (*group.columns, *group.rows)
+            if name in read and (proof.pieces or proof.copies or len(proof.segments.get(name, ())) > 1)
+        }
 
     def _pieces(self, total: int, unit: int) -> int:
         """Of how many pieces a cut in multiples of ``unit`` is, where it is another one than by features."""
