@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.fuzz.judge import check_all, merged
+from tests.fuzz.judge import Verdict, check_all, merged
 from tests.fuzz.model import draw_spec
 from tests.fuzz.vocabulary import Spec
 from tpkernels.testing.spawn import Pools, RanksFailed
@@ -40,8 +40,7 @@ def judged(pools: Pools, specs: Sequence[Spec], check: Callable[..., Any] = chec
             if len(rest) == 1:
                 first = error.failures[0]
                 told = f"{type(first.exception).__name__}: {str(first.exception)[:300]}"
-                done.append({"kind": "raises", "detail": f"rank {first.rank}: {told}", "styles": {}, "proven": 0,
-                             "untraced": False, "seconds": 0.0})  # fmt: skip
+                done.append(asdict(Verdict("raises", f"rank {first.rank}: {told}")))
                 continue
             for spec in rest:
                 done += judged(pools, [spec], check, *given)
