@@ -69,6 +69,13 @@ FOUND: list[Spec] = [
     {"blocks": [{"is": "mlp", "ops": [{"is": "branch", "on": "grad", "ops": [{"is": "positions"}]}]}]},
     # Code that asks a layer's weight for its shape, which in a packed layer was that of the first part.
     {"blocks": [{"is": "reads_the_weight", "how": "shape", "hidden": 30, "ops": [{"is": "repeated_features"}]}]},
+    # A module in a norm's place that cannot do without rows, on the rank that has none of the sequence.
+    {
+        "world": 3,
+        "length": 4,
+        "blocks": [{"is": "mlp", "wiring": {"norm": "rows of a sequence"}}],
+        "sequence_parallel": True,
+    },
     # A part by features that leaves a module which works on the whole sequence: it was cut along the sequence as well.
     {
         "blocks": [{"is": "bottleneck", "ops": [{"is": "plus_whole"}], "wiring": {"residual": "none"}}],

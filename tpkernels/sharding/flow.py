@@ -199,6 +199,7 @@ class _Flow(Session):
             self._note(self.stream.whole, name)
         if self._local is not None and self._local.name == name:
             call, self._local = self._local, None
+            call.gives = [Shape(tensor.shape) for tensor in tensors_in(output)]
             self._local_calls.append(call)
             self._note(self.stream.local, name)
             if any(self._splits.get(id(tensor)) != call.cut for tensor in tensors_in(output)):

@@ -2,7 +2,8 @@
 
 Owns: the proof.  Such a module is called with this rank's part, and its code sees the part's length.  So it is run on a
 shorter sequence as well: the same ops must run with the same numbers, and give results that are shorter where the
-residual is cut, and nowhere else.
+residual is cut, and nowhere else.  It must also run on a part without any rows, which a rank gets when there are more
+ranks than tokens: one that raised there would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpkernels.sharding.arguments import same_scalars, without_sizes
 from tpkernels.sharding.layout import Split, Unproven
 from tpkernels.sharding.session import Session, Shadow, Shape, as_shapes, canonical, constant_of
+from tpkernels.sharding.tensors import tensors_in
 
 __all__ = ["LocalCall", "Step", "check_on_a_part"]
 
@@ -41,6 +43,7 @@ class LocalCall:
     cuts: dict[int, Split]
     """By the ids of tensors among the arguments."""
     steps: list[Step] = field(default_factory=list)
+    gives: list[Shape] = field(default_factory=list)
 
     @property
     def cut(self) -> Split:
@@ -49,7 +52,7 @@ class LocalCall:
 
 
 def check_on_a_part(shadow: Shadow, calls: Sequence[LocalCall]) -> None:
-    """Run each module again on a shorter sequence.
+    """Run each module again on a shorter sequence, and on an empty one.
 
     Raises:
         Unproven: one of them does something else there.
@@ -57,7 +60,9 @@ def check_on_a_part(shadow: Shadow, calls: Sequence[LocalCall]) -> None:
     short = _Short(shadow)
     with shadow.running(short):
         for call in calls:
-            short.run(call)
+            length = call.cut.segments[0]
+            short.run(call, length // 2 if length > 3 else length + 1)  # more than 1, which could be broadcast
+            short.run(call, 0)
 
 
 class _Short(Session):
@@ -65,24 +70,30 @@ class _Short(Session):
         super().__init__(shadow, {})
         self._call = LocalCall("", (), {}, {})
         self._at = self._length = 0
+        self._strict = True
+        """The same ops must run."""
 
-    def run(self, call: LocalCall) -> None:
-        length = call.cut.segments[0]
-        self._call, self._at = call, 0
-        self._length = length // 2 if length > 3 else length + 1  # more than 1, which could be broadcast
+    def run(self, call: LocalCall, length: int) -> None:
+        self._call, self._at, self._length = call, 0, length
+        module = self.shadow.modules[call.name]
+        # Without rows dropout does nothing; with parameters the other ranks wait for this one's gradients.
+        self._strict = length > 0 or any(True for _ in module.parameters())
         args, kwargs = tree_map_only(Tensor, self._shorter, (call.args, call.kwargs))
         try:
-            self.shadow.modules[call.name](*args, **kwargs)
+            output = module(*args, **kwargs)
         except Unproven:
             raise
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else ""
             raise self._unproven(f"raises {type(error).__name__}: {text[:160]}") from error
-        if self._at != len(call.steps):
+        if self._strict and self._at != len(call.steps):
             raise self._unproven("runs fewer ops")
+        if [tuple(tensor.shape) for tensor in tensors_in(output)] != [self._shape(s, call.cut) for s in call.gives]:
+            raise self._unproven("gives other shapes than a part of the whole")
 
     def _unproven(self, what: str) -> Unproven:
-        return Unproven(f"on a part of the sequence {self._call.name} {what}")
+        part = "a part of the sequence" if self._length else "a part of the sequence without any rows"
+        return Unproven(f"on {part} {self._call.name} {what}")
 
     def _shape(self, shape: Sequence[int], split: Split | None) -> tuple[int, ...]:
         if split is None:
@@ -99,6 +110,15 @@ class _Short(Session):
         return out
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if self._strict:
+            self._check(func, args, kwargs, tensors, outputs)
+        self.pass_origins(func, tensors, outputs)
+        return out
+
+    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """That the op is the one that ran on the whole."""
         if self._at == len(self._call.steps):
             raise self._unproven("runs more ops")
         step, packet = self._call.steps[self._at], canonical(func)
@@ -109,9 +129,5 @@ class _Short(Session):
         both = (without_sizes(packet, *step.arguments), without_sizes(packet, *arguments))
         if not same_scalars(*both) or step.constant != constant_of(func, tensors):
             raise self._unproven(f"gives {packet} other numbers: they depend on its length")
-        out = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if [tuple(output.shape) for output in outputs] != [self._shape(*known) for known in step.outputs]:
             raise self._unproven(f"has other shapes after {packet} than a part of the whole")
-        self.pass_origins(func, tensors, outputs)
-        return out
