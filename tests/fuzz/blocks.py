@@ -301,6 +301,18 @@ class ReadsWeight(Wide):
         return down(self.ops(h, x))
 
 
+def _features_of(layer: nn.Linear) -> int:
+    return len(layer.weight)
+
+
+@block("asks_elsewhere")
+class AsksElsewhere(Wide):
+    """A function that is none of the model's classes asks a layer for its weight's length."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.ops(self.up(x) * _features_of(self.up) ** -0.5, x))
+
+
 @block("matmul_mlp")
 class Matmul(Op):
     """Weights that are parameters of the block itself."""

@@ -76,6 +76,7 @@ FOUND: list[Spec] = [
         "blocks": [{"is": "mlp", "wiring": {"norm": "rows of a sequence"}}],
         "sequence_parallel": True,
     },
+    {"blocks": [{"is": "asks_elsewhere", "hidden": 30, "ops": [{"is": "repeated_features"}]}]},
     # A part by features that leaves a module which works on the whole sequence: it was cut along the sequence as well.
     {
         "blocks": [{"is": "bottleneck", "ops": [{"is": "plus_whole"}], "wiring": {"residual": "none"}}],

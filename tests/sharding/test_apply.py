@@ -305,6 +305,14 @@ def special_layers() -> None:
         grads = [whole(part.weight.grad) for part in packed.layers]
         close(torch.cat(grads, 0 if layer is linear else 1), wanted, "dw of packed")
 
+        asked = [(what.shape, what.dtype, what.device, what.numel()) for what in (packed.weight, packed.bias)]
+        if asked != [(what.shape, what.dtype, what.device, what.numel()) for what in (layer.weight, layer.bias)]:
+            raise AssertionError(f"a packed layer says of its parameters: {asked}")
+        with pytest.raises(TypeError, match="packed layer's weight, which has no values"):
+            torch.matmul(x, packed.weight)
+        with pytest.raises(TypeError, match="packed layer's bias, which has no values"):
+            packed.bias.data.norm()
+
         copied = CopiedHeadsLinear.from_linear(layer, mesh, heads=2, copies=6)
         mine = x.clone().requires_grad_()
         y = copied(mine)

@@ -12,10 +12,12 @@ features). One gather, or one all-reduce of dx, serves all parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
@@ -24,6 +26,37 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput
 
 __all__ = ["PackedColumnParallelLinear"]
+
+
+class PackedParameter(Tensor):
+    """What can be said of a parameter whose parts are parameters: shape, dtype and device; it has no values.
+
+    Raises:
+        TypeError: any op on it.
+    """
+
+    what: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int], part: Tensor) -> Self:
+        """That of ``shape`` whose parts are like ``part``."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+        )
+        made.what = name
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        name = next(leaf.what for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedParameter))
+        raise TypeError(
+            f"{func} of a packed layer's {name}, which has no values of its own: it consists of parts (part0.{name}, "
+            f"part1.{name}, ...) that are cut over the ranks; call the layer, or keep it whole with an override"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedParameter({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 class PackedColumnParallelLinear(ColumnParallelLinears):
@@ -87,14 +120,22 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         return tuple(layer.out_features for layer in self.layers)
 
     @property
-    def weight(self) -> nn.Parameter:
-        """Of the first part: for code that asks a layer for its dtype or device."""
-        return self.layers[0].weight
+    def mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that the parameters live on."""
+        return self.layers[0].mesh
 
     @property
-    def bias(self) -> nn.Parameter | None:
-        """Of the first part."""
-        return self.layers[0].bias
+    def weight(self) -> PackedParameter:
+        """For code that asks a layer for its shape, dtype or device."""
+        first = self.layers[0]
+        shape = sum(self.segments), first.in_features
+        return PackedParameter.of("weight", shape[::-1] if first.transposed else shape, first.weight)
+
+    @property
+    def bias(self) -> PackedParameter | None:
+        """As the weight."""
+        bias = self.layers[0].bias
+        return None if bias is None else PackedParameter.of("bias", (sum(self.segments),), bias)
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """The parameters of the layer that was cut: along which dimension which of this one's make them up."""

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.nn.parameters import mesh_of
 from tpkernels.ops import all_gather_matmul, copy_matmul
 from tpkernels.ops.shapes import only_row
 
@@ -40,7 +39,7 @@ class ColumnLike(Protocol):
     activation: str | None
 
     @property
-    def weight(self) -> Any: ...
+    def mesh(self) -> DeviceMesh: ...
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weights ``[N_i, K]`` that this rank multiplies x with, and their biases."""
@@ -113,7 +112,7 @@ class SharedInput:
 
     def run(self, layer: ColumnLike, x: Tensor, source: Tensor, shard_sizes: Sequence[int] | None) -> Tensor:
         """The output of ``layer``; ``source`` is the tensor that the model's code gave, x what became of it."""
-        mesh = mesh_of(layer.weight)
+        mesh = layer.mesh
         if self.apart or not self._is_worth_it(layer, mesh):
             return run_together([layer], x, mesh, shard_sizes)[0]
         index = next(i for i, other in enumerate(self.layers) if other is layer)
@@ -139,7 +138,7 @@ class SharedInput:
     def _is_worth_it(self, layer: ColumnLike, mesh: DeviceMesh) -> bool:
         """Something is sent, and every layer's weights are there (FSDP2 may hold them in parts until their call)."""
         sends = layer.sequence_parallel or torch.is_grad_enabled()
-        return sends and all(mesh_of(other.weight) == mesh for other in self.layers)
+        return sends and all(other.mesh == mesh for other in self.layers)
 
     def _part(self) -> None:
         self.apart = True

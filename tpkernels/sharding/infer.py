@@ -317,14 +317,15 @@ class _Planner:
                 )
 
     def _shown_in_another_shape(self) -> dict[str, str]:
-        """Layers that would keep their weight in parts, or by heads, and whose weight the model's code may ask for its
-        shape: no op of the run says that it did."""
-        read = maybe_read(self.model)
+        """Layers that would keep their weight by heads, and whose weight the model's code asks for its shape, or may
+        ask where no run came along; a packed layer has an answer."""
+        assert self.observation is not None and self.observation.shadow is not None
+        read = maybe_read(self.model) | dict.fromkeys(self.observation.shadow.asked, "the model")
         return {
             name: f"has a weight that the code of {read[name]} may ask for its shape"
             for group, proof in self.decision.proven.items()
             for name in (*group.columns, *group.rows)
-            if name in read and (proof.pieces or proof.copies or len(proof.segments.get(name, ())) > 1)
+            if name in read and (proof.pieces or proof.copies)
         }
 
     def _pieces(self, total: int, unit: int) -> int:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
+from tpkernels.sharding.asked import ShapesAsked
 from tpkernels.sharding.backwards import code_of_gradients
 from tpkernels.sharding.caches import Caches
 from tpkernels.sharding.guesses import GUESSES, Answers
@@ -81,6 +82,8 @@ class Shadow:
         self.layers: dict[str, Layer] = {}
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
+        self.asked: set[str] = set()
+        """Layers whose parameters the model's code has asked for their shape, or used, in any run."""
         self.attentions = {
             id(parameter): name
             for name, module in self.modules.items()
@@ -138,6 +141,7 @@ class Shadow:
                 self.fake,
                 _fake_as_real(),
                 Answers(session, self.guess),
+                ShapesAsked(self.owners, self.asked),
                 session,
             ):
                 hook = register_module_forward_pre_hook(self._note_original)
