@@ -30,7 +30,7 @@ file is made by `python benchmarks/architectures.py --write` from `benchmarks/re
 **right** is: all outputs, every gradient and the outputs in evaluation within 1e-9 of the unsharded model in fp64,
 relative to the largest value (1e-6 where the model computes in fp32 inside; for a gradient, a tenth of the model's
 largest is added to its own); in fp32 at most 8 times as far from fp64 as the unsharded model, element by element
-(`tpkernels/sharding/judge.py`); and the unsharded model still computing what it did before it was planned. fp64
+(`tpkernels/verification/bounds.py`); and the unsharded model still computing what it did before it was planned. fp64
 decides: where fp32 is over its bound and fp64 is not, a router or a ReLU may have decided otherwise within rounding.
 Then the same unsharded model with weights off by one rounding gives the bound; what is over that one, too, is listed
 as **fp32**. A model that amplifies a rounding (batch norms over two values) is judged alike in fp64: what differs there

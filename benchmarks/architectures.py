@@ -3,7 +3,7 @@
     python benchmarks/architectures.py [--only NAME,...] [--world 2] [--sequence-parallel] [--out FILE.json] [--write]
 
 For each: `make_plan(model, mesh)` without inputs and `parallelize`, then outputs, loss, every gradient, evaluation, and
-the unsharded model after planning, against the unsharded model in fp64 (tests/sharding/architectures/). Where the model
+the unsharded model after planning, against the unsharded model in fp64 (tests/models/architectures/). Where the model
 could not be traced without inputs, once more with them. Each runs in processes of its own with a time limit, so that
 one that crashes or hangs is a row. Rows that the file has are not run again (--again: they are); --write makes the
 tables of docs/architectures.md from the files of benchmarks/results/.
@@ -26,10 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.architecture_tables import document, read_files, summary
-from tests.sharding.architectures.catalogue import architectures
-from tests.sharding.architectures.sweep import examine_architecture, preload
+from tests.models.architectures.catalogue import architectures
+from tests.models.architectures.sweep import examine_architecture, preload
 from tpkernels.measure import report
-from tpkernels.sharding.judge import FACTOR
+from tpkernels.verification.bounds import FACTOR
 
 TIMEOUT_S = 120.0
 """For one architecture's unsharded model, and for its ranks; more where others use the machine (--timeout)."""

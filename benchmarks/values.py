@@ -2,7 +2,7 @@
 
     python benchmarks/values.py --json benchmarks/results/values-DATE.json [--worlds 3,4] [--modes train,compile]
 
-Cells and bound are those of tests/sharding/grid.py and judge.py: output, loss, every gradient and, after 20 steps of
+Cells and bound are those of tests/models/grid.py and judge.py: output, loss, every gradient and, after 20 steps of
 AdamW with clipping, every parameter, each element's error in units of what the unsharded model in the same dtype is
 off; more than 8 is wrong. A cell's `worst` is the largest of all its elements on all ranks, `compared` the number of
 tensors. All of it is hours of work on 2 cores, so that it can be run piece by piece: cells that the file has, and that
@@ -30,11 +30,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.sharding import zoo
-from tests.sharding.grid import HAS_BLOCKS, MODES, WORLDS, Cell, grid, groups, reference_of, run_group, worst_of
+from tests.models import zoo
+from tests.models.grid import HAS_BLOCKS, MODES, WORLDS, Cell, grid, groups, reference_of, run_group, worst_of
 from tpkernels.measure import report
-from tpkernels.sharding.judge import FACTOR
 from tpkernels.testing.spawn import WorkerPool
+from tpkernels.verification.bounds import FACTOR
 
 TIMEOUT_S = 1500.0
 """For one group of cells, and for one collective: a rank of a loaded machine can be stopped for minutes."""

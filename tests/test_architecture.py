@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ FLOORS = (
     ("kernels",),
     ("backends",),
     ("nn", "optim"),
+    ("state",),
+    ("planning",),
+    ("verification",),
     ("sharding",),
     (PUBLIC_SURFACE,),
     ("integrations",),
@@ -69,6 +73,21 @@ def import_violations(root: Path) -> list[str]:
             elif FLOOR_OF[name] > floor and not (is_judge(target) and floor >= JUDGES_FROM):
                 found.append(f"{path}:{line}: {top_name(module)} must not import {name}, which is above it")
     return found
+
+
+def circle_violations(root: Path) -> list[str]:
+    """The first circle of modules that import each other; what only a type checker imports does not count."""
+    graph: dict[str, set[str]] = {}
+    for path, module, tree in modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+                node.body = []
+        graph[module] = {target for _, target in imports(root, path, module, tree)} - {module}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return [f"a circle of imports: {' <- '.join(error.args[1])}"]
+    return []
 
 
 def kernel_violations(root: Path) -> list[str]:
@@ -215,7 +234,10 @@ def written_environments(function: ast.FunctionDef) -> Iterator[ast.AST]:
 # ---------------------------------------------------------------- this tree
 
 
-RULES = (import_violations, kernel_violations, length_violations, environment_violations, backend_violations)
+RULES = (
+    import_violations, circle_violations, kernel_violations, length_violations, environment_violations,
+    backend_violations,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -299,6 +321,17 @@ def test_a_house_in_order_has_no_violations(tmp_path: Path) -> None:
 def test_an_import_of_a_higher_floor_is_found(tmp_path: Path, changes: dict[str, str], said: str) -> None:
     violations = import_violations(house(tmp_path, **changes))
     assert len(violations) == 1 and said in violations[0], violations
+
+
+@pytest.mark.parametrize(
+    "line", ["from tpkernels.comm import b", "def f():\n    from . import b", "import tpkernels.comm.b"]
+)
+def test_a_circle_is_found(tmp_path: Path, line: str) -> None:
+    root = house(tmp_path, comm__a=f"{line}\n", comm__b="from tpkernels.comm.c import x\n", comm__c="from . import a\n")
+    (found,) = circle_violations(root)
+    assert all(name in found for name in ("comm.a", "comm.b", "comm.c")), found
+    house(tmp_path, comm__c="if TYPE_CHECKING:\n    from . import a\n")
+    assert circle_violations(root) == []
 
 
 @pytest.mark.parametrize("line", ["from tpkernels.errors import E", "from .. import comm", "import tpkernels.ops"])

@@ -84,7 +84,7 @@ def test_an_import_of_anything_else_is_found_in_each_of_them(tmp_path: Path) -> 
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=left_out)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
     for path, package in (
-        ("tpkernels/sharding/clipping.py", "safetensors"),
+        ("tpkernels/state/clipping.py", "safetensors"),
         ("benchmarks/gpu_steps/lab.py", "rich"),
         ("tests/gpu/ranks.py", "platformdirs"),
     ):

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tests.fuzz.model import build_model, inputs_of
 from tests.fuzz.vocabulary import Spec
-from tests.sharding.compare import differs, pieces_of
+from tests.models.compare import differs, pieces_of
 from tpkernels.comm.groups import resolve
 from tpkernels.errors import UnprovenCallWarning
-from tpkernels.sharding.layers import layer_of
-from tpkernels.sharding.tensors import tensors_in
+from tpkernels.planning.layers import layer_of
+from tpkernels.planning.tensors import tensors_in
 
 __all__ = ["LIMIT", "Verdict", "check_all", "merged"]
 

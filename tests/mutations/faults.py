@@ -1,6 +1,6 @@
 """Seeded faults of the planner and of the sums of parallel modules: each is a context manager for a rank process.
 
-``FAULTS`` has, for every entry of :data:`tpkernels.sharding.rules.RULES`, one fault that lets it refuse nothing, one
+``FAULTS`` has, for every entry of :data:`tpkernels.planning.rules.RULES`, one fault that lets it refuse nothing, one
 for those that tell which whole tensors meet parts, and one that takes the layout for unchanged where a rule moves it;
 faults of the replay, of the whole proof, and of what runs.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tpkernels.nn import copied_heads, embedding, replicated, row, shared_input
 from tpkernels.nn.row import RowParallelLinear
-from tpkernels.sharding import examples, flow, infer, proofs, replay, rules, search, trace
-from tpkernels.sharding.layout import Split, Unproven
-from tpkernels.sharding.shadow import Mode
+from tpkernels.planning import example_inputs, planner, proofs, replay, rules, search, sequence_flow, trace
+from tpkernels.planning.shadow import Mode
+from tpkernels.planning.splits import Split, Unproven
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -285,16 +285,18 @@ def _planner() -> dict[str, Fault]:
         "ranks of other sizes than the first are like it": lambda: _patched(
             *((module, "unlike_ranks", lambda roles, world_size: [0]) for module in (search, proofs))
         ),
-        "runs are without gradients": lambda: _patched((examples, "MODES", (Mode(True, False), Mode(False, False)))),
+        "runs are without gradients": lambda: _patched(
+            (example_inputs, "MODES", (Mode(True, False), Mode(False, False)))
+        ),
         "parts by features are cut along the sequence": lambda: _patched(
-            (flow._Flow, "_has_all_features", lambda self, tensor, name: None)
+            (sequence_flow._Flow, "_has_all_features", lambda self, tensor, name: None)
         ),
         "modules do on a part of the sequence what they do on all": lambda: _patched(
-            (flow, "check_on_a_part", lambda shadow, calls: None)
+            (sequence_flow, "check_on_a_part", lambda shadow, calls: None)
         ),
-        "weights that are read may be cut": lambda: _patched((infer._Planner, "_kept", lambda self: {})),
-        "tied weights are cut apart": lambda: _patched((infer._Planner, "_untie", lambda self: None),
-                                                       (infer._Planner, "_tied", lambda self: {})),
+        "weights that are read may be cut": lambda: _patched((planner._Planner, "_kept", lambda self: {})),
+        "tied weights are cut apart": lambda: _patched((planner._Planner, "_untie", lambda self: None),
+                                                       (planner._Planner, "_tied", lambda self: {})),
     }  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
+from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.sharding.compare import compare_tensors, differs
-from tpkernels.sharding.styles import Column, CopiedHeads, Heads, Row
+from tpkernels.planning.styles import Column, CopiedHeads, Heads, Row
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

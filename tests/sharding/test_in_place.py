@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tpkernels as tpk
+from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.sharding.compare import compare_tensors, differs
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import _muon
 
 import tpkernels as tpk
+from tests.models import zoo
+from tests.models.compare import LIMIT, compare_tensors
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.sharding import zoo
-from tests.sharding.compare import LIMIT, compare_tensors
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
+from tests.models import zoo
+from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.sharding import zoo
-from tests.sharding.compare import LIMIT, compare_tensors, differs
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.testing.spawn import Pools

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels.sharding.layout import Split
-from tpkernels.sharding.parts import UNKNOWN, Parts
+from tpkernels.planning.splits import Split
+from tpkernels.sharding.part_tracking import UNKNOWN, Parts
 
 pytestmark = pytest.mark.cpu
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
+from tests.models import zoo
+from tests.models.compare import LIMIT, compare_tensors, differs
+from tests.models.wire import bytes_of
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.sharding import zoo
-from tests.sharding.compare import LIMIT, compare_tensors, differs
-from tests.sharding.wire import bytes_of
 from tpkernels.nn import shared_input
 from tpkernels.testing.spawn import Pools
 

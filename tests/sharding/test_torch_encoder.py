@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import tpkernels as tpk
+from tests.models.compare import differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.sharding.compare import differs
-from tpkernels.sharding.styles import Heads
+from tpkernels.planning.styles import Heads
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

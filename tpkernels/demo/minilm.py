@@ -31,8 +31,8 @@ from tpkernels.demo.sentences import QUESTIONS, SENTENCES
 from tpkernels.measure.timing import measure
 from tpkernels.nn.parallel_linear import ParallelLinear
 from tpkernels.ops.explain import explain
+from tpkernels.planning.styles import Style
 from tpkernels.sharding import Column, Row, parallelize
-from tpkernels.sharding.styles import Style
 
 __all__ = ["WEIGHTS_PACKAGE", "MiniLMReport", "Missing", "minilm_plan", "run_minilm", "weights_folder"]
 

@@ -96,7 +96,7 @@ def _model(source: str, layers: int | None) -> tuple[Any, object]:
     """The model that the command line names, with weights, and inputs, if it has some."""
     import torch
 
-    from tpkernels.sharding.copies import randomise_
+    from tpkernels.verification.model_copies import randomise_
 
     module, separator, function = source.partition(":")
     torch.manual_seed(0)

@@ -1,18 +1,18 @@
 """Sharding of whole models: ``make_plan`` finds out how, ``parallelize`` does it; the styles that plans are made of."""
 
+from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.planner import make_plan
+from tpkernels.planning.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
 from tpkernels.sharding.apply import parallelize
-from tpkernels.sharding.checkpoint import Loaded, full_state_dict, load_full_state_dict, load_pretrained
-from tpkernels.sharding.clipping import clip_grad_norm_
 from tpkernels.sharding.data_parallel import data_parallel
-from tpkernels.sharding.export import save_pretrained
-from tpkernels.sharding.infer import make_plan
 from tpkernels.sharding.outputs import whole_outputs
-from tpkernels.sharding.plain_optimizer import load_optimizer_state_dict, optimizer_state_dict
-from tpkernels.sharding.plan import ShardingPlan
-from tpkernels.sharding.snapshots import load_snapshot, save_snapshot
-from tpkernels.sharding.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
-from tpkernels.sharding.verdict import Verification
-from tpkernels.sharding.verification import verify
+from tpkernels.sharding.verify_model import verify
+from tpkernels.state.checkpoint import Loaded, full_state_dict, load_full_state_dict, load_pretrained
+from tpkernels.state.clipping import clip_grad_norm_
+from tpkernels.state.huggingface_export import save_pretrained
+from tpkernels.state.plain_optimizer import load_optimizer_state_dict, optimizer_state_dict
+from tpkernels.state.snapshots import load_snapshot, save_snapshot
+from tpkernels.verification.verdict import Verification
 
 __all__ = [
     "Column",

@@ -34,18 +34,19 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.torch_encoder import call_cut_layers
+from tpkernels.planning.hints import match
+from tpkernels.planning.layers import Layer, is_attention, layer_of, take_place, unswappable
+from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.planner import check_plain, make_plan
+from tpkernels.planning.shared_inputs import share_inputs
+from tpkernels.planning.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary, as_style
 from tpkernels.sharding.batches import compare_batches
-from tpkernels.sharding.infer import check_plain, make_plan
-from tpkernels.sharding.layers import Layer, is_attention, layer_of, take_place, unswappable
 from tpkernels.sharding.outputs import whole_outputs
-from tpkernels.sharding.plain_state import speak_originals
-from tpkernels.sharding.plan import ShardingPlan
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.replicas import compare_models
-from tpkernels.sharding.sequence import run_sequence_parallel
-from tpkernels.sharding.shared import share_inputs
-from tpkernels.sharding.sources import match
-from tpkernels.sharding.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary, as_style
+from tpkernels.sharding.sequence_parallel import run_sequence_parallel
+from tpkernels.state.plain_state import speak_originals
+from tpkernels.verification.verifier import Verifier
 
 __all__ = ["parallelize"]
 
@@ -99,8 +100,6 @@ def parallelize(
         VerificationError: ``verify`` found a difference; the message names the first module.  Nothing was changed, but
             for weights that are now the first rank's.
     """
-    from tpkernels.sharding.verification import verified  # which parallelizes copies
-
     tp = tp_mesh(mesh, model)
     weights = compare_models(model, mesh, init_weights, check=check_plain)
     if isinstance(plan, str):
@@ -109,7 +108,7 @@ def parallelize(
         plan = make_plan(model, tp, example_inputs=example_inputs)
     if verify:
         weights.take_first()  # what is verified is what will run
-        verified(model, mesh, plan, example_inputs)
+        Verifier(model, mesh, example_inputs, plan, None, None, parallelize).verify().check()
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(plan, ShardingPlan):
         if plan.world_size != tp.size():

@@ -1,6 +1,6 @@
 """How real tensors of one rank are cut after an op, where the rules of whole tensors would need the whole shape.
 
-Owns: :data:`OWN`, rules by overload packet that take the place of those in :mod:`tpkernels.sharding.rules`.  Each gives
+Owns: :data:`OWN`, rules by overload packet that take the place of those in :mod:`tpkernels.planning.rules`.  Each gives
 every layout of the result that the local sizes allow.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tpkernels.sharding.layout import Split, Unproven, group_of, through_view
-from tpkernels.sharding.rules import RULES, Call
+from tpkernels.planning.rules import RULES, Call
+from tpkernels.planning.splits import Split, Unproven, group_of, through_view
 
 __all__ = ["OWN"]
 

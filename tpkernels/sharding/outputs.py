@@ -2,12 +2,13 @@
 
 A plan is proven for the call that was traced.  A call with other flags (``output_attentions=True``) may return what no
 proof saw: the attention of this rank's heads.  So the first call of each kind is followed op by op
-(:class:`tpkernels.sharding.parts.Parts`), the ranks tell each other what is a part in what it returns, and that call
-and all later ones of its kind return whole tensors:
+(:class:`tpkernels.sharding.part_tracking.Parts`), the ranks tell each other what is a part in what it returns, and
+that call and all later ones of its kind return whole tensors:
 
 - a part whose layout is known is gathered; gradients flow back to each rank's part;
 - a DTensor (the residual under sequence parallelism) becomes a plain tensor;
-- an object that keeps parts for the next call (a key-value cache) is guarded, see :mod:`tpkernels.sharding.kept`;
+- an object that keeps parts for the next call (a key-value cache) is guarded, see
+  :mod:`tpkernels.sharding.kept_caches`;
 - any other part is ValueError, and so are hooks that would be shown a part, and modules that keep one as attribute.
   A hook, or a module, with an attribute ``takes_parts = True`` is left alone.
 
@@ -28,8 +29,6 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -47,27 +46,17 @@ from tpkernels.ops import all_gather
 from tpkernels.ops.calling import exchange
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
-from tpkernels.sharding import found, kept
-from tpkernels.sharding.following import Followed, foreign_hooks
-from tpkernels.sharding.layout import Split
-from tpkernels.sharding.parts import UNKNOWN, Mark, Parts
+from tpkernels.planning.splits import Split
+from tpkernels.sharding import kept_caches, nested_tensors
+from tpkernels.sharding.followed_calls import Followed, foreign_hooks
+from tpkernels.sharding.part_tracking import UNKNOWN, Mark, Parts
+from tpkernels.verification.model_passes import is_compared
 
-__all__ = ["compared", "whole_outputs"]
+__all__ = ["whole_outputs"]
 
 _MOST_KINDS = 256
 _FLAGS = ("output_attentions",)
 """Of transformers: what asks for parts."""
-_compared = ContextVar("tpkernels_compared", default=False)
-
-
-@contextmanager
-def compared() -> Iterator[None]:
-    """Within: what calls compute is compared with the unsharded model, which tells more than that it may be wrong."""
-    token = _compared.set(True)
-    try:
-        yield
-    finally:
-        _compared.reset(token)
 
 
 def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
@@ -88,7 +77,7 @@ def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
 class _Cut:
     """How a part at ``path`` is cut: the segments of every rank along ``dim``."""
 
-    path: found.Path
+    path: nested_tensors.Path
     dim: int
     segments: tuple[tuple[int, ...], ...]
 
@@ -114,8 +103,8 @@ class _Cut:
 class _Kind:
     """What happens to the results of one kind of calls."""
 
-    changes: dict[found.Path, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    keepers: list[tuple[found.Path, list[tuple[Any, kept.Kept]]]] = field(default_factory=list)
+    changes: dict[nested_tensors.Path, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    keepers: list[tuple[nested_tensors.Path, list[tuple[Any, kept_caches.Kept]]]] = field(default_factory=list)
     """Objects in ``(args, kwargs, output)``, by what they are in: a cache has one for each layer of the model."""
     outline: Any = None
     hooks: set[frozenset[int]] = field(default_factory=set)
@@ -155,7 +144,7 @@ class _Guard:
             raise RuntimeError("the hook that makes outputs whole has been removed from the model's forward hooks")
         key, hooks = self._key(model, args, kwargs), self._foreign(model)
         kind, followed = self._kinds.get(key), None
-        kept.enter()
+        kept_caches.enter()
         if (kind is None or hooks not in kind.hooks) and detect_fake_mode() is None:
             followed = Followed(model)
             followed.__enter__()
@@ -166,7 +155,7 @@ class _Guard:
         if torch.compiler.is_compiling() or not self._calls.stack:
             return None
         key, kind, followed = self._calls.stack.pop()
-        kept.leave()
+        kept_caches.leave()
         if followed is not None:
             followed.__exit__()
             if output is None:  # the call raised
@@ -177,16 +166,16 @@ class _Guard:
         return self._finish(key, kind, args, kwargs, output)
 
     def _finish(self, key: Any, kind: _Kind, args: Any, kwargs: Any, output: Any) -> Any:
-        if (kind.changes or kind.keepers) and found.outline(output) != kind.outline:
+        if (kind.changes or kind.keepers) and nested_tensors.outline(output) != kind.outline:
             del self._kinds[key]
             raise ValueError(
                 "this call returned other things than earlier ones with the same arguments and the same configuration, "
                 "so that it is not known which of them are parts: call again, and it will be found out"
             )
         for path, holders in kind.keepers:
-            around = found.look((args, kwargs, output), path)
+            around = nested_tensors.look((args, kwargs, output), path)
             for key, how in holders:
-                kept.guard(found.look(around, (key,)), how)
+                kept_caches.guard(nested_tensors.look(around, (key,)), how)
         if not kind.changes:
             return None
         done: dict[int, Tensor] = {}
@@ -199,7 +188,7 @@ class _Guard:
 
             return run
 
-        return found.replaced(output, {path: once(change) for path, change in kind.changes.items()})
+        return nested_tensors.replaced(output, {path: once(change) for path, change in kind.changes.items()})
 
     # ------------------------------------------------------------------ kinds of calls
 
@@ -227,12 +216,12 @@ class _Guard:
             f"of {where}; make the plan with example_inputs like those of this call"
             for where in followed.parts.incomplete
         ]
-        problems = followed.problems + ([] if _compared.get() else followed.other_ways + incomplete)
+        problems = followed.problems + ([] if is_compared() else followed.other_ways + incomplete)
         if kind is None:
             kind = self._agree(followed.parts, problems, values)
         elif problems:
             raise ValueError(_listing(problems))
-        if followed.unknown and not _compared.get() and self._mesh.get_local_rank() == 0:
+        if followed.unknown and not is_compared() and self._mesh.get_local_rank() == 0:
             rows = sorted(set(followed.unknown))
             warnings.warn(
                 f"it is not known whether what {', '.join(rows[:4])}{' and others' if len(rows) > 4 else ''} took in "
@@ -250,25 +239,27 @@ class _Guard:
     def _agree(self, parts: Parts, problems: list[str], values: tuple[Any, Any, Any]) -> _Kind:
         """What is to be done, from what all ranks have seen."""
         seen = list(_parts_in(parts, values))
-        paths = [found.name_of(leaf.path) for leaf, _ in seen]
+        paths = [nested_tensors.name_of(leaf.path) for leaf, _ in seen]
         mine = {"problems": problems, "paths": paths, "cuts": [_said(mark) for _, mark in seen]}
         said = exchange(resolve(self._mesh), "outputs of a model", mine)
         wrong = {text: None for one in said for text in one["problems"]}
         if any(one["paths"] != paths for one in said):
             wrong["the ranks return different things"] = None
-        kind = _Kind(outline=found.outline(values[2]))
-        keeps: dict[found.Path, dict[str, tuple[int, int] | None]] = {}
+        kind = _Kind(outline=nested_tensors.outline(values[2]))
+        keeps: dict[nested_tensors.Path, dict[str, tuple[int, int] | None]] = {}
         for index, (leaf, _) in enumerate(seen if not wrong else ()):
             self._treat(kind, keeps, wrong, leaf, [one["cuts"][index] for one in said])
         if wrong:
             raise ValueError(_listing(list(wrong)))
-        around: dict[found.Path, list[tuple[Any, kept.Kept]]] = {}
+        around: dict[nested_tensors.Path, list[tuple[Any, kept_caches.Kept]]] = {}
         for path, cuts in keeps.items():
-            around.setdefault(path[:-1], []).append((path[-1], kept.Kept(self._mesh, cuts)))
+            around.setdefault(path[:-1], []).append((path[-1], kept_caches.Kept(self._mesh, cuts)))
         kind.keepers = list(around.items())
         return kind
 
-    def _treat(self, kind: _Kind, keeps: Any, wrong: dict[str, None], leaf: found.Leaf, said: list[Any]) -> None:
+    def _treat(
+        self, kind: _Kind, keeps: Any, wrong: dict[str, None], leaf: nested_tensors.Leaf, said: list[Any]
+    ) -> None:
         cut = _joined(leaf, said)
         if leaf.holder is not None:
             attribute = leaf.path[len(leaf.holder)][1:]
@@ -277,14 +268,14 @@ class _Guard:
         elif isinstance(leaf.tensor, DTensor):
             kind.changes[leaf.path[1:]] = _full
         elif leaf.path[0] != _OUTPUT:
-            wrong[f"{found.name_of(leaf.path)} is the caller's, and a part was written into it"] = None
+            wrong[f"{nested_tensors.name_of(leaf.path)} is the caller's, and a part was written into it"] = None
         elif cut is None or leaf.tensor.dtype not in DTYPES:
             how = "no rule says how it is cut" if cut is None else f"{leaf.tensor.dtype} cannot be gathered"
             if cut is None and all(said):
                 how = "with one head on a rank it could be cut in more than one way (a batch of two may tell)"
             wrong[
-                f"{found.name_of(leaf.path[1:])} is this rank's part of a larger tensor, and {how}: do not ask for it, "
-                'or make the plan with overrides={...: "replicate"} for the layers that it comes from'
+                f"{nested_tensors.name_of(leaf.path[1:])} is this rank's part of a larger tensor, and {how}: do not "
+                'ask for it, or make the plan with overrides={...: "replicate"} for the layers that it comes from'
             ] = None
         else:
             kind.changes[leaf.path[1:]] = functools.partial(cut.gather, mesh=self._mesh)
@@ -295,17 +286,17 @@ _CACHED = (".keys", ".values")
 """Of the layers of transformers' caches."""
 
 
-def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[found.Leaf, Mark]]:
+def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[nested_tensors.Leaf, Mark]]:
     """What is no whole tensor in ``(args, kwargs, output)``, once where an object is among both."""
     known: set[int] = set()
     for place in (_OUTPUT, 1, 0):
-        for leaf in found.leaves(values[place]):
+        for leaf in nested_tensors.leaves(values[place]):
             mark = UNKNOWN if isinstance(leaf.tensor, DTensor) else parts.of(leaf.tensor)
             if mark is None or (place != _OUTPUT and (id(leaf.tensor) in known or isinstance(leaf.tensor, DTensor))):
                 continue
             known.add(id(leaf.tensor))
             holder = None if leaf.holder is None else (place, *leaf.holder)
-            yield found.Leaf((place, *leaf.path), leaf.tensor, holder), mark
+            yield nested_tensors.Leaf((place, *leaf.path), leaf.tensor, holder), mark
 
 
 def _said(mark: Mark) -> list[list[Any]]:
@@ -317,7 +308,7 @@ def _full(tensor: Tensor) -> Tensor:
     return cast(DTensor, tensor).full_tensor()
 
 
-def _joined(leaf: found.Leaf, said: list[list[Any]]) -> _Cut | None:
+def _joined(leaf: nested_tensors.Leaf, said: list[list[Any]]) -> _Cut | None:
     """The one layout that every rank's sizes allow, or None."""
     ways = [{(dim, len(segments)): tuple(segments) for dim, segments in one} for one in said]
     common = sorted(set(ways[0]).intersection(*ways[1:]))
@@ -338,10 +329,10 @@ def _as_shard(cut: _Cut) -> tuple[int, int] | None:
 
 def _mark_kept(parts: Parts, values: Any) -> None:
     """What objects among the arguments keep from earlier calls."""
-    for leaf in found.leaves(values):
+    for leaf in nested_tensors.leaves(values):
         if leaf.holder is None or not leaf.tensor.numel():
             continue
-        kept_parts = kept.kept_by(found.look(values, leaf.holder))
+        kept_parts = kept_caches.kept_by(nested_tensors.look(values, leaf.holder))
         if kept_parts is not None and leaf.path[len(leaf.holder)][1:] in kept_parts.cuts:
             cut = kept_parts.cuts[leaf.path[len(leaf.holder)][1:]]
             known = cut is not None and len(leaf.path) == len(leaf.holder) + 1

@@ -1,0 +1,143 @@
+"""Compares a parallelized model with the plain one: output, loss, every gradient, every parameter, bytes held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tpkernels as tpk
+from tests.models import zoo
+from tests.nn.reference import part_of, tp_mesh
+
+LIMIT = {False: 1e-11, True: 1e-6}
+"""Relative to the largest value, for models that compute in fp64 throughout, and for those with fp32 inside."""
+
+
+def differs(actual: Tensor, expected: Tensor, limit: float) -> str | None:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"{actual.dtype} {tuple(actual.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    if not actual.numel():
+        return None
+    difference = float((actual.detach() - expected.detach()).abs().max())
+    allowed = limit * (1 + float(expected.detach().abs().max()))
+    return None if difference <= allowed else f"differs by {difference:.2e}, at most {allowed:.2e} expected"
+
+
+def parts_of(model: nn.Module, name: str) -> list[DTensor]:
+    """The parameters that a plain model's parameter has become: one, or several of a packed layer."""
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    if name in parameters:
+        return [parameters[name]]
+    owner, _, key = name.rpartition(".")
+    found = []
+    while f"{owner}.part{len(found)}.{key}" in parameters:
+        found.append(parameters[f"{owner}.part{len(found)}.{key}"])
+    if not found and key.startswith("in_proj_"):  # torch's attention
+        key = key.removeprefix("in_proj_")
+        names = [f"{owner}.{part}.{key}" for part in ("query", "key", "value")]
+        found = [parameters[part] for part in names if part in parameters]
+    return found
+
+
+Piece = tuple[DTensor, Callable[[Tensor], Tensor]]
+
+
+def pieces_of(model: nn.Module, name: str, whole: Tensor) -> list[Piece]:
+    """What a plain model's parameter ``whole`` has become, each with what cuts this rank's piece out of a whole."""
+    found = parts_of(model, name)
+    dim, start = 0, 0
+    if len(found) > 1 and whole.dim() > 1:
+        dim = 0 if found[0].shape[-1] == whole.shape[1] else 1
+    pieces: list[Piece] = []
+    for part in found:
+        count = part.numel() // (whole.numel() // whole.shape[dim]) if len(found) > 1 else 0
+
+        def cut(tensor: Tensor, part: DTensor = part, start: int = start, count: int = count) -> Tensor:
+            tensor = tensor.detach()
+            tensor = tensor.narrow(dim, start, count) if len(found) > 1 else tensor
+            return part_of(tensor.reshape(part.shape), part)  # heads may be a dimension of their own
+
+        pieces.append((part, cut))
+        start += count
+    return pieces
+
+
+def compare_tensors(model: nn.Module, plain: nn.Module, limit: float, *, gradients: bool = True) -> list[str]:
+    """What is wrong with the values or gradients on this rank."""
+    wrong = []
+    for name, expected in plain.named_parameters(remove_duplicate=False):
+        pieces = pieces_of(model, name, expected)
+        if not pieces:
+            wrong.append(f"{name} is gone")
+        for part, cut in pieces:
+            problem = differs(part.to_local(), cut(expected), limit)
+            if problem:
+                wrong.append(f"{name}: {problem}")
+            if not gradients or expected.grad is None:
+                continue
+            if part.grad is None:
+                wrong.append(f"{name} has no gradient")
+                continue
+            problem = differs(part.grad.to_local(), cut(expected.grad), limit)  # type: ignore[attr-defined]
+            if problem:
+                wrong.append(f"gradient of {name}: {problem}")
+    return wrong
+
+
+def held_bytes(model: nn.Module) -> int:
+    local = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def compare_model(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Plan, parallelize, run forward and backward; what is wrong, and what the plan says."""
+    plain, model, given = zoo.build(name), zoo.build(name), zoo.inputs(name)
+    plan = tpk.make_plan(model, tp_mesh(), **options)
+    tpk.parallelize(model, tp_mesh(), plan)
+    limit = LIMIT[zoo.is_single(name)]
+    wrong = []
+    y, expected = zoo.output(model(**given)), zoo.output(plain(**given))
+    problem = differs(y, expected, limit)
+    if problem:
+        wrong.append(f"output: {problem}")
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    losses = [(out * weights).sum() for out in (y, expected)]
+    for loss in losses:
+        loss.backward()
+    wrong += compare_tensors(model, plain, limit)
+    rank = dist.get_rank()
+    if held_bytes(model) != plan.bytes_per_rank[rank]:
+        wrong.append(f"holds {held_bytes(model)} bytes, the plan says {plan.bytes_per_rank[rank]}")
+    if tpk.ShardingPlan.from_json(plan.to_json()) != plan:
+        wrong.append("the plan changes on its way through JSON")
+    return {
+        "wrong": wrong,
+        "styles": {entry.path: type(entry.style).__name__ for entry in plan.entries},
+        "sequence": plan.sequence_blocks,
+        "whole": plan.whole_blocks,
+        "notes": plan.notes,
+        "full": plan.full_bytes,
+        "replicated": plan.replicated_bytes,
+        "held": plan.bytes_per_rank,
+    }
+
+
+def compare_models(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Many models in one call of the ranks."""
+    return [compare_model(name, options) for name, options in cases]
+
+
+class NothingTravelsUnplanned(TorchDispatchMode):
+    """Fails where DTensor communicates by itself, with torch's functional collectives, which no plan lists."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor's turn: what it makes of this comes here next
+        assert func.namespace != "_c10d_functional", f"{func} of {[a.shape for a in args if isinstance(a, Tensor)]}"
+        return func(*args, **(kwargs or {}))

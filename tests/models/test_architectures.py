@@ -1,0 +1,108 @@
+"""The sweep over transformers' architectures (`benchmarks/architectures.py`): a few of them, and that it can fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
+
+from tests.models.architectures import compare
+from tests.models.architectures.catalogue import architectures
+from tests.models.architectures.compare import examine
+from tests.models.architectures.reference import CannotBuild, Reference, reference_of
+from tests.models.architectures.shrink import small_config
+from tests.models.architectures.sweep import verdict_of
+from tpkernels.testing.spawn import Pools
+
+LIMIT_S = 180.0
+SAMPLE = ("qwen3_moe", "deepseek_v2", "llama4_text", "jamba", "beit relative", "ctrl")
+"""What was wrong or raised once, each for a reason of its own: norms of heads, latent attention, complex numbers,
+weights that the model reads itself, fake tensors in caches, additions in place."""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", SAMPLE)
+def test_an_architecture_computes_what_the_unsharded_model_computes(ranks: Pools, name: str) -> None:
+    if name not in architectures():
+        pytest.skip(f"this transformers has no {name}")
+    row = verdict_of(ranks(2).run(examine, reference_of(name), False, False, timeout=LIMIT_S))
+    assert row["status"] == "right", row
+
+
+def _scale_a_gradient(given: Reference, factor: float) -> dict[str, Any]:
+    """What the comparison says of a model that is right, and of one with a gradient that is off."""
+    found = examine(given, False, False)
+    first = next(name for name, gradient in given.exact.gradients.items() if gradient is not None)
+    changed = given.exact.gradients[first]
+    assert changed is not None
+    given.exact.gradients[first] = factor * changed
+    return {"first": first, "right": found["wrong"], "wrong": examine(given, False, False)["wrong"]}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("factor", [1.02, 1 + 1e-8])
+def test_a_gradient_that_is_off_is_wrong(ranks: Pools, factor: float) -> None:
+    """Also by less than what a model that amplifies its roundings may be: this one does not."""
+    for found in ranks(2).run(_scale_a_gradient, reference_of("gpt2"), factor, timeout=LIMIT_S):
+        assert not found["right"]
+        assert f"gradient of {found['first']}" in found["wrong"]
+
+
+@pytest.mark.cpu
+def test_what_cannot_be_built_says_why() -> None:
+    part = next(name for name, known in architectures().items() if not known.kind)
+    with pytest.raises(CannotBuild) as raised:
+        reference_of(part)
+    assert raised.value.stage == "class" and raised.value.reason
+
+
+@pytest.mark.cpu
+def test_missing_gradients_and_shapes_count() -> None:
+    ones = torch.ones(3)
+    assert compare._gradient_apart(None, ones, 1.0) > 0.5
+    assert compare._gradient_apart(ones, None, 1.0) > 0.5
+    assert compare._gradient_apart(None, None, 1.0) == 0
+    assert compare._gradient_apart(ones[:2], ones, 1.0) == float("inf")
+    assert compare._gradient_apart(ones * float("nan"), ones, 1.0) == float("inf")
+    assert list(compare._apart({}, {"logits": ones}, 1e-9)) == ["output logits is gone"]
+
+
+@pytest.mark.cpu
+def test_small_configurations_fit_together() -> None:
+    from transformers import LlamaConfig, LlavaConfig, Qwen3NextConfig
+
+    small = small_config(LlamaConfig, {"vocab_size": 77})
+    assert small.hidden_size == small.num_attention_heads * small.head_dim
+    assert (small.num_hidden_layers, small.num_key_value_heads, small.vocab_size) == (2, 2, 77)
+    assert small_config(LlavaConfig, {}).vision_config.hidden_size == small.hidden_size
+    kinds = small_config(Qwen3NextConfig, {}).layer_types
+    assert len(kinds) == 2 == len(set(kinds))
+
+
+@pytest.mark.cpu
+def test_a_small_backbone_hands_on_as_many_stages_as_the_large_one() -> None:
+    from transformers import DepthAnythingConfig, UperNetConfig
+
+    layers = small_config(DepthAnythingConfig, {}).backbone_config
+    assert layers.num_hidden_layers == 4 == len(layers.out_features)
+    assert small_config(UperNetConfig, {}).backbone_config.out_features == ["stage1", "stage2", "stage3", "stage4"]
+
+
+@pytest.mark.cpu
+def test_windows_of_merged_patches_hold_several() -> None:
+    from transformers import Qwen2_5_VLConfig
+
+    vision = small_config(Qwen2_5_VLConfig, {}).vision_config
+    assert vision.window_size == 2 * vision.spatial_merge_size * vision.patch_size
+
+
+@pytest.mark.cpu
+def test_a_part_is_built_where_the_whole_has_no_forward() -> None:
+    if "bark" not in architectures():
+        pytest.skip("this transformers has no bark")
+    found = reference_of("bark semantic")
+    assert found.kind == "BarkSemanticModel"
+    assert float(found.plain["logits"].abs().max()) > 0

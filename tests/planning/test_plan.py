@@ -1,0 +1,450 @@
+"""Plans as data: what they say, how they are printed, saved and checked, and which mistakes they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+import tpkernels as tpk
+from tests.models import zoo
+from tests.planning.leaking import Leaking
+from tpkernels import cli
+from tpkernels.planning.plan import VERSION, _digest
+from tpkernels.planning.styles import as_style
+from tpkernels.sharding import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
+
+pytestmark = pytest.mark.cpu
+
+
+def kinds(plan: tpk.ShardingPlan) -> dict[str, str]:
+    return {entry.path: type(entry.style).__name__ for entry in plan.entries}
+
+
+# ---------------------------------------------------------------- what is found
+
+
+def test_a_column_is_followed_by_its_row_and_loners_are_whole_in_and_out() -> None:
+    plan = tpk.make_plan(zoo.mlp(), 2)
+    assert plan["0"].style == Column() and plan["2"].style == Row()
+    assert plan["4"].style == Column() and plan["5"].style == Row()
+    loner = tpk.make_plan(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)), 2)
+    assert loner["0"].style == Column(gather_output=True), "a norm needs all features"
+    assert loner["2"].style == Row(split_input=True)
+    assert "expands" in loner["0"].reason and "contracts" in loner["2"].reason
+
+
+def test_the_strategy_of_rules_takes_every_layer_by_itself() -> None:
+    plan = tpk.make_plan(zoo.mlp(), 2, strategy="rules")
+    assert kinds(plan) == {"0": "Column", "2": "Row", "4": "Column", "5": "Row"}
+    assert all(e.style in (Column(gather_output=True), Row(split_input=True)) for e in plan.entries)
+
+
+def test_a_packed_projection_is_cut_by_segments_and_the_count_of_heads_is_localised() -> None:
+    plan = tpk.make_plan(zoo.Attention(), 2)
+    assert plan["qkv"].style == Column(segments=(24, 24, 24))
+    assert plan.attributes == {"num_heads": (4, (2, 2))}
+    assert "4 heads, 2 per rank" in plan["qkv"].reason
+
+
+def test_layers_in_lists_dicts_and_under_several_names_are_planned_once() -> None:
+    plan = tpk.make_plan(zoo.Nested(), 2)
+    assert plan["again.layers.up"] is plan["inner.1.layers.up"]
+    assert [entry.path for entry in plan.entries].count("inner.1.layers.up") == 1
+    assert plan["head"].style == Column(gather_output=True), "the residual in front of it is whole"
+
+
+def test_what_cannot_be_cut_is_reported_with_a_reason() -> None:
+    plan = tpk.make_plan(zoo.ConvLSTM(), 3)
+    assert plan["head"].style == Row(split_input=True)
+    for path, words in (("conv", "Conv1d"), ("lstm", "LSTM"), ("norm", "norm")):
+        assert plan[path].style == Replicate() and words in plan[path].reason
+    assert plan.replicated_bytes == 4 * (sum(p.numel() for p in zoo.ConvLSTM().parameters()) - 36)
+
+
+LEAKS = (
+    "softmax", "mean", "roll", "residual", "scalar activation", "vector parameter", "size", "shuffle", "second output",
+    "flip", "interleaved pairs", "weight read", "whole matrix", "complex", "integer", "size of a tensor",
+    "size that fills", "size that scales", "size that chooses", "own backward", "kept", "parameter returned",
+    "evaluation",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", LEAKS)
+def test_features_that_meet_those_of_other_ranks_are_not_cut_in_one_go(how: str) -> None:
+    plan = tpk.make_plan(Leaking(how), 2, example_inputs=torch.zeros(5, 6))
+    assert plan["up"].style != Column() and plan["down"].style != Row()
+    assert tpk.make_plan(Leaking("none"), 2, example_inputs=torch.zeros(5, 6))["up"].style == Column()
+
+
+class PerHead(nn.Module):
+    """A norm with weights for every head's features: whole parameters that work on parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 12), nn.LayerNorm(3), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.up(x).view(*x.shape[:-1], -1, 3))
+        y: Tensor = self.down(h.flatten(-2))
+        return y
+
+
+def test_whole_parameters_that_work_on_parts_have_their_gradients_summed() -> None:
+    plan = tpk.make_plan(PerHead(), 2, example_inputs=torch.zeros(5, 6))
+    assert plan["up"].style == Column() and plan["norm"].style == Replicate(sequence_parallel=True)
+    assert plan["norm"].backward == "all-reduce of dw"
+
+
+def test_a_model_that_cannot_be_traced_is_planned_layer_by_layer_and_says_so() -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.up(x).relu()) if x.sum() > 0 else x
+            return y
+
+    plan = tpk.make_plan(Moody(), 2)
+    assert plan["up"].style == Column(gather_output=True) and plan["down"].style == Row(split_input=True)
+    assert "it cannot be traced" in plan.notes[0] and "note: no data flow" in str(plan)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_without_data_flow_nobody_is_believed_who_recommends_a_cut(name: str) -> None:
+    """A tp_plan, or a plan file, is made for other code than ours: without a proof every layer is whole in and out."""
+    model = zoo.build(name)
+
+    class Moody(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, **given: Any) -> Any:
+            return super().forward(input_ids if input_ids.sum() >= 0 else -input_ids, **given)
+
+    model.__class__ = Moody
+    plan = tpk.make_plan(model, 2)
+    assert "it cannot be traced" in plan.notes[0]
+    for entry in plan.entries:
+        alone = not isinstance(entry.style, Column) or entry.style.gather_output
+        assert alone and (not isinstance(entry.style, Row) or entry.style.split_input), entry
+    said = [entry.reason for entry in plan.entries if "says" in entry.reason]
+    assert said and not plan.attributes
+
+
+class ReadsWeights(nn.Module):
+    """Uses one layer's weight without calling it, and cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.called(nn.functional.linear(x if x.sum() > 0 else -x, self.read.weight))
+        return y
+
+
+def test_without_data_flow_a_layer_whose_weight_is_read_stays_whole() -> None:
+    plan = tpk.make_plan(ReadsWeights(), 2)
+    assert "cannot be traced" in plan.notes[0]
+    assert plan["read"].style == Replicate() and "ReadsWeights" in plan["read"].reason
+    assert plan["called"].style == Row(split_input=True)
+
+
+def centred(x: Tensor) -> Tensor:
+    """x, whose gradient loses its mean over all features, or over those of a rank."""
+    if x.requires_grad:
+        x.register_hook(lambda dx: dx - dx.mean(-1, keepdim=True))
+    return x
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_nothing_is_cut_where_code_hooks_gradients_which_a_run_does_not_show(inside: bool) -> None:
+    class Hooks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+        if inside:
+
+            def forward(self, x: Tensor) -> Tensor:
+                h = self.up(x)
+                if h.requires_grad:
+                    h.register_hook(lambda dh: dh - dh.mean(-1, keepdim=True))
+                y: Tensor = self.down(h)
+                return y
+        else:
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = self.down(centred(self.up(x)))
+                return y
+
+    plan = tpk.make_plan(nn.ModuleList([Hooks(), zoo.mlp()])[0], 2, example_inputs=torch.zeros(5, 6))
+    assert plan["up"].style == Column(gather_output=True) and plan["down"].style == Row(split_input=True)
+
+
+def test_attention_of_torch_whose_weight_is_read_stays_whole() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.attention(x, x, x)[0] * self.attention.in_proj_weight.mean())
+            return y
+
+    plan = tpk.make_plan(Reads(), 2)
+    assert plan["attention"].style == Replicate() and "without calling" in plan["attention"].reason
+    assert plan["head"].style == Column(gather_output=True)
+
+
+def test_a_parameter_that_a_closure_keeps_is_refused_by_name_and_a_module_is_not() -> None:
+    class Closure(nn.Module):
+        def __init__(self, of_module: bool) -> None:
+            super().__init__()
+            self.up, self.down, self.scale = nn.Linear(6, 12), nn.Linear(12, 6), nn.Parameter(torch.ones(1))
+            up, scale = self.up, self.scale
+            self.first = up if of_module else lambda x: up(x) * scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.first(x).relu())
+            return y
+
+    with pytest.raises(ValueError, match=r"\['scale'\] are used by code that keeps them"):
+        tpk.make_plan(Closure(False), 2)
+    assert tpk.make_plan(Closure(True), 2)["down"].style == Row()
+
+
+def test_a_plan_leaves_the_model_and_the_random_numbers_alone() -> None:
+    model = zoo.build("bert")
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    state, kinds_before = torch.get_rng_state(), [type(module) for module in model.modules()]
+    attributes = [dict(vars(module)) for module in model.modules()]
+    tpk.make_plan(model, 2, sequence_parallel=True)
+    assert all(id(p) == before[name][0] and torch.equal(p, before[name][1]) for name, p in model.named_parameters())
+    assert kinds_before == [type(module) for module in model.modules()]
+    assert all(vars(module).keys() == old.keys() for module, old in zip(model.modules(), attributes, strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_key_value_heads_that_do_not_divide_are_copied() -> None:
+    plan = tpk.make_plan(zoo.build("qwen2"), 4)
+    assert plan["model.layers.0.self_attn.k_proj"].style == CopiedHeads(heads=2, copies=4)
+    assert plan.attributes["model.layers.0.self_attn.num_key_value_groups"] == (6, (3, 3, 3, 3))
+    assert tpk.make_plan(zoo.build("qwen2"), 2)["model.layers.0.self_attn.k_proj"].style == Column()
+
+
+def test_sources_are_named_in_their_order() -> None:
+    plan = tpk.make_plan(zoo.build("llama"), 2, overrides={"*.lm_head": "replicate"})
+    assert plan["lm_head"].source == "override"
+    assert plan["model.layers.0.mlp.up_proj"].source == "tp_plan"
+    assert plan["model.embed_tokens"].style == Vocabulary()
+    assert tpk.make_plan(zoo.build("bert"), 2)["bert.encoder.layer.0.output.dense"].source == "plan file"
+    assert tpk.make_plan(zoo.mlp(), 2)["0"].source == "data flow"
+    assert tpk.make_plan(zoo.mlp(), 2, strategy="rules")["0"].source == "rule"
+    assert tpk.make_plan(zoo.build("t5"), 2)[
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
+    ].style == Features()  # fmt: skip
+
+
+# ---------------------------------------------------------------- print, save, check
+
+
+def test_a_printed_plan_is_a_table_with_totals() -> None:
+    lines = str(tpk.make_plan(zoo.build("llama"), 2)).splitlines()
+    for column in ("module", "class", "style", "full -> local", "dim", "forward", "backward", "bytes/step",
+                   "implementation", "reason"):  # fmt: skip
+        assert column in lines[0]
+    (row,) = (line for line in lines if "mlp.down_proj" in line)
+    for cell in ("model.layers.[0-1].mlp.down_proj (x2)", "Linear", "24x38 -> 24x19", "all-reduce of y", "tp_plan: "):
+        assert cell in row
+    totals = "\n".join(lines[-5:])
+    for words in ("LlamaForCausalLM over 2 ranks", "parameters per rank: ", "replicated (5 modules)", "sent per rank"):
+        assert words in totals
+
+
+def test_bytes_follow_from_the_plan() -> None:
+    plan = tpk.make_plan(nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 4)), 3,
+                         example_inputs=torch.zeros(7, 4))  # fmt: skip
+    assert plan.full_bytes == 4 * (4 * 10 + 10 + 10 * 4 + 4)
+    assert plan.replicated_bytes == 4 * 4, "the row's bias"
+    assert plan.bytes_per_rank == tuple(4 * (4 * n + n + 4 * n + 4) for n in (4, 4, 2))
+    # An all-reduce of 7 rows of 4 numbers forward, at best 2 (W - 1) / W of the payload per rank; backward the model's
+    # input needs no gradient.
+    assert plan["2"].wire_bytes == 2 * 7 * 4 * 4 * 2 // 3 and plan["0"].wire_bytes == 0
+    assert plan.wire_bytes == plan["2"].wire_bytes + plan["0"].wire_bytes
+
+
+def test_a_plan_survives_json_and_a_changed_or_cut_off_one_is_refused() -> None:
+    plan = tpk.make_plan(zoo.build("gpt2"), 2, sequence_parallel=True)
+    text = plan.to_json()
+    assert tpk.ShardingPlan.from_json(text) == plan
+    for broken, words in (
+        (text[: len(text) // 2], "cut off"),
+        (text.replace('"world_size": 2', '"world_size": 4', 1), "does not match|do not match its digest"),
+        ("[]", "must say"),
+        (text.replace(f'"version": {VERSION}', '"version": 9', 1), "version 9"),
+        (f'{{"format": "tpkernels.ShardingPlan", "version": {VERSION}}}', "digest"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tpk.ShardingPlan.from_json(broken)
+
+
+def signed(body: dict[str, Any]) -> str:
+    """A plan file with a digest that fits whatever it says."""
+    return json.dumps({"format": "tpkernels.ShardingPlan", "version": VERSION, "digest": _digest(body), "plan": body})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: body.pop("entries"), "must have"),
+        (lambda body: body.update(extra=1), "must have"),
+        (lambda body: body["entries"][0].update(style={"style": "pickle"}), "must name one of"),
+        (lambda body: body["entries"][0].update(style={"style": "column", "unit": "3"}), "must be a int"),
+        (lambda body: body["entries"][0].update(style={"style": "column", "device": 1}), "no option"),
+        (lambda body: body["entries"][0].update(path=3), "must be text"),
+        (lambda body: body["entries"][0]["parameters"][0].update(shape=[-1]), "list of sizes"),
+        (lambda body: body.update(world_size=0), "world_size|local shapes"),
+        (lambda body: body.update(attributes=[1]), "not those of a plan"),
+        (lambda body: body.update(shared=[["0", "2"]]), "cannot share an input"),
+    ],
+)
+def test_a_plan_file_with_contents_of_the_wrong_kind_is_refused(change: Any, words: str) -> None:
+    body = json.loads(tpk.make_plan(zoo.mlp(), 2).to_json())["plan"]
+    assert tpk.ShardingPlan.from_json(signed(body))
+    change(body)
+    with pytest.raises(ValueError, match=words):
+        tpk.ShardingPlan.from_json(signed(body))
+
+
+def test_validate_names_the_differences_of_another_model() -> None:
+    plan = tpk.make_plan(zoo.mlp(), 2)
+    plan.validate(zoo.mlp())
+    with pytest.raises(ValueError, match=r"'0' has parameters .*\(14, 6\)"):
+        plan.validate(nn.Sequential(nn.Linear(6, 14), *list(zoo.mlp())[1:]))
+    with pytest.raises(ValueError, match="there is no module '0'"):
+        plan.validate(zoo.Nested())
+    heads = tpk.make_plan(zoo.Attention(heads=4), 2)
+    with pytest.raises(ValueError, match="num_heads is 6, the plan expects 4"):
+        heads.validate(zoo.Attention(heads=6))
+
+
+# ---------------------------------------------------------------- overrides and other plans
+
+
+def test_overrides_win_and_reach_options() -> None:
+    plan = tpk.make_plan(zoo.mlp(), 2, overrides={"0": Column(implementation="chunked"), "5": "replicate"})
+    assert plan["0"].style == Column(implementation="chunked") and plan["2"].style == Row()
+    assert plan["5"].style == Replicate() and plan["4"].style == Column(gather_output=True)
+    assert "asked for" in plan["0"].reason
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"*.nothing": "replicate"}, "matches no module"),
+        ({"0": "column", "?": "replicate"}, "matches '0' with"),
+        ({"0": "sideways"}, "must be one of"),
+        ({"0": "row", "2": "column"}, "conflict"),
+        ({"0": "column", "2": "replicate"}, "conflict with the model"),
+        ({"2": "row", "0": "replicate"}, "conflict with the model"),
+    ],
+)
+def test_overrides_that_match_nothing_or_conflict_are_refused(overrides: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tpk.make_plan(zoo.mlp(), 2, overrides=overrides)
+
+
+def test_an_override_of_a_layer_whose_weight_is_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="'up' conflicts with the model: it has parameters that the model uses"):
+        tpk.make_plan(Leaking("weight read"), 2, example_inputs=torch.zeros(5, 6), overrides={"up": "column_gather"})
+
+
+def test_an_override_of_one_of_two_tied_weights_is_refused() -> None:
+    model = zoo.build("gpt2")
+    assert tpk.make_plan(model, 2)["lm_head"].style == Column(gather_output=True)
+    with pytest.raises(ValueError, match=r"tied to that of transformer\.wte"):
+        tpk.make_plan(model, 2, overrides={"lm_head": "column_gather", "*.wte": "replicate"})
+
+
+def test_names_of_transformers_and_styles_of_torch_are_understood() -> None:
+    assert as_style("x", "colwise") == Column() and as_style("x", "rowwise") == Row()
+    assert as_style("x", "colwise_gather_output") == Column(gather_output=True)
+    assert as_style("x", ColwiseParallel()) == Column()
+    assert as_style("x", ColwiseParallel(output_layouts=Whole())) == Column(gather_output=True)
+    assert as_style("x", ColwiseParallel(input_layouts=Shard(1))) == Column(sequence_parallel=True, sequence_dim=1)
+    assert as_style("x", RowwiseParallel(input_layouts=Whole())) == Row(split_input=True)
+    assert as_style("x", RowwiseParallel(output_layouts=Shard(0))) == Row(sequence_parallel=True, sequence_dim=0)
+    assert as_style("x", SequenceParallel()) == Replicate(sequence_parallel=True)
+    assert as_style("x", RowwiseParallel(input_layouts=Whole()), embedding=True) == Vocabulary()
+    with pytest.raises(ValueError, match="no counterpart"):
+        as_style("x", ColwiseParallel(output_layouts=Shard(0)))
+    with pytest.raises(ValueError, match="packed_colwise"):
+        as_style("x", "packed_colwise")
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_bad_input_is_refused_with_what_to_do() -> None:
+    for model, mesh, options, words in (
+        (nn.Sequential(nn.Conv2d(3, 4, 3)), 2, {}, "nothing to shard"),
+        (zoo.mlp(), 0, {}, "number of ranks from 1"),
+        (zoo.mlp(), 2, {"strategy": "best"}, "strategy must be one of"),
+        (zoo.mlp(), 2, {"example_inputs": torch.zeros(3, 5)}, "does not run with the example_inputs"),
+        (zoo.mlp(), 2, {"example_inputs": 3}, "must be a tensor, a tuple"),
+        (zoo.build("bert"), 5, {}, "5 ranks are more than the 4 heads"),
+        (zoo.mlp(), 2, {"strategy": "rules", "sequence_parallel": True}, "give example_inputs"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tpk.make_plan(model, mesh, **options)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_plans_a_configuration_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "plan.json"
+    options = ["--tp", "8", "--sequence-parallel", "--override", "*.lm_head=replicate", "--json", str(file)]
+    assert cli.main(["plan", str(tmp_path), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "14336x4096 -> 1792x4096" in printed and "32 heads, 4 per rank" in printed
+    assert tpk.ShardingPlan.from_json(file.read_text())["lm_head"].style == Replicate()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        ("tests.models.zoo:mlp", ["--tp", "0"], "number of ranks from 1"),
+        ("tests.models.zoo:nothing", ["--tp", "2"], "has no function 'nothing'"),
+        ("tests.models.zoo:mlp", ["--tp", "2", "--override", "0"], "PATTERN=STYLE"),
+        ("no_such_module_here:mlp", ["--tp", "2"], "no_such_module_here"),
+    ],
+)
+def test_the_command_explains_bad_arguments(
+    source: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", source, *options]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_the_command_plans_what_a_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "tests.models.zoo:mlp", "--tp", "2"]) == 0
+    assert "13x6 -> 7x6 .. 6x6" in capsys.readouterr().out
+
+
+def test_a_configuration_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no such"')
+    assert cli.main(["plan", str(tmp_path), "--tp", "2"]) == 2
+    assert "no configuration that transformers understands" in capsys.readouterr().err

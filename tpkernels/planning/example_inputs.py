@@ -1,0 +1,192 @@
+"""Inputs to trace a model with: those that the user gives, or ones that the model's kind and signature suggest.
+
+Owns: the guesses.  A guess is right when the model runs with it on fake tensors, so that wrong ones cost time only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.planning.opaque_modules import NeedsValues, record
+from tpkernels.planning.shadow import MODES, Mode, Shadow
+from tpkernels.planning.trace import Recording
+from tpkernels.planning.trace_leaks import Watch
+
+__all__ = ["Observation", "as_call", "candidates", "observe"]
+
+BATCH, LENGTH, OTHER_LENGTH = 3, 7, 5
+"""Sizes that a model is unlikely to have: equal numbers could hide which dimension is which."""
+INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_ids")
+
+
+class Observation:
+    """A recorded run of a model, or the reason why there is none."""
+
+    def __init__(self, model: nn.Module, example_inputs: object, watch: Watch | None = None) -> None:
+        self.shadow: Shadow | None = None
+        self.recording: Recording | None = None
+        self.args: Any = ()
+        self.kwargs: Any = {}
+        self.mode = MODES[0]
+        """Of the recorded run; one of training shows dropout."""
+        self.recordings: list[tuple[Mode, Recording]] = []
+        """That run first, and one for each mode in which the model runs otherwise."""
+        self.note = ""
+        """Which mode could not be recorded, and why."""
+        self.problem = ""
+        self.needs_values = False
+        """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
+        given = None if example_inputs is None else as_call(example_inputs)
+        try:
+            watch = watch or Watch()
+            self.shadow = Shadow(model, watch.caches)
+            watch.add(self.shadow.fake)
+        except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
+            self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
+            return
+        for args, kwargs in [given] if given is not None else candidates(model):
+            if self._record(self.shadow, *self.shadow.fake_inputs(args, kwargs)):
+                return
+        if not self.problem:
+            self.problem = "no example inputs were given, and none could be derived"
+
+    def _record(self, shadow: Shadow, args: Any, kwargs: Any) -> bool:
+        """Whether the model runs with these inputs, in at least one mode."""
+        failures: dict[Mode, str] = {}
+        for mode in MODES:
+            shadow.set_mode(mode)
+            try:
+                recording = record(shadow, args, kwargs)
+            except NeedsValues as error:
+                failures[mode] = f"{type(error.__cause__).__name__}: {_first_line(error.__cause__)}"
+                self.needs_values = True
+                continue
+            except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
+                failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
+                continue
+            if not any(mode.training == other.training and recording.same(known) for other, known in self.recordings):
+                self.recordings.append((mode, recording))
+        if not self.recordings:
+            self.problem = self.problem or f"it cannot be traced ({failures[MODES[0]]})"
+            return False
+        self.mode, self.recording = self.recordings[0]
+        for _, other_recording in self.recordings[1:]:
+            self.recording.direct |= other_recording.direct
+        self.args, self.kwargs, self.problem = args, kwargs, ""
+        if failures:
+            failed, why = next(iter(failures.items()))
+            proven = [str(mode) for mode in MODES if mode not in failures and mode.gradients == failed.gradients]
+            self.note = f"proven for {' and '.join(proven)} alone: in {failed} it cannot be traced ({why})"
+        shadow.set_mode(self.mode)
+        return True
+
+
+def observe(model: nn.Module, example_inputs: object, watch: Watch | None = None) -> Observation:
+    """Run ``model`` on fake tensors; ``watch`` is of :func:`tpkernels.planning.trace_leaks.nothing_left`.
+
+    Raises:
+        ValueError: example inputs were given, and the model does not run with them for another reason than that it
+            asks for the values of tensors.
+    """
+    found = Observation(model, example_inputs, watch)
+    if example_inputs is not None and found.recording is None and not found.needs_values:
+        raise ValueError(
+            f"{type(model).__name__} does not run with the example_inputs given: {found.problem}. If it does run with "
+            "them on real tensors, leave them out: its layers are gathered then, one by one"
+        )
+    return found
+
+
+def candidates(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Calls that could be right for ``model``, the likeliest first."""
+    if hasattr(model, "config") and hasattr(model, "main_input_name"):
+        yield from _hugging_face(model)
+    signature = inspect.signature(model.forward)
+    required = [
+        p.name for p in signature.parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    firsts = list(dict.fromkeys(_first_inputs(model)))
+    named = any(word in name.lower().split("_") for name in required[:1] for word in INTEGER_NAMES)
+    for kind, shape in sorted(firsts, key=lambda first: (first[0] == "int") != named):
+        make = torch.zeros(shape, dtype=torch.long if kind == "int" else torch.get_default_dtype(), device="meta")
+        yield (make,) * max(1, len(required)), {}
+
+
+def _hugging_face(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    config: Any = model.config
+    names = set(inspect.signature(model.forward).parameters)
+    extra: dict[str, Any] = {}
+    if "use_cache" in names:
+        extra["use_cache"] = False
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        extra["decoder_input_ids"] = _ids(OTHER_LENGTH)
+    text = {"input_ids": _ids(LENGTH)} if "input_ids" in names else {}
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None)
+    images: dict[str, Any] = {}
+    if "pixel_values" in names and isinstance(size, int | list | tuple):
+        height, width = (size, size) if isinstance(size, int) else size[:2]
+        images["pixel_values"] = _floats(BATCH, getattr(vision, "num_channels", 3), height, width)
+    main = str(model.main_input_name)
+    if main == "input_features" and hasattr(config, "num_mel_bins"):
+        length = 2 * getattr(config, "max_source_positions", LENGTH)
+        yield (), {main: _floats(BATCH, config.num_mel_bins, length)} | extra
+        yield (), {main: _floats(BATCH, length, config.num_mel_bins)} | extra
+    if main == "input_values":
+        yield (), {main: _floats(BATCH, 4000)} | extra
+    for inputs in (text | images, images, text):
+        if inputs:
+            yield (), inputs | extra
+            yield (), inputs
+
+
+def _first_inputs(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What the modules of the model take, in their order: one of them is the first to run."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield "int", (BATCH, LENGTH)
+        elif isinstance(module, nn.Linear):
+            yield "float", (BATCH, LENGTH, module.in_features)
+            yield "float", (BATCH, module.in_features)
+        elif isinstance(module, nn.Conv2d):
+            for size in (64, 32, 28, 224):
+                yield "float", (BATCH, module.in_channels, size, size)
+        elif isinstance(module, nn.Conv1d):
+            yield "float", (BATCH, module.in_channels, 64)
+        elif isinstance(module, nn.RNNBase):
+            yield "float", (BATCH, LENGTH, module.input_size)
+        elif isinstance(module, nn.MultiheadAttention):
+            yield "float", (BATCH, LENGTH, module.embed_dim)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            yield "float", (BATCH, LENGTH, *module.normalized_shape)
+
+
+def as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor, a sequence of positional arguments, or a mapping of keyword arguments."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, Sequence) and not isinstance(example, str):
+        return tuple(example), {}
+    raise ValueError(
+        f"example_inputs must be a tensor, a tuple of arguments or a dict of keyword arguments, got {example!r}"
+    )
+
+
+def _ids(length: int) -> Tensor:
+    return torch.zeros(BATCH, length, dtype=torch.long, device="meta")
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.zeros(shape, device="meta")
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).splitlines()[0][:160] if str(error) else "no message"

@@ -1,0 +1,448 @@
+"""``make_plan``: what to do with every module of a model, from overrides, plan files, ``tp_plan``, data flow and a
+rule.
+
+Owns: the order of the sources, and the rule for what they leave.
+
+Rules that need no surroundings: a linear that is much wider at its output is cut by columns and gathered, one much
+wider at its input takes its part of the input and is summed, every other one is cut by columns and gathered.  Their
+values are right whatever stands around them, because what goes in and what comes out is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.multihead import why_not_parallel
+from tpkernels.nn.parameters import tp_mesh
+from tpkernels.ops.checks import DTYPES
+from tpkernels.partition import chunk_sizes
+from tpkernels.planning.example_inputs import Observation, observe
+from tpkernels.planning.hints import Hints, hints_for, override_styles
+from tpkernels.planning.layers import Layer, is_attention, layer_of, unswappable
+from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.plan_entries import Chosen, make_entries
+from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
+from tpkernels.planning.replay import Role
+from tpkernels.planning.row_counts import count_rows, untrained_in
+from tpkernels.planning.search import Attributes
+from tpkernels.planning.sequence_flow import Stream, follow
+from tpkernels.planning.shared_inputs import find_shared
+from tpkernels.planning.source_reads import maybe_read
+from tpkernels.planning.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.trace_leaks import nothing_left
+
+__all__ = ["check_plain", "make_plan"]
+
+STRATEGIES = ("auto", "rules")
+EXPANSION = 1.5
+READ = "has parameters that the model uses without calling the module"
+
+
+def make_plan(
+    model: nn.Module,
+    mesh: GroupLike | int,
+    *,
+    strategy: str = "auto",
+    sequence_parallel: bool = False,
+    overrides: Mapping[str, object] | None = None,
+    example_inputs: object = None,
+) -> ShardingPlan:
+    """Find out how ``model`` can be cut over the ranks of ``mesh``; nothing is touched.
+
+    Args:
+        mesh: a mesh with a "tp" axis, a one-dimensional mesh, a ProcessGroup, or a number of ranks.  With one of the
+            first three the plan also says which implementation runs, which makes the call collective.
+        strategy: "auto", or "rules" to do without tracing: every linear by itself, whole in and out.
+        sequence_parallel: let the residual stream of a decoder's or encoder's blocks travel cut along the sequence.
+        overrides: patterns of module names to styles; ``*`` also stands for leading parts (``*.lm_head``).  They win
+            over everything else.  Values as in the plan of :func:`parallelize`.
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with.  Only
+            shapes and dtypes are used.  Models of transformers, and models that take the ids or features that their
+            first layer takes, need none.
+
+    Raises:
+        ValueError: nothing to cut; more ranks than attention heads; overrides that match nothing, contradict each
+            other, or would leave a part where a whole tensor is needed; a model that is parallel already.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    group: DeviceMesh | None = None
+    if isinstance(mesh, int):
+        if isinstance(mesh, bool) or mesh < 1:
+            raise ValueError(f"mesh must be a mesh, a group or a number of ranks from 1, got {mesh!r}")
+        world_size = mesh
+    else:
+        group = tp_mesh(mesh, model)
+        world_size = group.size()
+    check_plain(model)
+    forced = override_styles(overrides or {}, model)
+    if strategy == "rules":
+        return _Planner(model, world_size, forced, None).plan(group, sequence_parallel)
+    with nothing_left() as watch:
+        return _Planner(model, world_size, forced, observe(model, example_inputs, watch)).plan(group, sequence_parallel)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuse a model that is parallel already."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor already (placements {parameter.placements}): the model was "
+                "parallelized before, and a second time would cut its shards again"
+            )
+
+
+class _Planner:
+    def __init__(
+        self, model: nn.Module, world_size: int, forced: Mapping[str, Style], observation: Observation | None
+    ) -> None:
+        self.model, self.world_size, self.observation = model, world_size, observation
+        self.modules = dict(model.named_modules())
+        names = {id(module): name for name, module in reversed(self.modules.items())}
+        every = dict(model.named_modules(remove_duplicate=False))
+        self.forced = {names[id(every[name])]: style for name, style in forced.items()}
+        self.layers = {name: layer for name, m in self.modules.items() if (layer := layer_of(m)) is not None}
+        self.hints: Hints | None = hints_for(model)
+        self.traced = observation is not None and observation.recording is not None
+        self.chosen: dict[str, Chosen] = {}
+        self.decision = Decision()
+        self.attributes: Attributes = {}
+
+    def plan(self, group: DeviceMesh | None, sequence_parallel: bool) -> ShardingPlan:
+        self._check_captured()
+        kept = self._kept()
+        for name, style in self.forced.items():
+            if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
+                raise ValueError(f"the override of {name!r} conflicts with the model: it {READ}, and must stay whole")
+            self.chosen[name] = Chosen(style, "override", f"asked for{'' if self._is_seen(name) else '; not proven'}")
+        if self.traced:
+            self._from_data_flow(kept)
+        for name, reason in kept.items():
+            self.chosen.setdefault(name, Chosen(Replicate(), "default", reason))
+        for name, layer in self.layers.items():
+            if name not in self.chosen:
+                self.chosen[name] = self._by_rule(name, layer)
+        self._cut_attention()
+        self._untie()
+        self._check_something_is_cut()
+        for name in sorted({parameter.rpartition(".")[0] for parameter in self.decision.partial}):
+            reason = "whole, but works on parts: its gradients are summed"
+            self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
+        stream = self._cut_sequence() if sequence_parallel else Stream([])
+        recording = self.observation.recording if self.observation is not None else None
+        styles = {name: chosen.style for name, chosen in self.chosen.items()}
+        return make_entries(
+            self.model,
+            self.world_size,
+            self.chosen,
+            attributes=self.attributes,
+            random=tuple(self.decision.random),
+            rows=None if recording is None else count_rows(recording),
+            untrained=frozenset() if recording is None else untrained_in(recording),
+            shared=() if recording is None else find_shared(recording, styles),
+            group=group,
+            stream=stream,
+            notes=(*self._notes(), *stream.notes),
+        )
+
+    def _check_captured(self) -> None:
+        """Parameters are new objects afterwards: code that keeps the old ones would go on with these, untrained."""
+        recordings = self.observation.recordings if self.observation is not None else []
+        captured = sorted({name for _, recording in recordings for name in recording.captured})
+        if captured:
+            raise ValueError(
+                f"parameters {captured[:3]} are used by code that keeps them outside of their modules (in a "
+                "closure, a default argument, a list): it would go on with the tensors from before; let it read them "
+                "from their modules"
+            )
+
+    def _cut_sequence(self) -> Stream:
+        """Let the residual travel cut along the sequence, where that is proven, and change the styles to match."""
+        if self.observation is None or not self.traced:
+            why = self.observation.problem if self.observation is not None else 'strategy is "rules"'
+            advice = "" if self.observation is not None and self.observation.needs_values else "; give example_inputs"
+            raise ValueError(f"sequence_parallel needs the data flow of the model: {why}{advice}")
+        roles: dict[str, str] = {}
+        for group in self.decision.proven:
+            roles |= dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
+        others = [name for name, layer in self.layers.items() if name not in roles and layer.kind != "embedding"]
+        together = {name: self.decision.together.get(name, (name,)) for name in others}
+        together |= {name: (name,) for name, m in self.modules.items() if isinstance(m, nn.MultiheadAttention)}
+        stream = follow(self.observation, roles, together)
+        for name, cut in stream.layers.items():
+            old = self.chosen[name]
+            if cut and isinstance(old.style, Column | CopiedHeads | Row):
+                self.chosen[name] = replace(old, style=replace(old.style, sequence_parallel=True))
+        for local in stream.local:
+            for inner, module in self.modules[local].named_modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    reason = "works on a part of the sequence: its gradients are summed"
+                    name = ".".join(filter(None, (local, inner)))
+                    self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
+        return stream
+
+    def _cut_attention(self) -> None:
+        """torch's own attention takes and gives whole tensors; inside, its heads are cut."""
+        for name, module in self.modules.items():
+            if not isinstance(module, nn.MultiheadAttention) or not is_attention(module) or name in self.chosen:
+                continue
+            inner = f"{name}.out_proj" if name else "out_proj"
+            why = why_not_parallel(module, self.world_size) or unswappable(module)
+            if why is None and name in self._read_directly():
+                why = READ
+            if why is None and not any(n in self._tied() for n in (name, inner)) and inner not in self.chosen:
+                sizes, unit = chunk_sizes(module.num_heads, self.world_size), 1
+                each = str(sizes[0])
+                if len(set(sizes)) > 1:
+                    each, unit = f"{'/'.join(map(str, sizes))}", module.head_dim
+                reason = f"{module.num_heads} heads, {each} per rank{' as torch.chunk cuts' if unit > 1 else ''}"
+                self.chosen[name] = Chosen(Heads(unit=unit), "rule", reason)
+                self.chosen[inner] = Chosen(Heads(inner=True, unit=unit), "rule", f"goes with {name}")
+            elif why is not None:
+                self.chosen[name] = Chosen(Replicate(), "default", why)
+
+    def _is_seen(self, name: str) -> bool:
+        """The data flow shows what becomes of the module's output."""
+        if self.observation is None or self.observation.recording is None:
+            return False
+        return name not in self.layers or name in self.observation.recording.layer_rows
+
+    def _read_directly(self) -> Container[str]:
+        """torch's attention modules whose parameters are read past them, as far as can be told."""
+        if self.observation is None or self.observation.recording is None:
+            return maybe_read(self.model)
+        return self.observation.recording.direct
+
+    def _notes(self) -> tuple[str, ...]:
+        if self.observation is None or self.traced:
+            return () if self.observation is None or not self.observation.note else (self.observation.note,)
+        return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
+
+    def _kept(self) -> dict[str, str]:
+        """Layers that stay whole whatever surrounds them, and why."""
+        kept: dict[str, str] = {}
+        recording = self.observation.recording if self.observation is not None else None
+        tied = self._tied()
+        read = {} if recording is not None else maybe_read(self.model)
+        for name, layer in self.layers.items():
+            module = self.modules[name]
+            weight: Any = module.weight
+            why = unswappable(module)
+            if why is not None:
+                kept[name] = why
+            elif weight.dtype not in DTYPES:
+                kept[name] = f"has weights of {weight.dtype}"
+            elif recording is not None and name in recording.direct:
+                kept[name] = READ
+            elif name in read:
+                kept[name] = f"has a weight that the code of {read[name]} may use without calling the module"
+            elif recording is not None and name not in recording.layer_rows and name not in tied:
+                kept[name] = "is not called by the example"
+            elif self._smallest_cut(layer) < self.world_size:
+                kept[name] = f"has fewer features ({self._smallest_cut(layer)}) than there are ranks"
+        return kept
+
+    @staticmethod
+    def _smallest_cut(layer: Layer) -> int:
+        if layer.kind == "embedding":
+            return layer.in_features
+        return layer.in_features if layer.in_features > EXPANSION * layer.out_features else layer.out_features
+
+    def _from_data_flow(self, kept: Mapping[str, str]) -> None:
+        assert self.observation is not None
+        excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
+        excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
+        loose: dict[str, Role] = {}
+        style: Style
+        for name, style in self.forced.items():
+            if isinstance(style, Column) and not style.gather_output and name in self.layers:
+                total = self.layers[name].out_features
+                pieces = self._pieces(total, style.unit) if not style.segments else 0
+                loose[name] = Role("column", style.segments or (total,), pieces=pieces)
+            elif isinstance(style, Features) and not style.gather_output and name in self.layers:
+                loose[name] = Role("column", (self.layers[name].out_features,))
+            elif isinstance(style, Row) and not style.split_input and name in self.layers:
+                total = self.layers[name].in_features
+                loose[name] = Role("row", (total,), pieces=self._pieces(total, style.unit))
+            else:
+                excluded[name] = "is overridden"
+        assert self.observation.recording is not None
+        hidden = [  # also where no guess of the values reaches them
+            f"{name} is inside of a module that needs values of tensors"
+            for name in loose if name in self.observation.recording.rows_unknown
+        ]  # fmt: skip
+        if not hidden:
+            self.decision = decide(self.observation, self.world_size, excluded, loose)
+            while shown := self._shown_in_another_shape():
+                excluded |= shown
+                self.decision = decide(self.observation, self.world_size, excluded, loose)
+        conflicts = hidden or self.decision.conflicts
+        if conflicts:
+            names = ", ".join(map(repr, loose))
+            raise ValueError(
+                f"the overrides of {names} conflict with the model: {conflicts[0]}; override the layers "
+                'that belong to them as well, or use "column_gather" and "row_split", which fit everywhere'
+            )
+        self._check_heads()
+        for group, proof in self.decision.proven.items():
+            self.attributes |= proof.attributes
+            rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
+            for name in group.columns:
+                sizes = proof.segments[name]
+                units = tuple(size // proof.pieces if proof.pieces else 1 for size in sizes)
+                style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes)
+                if len(sizes) > 1 and proof.pieces:
+                    style = replace(style, units=units)
+                reason = f"{proof.each(self.world_size)}, until {rows}"
+                if self.layers[name].kind == "embedding":
+                    style = Features()
+                if name in proof.copies:
+                    copies = proof.copies[name]
+                    style = CopiedHeads(copies.heads, copies.total)
+                    reason = f"{copies.heads} key-value heads for {self.world_size} ranks: whole on every rank"
+                self._choose(name, style, reason)
+            for name in group.rows:
+                unit = self.layers[name].in_features // proof.pieces if proof.pieces else 1
+                self._choose(
+                    name,
+                    Row(unit=unit),
+                    f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
+                )
+
+    def _shown_in_another_shape(self) -> dict[str, str]:
+        """Layers that would keep their weight by heads, and whose weight the model's code asks for its shape, or may
+        ask where no run came along; a packed layer has an answer."""
+        assert self.observation is not None and self.observation.shadow is not None
+        read = maybe_read(self.model) | dict.fromkeys(self.observation.shadow.asked, "the model")
+        return {
+            name: f"has a weight that the code of {read[name]} may ask for its shape"
+            for group, proof in self.decision.proven.items()
+            for name in (*group.columns, *group.rows)
+            if name in read and (proof.pieces or proof.copies)
+        }
+
+    def _pieces(self, total: int, unit: int) -> int:
+        """Of how many pieces a cut in multiples of ``unit`` is, where it is another one than by features."""
+        if (
+            unit <= 1
+            or total % unit
+            or chunk_sizes(total, self.world_size, unit) == chunk_sizes(total, self.world_size)
+        ):
+            return 0
+        return total // unit
+
+    def _choose(self, name: str, style: Style, reason: str) -> None:
+        """What the data flow proves, under the name of the first source that says the same."""
+        asked = self.forced.get(name)
+        if asked is not None:
+            if isinstance(asked, Row) != isinstance(style, Row):
+                raise ValueError(f"the override of {name!r} conflicts with the data flow, where it {reason}")
+            if isinstance(asked, Column) and isinstance(style, Column):
+                unit = style.unit if style.unit > 1 else asked.unit
+                style = replace(asked, segments=style.segments, unit=unit, units=style.units)
+            elif isinstance(asked, Row):
+                style = replace(asked, unit=style.unit) if isinstance(style, Row) and style.unit > 1 else asked
+            self.chosen[name] = Chosen(style, "override", f"asked for, and proven by data flow: {reason}")
+        elif self.hints is not None and name in self.hints.styles:
+            said = self.hints.styles[name][0]
+            reason = f"{self.hints.origin} says {said}; {reason}"
+            self.chosen[name] = Chosen(style, self.hints.source, reason)
+        else:
+            self.chosen[name] = Chosen(style, "data flow", reason)
+
+    def _check_heads(self) -> None:
+        """More ranks than heads is a mistake, unless the model has other attention that can be cut."""
+        if any(proof.heads for proof in self.decision.proven.values()):
+            return
+        for group, error in self.decision.refused.items():
+            if 0 < error.count < self.world_size and len(group.columns) + len(group.rows) <= SMALL_GROUP:
+                raise ValueError(
+                    f"{self.world_size} ranks are more than the {error.count} heads of "
+                    f"{group.columns[0].rpartition('.')[0] or type(self.model).__name__}: use at most {error.count} "
+                    f'ranks, or overrides={{"{group.columns[0]}": "replicate", ...}} for its layers'
+                )
+
+    def _by_rule(self, name: str, layer: Layer) -> Chosen:
+        refused = [
+            error.reason
+            for group, error in self.decision.refused.items()
+            if name in (*group.columns, *group.rows) and len(group.columns) + len(group.rows) <= SMALL_GROUP
+        ]
+        said = self.hints.styles[name][0] if self.hints is not None and name in self.hints.styles else ""
+        why = f" ({self.hints.origin} says {said})" if said and self.hints is not None else ""
+        why += f" (not with its neighbours: {refused[0]})" if refused else ""
+        if layer.kind == "embedding":
+            if layer.in_features <= layer.out_features and name not in self._tied():
+                return Chosen(Replicate(), "rule", f"a table of {layer.in_features} rows is cheaper than a sum" + why)
+            return Chosen(Vocabulary(), "rule", "by vocabulary" + why)
+        if layer.in_features > EXPANSION * layer.out_features:
+            return Chosen(Row(split_input=True), "rule", "contracts: by its input, summed" + why)
+        word = "expands" if layer.out_features > EXPANSION * layer.in_features else "neither expands nor contracts"
+        return Chosen(Column(gather_output=True), "rule", f"{word}: by its output, gathered" + why)
+
+    def _tied(self) -> dict[str, list[str]]:
+        """Modules that share a parameter with others, and those."""
+        owners: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(name)
+        return {name: names for names in owners.values() if len(names) > 1 for name in names}
+
+    def _untie(self) -> None:
+        """Tied weights are cut alike, by vocabulary, or stay whole; a layer may have several ties (weight and bias)."""
+        while self._untie_once():
+            pass
+
+    def _untie_once(self) -> bool:
+        """Whether a layer that was to be cut stays whole now, so that others with ties to it must, too."""
+        before = {name: chosen.style for name, chosen in self.chosen.items()}
+        for owners in self._tied().values():
+            styles = {owner: self.chosen[owner].style for owner in owners if owner in self.chosen}
+            layers = all(owner in self.layers or self._idle(owner) for owner in owners)
+            alike = layers and all(
+                isinstance(s, Vocabulary) or (isinstance(s, Column) and not s.segments) for s in styles.values()
+            )
+            conv = any(owner in self.layers and self.layers[owner].kind == "conv1d" for owner in owners)
+            if alike and not conv:
+                continue
+            for owner in owners:
+                old = self.chosen.get(owner)
+                if old is not None and old.source == "override" and not isinstance(old.style, Replicate):
+                    others = ", ".join(other for other in owners if other != owner)
+                    raise ValueError(
+                        f"the override of {owner!r} conflicts with its weight being tied to that of {others}: override "
+                        'all of them, a table by "vocabulary" and a head by "column_gather"'
+                    )
+                others = ", ".join(other for other in owners if other != owner)
+                self.chosen[owner] = Chosen(Replicate(), "default", f"tied to {others}, which stays whole")
+        return before != {name: chosen.style for name, chosen in self.chosen.items()}
+
+    def _idle(self, name: str) -> bool:
+        """The module holds parameters that only layers read, as far as the data flow shows."""
+        if not self.traced:
+            return False
+        assert self.observation is not None and self.observation.recording is not None
+        module = self.modules[name]
+        held = {id(parameter) for parameter in module.parameters(recurse=False)}
+        readers = [n for n in self.layers if held & {id(p) for p in self.modules[n].parameters(recurse=False)}]
+        return bool(readers) and not set(readers) & self.observation.recording.direct
+
+    def _check_something_is_cut(self) -> None:
+        if self.world_size > 1 and all(isinstance(c.style, Replicate) for c in self.chosen.values()):
+            if any(c.source == "override" for c in self.chosen.values()):
+                return
+            raise ValueError(
+                f"nothing to shard: {type(self.model).__name__} has no linear layer or embedding that can be cut over "
+                f"{self.world_size} ranks{self._why_nothing()}"
+            )
+
+    def _why_nothing(self) -> str:
+        reasons = [f"{name} {chosen.reason}" for name, chosen in self.chosen.items()][:3]
+        return f" ({'; '.join(reasons)})" if reasons else ""

@@ -1,0 +1,281 @@
+"""Which groups of a model are cut: each proven where it stands, then all of them together on the whole model.
+
+Owns: the decision.  Groups are taken smallest first; a layer is a column or a row in at most one of them.  A proof
+found for one block is tried first on its like.  The last word is a replay of the whole model with everything that was
+found: a group that it blames is given up, and the replay repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.layer_groups import Group, find_groups
+from tpkernels.planning.replay import Replay, Role, unlike_ranks
+from tpkernels.planning.search import Attributes, Proof, Search, Whole
+from tpkernels.planning.shadow import MODES, Mode
+from tpkernels.planning.splits import Unproven
+from tpkernels.planning.trace import Recording, Scope, Shadow
+
+__all__ = ["SMALL_GROUP", "Decision", "decide"]
+
+JOINT_ATTEMPTS = 12
+SMALL_GROUP = 8
+"""Layers; larger groups are residual streams, which nobody expects to be cut by features."""
+
+
+@dataclass
+class Decision:
+    """What is proven, and why the rest is not."""
+
+    proven: dict[Group, Proof] = field(default_factory=dict)
+    refused: dict[Group, Unproven] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    """Parameters of whole modules that meet parts: their gradients are summed."""
+    random: list[tuple[str, str]] = field(default_factory=list)
+    together: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For layers of groups that were refused, but could have been one: all layers of the group."""
+    conflicts: list[str] = field(default_factory=list)
+    """What speaks against roles that the user forced."""
+
+
+def decide(
+    observation: Observation, world_size: int, excluded: Mapping[str, str], forced: Mapping[str, Role]
+) -> Decision:
+    """Prove what can be proven.
+
+    Args:
+        excluded: layers that may not be cut with others, with the reason.
+        forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
+    """
+    assert observation.shadow is not None and observation.recording is not None
+    return _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced).run()
+
+
+class _Decider:
+    def __init__(
+        self,
+        observation: Observation,
+        shadow: Shadow,
+        recording: Recording,
+        world_size: int,
+        excluded: Mapping[str, str],
+        forced: Mapping[str, Role],
+    ) -> None:
+        self.observation, self.shadow, self.recording = observation, shadow, recording
+        self.world_size, self.excluded, self.forced = world_size, excluded, forced
+        self.search = Search(shadow, recording, world_size)
+        self.decision = Decision()
+
+    def run(self) -> Decision:
+        waiting = self._prove_alone()
+        self._prove_together(waiting)
+        self._prove_whole()
+        self.decision.random = self._random_pairs()
+        for group, error in self.decision.refused.items():
+            if _size(group) <= SMALL_GROUP or error.count:
+                names = (*group.columns, *group.rows)
+                self.decision.together |= {name: names for name in names if name not in self.excluded}
+        return self.decision
+
+    def _prove_alone(self) -> dict[Any, list[Group]]:
+        """Groups that could not be proven within their scope, by what they have in common."""
+        found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
+        waiting: dict[Any, list[Group]] = {}
+        used: set[str] = set()
+        for group in find_groups(self.recording):
+            layers = {*group.columns, *group.rows}
+            barred = next((name for name in layers if name in self.excluded), None)
+            if barred is not None:
+                self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
+                continue
+            if layers & used or self._contradicts(group):
+                continue
+            scope = self.search.scope_of(group)
+            key = self.search.signature(group, scope)
+            if key not in found:
+                try:
+                    found[key] = group, scope, self.search.prove(group)
+                except Unproven as error:
+                    found[key] = error
+            known = found[key]
+            if isinstance(known, Unproven):
+                self.decision.refused[group] = known
+                waiting.setdefault(key, []).append(group)
+                continue
+            used |= layers
+            self.decision.proven[group] = _moved(known, group, scope)
+        return waiting
+
+    def _contradicts(self, group: Group) -> bool:
+        """The user wants one of the layers to be the other thing."""
+        kinds = dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
+        return any(name in self.forced and self.forced[name].kind != kind for name, kind in kinds.items())
+
+    def _prove_together(self, waiting: Mapping[Any, list[Group]]) -> None:
+        """Groups that depend on each other, such as blocks that hand a bias per head to the next, all at once."""
+        for groups in waiting.values():
+            used = {name for group in self.decision.proven for name in (*group.columns, *group.rows)}
+            error = self.decision.refused[groups[0]]
+            pieces = error.count if self.search.can_be_cut(error.count) else 0
+            if error.count != pieces or any(used & {*group.columns, *group.rows} for group in groups):
+                continue
+            if _size(groups[0]) > SMALL_GROUP and len(groups) == 1 and groups[0].columns[0] in self.shadow.layers:
+                continue  # the residual stream of a whole model: no layout carries features through its norms
+            scopes = [self.search.scope_of(group) for group in groups]
+            segments = [{n: (self.shadow.layers[n].out_features,) for n in group.columns} for group in groups]
+            pairs = list(zip(groups, segments, strict=True))
+            if not all(self.search.fits(group, sizes, pieces) for group, sizes in pairs):
+                continue
+            for attributes in islice(self.search.attribute_sets(scopes, self.world_size, pieces), JOINT_ATTEMPTS):
+                trial = {group: Proof(sizes, attributes, heads=pieces, pieces=pieces) for group, sizes in pairs}
+                try:
+                    self._replay(self.decision.proven | trial)
+                except Unproven:
+                    continue
+                self.decision.proven |= trial
+                for group in groups:
+                    del self.decision.refused[group]
+                break
+
+    def _prove_whole(self) -> None:
+        """Everything at once; groups that are blamed are given up until the rest holds."""
+        while True:
+            groups = list(self.decision.proven)
+            try:
+                replay = self._replay(self.decision.proven)
+            except _Blamed as blamed:
+                guilty = [groups[index] for index in blamed.groups if index < len(groups)]
+                if self.forced and (not guilty or len(groups) in blamed.groups):
+                    self.decision.conflicts.append(blamed.error.reason)
+                    return
+                for group in guilty or groups:
+                    self.decision.refused[group] = blamed.error
+                    del self.decision.proven[group]
+                if not groups:
+                    return
+                continue
+            mixed = self._half_partial(replay)
+            if not mixed:
+                self.decision.partial = replay.partial
+                return
+            for index in mixed:
+                self.decision.refused[groups[index]] = Unproven("a module would have gradients of two kinds")
+                del self.decision.proven[groups[index]]
+
+    def _half_partial(self, replay: Replay) -> set[int]:
+        """Groups that make only some of a module's parameters partial: the module is summed as one."""
+        blamed: set[int] = set()
+        for name in replay.partial:
+            owner = self.shadow.modules[name.rpartition(".")[0]]
+            prefix = name.rpartition(".")[0]
+            own = {f"{prefix}.{key}" if prefix else key for key, _ in owner.named_parameters(recurse=False)}
+            if not own <= replay.partial:
+                blamed |= replay.partial_groups[name]
+        return {index for index in blamed if index < len(self.decision.proven)}
+
+    def _replay(self, proofs: Mapping[Group, Proof]) -> Replay:
+        """Of the whole model, in every mode; what the last one knows, all know.
+
+        Raises:
+            _Blamed: it does not hold.
+        """
+        try:
+            return self._replay_modes(proofs)
+        finally:
+            self.shadow.set_mode(self.observation.mode)
+
+    def _replay_modes(self, proofs: Mapping[Group, Proof]) -> Replay:
+        roles: dict[str, Role] = {}
+        attributes: Attributes = {}
+        whole: Whole = {}
+        widths: dict[str, int] = {}
+        for number, (group, proof) in enumerate(proofs.items()):
+            roles |= self.search.roles(group, proof.segments, number, proof.pieces)
+            attributes |= proof.attributes
+            whole |= proof.whole_attributes
+            widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
+        for name, role in self.forced.items():
+            roles.setdefault(name, replace(role, group=len(proofs)))
+        ranks, count = unlike_ranks(roles, self.world_size), len(proofs)
+        merged: Replay | None = None
+        for mode, recording in self.observation.recordings:
+            self.shadow.set_mode(mode)
+            if widths:
+                recording = Recording(self.shadow, whole, widths)
+                recording.run(self.observation.args, self.observation.kwargs)
+            replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
+            for replay in replays:
+                if merged is not None:
+                    replay.know(merged)
+                try:
+                    replay.run_model(self.observation.args, self.observation.kwargs)
+                except Unproven as error:
+                    raise _Blamed(_in_mode(error, mode), replay.blame) from error
+            if any(replay.partial != replays[0].partial for replay in replays):
+                unlike = Unproven("ranks of different sizes would have gradients of different kinds")
+                raise _Blamed(unlike, range(count))
+            merged = replays[0]
+        assert merged is not None
+        return merged
+
+    def _random_pairs(self) -> list[tuple[str, str]]:
+        """Where dropout works on parts: from the first column that runs to the row that ends its group."""
+        noisy = {group for group in self.decision.proven if group.random}
+        if not self.observation.mode.training:
+            noisy = {group for group in self.decision.proven if self._may_drop(group)}
+        column = {name: group for group in noisy for name in group.columns}
+        row = {name: group for group in noisy for name in group.rows}
+        opened: dict[Group, str] = {}
+        pairs: dict[tuple[str, str], None] = {}
+        for event in self.recording.events:
+            if event.layer in column:
+                opened.setdefault(column[event.layer], event.layer)
+            elif event.layer in row and (opener := opened.pop(row[event.layer], None)) is not None:
+                pairs[opener, event.layer] = None
+        return list(pairs)
+
+    def _may_drop(self, group: Group) -> bool:
+        """Without a run in training mode: whether anything nearby is called dropout and is not 0."""
+        scope = self.search.scope_of(group).name
+        for name, module in self.shadow.modules.items():
+            if name == scope or name.startswith(f"{scope}." if scope else ""):
+                values = [value for key, value in vars(module).items() if "drop" in key or key == "p"]
+                if any(isinstance(value, float) and value > 0 for value in values):
+                    return True
+        return False
+
+
+class _Blamed(Unproven):
+    def __init__(self, error: Unproven, groups: Iterable[int]) -> None:
+        super().__init__(error.reason, count=error.count)
+        self.error, self.groups = error, frozenset(groups)
+
+
+def _in_mode(error: Unproven, mode: Mode) -> Unproven:
+    return error if mode == MODES[0] else Unproven(f"{error.reason} (in {mode})", count=error.count)
+
+
+def _size(group: Group) -> int:
+    return len(group.columns) + len(group.rows)
+
+
+def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Proof:
+    """A proof for one group, said of another one that is the same but for where it stands."""
+    first, old, proof = known
+    names = dict(zip((*first.columns, *first.rows), (*group.columns, *group.rows), strict=True))
+
+    def moved(name: str) -> str:
+        return scope.name + name[len(old.name) :]
+
+    return Proof(
+        {names[name]: sizes for name, sizes in proof.segments.items()},
+        {(moved(name), attribute): value for (name, attribute), value in proof.attributes.items()},
+        {(moved(name), attribute): value for (name, attribute), value in proof.whole_attributes.items()},
+        {names[name]: copies for name, copies in proof.copies.items()},
+        proof.heads,
+        proof.pieces,
+    )

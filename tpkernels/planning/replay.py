@@ -1,0 +1,376 @@
+"""Run a model, or a part of it, as one rank would after a swap, and prove that it computes its part of the whole.
+
+Owns: :class:`Replay`.  It runs the Python code of the model on fake tensors of one rank's sizes, next to the recording
+of the whole model: the same ops must run in the same order, and for each the rules say how its result is cut.
+
+What is proven: every value a rank computes is its part of the whole's value (or all of it), every parameter's gradient
+is complete or known to be a sum over the ranks, and nothing cut leaves the model.  Everything else raises
+:class:`Unproven`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.planning.op_arguments import same_scalars, shapes_in, without_sizes
+from tpkernels.planning.rules import RULES, Call, pointwise
+from tpkernels.planning.splits import Split, Unproven, share
+from tpkernels.planning.tensors import tensors_in
+from tpkernels.planning.trace import (
+    TRANSPARENT,
+    Event,
+    Opaque,
+    Recording,
+    Scope,
+    Session,
+    Shadow,
+    Shape,
+    Source,
+    as_given,
+    as_shapes,
+    canonical,
+    constant_of,
+    is_random,
+)
+
+__all__ = ["Replay", "Role", "unlike_ranks"]
+
+aten = torch.ops.aten
+_CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
+
+    ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
+    """
+
+    kind: str
+    segments: tuple[int, ...]
+    group: int = 0
+    pieces: int = 0
+
+    def split(self, dim: int) -> Split:
+        return Split(dim, self.segments, self.pieces)
+
+
+def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
+    """The first of all ranks that have equal sizes: what holds for them holds for all."""
+    cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.segments})
+    shares = [share(size, world_size, pieces) for size, pieces in cuts]
+    firsts = {tuple(sizes[rank] for sizes in shares): rank for rank in reversed(range(world_size))}
+    return sorted(firsts.values())
+
+
+class Replay(Session):
+    """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
+
+    After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
+    column layer that stay together.
+    """
+
+    def __init__(
+        self,
+        shadow: Shadow,
+        recording: Recording,
+        roles: Mapping[str, Role],
+        attributes: Mapping[tuple[str, str], tuple[int, ...]],
+        world_size: int,
+        rank: int,
+    ) -> None:
+        super().__init__(shadow, {key: values[rank] for key, values in attributes.items()})
+        self.recording, self.roles, self.world_size, self.rank = recording, roles, world_size, rank
+        self.origins, self.made = dict(recording.origins), dict(recording.made)
+        self.partial: set[str] = set()
+        self.heads: dict[int, int] = {}
+        """The largest number of pieces, of heads, that a group's features were viewed as."""
+        self.blame: frozenset[int] = frozenset()
+        self.partial_groups: dict[str, frozenset[int]] = {}
+        self._complete: set[str] = set()
+        self._open = False
+        self._splits: dict[int, Split] = {}
+        self._groups: dict[int, frozenset[int]] = {}
+        self._at, self._stop = 0, len(recording.events)
+
+    def run_scope(self, scope: Scope) -> None:
+        """Run one module on the arguments that the recording saw."""
+        self._at, self._stop = scope.start, scope.stop
+        self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
+
+    def run_model(self, args: Any, kwargs: Any) -> None:
+        """Run the whole model; nothing that is cut may be part of what it returns."""
+        out = self._run(self.shadow.model, args, kwargs)
+        for tensor in tensors_in(out):
+            self._is_whole(tensor, "among the model's outputs")
+            if self.has_origin(tensor):
+                self._complete |= self.origin(tensor) or set()
+        for name, module in self.shadow.modules.items():
+            if getattr(module, "takes_parts", False):  # its author knows
+                continue
+            for attribute, value in vars(module).items():
+                for leaf in tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ():
+                    if isinstance(leaf, Tensor):
+                        self._is_whole(leaf, f"kept by the model as {name}.{attribute}")
+        self._check_gradients()
+
+    def know(self, other: Replay) -> None:
+        """Gradients must be of one kind in both runs, whatever they have in common."""
+        self.partial |= other.partial
+        self._complete |= other._complete
+        for name, groups in other.partial_groups.items():
+            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | groups
+
+    def _is_whole(self, tensor: Tensor, where: str) -> None:
+        if id(tensor) in self._splits:
+            self.blame = self._groups.get(id(tensor), self.blame)
+            raise Unproven(f"a part of one rank is {where}")
+
+    def _check_gradients(self) -> None:
+        both = self.partial & self._complete
+        if both:
+            name = min(both)
+            self.blame = self.partial_groups.get(name, self.blame)
+            raise Unproven(f"parameter {name!r} meets whole and cut tensors: its gradient would be neither")
+
+    def _run(self, module: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            with self.shadow.running(self):
+                out = module(*args, **kwargs)
+        except Unproven:
+            raise
+        except Exception as error:
+            text = str(error).splitlines()[0] if str(error) else ""
+            raise Unproven(f"with one rank's sizes the model raises {type(error).__name__}: {text[:160]}") from error
+        if self._at != self._stop:
+            raise Unproven("with one rank's sizes the model runs fewer ops")
+        self._check_gradients()
+        return out
+
+    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._is_whole(tensor, f"given to {name}, whose backward is code of its own")
+
+    def _next(self, packet: Any, layer: str | None, sources: tuple[Source, ...]) -> Event:
+        if self._at >= self._stop:
+            raise Unproven("with one rank's sizes the model runs more ops")
+        event = self.recording.events[self._at]
+        self._at += 1
+        if event.packet != packet or event.layer != layer:
+            raise Unproven(f"with one rank's sizes {layer or packet} runs where {event.layer or event.packet} was")
+        if event.sources != sources:
+            raise Unproven(f"with one rank's sizes {layer or packet} takes another tensor")
+        return event
+
+    def _made(self, outputs: list[Tensor]) -> None:
+        """By the event that came last."""
+        event = self._at - 1
+        self.made |= {id(out): (id(self.recording), event, place) for place, out in enumerate(outputs)}
+
+    def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
+        self.blame = groups or self.blame
+        packet = canonical(func)
+        if packet in TRANSPARENT:
+            out = func(*args, **kwargs)
+            self._mark(out, self._splits.get(id(tensors[0])), groups)
+            self.pass_origins(func, tensors, [out])
+            self.made[id(out)] = self.source(tensors[0])
+            return out
+        event = self._next(packet, None, self.sources_of(packet, tensors))
+        if event.constant != constant_of(func, tensors):
+            raise Unproven("a constant depends on the number of features of one rank")
+        local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        splits = [self._splits_of(argument) for argument in args]
+        self._check_random(func, args, tensors)
+        answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if len(outputs) != len(event.outputs):
+            raise Unproven(f"{packet} has {len(outputs)} results, {len(event.outputs)} in the whole model")
+        if answers is None:
+            answers = [self._constant(Shape(outputs[0].shape), event.outputs[0])]
+        for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
+            expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
+            if tuple(output.shape) != tuple(expected):
+                raise Unproven(f"{packet} gives {list(output.shape)} where one rank's part is {list(expected)}")
+            if answer is None and func._schema.is_mutable and id(output) in self._splits:
+                raise Unproven(f"{packet} writes something whole over a part")
+            if answer is not None and func._schema.is_mutable and self._splits.get(id(output), answer) != answer:
+                raise Unproven(f"{packet} writes a part in another layout")
+            if answer is not None and func._schema.is_mutable and id(output) not in self._splits:
+                raise Unproven(f"{packet} writes a part over something whole")
+            self._mark(output, answer, groups)
+        self.pass_origins(func, tensors, outputs)
+        self._made(outputs)
+        return out
+
+    def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        """Between a column and its row ranks draw different numbers, everywhere else the same."""
+        if is_random(func, args) and any(id(tensor) in self._splits for tensor in tensors) != self._open:
+            where = "outside of" if not self._open else "between layers of"
+            raise Unproven(f"{canonical(func)} draws random numbers for something {where} the group")
+
+    def _answers(
+        self, func: Any, event: Event, local: Any, splits: list[Any], arguments: Any
+    ) -> list[Split | None] | None:
+        """How the results are cut; None for a constant, whose shape alone tells."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        both = ((event.whole, event.kwargs), local)
+        if not same_scalars(*(without_sizes(event.packet, *arguments) for arguments in both)):
+            raise Unproven(f"an argument of {event.packet} depends on the number of features of one rank")
+        if not any(id(tensor) in self._splits for tensor in tensors):
+            if (event.whole, event.kwargs) == local:
+                self._completed(tensors)
+                return [None] * len(event.outputs)
+            if event.packet in _CONSTANT:
+                return None
+            raise Unproven(f"{event.packet} depends on the number of features of one rank")
+        if event.packet in _CONSTANT:  # x.new_zeros(...): the numbers in it are not x's
+            return None
+        rule = RULES.get(event.packet)
+        if rule is not None:
+            return self._by_rule(rule, event, local, splits, arguments)
+        if torch.Tag.pointwise not in func.tags:
+            raise Unproven(f"no rule says what {event.packet} does to parts")
+        shapes = shapes_in((event.whole, event.kwargs))
+        cuts = [self._splits.get(id(tensor)) for tensor in tensors]
+        return [pointwise(shapes, cuts, lambda index: self._mixed(tensors[index]))] * len(event.outputs)
+
+    def _by_rule(self, rule: Any, event: Event, local: Any, splits: list[Any], arguments: Any) -> list[Split | None]:
+        args, kwargs = arguments
+        mask = kwargs.get("attn_mask")
+        named = dict(event.kwargs)
+        if isinstance(mask, Tensor):
+            named["attn_mask split"] = self._splits.get(id(mask))
+
+        def mix(index: int) -> None:
+            tensor = mask if index < 0 else args[index]
+            if isinstance(tensor, Tensor):
+                self._mixed(tensor)
+
+        call = Call(event.whole, local[0], (named, local[1]), splits, event.outputs, self.world_size, self.rank, mix)
+        try:
+            answer = rule(call)
+        except Unproven as error:
+            raise Unproven(f"{event.packet}: {error.reason}", count=error.count) from None
+        answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
+        first = answers[0]
+        if event.packet is aten.view and first is not None and first.dim < len(event.outputs[0]) - 1:
+            if len(event.outputs[0]) > len(event.whole[0]):  # features are seen as heads
+                for group in self.blame:
+                    self.heads[group] = max(self.heads.get(group, 0), *first.segments)
+        return answers
+
+    def _constant(self, local: Shape, whole: Shape) -> Split | None:
+        """A tensor of one value is a part of a larger one of that value."""
+        if local == whole:
+            return None
+        differ = [dim for dim in range(len(whole)) if len(local) != len(whole) or local[dim] != whole[dim]]
+        for pieces in (0, *sorted({role.pieces for role in self.roles.values() if role.pieces})):
+            if len(differ) != 1 or whole[differ[0]] % (pieces or self.world_size):
+                continue
+            if share(whole[differ[0]], self.world_size, pieces)[self.rank] == local[differ[0]]:
+                return Split(differ[0], (whole[differ[0]],), pieces)
+        raise Unproven(f"a constant of {list(local)} is no part of one of {list(whole)}")
+
+    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            self._is_whole(tensor, f"given to {name}, which needs values of tensors")
+        event = self._next(Opaque(name), None, tuple(map(self.source, tensors)))
+        if [as_given((args, kwargs))] != event.whole:
+            raise Unproven(f"what is given to {name} depends on the number of features of one rank")
+        inside = [key for key in self.attributes if key[0] == name or key[0].startswith(f"{name}.")]
+        if inside:
+            raise Unproven(f"{name} needs values of tensors, and has the number {'.'.join(inside[0])}")
+        if self._open and any(isinstance(m, nn.Dropout) for m in self.shadow.modules[name].modules()):
+            raise Unproven(f"{name} draws random numbers between layers of the group")
+        self._completed(tensors)
+
+    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        event = self.recording.events[self._at - 1]
+        if [tuple(output.shape) for output in outputs] != [tuple(shape) for shape in event.outputs]:
+            raise Unproven(f"{name} gives other shapes with one rank's sizes")
+        self._made(outputs)
+
+    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._is_whole(tensor, f"read by {self.quiet}, which needs values of tensors")
+            if id(tensor) in self.shadow.names:
+                self._complete |= self.origin(tensor) or set()
+        if self._open and is_random(func, args):
+            raise Unproven(f"{self.quiet} draws random numbers between layers of the group")
+
+    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
+        self._is_whole(x, f"the input of {name}, inside of a module that needs values of tensors")
+        if name in self.roles:
+            raise Unproven(f"{name} is inside of a module that needs values of tensors")
+        return super().layer_called_quietly(name, x)
+
+    def layer_called(self, name: str, x: Tensor) -> Tensor:
+        self.blame = self._groups.get(id(x), self.blame)
+        event, role = self._next(None, name, (self.source(x),)), self.roles.get(name)
+        split, whole_in, whole_out = self._splits.get(id(x)), event.whole[0], event.outputs[0]
+        last = len(whole_in) - 1
+        if role is not None and role.kind == "row":
+            self.blame = frozenset([role.group])
+            if split != role.split(last):
+                raise Unproven(f"the input of {name} is {_how(split)}, not cut by features in one piece")
+            shape, answer = tuple(whole_out), None
+            self._open = False
+        else:
+            if split is not None:
+                raise Unproven(f"the input of {name} is {_how(split)}, which takes it whole")
+            if tuple(x.shape) != tuple(whole_in):
+                raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(whole_in)}")
+            answer = role.split(len(whole_out) - 1) if role is not None else None
+            shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size, self.rank)
+            self._open |= answer is not None
+        if self.has_origin(x):
+            self._complete |= self.origin(x) or set()
+        out = self.new_output(x, shape, self.layer_dtype(name, x))
+        self._mark(out, answer, frozenset() if role is None or answer is None else frozenset([role.group]))
+        self._made([out])
+        return out
+
+    def _mixed(self, tensor: Tensor) -> None:
+        """A whole tensor meets parts: ranks have different shares of its gradient."""
+        if not self.has_origin(tensor):
+            return
+        origin = self.origin(tensor)
+        if origin is None:
+            raise Unproven("an activation that is whole meets parts: its gradient would be incomplete on every rank")
+        self.partial |= origin
+        for name in origin:
+            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | self.blame
+
+    def _completed(self, tensors: list[Tensor]) -> None:
+        """Whole tensors meet: parameters among them get their whole gradient, where activations take part."""
+        origins = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
+        if None in origins:
+            self._complete |= {name for origin in origins if origin is not None for name in origin}
+
+    def _mark(self, tensor: Tensor, split: Split | None, groups: frozenset[int]) -> None:
+        if split is None:
+            self._splits.pop(id(tensor), None)
+            return
+        self._splits[id(tensor)] = split
+        self._groups[id(tensor)] = groups
+
+    def _splits_of(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self._splits.get(id(argument))
+        if isinstance(argument, list | tuple):
+            return [self._splits_of(item) for item in argument]
+        return None
+
+
+def _how(split: Split | None) -> str:
+    return "whole" if split is None else f"cut in dimension {split.dim} as {list(split.segments)}"

@@ -1,0 +1,44 @@
+"""How many rows every layer sees in a recorded run, and which of them need a gradient: what the bytes of a plan count.
+
+torch's ``MultiheadAttention`` is no layer to a recording; its rows are read from what it was called with: those of the
+queries for its output, those of every distinct input for the sum of gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpkernels.planning.trace import Recording
+
+__all__ = ["count_rows", "untrained_in"]
+
+
+def count_rows(recording: Recording) -> dict[str, int | None]:
+    """Rows that go into each layer, over all its calls; None where that depends on the values of tensors."""
+    rows: dict[str, int | None] = dict(recording.layer_rows)
+    for scope in recording.scopes:
+        if not isinstance(recording.shadow.modules[scope.name], nn.MultiheadAttention):
+            continue
+        query, *others = _inputs(scope.args, scope.kwargs)
+        inner = f"{scope.name}.out_proj" if scope.name else "out_proj"
+        rows[inner] = (rows.get(inner) or 0) + _rows(query)
+        distinct = {id(x): _rows(x) for x in (query, *others) if not recording.is_input(x)}
+        rows[scope.name] = (rows.get(scope.name) or 0) + sum(distinct.values())
+    return rows | dict.fromkeys(recording.rows_unknown)
+
+
+def untrained_in(recording: Recording) -> frozenset[str]:
+    """Layers that read nothing but the model's own inputs."""
+    inputs = recording.layer_inputs.items()
+    return frozenset(name for name, nodes in inputs if nodes and all(recording.nodes[n].is_input for n in nodes))
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    return [named[name] for name in ("query", "key", "value")]
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])

@@ -1,0 +1,353 @@
+"""How a group of layers can be cut: tried hypothesis by hypothesis, until one is proven.
+
+Owns: the hypotheses.  A model's code may count on sizes that a rank does not have: attributes such as ``num_heads``,
+and the layout of packed projections.  Attributes of one rank's value, layouts of segments, and copies of key-value
+heads are guesses; the replay decides, so that a wrong guess costs time and nothing else.
+
+Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts where each rank gets some; then ranks differ in
+their sizes and attributes, and a proof is a replay for each kind of rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise, product
+from math import lcm
+from typing import Any
+
+import torch
+
+from tpkernels.partition import chunk_sizes
+from tpkernels.planning.layer_groups import Group
+from tpkernels.planning.replay import Replay, Role, unlike_ranks
+from tpkernels.planning.splits import Unproven, share
+from tpkernels.planning.trace import Recording, Scope, Shadow, Shape
+
+__all__ = ["Attributes", "Copies", "Proof", "Search", "Whole"]
+
+Attributes = dict[tuple[str, str], tuple[int, ...]]
+"""By module and name: the value on each rank."""
+Whole = dict[tuple[str, str], int]
+MAX_BITS = 6
+MAX_ATTEMPTS = 160
+NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad")
+"""Attributes with these in their names say where or how often, not how many features."""
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Key-value heads that do not divide: ``heads`` of them, each computed on several ranks, ``total`` in all."""
+
+    heads: int
+    total: int
+    features: int
+    """Of one head."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a group can be cut, proven on its scope."""
+
+    segments: Mapping[str, tuple[int, ...]]
+    attributes: Attributes
+    whole_attributes: Whole = field(default_factory=dict)
+    """Values of the whole model that copies of key-value heads change."""
+    copies: Mapping[str, Copies] = field(default_factory=dict)
+    heads: int = 0
+    pieces: int = 0
+    """Where heads do not divide: how many there are to be cut, of query or of key and value."""
+
+    def each(self, world_size: int) -> str:
+        """What a rank has."""
+        if not self.heads:
+            return "by features"
+        if not self.pieces:
+            return f"{self.heads} heads, {self.heads // world_size} per rank"
+        sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
+        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts"
+
+
+class Search:
+    """Proofs for the groups of one recording at one number of ranks."""
+
+    def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
+        self.shadow, self.recording, self.world_size = shadow, recording, world_size
+        self._calls = {scope.name: scope for scope in reversed(recording.scopes)}
+        self._queries = 0
+        """The largest number of heads that the attempts of one group saw."""
+        self._counts: dict[int, Unproven] = {}
+        """Numbers of heads that stood against the attempts of one group, in order."""
+
+    def scope_of(self, group: Group) -> Scope:
+        """The innermost module that was called and holds all layers of the group."""
+        parts = [name.split(".") for name in (*group.columns, *group.rows)]
+        common: list[str] = []
+        for level in zip(*(part[:-1] for part in parts), strict=False):
+            if len(set(level)) > 1:
+                break
+            common.append(level[0])
+        while common and ".".join(common) not in self._calls:
+            common.pop()
+        return self._calls[".".join(common)]
+
+    def signature(self, group: Group, scope: Scope) -> tuple[Any, ...]:
+        """Equal for groups that are the same up to where they stand in the model."""
+        cut = len(scope.name) + 1 if scope.name else 0
+        names = tuple(name[cut:] for name in (*group.columns, *group.rows))
+        sizes = tuple(self.shadow.layers[name] for name in (*group.columns, *group.rows))
+        shapes = tuple(str(event.outputs) for event in self.recording.events[scope.start : scope.stop])
+        return type(self.shadow.modules[scope.name]), names, sizes, len(group.columns), hash(shapes)
+
+    def prove(self, group: Group) -> Proof:
+        """Find a way to cut the group within its scope.
+
+        Raises:
+            Unproven: none was found; the reason is that of the most promising attempt.
+        """
+        scope = self.scope_of(group)
+        failures: list[Unproven] = []
+        self._queries, self._counts = 0, {}
+        proof = self._try_all(group, scope, failures)
+        if proof is not None:
+            return proof
+        counted = [failure for failure in failures if failure.count]
+        known = dict(self._counts)
+        for heads in dict.fromkeys([failure.count for failure in counted] + [1]):
+            proof = self._with_copies(group, scope, heads, lcm(heads, self.world_size))
+            if proof is not None:
+                return proof
+        proof = self._unevenly(group, scope) or self._uneven_copies(group, scope)
+        if proof is not None:
+            return proof
+        if counted:  # of query, key and value in one, "3 heads" are these
+            raise max(counted[:1] + list(known.values()), key=lambda failure: failure.count)
+        likely = [failure.reason for failure in known.values() if failure.count >= self.world_size]
+        raise Unproven(likely[0]) if likely else failures[0]
+
+    def _try_all(self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0) -> Proof | None:
+        """The first hypothesis that holds; why the others do not is added to ``failures``."""
+        for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures, pieces)):
+            if number >= MAX_ATTEMPTS:
+                break
+            try:
+                heads = self._attempt(self.recording, scope, group, segments, attributes, self.world_size, pieces)
+            except Unproven as error:
+                failures.append(error)
+                continue
+            return Proof(segments, attributes, heads=heads, pieces=pieces)
+        return None
+
+    def _unevenly(self, group: Group, scope: Scope) -> Proof | None:
+        """Some ranks with more heads than others; a number that fails may tell the right one (key-value heads)."""
+        tried = set[int]()
+        while True:
+            numbers = dict.fromkeys([*self._counts, *self._named(scope)])
+            pieces = next((count for count in numbers if count not in tried and self.can_be_cut(count)), 0)
+            if not pieces:
+                return None
+            tried.add(pieces)
+            proof = self._try_all(group, scope, [], pieces)
+            if proof is not None:
+                return proof
+
+    def _named(self, scope: Scope) -> list[int]:
+        """What the modules themselves call numbers of heads."""
+        prefix = f"{scope.name}." if scope.name else ""
+        inside = [
+            module for name, module in self.shadow.modules.items() if name == scope.name or name.startswith(prefix)
+        ]
+        named = [(key, value) for module in inside for key, value in vars(module).items() if type(value) is int]
+        return [value for key, value in named if "heads" in key or key == "n_head"]
+
+    def _uneven_copies(self, group: Group, scope: Scope) -> Proof | None:
+        """As many copies of key-value heads as go evenly with the queries, and unevenly over the ranks."""
+        sizes = sorted({self.shadow.layers[name].out_features for name in group.columns})
+        for queries in [*self._counts] if len(sizes) == 2 else []:
+            heads = sizes[0] * queries // sizes[1]
+            if sizes[1] % queries or heads < 1 or sizes[0] * queries % sizes[1] or queries % heads:
+                continue
+            total = next((t for t in range(2 * heads, queries + 1, heads) if not queries % t and self.can_be_cut(t)), 0)
+            proof = self._with_copies(group, scope, heads, total) if total else None
+            if proof is not None:
+                return proof
+        return None
+
+    def can_be_cut(self, pieces: int) -> bool:
+        """Whether ``torch.chunk`` gives every rank some of them, and not all the same."""
+        return pieces > 0 and pieces % self.world_size > 0 and 0 not in chunk_sizes(pieces, self.world_size)
+
+    def hypotheses(
+        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0
+    ) -> Iterator[tuple[dict[str, tuple[int, ...]], Attributes]]:
+        """Layouts by attributes, likely ones first; a layout whose heads do not divide is given up at once."""
+        for segments, guessed in self._layouts(group, scope):
+            if not self.fits(group, segments, pieces):
+                failures.append(
+                    Unproven(f"{pieces} heads do not make up {[list(s) for s in segments.values()]} features")
+                )
+                continue
+            for attributes in self.attribute_sets([scope], self.world_size, pieces):
+                before = len(failures)
+                yield segments, attributes
+                if any(failure.count for failure in failures[before:]):
+                    for failure in failures[before:]:
+                        self._counts.setdefault(failure.count or 0, failure)
+                    self._counts.pop(0, None)
+                    if guessed:  # the number of heads of a layout that the model may not have
+                        failures[before:] = [Unproven(failure.reason) for failure in failures[before:]]
+                    break
+
+    def fits(self, group: Group, segments: Mapping[str, tuple[int, ...]], pieces: int) -> bool:
+        """Whether the layers' features are made of ``pieces``, and the tables' columns are these."""
+        layers = self.shadow.layers
+        if not pieces:
+            return True
+        tables = [sum(segments[name]) for name in group.columns if layers[name].kind == "embedding"]
+        sizes = [size for some in segments.values() for size in some] + [
+            layers[name].in_features for name in group.rows
+        ]
+        return all(size % pieces == 0 for size in sizes) and all(size == pieces for size in tables)
+
+    def roles(
+        self, group: Group, segments: Mapping[str, tuple[int, ...]], number: int = 0, pieces: int = 0
+    ) -> dict[str, Role]:
+        found = {name: Role("column", segments[name], number, pieces) for name in group.columns}
+        rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
+        return found | {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
+
+    def _attempt(
+        self,
+        recording: Recording,
+        scope: Scope,
+        group: Group,
+        segments: Mapping[str, tuple[int, ...]],
+        attributes: Attributes,
+        world_size: int,
+        pieces: int = 0,
+    ) -> int:
+        """The number of heads, or 0."""
+        roles = self.roles(group, segments, pieces=pieces)
+        for rank in unlike_ranks(roles, world_size):
+            replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
+            try:
+                replay.run_scope(scope)
+            finally:
+                self._queries = max(self._queries, replay.heads.get(0, 0))
+            for name, sizes in segments.items():
+                if any(0 in share(size, world_size, pieces) for size in sizes):
+                    raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
+        return replay.heads.get(0, 0)
+
+    def _layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:
+        """Segments of every column, and whether they are a guess that nothing in the model suggests."""
+        widest = max(self.shadow.layers[name].in_features for name in group.rows)
+        choices = []
+        known: set[tuple[int, ...]] = set()
+        for name in group.columns:
+            size = self.shadow.layers[name].out_features
+            options: list[tuple[int, ...]] = [(size,)]
+            if len(group.columns) == 1 or size > widest:
+                options += self._cuts_of(size, scope)
+                known |= set(options)
+                options += [(size // count,) * count for count in (3, 2) if size % count == 0]
+            choices.append(list(dict.fromkeys(options)))
+        for combination in product(*choices):
+            guessed = any(len(sizes) > 1 and sizes not in known for sizes in combination)
+            yield dict(zip(group.columns, combination, strict=True)), guessed
+
+    def _cuts_of(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
+        """How the model itself takes a dimension of ``size`` features apart."""
+        found: list[tuple[int, ...]] = []
+        points = {0, size}
+        for event in self.recording.events[scope.start : scope.stop]:
+            if event.layer or not event.whole or not isinstance(event.whole[0], Shape) or not event.whole[0]:
+                continue
+            if event.whole[0][-1] != size:
+                continue
+            if event.packet in (aten.split, aten.split_with_sizes, aten.chunk):
+                found.append(tuple(shape[-1] for shape in event.outputs))
+            elif event.packet == aten.slice and len(event.whole) > 3:
+                points |= {min(point, size) for point in event.whole[2:4] if isinstance(point, int) and point >= 0}
+        if len(points) > 2:
+            ends = sorted(points)
+            found.append(tuple(b - a for a, b in pairwise(ends)))
+        return [sizes for sizes in found if sum(sizes) == size]
+
+    def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
+        """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
+        pieces = pieces or world_size
+        bits = self._bits(scopes, pieces) if world_size > 1 else []
+        for count in range(len(bits) + 1):
+            for chosen in combinations(bits, count):
+                yield {key: share(value, world_size, pieces) for bit in chosen for key, value in bit.items()}
+
+    def _bits(self, scopes: Sequence[Scope], pieces: int) -> list[Whole]:
+        numbers: set[int] = set()
+        found: dict[tuple[type, str, int], Whole] = {}
+        for scope in scopes:
+            for event in self.recording.events[scope.start : scope.stop]:
+                numbers.update(*event.outputs)
+            prefix = f"{scope.name}." if scope.name else ""
+            for name, module in self.shadow.modules.items():
+                inside = name == scope.name or name.startswith(prefix)
+                for attribute, value in vars(module).items() if inside and name not in self.shadow.layers else ():
+                    if type(value) is not int or value < 2 or value % pieces or value not in numbers:
+                        continue
+                    if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
+                        continue
+                    found.setdefault((type(module), attribute, value), {})[name, attribute] = value
+        ranked = sorted(found, key=lambda key: ("head" not in key[1] or "dim" in key[1] or "size" in key[1], key[1]))
+        return [found[key] for key in ranked[:MAX_BITS]]
+
+    def _with_copies(self, group: Group, scope: Scope, heads: int, total: int) -> Proof | None:
+        """Grouped queries whose key-value heads do not divide: every rank computes those that its queries need.
+
+        Copies of a head stand next to each other, as the model's own repetition of heads for its queries does; that it
+        does is proven by cutting between key-value heads.
+        """
+        sizes = {name: self.shadow.layers[name].out_features for name in group.columns}
+        widest, narrow = max(sizes.values()), [name for name in group.columns if sizes[name] < max(sizes.values())]
+        if not narrow or len({sizes[name] for name in narrow}) > 1 or sizes[narrow[0]] % heads:
+            return None
+        features = sizes[narrow[0]] // heads
+        queries = widest // features
+        if widest % features or queries % total or queries not in (self._queries, *self._counts):
+            return None  # where queries were not seen as so many heads, features would be taken for heads
+        segments = {name: (size,) for name, size in sizes.items()}
+        if heads > 1 and not self._provable(group, scope, segments, heads):
+            return None
+        module, pieces = self.shadow.modules[scope.name], total if total % self.world_size else 0
+        whole: Whole = {}
+        if getattr(module, "num_key_value_groups", None) == queries // heads:
+            whole[scope.name, "num_key_value_groups"] = queries // total
+        counted = getattr(module, "num_key_value_heads", None) == heads
+        if counted:
+            whole[scope.name, "num_key_value_heads"] = total
+        recording = Recording(self.shadow, whole, {name: total * features for name in narrow})
+        try:
+            copied = recording.run_scope(scope, self.recording)
+        except (RuntimeError, ValueError, TypeError, AssertionError):
+            return None
+        segments |= {name: (total * features,) for name in narrow}
+        for chosen in self.attribute_sets([scope], self.world_size, pieces):
+            attributes = {key: (value,) * self.world_size for key, value in whole.items()} | chosen
+            if counted:
+                attributes[scope.name, "num_key_value_heads"] = share(total, self.world_size, total)
+            try:
+                self._attempt(recording, copied, group, segments, attributes, self.world_size, pieces)
+            except Unproven:
+                continue
+            copies = dict.fromkeys(narrow, Copies(heads, total, features))
+            return Proof(segments, attributes, whole, copies, queries, pieces)
+        return None
+
+    def _provable(self, group: Group, scope: Scope, segments: Mapping[str, tuple[int, ...]], world_size: int) -> bool:
+        for attributes in self.attribute_sets([scope], world_size):
+            try:
+                self._attempt(self.recording, scope, group, segments, attributes, world_size)
+            except Unproven:
+                continue
+            return True
+        return False

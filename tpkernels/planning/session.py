@@ -1,0 +1,345 @@
+"""What all runs of a :class:`~tpkernels.planning.shadow.Shadow` share: steps, origins, and opaque modules.
+
+Owns: :class:`Session`, the mode that sees each op; the kinds of steps that a run is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tpkernels.planning.gradient_code import Requiring
+from tpkernels.planning.higher_order_ops import as_op
+from tpkernels.planning.shadow import Shadow
+from tpkernels.planning.tensors import storage_of, tensors_in
+
+__all__ = [
+    "Event",
+    "Node",
+    "NotOpaque",
+    "Opaque",
+    "Scope",
+    "Session",
+    "Shadow",
+    "Shape",
+    "Source",
+    "TRANSPARENT",
+    "as_given",
+    "as_shapes",
+    "canonical",
+    "constant_of",
+    "is_random",
+]
+
+aten = torch.ops.aten
+TRANSPARENT = {aten.clone, aten.detach, aten.alias, aten.contiguous}
+"""Copies: whether one is needed may depend on sizes, so they are no part of what must agree between two runs."""
+_VIEWS = {aten._unsafe_view, aten.reshape, aten._reshape_alias}
+
+Origin = frozenset[str] | None
+"""Where a tensor comes from: parameters alone (their names), or activations (None).
+
+Every dtype has one: a complex number or an index that was an activation may become one again.
+"""
+Source = tuple[int, int, int] | int
+"""Which tensor it is, in every run alike: the recording, event and output that made it, or the id of one given."""
+_BLANK = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
+          aten.new_full, aten.new_empty}  # fmt: skip
+"""Ops that take the shape of a tensor and none of its numbers."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """The packet of an opaque module's call."""
+
+    name: str
+
+
+class NotOpaque(Exception):
+    """The opaque module ``name`` does more than take and give tensors."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} needs the values of tensors, and {why}")
+        self.name = name
+
+
+class Shape(tuple[int, ...]):
+    """The shape of a tensor among arguments."""
+
+
+@dataclass
+class Event:
+    """One step of a run: an op with its arguments, or (``layer``) the call of a layer."""
+
+    packet: Any
+    whole: list[Any]
+    kwargs: dict[str, Any]
+    outputs: list[Shape]
+    layer: str | None = None
+    sources: tuple[Source, ...] = ()
+    """Of the tensors among the arguments."""
+    constant: bytes | None = None
+    """The numbers of a tensor that Python made (``torch.tensor(...)``)."""
+
+    def anywhere(self) -> Event:
+        """Without the identity of the recording in its sources."""
+        sources = tuple((0, *source[1:]) if isinstance(source, tuple) else source for source in self.sources)
+        return replace(self, sources=sources)
+
+
+@dataclass
+class Node:
+    """A step in the graph of differentiable tensors."""
+
+    inputs: list[int]
+    layer: str | None = None
+    random: bool = False
+    is_input: bool = False
+    opaque: bool = False
+    """What an opaque module gives, which is whole."""
+
+
+@dataclass
+class Scope:
+    """One call of a module: its arguments, and the range of its events."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    start: int
+    stop: int = -1
+
+
+def canonical(func: Any) -> Any:
+    packet = func.overloadpacket
+    return aten.view if packet in _VIEWS else packet
+
+
+def as_shapes(value: Any) -> Any:
+    """Arguments with tensors as :class:`Shape` and sequences as lists."""
+    if isinstance(value, Tensor):
+        return Shape(value.shape)
+    if isinstance(value, list | tuple):
+        return [as_shapes(item) for item in value]
+    return value
+
+
+def as_given(value: Any) -> Any:
+    """What an opaque module is called with, so that two calls can be compared: shapes and dtypes, numbers, kinds."""
+    if isinstance(value, Tensor):
+        return (*value.shape, value.dtype)
+    if isinstance(value, list | tuple):
+        return (type(value).__qualname__, *map(as_given, value))
+    if isinstance(value, Mapping):
+        return tuple((key, as_given(item)) for key, item in value.items())
+    if isinstance(value, bool | int | float | str | None | torch.dtype | torch.device):
+        return value
+    return type(value).__qualname__
+
+
+class Session(TorchDispatchMode):
+    """What recordings and replays share: layers are single steps, and so are opaque modules; tensors have an origin."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shadow: Shadow, attributes: Mapping[tuple[str, str], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shadow, self.attributes = shadow, dict(attributes)
+        self.origins: dict[int, Origin] = {}
+        self.made: dict[int, Source] = {}
+        self.requiring = Requiring(shadow)
+        self.kept: list[Any] = []
+        """Every tensor seen, so that ids stay theirs."""
+        self.guess = shadow.guess
+        self.quiet: str | None = None
+        """The opaque module that is running."""
+        self.asked, self.asked_truth = 0, False
+        """How many values opaque modules asked for, and whether a condition was among them."""
+        self.failed_in: str | None = None
+        self.met_real_cache = False
+        self._born: dict[int, str] = {}
+        """Storages that opaque modules made, but for their results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            func, args, kwargs = as_op(func, args, kwargs)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.kept.extend(tensors)
+        if self.quiet is not None:
+            out = self._quiet_op(func, args, kwargs, tensors)
+        else:
+            for tensor in tensors:
+                if self._born and (name := self._born.get(storage_of(tensor))) is not None:
+                    raise NotOpaque(name, "hands tensors on by another way than its results")
+            out = self.op(func, args, kwargs, tensors)
+        self.kept.append(out)
+        self.requiring.passed(func, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+        return out
+
+    # ------------------------------------------------------------------ opaque modules
+
+    def opaque_called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module that needs values under the guess, and give fresh tensors for what it returns."""
+        if self.quiet is not None:
+            return forward(*args, **kwargs)
+        self.before_opaque(name, args, kwargs)
+        self.quiet = name
+        try:
+            out = forward(*args, **kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or name
+            raise
+        finally:
+            self.quiet = None
+        out = tree_map_only(Tensor, self._fresh, out)
+        outputs = tensors_in(out)
+        if any(storage_of(tensor) in self._born for tensor in outputs):
+            raise NotOpaque(name, "returns tensors inside of an object that cannot be rebuilt")
+        self.after_opaque(name, args, kwargs, outputs)
+        return out
+
+    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
+        pass
+
+    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        pass
+
+    def _fresh(self, tensor: Tensor) -> Tensor:
+        out = self.new_output(tensor, tuple(tensor.shape), tensor.dtype)
+        self.set_origin(out, None)
+        if tensor in self.requiring:
+            self.requiring.made([out])
+        return out
+
+    def _quiet_op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        assert self.quiet is not None
+        self.read_quietly(func, args, tensors)
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs):
+                if storage_of(tensor) not in self._born and not self._is_own(tensor):
+                    raise NotOpaque(self.quiet, f"writes to what it is given ({func})")
+        out = func(*args, **kwargs)
+        given = {storage_of(tensor) for tensor in tensors} - set(self._born)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and storage_of(leaf) not in given:
+                self._born[storage_of(leaf)] = self.quiet
+        return out
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether it is a buffer of the module that runs."""
+        assert self.quiet is not None
+        return any(storage_of(buffer) == storage_of(tensor) for buffer in self.shadow.modules[self.quiet].buffers())
+
+    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        """An op inside of an opaque module."""
+
+    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
+        """A layer inside of an opaque module."""
+        assert self.quiet is not None
+        layer = self.shadow.layers[name]
+        if layer.kind != "embedding" and x.shape[-1] != layer.in_features:
+            raise ValueError(f"{name} takes {layer.in_features} features, got {tuple(x.shape)}")
+        shape = (*x.shape, layer.out_features) if layer.kind == "embedding" else (*x.shape[:-1], layer.out_features)
+        out = self.new_output(x, shape, self.layer_dtype(name, x))
+        self._born[storage_of(out)] = self.quiet
+        return out
+
+    # ------------------------------------------------------------------ steps and origins
+
+    def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def layer_called(self, name: str, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
+        """The gradients of ``tensors`` pass through code that this run does not see."""
+
+    def original_called(self, name: str) -> None:
+        """A module of the model itself runs, not its copy."""
+
+    def entered(self, name: str, args: Any, kwargs: Any) -> None:
+        pass
+
+    def left(self, name: str, output: Any = None) -> None:
+        pass
+
+    def has_origin(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.shadow.names or tensor.requires_grad or storage_of(tensor) in self.origins
+
+    def origin(self, tensor: Tensor) -> Origin:
+        """Of a tensor that has one."""
+        if id(tensor) in self.shadow.names:
+            return frozenset([self.shadow.names[id(tensor)]])
+        return self.origins.get(storage_of(tensor))  # None also for parameters that the model does not register
+
+    def set_origin(self, tensor: Tensor, origin: Origin) -> None:
+        self.origins[storage_of(tensor)] = origin
+
+    def source(self, tensor: Tensor) -> Source:
+        return self.made.get(id(tensor), id(tensor))
+
+    def sources_of(self, packet: Any, tensors: list[Tensor]) -> tuple[Source, ...]:
+        return () if packet is aten.lift_fresh else tuple(map(self.source, tensors))
+
+    def pass_origins(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """Outputs come from where the inputs do."""
+        if func.overloadpacket in _BLANK:
+            return
+        found = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
+        if not found:
+            return
+        origin: Origin = frozenset()
+        for other in found:
+            origin = None if origin is None or other is None else origin | other
+        for output in outputs:
+            self.set_origin(output, origin)
+
+    def new_output(self, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What a layer returns; made behind this session's back."""
+        with torch.utils._python_dispatch._disable_current_modes(), self.shadow.fake:
+            out = torch.empty(shape, dtype=dtype, device=x.device)
+        self.kept += [x, out]
+        self.origins[storage_of(out)] = None
+        return out
+
+    def layer_dtype(self, name: str, x: Tensor) -> torch.dtype:
+        weight = self.shadow.modules[name].weight
+        assert isinstance(weight, Tensor)
+        return weight.dtype if self.shadow.layers[name].kind == "embedding" else x.dtype
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an op writes to."""
+    named = zip(func._schema.arguments, args, strict=False)
+    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
+            written.append(kwargs[argument.name])
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:
+    """The numbers of a real tensor that becomes part of the run; None for every other op."""
+    if func.overloadpacket is not aten.lift_fresh or isinstance(tensors[0], FakeTensor):
+        return None
+    with torch.utils._python_dispatch._disable_current_modes():
+        return tensors[0].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def is_random(func: Any, args: Any) -> bool:
+    """Attention kernels count as random in torch even where they drop nothing."""
+    attention = "scaled_dot_product" in func._schema.name
+    drops = not attention or (len(args) > 3 and isinstance(args[3], float) and args[3] > 0)
+    return torch.Tag.nondeterministic_seeded in func.tags and drops

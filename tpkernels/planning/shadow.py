@@ -1,0 +1,270 @@
+"""A copy of a model whose tensors are fake, and what surrounds each of its runs.
+
+Owns: the :class:`Shadow`: its parameters and buffers need no memory, its layers report to the session that runs, and
+what its forward does reaches the model only through what a copy shares with it (:mod:`tpkernels.planning.trace_leaks`).
+Modules that need the values of tensors are marked opaque here; :mod:`tpkernels.planning.opaque_modules` finds them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_map, tree_map_only
+
+from tpkernels.planning.fake_answers import GUESSES, Answers
+from tpkernels.planning.gradient_code import code_of_gradients
+from tpkernels.planning.layers import Layer, layer_of, unswappable
+from tpkernels.planning.shape_reads import ShapesAsked
+from tpkernels.planning.trace_leaks import Caches
+
+if TYPE_CHECKING:
+    from tpkernels.planning.session import Session
+
+__all__ = ["MODES", "Mode", "Shadow"]
+
+
+class Mode(NamedTuple):
+    """What a model's code may ask about the run it is in: ``self.training``, and ``torch.is_grad_enabled()``."""
+
+    training: bool
+    gradients: bool
+
+    def __str__(self) -> str:
+        name = "training" if self.training else "evaluation"
+        return name if self.gradients else f"{name} without gradients"
+
+
+MODES = (Mode(True, True), Mode(False, True), Mode(True, False), Mode(False, False))
+
+_SHARED = (type(threading.Lock()), type(threading.RLock()), types.ModuleType, torch.Generator)
+"""What cannot be copied and holds nothing of a run."""
+_CONSTANTS = (Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Shadow:
+    """A copy of ``model`` with fake tensors whose layers report to the session that runs.
+
+    Raises:
+        Exception: whatever copying the model's own objects raises.
+    """
+
+    def __init__(self, model: nn.Module, caches: Caches) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.caches = caches
+        self.names: dict[int, str] = {}
+        memo: dict[int, Any] = {}
+        with self.fake:
+            for parameter in model.parameters():
+                memo[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=False)
+            for buffer in model.buffers():
+                memo.setdefault(id(buffer), _like(buffer))
+        for module in model.modules():
+            memo |= _uncopyable(module, memo)
+        self.model = copy.deepcopy(model, memo)
+        self.gradients = True
+        """Whether runs are with gradients enabled; no tensor has one."""
+        self.modules = dict(self.model.named_modules())
+        self.session: Session | None = None
+        self.opaque: set[str] = set()
+        """Modules that need the values of tensors."""
+        self.guess = GUESSES[0]
+        self.layers: dict[str, Layer] = {}
+        self.owners: dict[int, str] = {}
+        """Layers by the ids of their parameters."""
+        self.asked: set[str] = set()
+        """Layers whose parameters the model's code has asked for their shape, or used, in any run."""
+        self.attentions = {
+            id(parameter): name
+            for name, module in self.modules.items()
+            if isinstance(module, nn.MultiheadAttention)
+            for parameter in module.parameters()
+        }
+        """torch's attention modules by the ids of theirs."""
+        self.originals = {id(parameter): name for name, parameter in model.named_parameters()}
+        """The model's own parameters, which only code reads that keeps them outside of their modules."""
+        self.holders = {id(module): name for name, module in model.named_modules()}
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        for name, module in self.modules.items():
+            layer = layer_of(module)
+            if layer is not None and unswappable(module) is None:
+                self.layers[name] = layer
+                self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
+                module.forward = self._reporting(name)
+            else:
+                module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+                module.register_forward_hook(self._leaving(name))
+
+    def set_mode(self, mode: Mode) -> None:
+        """Of the runs that follow."""
+        self.model.train(mode.training)
+        self.gradients = mode.gradients
+
+    def make_opaque(self, name: str) -> None:
+        """From now on the module is one step: what happens inside is neither recorded nor followed."""
+        self.opaque.add(name)
+        module = self.modules[name]
+        module.forward = self._quietly(name, module.forward)
+
+    @contextmanager
+    def running(self, session: Session) -> Iterator[None]:
+        """Fake mode, the session on top of it, and its attributes in place of the model's.
+
+        Gradients are enabled as the mode says, to the model's code alone: no parameter requires one.
+        """
+        before = {key: getattr(self.modules[key[0]], key[1]) for key in session.attributes}
+        self.session = session
+        # A guess that does not fit makes an op fail, which torch would print with a traceback.
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        was_disabled, log.disabled = log.disabled, True
+        # torch's encoder layers read all their weights at once in evaluation, which parallel ones never do.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            for (name, attribute), value in session.attributes.items():
+                setattr(self.modules[name], attribute, value)
+            with (
+                code_of_gradients(session),
+                torch.compiler.set_stance("force_eager"),  # a compiled function shows no ops
+                torch.set_grad_enabled(self.gradients),
+                self.fake,
+                _fake_as_real(),
+                Answers(session, self.guess),
+                ShapesAsked(self.owners, self.asked),
+                session,
+            ):
+                hook = register_module_forward_pre_hook(self._note_original)
+                try:
+                    yield
+                finally:
+                    hook.remove()
+        finally:
+            self.session = None
+            log.disabled = was_disabled
+            torch.backends.mha.set_fastpath_enabled(fast)
+            for (name, attribute), value in before.items():
+                setattr(self.modules[name], attribute, value)
+            session.met_real_cache = self.caches.empty()
+
+    def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Fake tensors shaped like those given, which are not read; those on the meta device are made to fit."""
+        parameters = list(self.model.parameters())
+
+        def fake(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta or not parameters:
+                return _like(tensor)
+            dtype = parameters[0].dtype if tensor.is_floating_point() else tensor.dtype
+            return torch.empty(tensor.shape, dtype=dtype, device=parameters[0].device)
+
+        with self.fake:
+            made: tuple[Any, Any] = tree_map_only(Tensor, fake, (args, kwargs))
+            return made
+
+    def copied(self, value: Any) -> Any:
+        """Arguments of a module, for a run of their own: objects that a run changes (caches) are copied, with the same
+        tensors; what refuses to be copied is the object itself."""
+        memo: dict[int, Any] = {id(module): module for module in self.modules.values()}
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, _CONSTANTS):
+                return leaf
+            copy._deepcopy_dispatch[FakeTensor] = lambda tensor, memo: tensor  # type: ignore[attr-defined]
+            try:
+                return copy.deepcopy(leaf, memo)
+            except (TypeError, RuntimeError, ValueError, AttributeError, copy.Error):
+                return leaf
+            finally:
+                del copy._deepcopy_dispatch[FakeTensor]  # type: ignore[attr-defined]
+
+        return tree_map(copied, value)
+
+    def _note_original(self, module: nn.Module, args: Any) -> None:
+        """A module of the model itself runs, which is swapped in place: that it reads its parameters is no capture."""
+        if self.session is not None and id(module) in self.holders:
+            self.session.original_called(self.holders[id(module)])
+
+    def _reporting(self, name: str) -> Any:
+        def forward(input: Tensor) -> Tensor:
+            assert self.session is not None
+            quiet = self.session.quiet is not None
+            out = (self.session.layer_called_quietly if quiet else self.session.layer_called)(name, input)
+            if any(tensor in self.session.requiring for tensor in (input, *self.modules[name].parameters())):
+                self.session.requiring.made([out])
+            return out
+
+        return forward
+
+    def _quietly(self, name: str, forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            assert self.session is not None
+            return self.session.opaque_called(name, forward, args, kwargs)
+
+        return quiet
+
+    def _entering(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.session is not None and self.session.quiet is None:
+                self.session.entered(name, args, kwargs)
+
+        return hook
+
+    def _leaving(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self.session is not None and self.session.quiet is None:
+                self.session.left(name, output)
+
+        return hook
+
+
+@contextmanager
+def _fake_as_real() -> Iterator[None]:
+    """Within: what torch does not do for fake tensors.
+
+    A scalar is formatted as its value (``experts[f"expert_{index}"]``).  ``module.to(dtype)`` in a forward leaves the
+    parameters that they are, where torch would swap them and refuses, because they are referred to.
+    """
+
+    def scalar(tensor: FakeTensor, spec: str) -> str:
+        return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
+
+    def swap(first: Tensor, second: Tensor) -> None:
+        if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor) and first.shape == second.shape):
+            original(first, second)
+
+    original: Any = torch.utils.swap_tensors
+    FakeTensor.__format__ = scalar  # type: ignore[method-assign, assignment]
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        del FakeTensor.__format__
+        torch.utils.swap_tensors = original
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same kind; of one on the meta device, as if it were on the CPU."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
+    """Attributes that ``deepcopy`` refuses: tensors with a history are copied without it, locks and the like shared."""
+    found: dict[int, Any] = {}
+    for value in vars(module).values():
+        if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
+            found[id(value)] = value.detach().clone()
+        elif isinstance(value, _SHARED):
+            found[id(value)] = value
+    return found

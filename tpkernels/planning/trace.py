@@ -1,0 +1,222 @@
+"""One run of a model on fake tensors: which ops run, on which shapes, and what flows from layer to layer.
+
+Owns: the :class:`Recording` of one run of a :class:`~tpkernels.planning.shadow.Shadow`.
+
+Assumes: outside of opaque modules the model's Python code does not depend on the values of tensors; a run that needs
+one fails, and says so (:mod:`tpkernels.planning.opaque_modules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.planning.session import (
+    TRANSPARENT,
+    Event,
+    Node,
+    NotOpaque,
+    Opaque,
+    Scope,
+    Session,
+    Shadow,
+    Shape,
+    Source,
+    as_given,
+    as_shapes,
+    canonical,
+    constant_of,
+    is_random,
+)
+from tpkernels.planning.tensors import can_require_grad, storage_of, tensors_in
+
+__all__ = [
+    "TRANSPARENT",
+    "Event",
+    "Node",
+    "NotOpaque",
+    "Opaque",
+    "Recording",
+    "Scope",
+    "Session",
+    "Shadow",
+    "Shape",
+    "Source",
+    "as_given",
+    "as_shapes",
+    "canonical",
+    "constant_of",
+    "is_random",
+]
+
+
+class Recording(Session):
+    """The events, scopes and graph of one run.
+
+    Args:
+        widths: output features of layers that are not what the model's are (key-value heads once per rank).
+    """
+
+    def __init__(
+        self, shadow: Shadow, attributes: Mapping[tuple[str, str], int] = {}, widths: Mapping[str, int] = {}
+    ) -> None:
+        super().__init__(shadow, attributes)
+        self.widths = dict(widths)
+        self.events: list[Event] = []
+        self.scopes: list[Scope] = []
+        self.nodes: list[Node] = []
+        self.direct: set[str] = set()
+        """Layers, and torch's attention modules, whose parameters the model uses without calling them."""
+        self._originals_read: set[str] = set()
+        self._originals_called: set[str] = set()
+        self.outputs: list[int] = []
+        self.layer_rows: dict[str, int] = {}
+        """Rows of each layer's input, over all calls."""
+        self.layer_inputs: dict[str, list[int]] = {}
+        self.layer_reads: dict[str, list[tuple[int, int]]] = {}
+        """Of each call of a layer: which tensor it read, and the node that had last written it."""
+        self.callers: dict[str, str] = {}
+        """Of opaque modules: the module that called each, "" for the model."""
+        self.last_opaque = ""
+        self.called_quietly: set[str] = set()
+        self.rows_unknown: set[str] = set()
+        """Layers inside of opaque modules, whose rows depend on values."""
+        self._to_opaque: list[int] = []
+        self._node_of: dict[int, int] = {}
+        self._noise: set[int] = set()
+        self._open: list[Scope] = []
+
+    def run(self, args: Any, kwargs: Any) -> None:
+        """Run the model on fake inputs."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and can_require_grad(leaf):
+                self.nodes.append(Node([], is_input=True))
+                self._node_of[id(leaf)] = len(self.nodes) - 1
+                self.set_origin(leaf, None)
+            self.kept.append(leaf)
+        with self.shadow.running(self):
+            out = self.shadow.model(*args, **kwargs)
+        self.kept.append(out)
+        self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
+
+    def run_scope(self, scope: Scope, recording: Recording) -> Scope:
+        """Run one module on the arguments that another recording saw; the scope of that call here."""
+        self.origins, self.made = dict(recording.origins), dict(recording.made)
+        with self.shadow.running(self):
+            args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
+            self.kept.append(self.shadow.modules[scope.name](*args, **kwargs))
+        return next(found for found in reversed(self.scopes) if found.name == scope.name)
+
+    def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self._note_readers(tensors)
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._link(tensors, outputs, is_random(func, args))
+        self.pass_origins(func, tensors, outputs)
+        packet = canonical(func)
+        if packet in TRANSPARENT:
+            self.made[id(out)] = self.source(tensors[0])
+            return out
+        whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
+        self._add(Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors)), outputs)
+        return out
+
+    def _note_readers(self, tensors: list[Tensor]) -> None:
+        """Who reads parameters past the modules that own them."""
+        shadow = self.shadow
+        self.direct |= {shadow.owners[id(tensor)] for tensor in tensors if id(tensor) in shadow.owners}
+        attentions = {shadow.attentions[id(tensor)] for tensor in tensors if id(tensor) in shadow.attentions}
+        self.direct |= attentions - {scope.name for scope in self._open}
+        self._originals_read |= {shadow.originals[id(tensor)] for tensor in tensors if id(tensor) in shadow.originals}
+
+    def _add(self, event: Event, outputs: list[Tensor]) -> None:
+        self.events.append(event)
+        self.made |= {id(output): (id(self), len(self.events) - 1, place) for place, output in enumerate(outputs)}
+
+    def layer_called(self, name: str, x: Tensor) -> Tensor:
+        layer, features = self.shadow.layers[name], self.widths.get(name)
+        width = layer.out_features if features is None else features
+        shape = (*x.shape, width) if layer.kind == "embedding" else (*x.shape[:-1], width)
+        if layer.kind != "embedding" and x.shape[-1] != layer.in_features:
+            raise ValueError(f"{name} takes {layer.in_features} features, got {tuple(x.shape)}")
+        out = self.new_output(x, shape, self.layer_dtype(name, x))
+        inputs = [self._node_of[id(x)]] if id(x) in self._node_of else []
+        self.nodes.append(Node(inputs, layer=name))
+        self._node_of[id(out)] = len(self.nodes) - 1
+        self.layer_inputs.setdefault(name, []).extend(inputs)
+        self.layer_reads.setdefault(name, []).append((id(x), self._node_of.get(id(x), -1)))
+        rows = x.numel() if layer.kind == "embedding" else x.numel() // max(1, x.shape[-1])
+        self.layer_rows[name] = self.layer_rows.get(name, 0) + rows
+        event = Event(None, [Shape(x.shape)], {}, [Shape(shape)], layer=name, sources=(self.source(x),))
+        self._add(event, [out])
+        return out
+
+    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
+        self.callers[name], self.last_opaque = (self._open[-2].name if len(self._open) > 1 else ""), name
+
+    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._to_opaque += [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
+        self.nodes.append(Node([], opaque=True))
+        self._node_of |= {id(output): len(self.nodes) - 1 for output in outputs}
+        shapes, dtypes = [Shape(output.shape) for output in outputs], [output.dtype for output in outputs]
+        sources = tuple(map(self.source, tensors))
+        self._add(Event(Opaque(name), [as_given((args, kwargs))], {"dtypes": dtypes}, shapes, sources=sources), outputs)
+
+    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        self._note_readers(tensors)
+
+    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
+        self.called_quietly.add(name)
+        return super().layer_called_quietly(name, x)
+
+    def same(self, other: Recording) -> bool:
+        """Whether the same ops ran on the same tensors."""
+        mine, others = ([event.anywhere() for event in recording.events] for recording in (self, other))
+        return mine == others and (self.captured, self.direct) == (other.captured, other.direct)
+
+    @property
+    def innermost(self) -> str:
+        """The module that is being called; "" for the model."""
+        return self._open[-1].name if self._open else ""
+
+    def entered(self, name: str, args: Any, kwargs: Any) -> None:
+        args, kwargs = self.shadow.copied((args, kwargs))
+        self._open.append(Scope(name, args, kwargs, len(self.events)))
+        self.kept.append((args, kwargs))
+
+    def left(self, name: str, output: Any = None) -> None:
+        while self._open:
+            scope = self._open.pop()
+            if scope.name == name:
+                scope.stop = len(self.events)
+                self.scopes.append(scope)
+                return
+
+    def original_called(self, name: str) -> None:
+        self._originals_called.add(name)
+
+    @property
+    def captured(self) -> list[str]:
+        """Parameters of the model itself that code used which keeps them outside of their modules."""
+        return sorted(name for name in self._originals_read if name.rpartition(".")[0] not in self._originals_called)
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one that the model was called with."""
+        node = self._node_of.get(id(tensor))
+        return node is not None and self.nodes[node].is_input
+
+    def _link(self, tensors: list[Tensor], outputs: list[Tensor], random: bool) -> None:
+        """Add the op to the graph; noise is what random ops made and no activation went into."""
+        noisy = any(storage_of(tensor) in self._noise for tensor in tensors)
+        inputs = [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
+        if inputs:
+            self.nodes.append(Node(inputs, random=random or noisy))
+            for output in outputs:
+                self._node_of[id(output)] = len(self.nodes) - 1
+        if noisy or random:
+            self._noise |= {storage_of(output) for output in outputs if id(output) not in self._node_of}

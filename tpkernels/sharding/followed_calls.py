@@ -1,0 +1,145 @@
+"""A call of a parallel model that is followed op by op, and who would be shown a part in it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from tpkernels.nn.column import ColumnParallelLinear
+from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
+from tpkernels.nn.multihead import ParallelMultiheadAttention
+from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.row import RowParallelLinear
+from tpkernels.partition import chunk_sizes
+from tpkernels.planning.splits import Split
+from tpkernels.sharding import nested_tensors
+from tpkernels.sharding.part_tracking import Parts
+
+__all__ = ["Followed", "foreign_hooks"]
+
+_HOOKS = {
+    "_forward_pre_hooks": ("input",),
+    "_forward_hooks": ("output", "input"),
+    "_backward_pre_hooks": ("output",),
+    "_backward_hooks": ("output", "input"),
+}
+"""And what of a module's they see, or the gradients of what."""
+_OURS = ("tpkernels.", "torch.", "transformers.utils.output_capturing")
+"""Whose hooks may see parts; what transformers captures leaves through the model's output."""
+
+
+@dataclass
+class Followed(AbstractContextManager["Followed"]):
+    """A call that is being followed."""
+
+    model: nn.Module
+    parts: Parts = field(default_factory=Parts)
+    problems: list[str] = field(default_factory=list)
+    other_ways: list[str] = field(default_factory=list)
+    """What shows that the call goes another way than those that the plan was proven for."""
+    unknown: list[str] = field(default_factory=list)
+    """Rows that took what no rule could follow."""
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Followed:
+        self.thread = threading.get_ident()
+        self.names = {id(module): name for name, module in self.model.named_modules()}
+        own = (module for module in self.model.modules() if isinstance(module, ParallelMultiheadAttention))
+        self.own_rows = {id(module.out_proj) for module in own}
+        handle = register_module_forward_hook(self._called, with_kwargs=True)
+        self.stack.callback(handle.remove)
+        self.stack.enter_context(self.parts)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if threading.get_ident() != self.thread or id(module) not in self.names:
+            return
+        sizes = _sizes_given(module)
+        if sizes and self.parts.of(output) is None:
+            self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes)]))
+        if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
+            self._check_row(module, *args, **kwargs)
+        if module is not self.model:
+            self._check_hooks(module, args, kwargs, output)
+
+    def _check_row(self, module: RowParallelLinear, x: Tensor, **_: object) -> None:
+        """The plan's proof is of calls like the traced ones; another may give a row what its weight is not cut for."""
+        mark, name = self.parts.of(x), self.names[id(module)]
+        if not mark:
+            self.unknown.append(name)
+        elif Split(x.dim() - 1, (x.shape[-1],)) not in mark:
+            self.other_ways.append(
+                f"this call gives {name!r}, a row of the plan, a part that is not cut by features as its weight is: it "
+                "takes another way than the calls that the plan was proven for; make the plan with example_inputs like "
+                'those of this call, or with overrides={...: "replicate"}'
+            )
+
+    def _check_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        hooks = list(foreign_hooks(module))
+        if not hooks:
+            return
+        takes = isinstance(module, RowParallelLinear) and not module.split_input
+        cut = {
+            "input": takes or any(map(self._is_part, nested_tensors.leaves((args, kwargs)))),
+            "output": any(map(self._is_part, nested_tensors.leaves(output))),
+        }
+        for kind, hook in hooks:
+            for what in (what for what in _HOOKS[kind] if cut[what]):
+                self.problems.append(
+                    f"the hook {getattr(hook, '__qualname__', hook)!s} on module {self.names[id(module)]!r} would see "
+                    f"this rank's part of the module's {what}: hook a module whose {what} is whole (the one around "
+                    "it), or set takes_parts = True on the hook"
+                )
+
+    def _is_part(self, leaf: nested_tensors.Leaf) -> bool:
+        return self.parts.of(leaf.tensor) is not None
+
+    def check_attributes(self) -> None:
+        """Modules must not keep parts, which somebody could read."""
+        for module in self.model.modules():
+            if type(module).__module__.startswith("tpkernels.") or getattr(module, "takes_parts", False):
+                continue
+            named = {key: value for key, value in vars(module).items() if not key.startswith("_")} | module._buffers
+            held = {key: value for key, value in named.items() if isinstance(value, Tensor | list | tuple | dict)}
+            for leaf in nested_tensors.leaves(held):
+                if leaf.holder is None and self._is_part(leaf):
+                    path = ".".join(filter(None, (self.names[id(module)], nested_tensors.name_of(leaf.path))))
+                    self.problems.append(
+                        f"{path} is this rank's part of something: set takes_parts = True on the module if nobody "
+                        "reads it but the module itself"
+                    )
+
+
+def foreign_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Hooks on a module that are neither ours nor torch's, and did not ask for parts."""
+    for kind in _HOOKS:
+        for hook in getattr(module, kind).values():
+            inner = hook
+            while isinstance(inner, functools.partial):
+                inner = inner.func
+            home = getattr(inner, "__module__", None) or type(inner).__module__
+            if not str(home).startswith(_OURS) and not getattr(inner, "takes_parts", False):
+                yield kind, inner
+
+
+def _sizes_given(module: nn.Module) -> tuple[int, ...]:
+    """This rank's features of each segment of what a layer gives, if that is a part."""
+    if isinstance(module, FeatureParallelEmbedding):
+        rank, sizes = module.mesh.get_local_rank(), chunk_sizes(module.embedding_dim, module.mesh.size())
+        return () if module.gather_output else (sizes[rank],)
+    if isinstance(module, ColumnParallelLinear) and module.gather_output:
+        return ()
+    if isinstance(module, ColumnParallelLinear | PackedColumnParallelLinear | CopiedHeadsLinear):
+        return tuple(weight.shape[0] for weight, _ in module.parts())
+    return ()

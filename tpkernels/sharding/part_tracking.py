@@ -1,0 +1,353 @@
+"""Which tensors of a running model are parts: one forward pass, followed op by op on the real tensors of this rank.
+
+Owns: :class:`Parts`, a dispatch mode.  What column layers give, and what sums over the ranks leave in parts, is marked
+with how it is cut; ops pass marks on by the rules of :mod:`tpkernels.planning.rules`; gathers and all-reduces end them.
+No whole shape is known here, so the rules are asked as for one rank: local shapes are the whole ones.
+
+A dimension of which this rank has one element (one head) can be read in several ways after a ``view``; a mark is the
+set of :class:`Split` that local sizes allow, and what follows rules most of them out.  An empty set is a part whose
+layout no rule knows.  Nothing is kept alive: a tensor is known by its storage and its place in it, because autograd
+makes new objects of views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.planning.rules import RULES, Call, pointwise
+from tpkernels.planning.splits import Split, Unproven
+from tpkernels.planning.trace import Shape, as_shapes, canonical
+from tpkernels.sharding.local_rules import OWN
+
+__all__ = ["UNKNOWN", "Mark", "Parts"]
+
+Mark = frozenset[Split]
+UNKNOWN: Mark = frozenset()
+
+aten = torch.ops.aten
+_CONSTANT = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}
+_UNIFORM = _CONSTANT | {aten.zeros, aten.ones, aten.full}
+_COLUMN = {"copy_matmul": -1, "all_gather_matmul": 7, "all_gather_scaled_matmul": 10}
+"""Ops of column layers, and which argument asks for the gathered input as the last result."""
+_WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "scaled_matmul_all_reduce"}
+_ATTENTION = [op for op, rule in RULES.items() if rule is RULES[aten._scaled_dot_product_flash_attention_for_cpu]]
+_SPREADS = {aten.baddbmm: (0,)} | dict.fromkeys(_ATTENTION, (3,))
+"""Arguments, such as masks, that are broadcast over the cut dimension: a constant counts as having size 1 there."""
+_MOST_READINGS = 16
+"""Of all arguments of an op together."""
+
+
+class Parts(TorchDispatchMode):
+    """Follows parts while it is the innermost mode but one of torch's own."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._marks: dict[Any, Mark] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        """Those known of; while the reference is held nothing else gets the storage's address."""
+        self._cut: set[int] = set()
+        """Storages in which a part lies; those of tensors that were uniform and were written to are not among them."""
+        self._summed: set[int] = set()
+        """Storages of whole tensors whose gradients are summed over the ranks, and of what is made of these and of
+        constants alone: code may let a constant require a gradient, which nobody reads."""
+        self.incomplete: dict[str, None] = {}
+        """Where a whole tensor meets parts whose gradient would be this rank's share of it."""
+        self._uniform: dict[int, dict[Any, frozenset[int]]] = {}
+        """By storage: tensors made of one number, and what is computed from them; dimensions along which they repeat.
+
+        A constant of this rank's sizes meets parts as what it is, a part of a larger one.
+        """
+
+    def of(self, tensor: Tensor) -> Mark | None:
+        """How ``tensor`` is cut, or None if it is whole."""
+        if not self._cut or isinstance(tensor, DTensor):
+            return None
+        storage = _storage(tensor)
+        if storage is None or storage._cdata not in self._cut or storage._cdata in self._uniform:
+            return None
+        return self._marks.get(_place(tensor, storage), UNKNOWN)
+
+    def mark(self, tensor: Tensor, mark: Mark) -> None:
+        """Remember that ``tensor`` is a part."""
+        storage = _storage(tensor)
+        if storage is not None:
+            self._hold(storage)
+            self._uniform.pop(storage._cdata, None)
+            self._cut.add(storage._cdata)
+            self._marks[_place(tensor, storage)] = mark
+
+    def _hold(self, storage: Any) -> None:
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def _shape(self, tensor: Tensor) -> Shape:
+        """With 1 for the dimensions along which a whole tensor repeats."""
+        storage = _storage(tensor)
+        same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
+        return Shape(1 if dim in same else size for dim, size in enumerate(tensor.shape))
+
+    def _note_uniform(self, func: Any, packet: Any, tensors: Sequence[Tensor], out: Any) -> None:
+        """Follow tensors that repeat one number, through elementwise ops."""
+        if not isinstance(out, Tensor) or isinstance(out, DTensor) or not out.dim():
+            return
+        if packet in _UNIFORM:
+            same = frozenset(range(out.dim()))
+        elif self._uniform and func.is_view and self._is_constant(tensors[0]):
+            same = frozenset(range(out.dim()))
+        elif self._uniform and torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
+            shapes = [self._shape(tensor) for tensor in tensors]
+            sizes = [[shape[dim] for shape in shapes if -dim <= len(shape)] for dim in range(-out.dim(), 0)]
+            same = frozenset(dim for dim, these in enumerate(sizes) if set(these) <= {1} and out.shape[dim] > 1)
+        else:
+            return
+        storage = _storage(out)
+        if same and storage is not None:
+            self._hold(storage)
+            self._uniform.setdefault(storage._cdata, {})[_place(out, storage)] = same
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether it is one number over and over."""
+        storage = _storage(tensor)
+        same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
+        return tensor.dim() > 0 and len(same) == tensor.dim()
+
+    def mark_last(self, tensor: Tensor) -> None:
+        """``tensor`` is what a layer gives whose output features are cut."""
+        self.mark(tensor, _cut(tensor, -1))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor's turn: what it makes of the op comes here next
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = getattr(func, "_schema", None)
+        if name is not None and func.namespace == "tpkernels":
+            out = func(*args, **kwargs)
+            self._fused(name.name.removeprefix("tpkernels::"), args, tensors, out)
+            return out
+        marks = [self.of(tensor) for tensor in tensors]
+        is_op = isinstance(func, torch._ops.OpOverload)
+        packet = canonical(func) if is_op else func
+        if all(mark is None for mark in marks):
+            out = func(*args, **kwargs)
+            self._forget_uniform(func, args, kwargs)
+            if is_op:
+                self._note_uniform(func, packet, tensors, out)
+                self._note_summed(tensors, out)
+            return out
+        if is_op and packet not in RULES and packet not in OWN:
+            with self:
+                taken_apart = func.decompose(*args, **kwargs)
+            if taken_apart is not NotImplemented:
+                return taken_apart
+        out = func(*args, **kwargs)
+        if packet in _CONSTANT or getattr(func, "namespace", "") == "prim":
+            self._note_uniform(func, packet, tensors, out)
+            return out
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        broadcast = [self._shape(tensor) for tensor in tensors]
+        answers, mixed = _answers(func, packet, args, kwargs, tensors, marks, outputs, broadcast)
+        self._check_gradients(packet, mixed)
+        constants = self._forget_uniform(func, args, kwargs)
+        for output, answer in zip(outputs, answers, strict=True):
+            if answer is not None:
+                self.mark(output, answer)
+        for written in _written(func, args, kwargs):
+            known = [answer for output, answer in zip(outputs, answers, strict=True) if written is output]
+            if not known:
+                self.mark(written, UNKNOWN)
+            self._mark_around(written, known[0] if known else UNKNOWN, constants)
+        return out
+
+    def _forget_uniform(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
+        """Before what the op wrote to is marked; the places of constants of which that was a view."""
+        places: list[Any] = []
+        for written in _written(func, args, kwargs) if self._uniform else ():
+            storage = _storage(written)
+            if storage is not None:
+                places += [at for at, same in self._uniform.pop(storage._cdata, {}).items() if len(same) == len(at[2])]
+        return places
+
+    def _mark_around(self, written: Tensor, mark: Mark | None, constants: Sequence[Any]) -> None:
+        """A part was written to a view: a constant around it is a part that is cut alike, anything else is unknown."""
+        storage = _storage(written)
+        if storage is None or mark is None:
+            return
+        place = _place(written, storage)
+        for around in [at for at in self._marks if at[0] == storage._cdata and at != place] if not mark else ():
+            self._marks[around] = UNKNOWN
+        for around in constants:
+            if around[0] == storage._cdata and around != place:
+                self._marks[around] = _around(place, mark, around)
+
+    def _note_summed(self, tensors: Sequence[Tensor], out: Any) -> None:
+        """Outputs of ops on whole tensors."""
+        needing = [tensor for tensor in tensors if tensor.requires_grad]
+        if needing and all(self._is_summed(tensor) for tensor in needing):
+            for output in tree_leaves(out):
+                if isinstance(output, Tensor) and (storage := _storage(output)) is not None:
+                    self._hold(storage)
+                    self._summed.add(storage._cdata)
+
+    def _is_summed(self, tensor: Tensor) -> bool:
+        storage = _storage(tensor)
+        return storage is not None and (storage._cdata in self._summed or self._is_constant(tensor))
+
+    def _check_gradients(self, packet: Any, mixed: Sequence[Tensor]) -> None:
+        for tensor in mixed if torch.is_grad_enabled() else ():
+            if tensor.requires_grad and not self._is_summed(tensor):
+                self.incomplete[f"{packet} of a tensor of {list(tensor.shape)} with this rank's part of another"] = None
+
+    def _fused(self, name: str, args: Any, tensors: Sequence[Tensor], out: Any) -> None:
+        """The package's own ops say themselves what they give."""
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if name in _WHOLE:
+            return
+        if name in _COLUMN:
+            is_gathered = _COLUMN[name] > 0 and args[_COLUMN[name]]
+            for output in outputs[: len(outputs) - bool(is_gathered)]:
+                self.mark_last(output)
+        elif name in ("matmul_reduce_scatter", "reduce_scatter", "shard"):
+            self.mark(outputs[0], _cut(outputs[0], args[4] if name == "matmul_reduce_scatter" else args[2]))
+        elif name == "copy_to_group":
+            mark = self.of(tensors[0])
+            if mark is not None:
+                self.mark(outputs[0], mark)
+            elif (storage := _storage(outputs[0])) is not None:
+                self._hold(storage)
+                self._summed.add(storage._cdata)
+        else:
+            for output in outputs["cross_entropy" in name :]:  # the loss is whole, what backward needs is not
+                self.mark(output, UNKNOWN)
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
+        return None
+
+
+def _place(tensor: Tensor, storage: Any) -> Any:
+    return storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _around(place: Any, mark: Mark, around: Any) -> Mark:
+    """How a tensor is cut of which the one at ``place`` is a view: in the dimension with the same steps and size."""
+    (_, _, shape, stride, dtype), (_, _, shape_around, stride_around, dtype_around) = place, around
+    steps = list(zip(shape_around, stride_around, strict=True))
+    if dtype != dtype_around or any(steps.count((shape[split.dim], stride[split.dim])) != 1 for split in mark):
+        return UNKNOWN
+    return frozenset(Split(steps.index((shape[split.dim], stride[split.dim])), split.segments) for split in mark)
+
+
+def _cut(tensor: Tensor, dim: int) -> Mark:
+    dim %= tensor.dim()
+    return frozenset([Split(dim, (tensor.shape[dim],))])
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Arguments that the op writes into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _answers(
+    func: Any,
+    packet: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Tensor],
+    marks: Sequence[Mark | None],
+    outputs: Sequence[Tensor],
+    broadcast: Sequence[Shape],
+) -> tuple[list[Mark | None], list[Tensor]]:
+    """How each output is cut, by the layouts that any reading of the arguments allows; whole tensors that met parts."""
+    known = {id(tensor): mark for tensor, mark in zip(tensors, marks, strict=True) if mark is not None}
+    shapes = [Shape(output.shape) for output in outputs]
+    if UNKNOWN in known.values() or prod(map(len, known.values())) > _MOST_READINGS:
+        return [UNKNOWN] * len(outputs), []
+    met: list[Tensor] = []
+    found: list[set[Split]] = [set() for _ in outputs]
+    whole = [False] * len(outputs)
+    for reading in product(*known.values()):
+        splits = dict(zip(known, reading, strict=True))
+        try:
+            answers, mixed = _one_reading(func, packet, args, kwargs, tensors, splits, shapes, broadcast)
+        except Unproven:
+            continue
+        met += mixed
+        for index, (answer, shape) in enumerate(zip(answers, shapes, strict=True)):
+            if answer is None:
+                whole[index] = True
+            else:
+                found[index] |= {split for split in answer if _fits(split, shape)}
+    marked = [None if is_whole and not some else frozenset(some) for is_whole, some in zip(whole, found, strict=True)]
+    return marked, met
+
+
+def _fits(split: Split, shape: Sequence[int]) -> bool:
+    return split.dim < len(shape) and shape[split.dim] == sum(split.segments)
+
+
+def _one_reading(
+    func: Any,
+    packet: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Tensor],
+    splits: dict[int, Split],
+    shapes: Sequence[Shape],
+    broadcast: Sequence[Shape],
+) -> tuple[Sequence[set[Split] | None], list[Tensor]]:
+    mixed: list[Any] = []
+
+    def split_of(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return splits.get(id(argument))
+        return [split_of(item) for item in argument] if isinstance(argument, list | tuple) else None
+
+    def mix(index: int) -> None:
+        mixed.append(kwargs.get("attn_mask") if index < 0 else args[index])
+
+    def done(answers: Sequence[set[Split] | None]) -> tuple[Sequence[set[Split] | None], list[Tensor]]:
+        return answers, [tensor for tensor in mixed if isinstance(tensor, Tensor)]
+
+    if packet not in RULES and packet not in OWN and torch.Tag.pointwise in getattr(func, "tags", ()):
+        cuts = [splits.get(id(tensor)) for tensor in tensors]
+        return done([{pointwise(broadcast, cuts, lambda index: mixed.append(tensors[index]))}] * len(shapes))
+    spread = {id(tensor): shape for tensor, shape in zip(tensors, broadcast, strict=True)}
+    whole = [
+        spread[id(argument)] if index in _SPREADS.get(packet, ()) and isinstance(argument, Tensor) else shape
+        for index, (argument, shape) in enumerate(zip(args, as_shapes(args), strict=True))
+    ]
+    named = {key: spread[id(v)] if key == "attn_mask" and v is not None else as_shapes(v) for key, v in kwargs.items()}
+    if isinstance(kwargs.get("attn_mask"), Tensor):
+        named["attn_mask split"] = splits.get(id(kwargs["attn_mask"]))
+    call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)
+    own = OWN.get(packet)
+    if own is not None:
+        return done([own(call)] * len(shapes))
+    rule = RULES.get(packet)
+    if rule is None:
+        raise Unproven(f"no rule says what {packet} does to parts")
+    answer = rule(call)
+    answers = answer if isinstance(answer, list) else [answer] * len(shapes)
+    return done([None if split is None else {split} for split in answers])

@@ -1,0 +1,55 @@
+"""``verify``: does a parallelized model compute what the unsharded one does?"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tpkernels.comm.groups import GroupLike
+from tpkernels.sharding.apply import parallelize
+from tpkernels.verification.model_passes import Loss
+from tpkernels.verification.verdict import Verification
+from tpkernels.verification.verifier import Plan, Verifier
+
+__all__ = ["verify"]
+
+
+def verify(
+    model: nn.Module,
+    mesh: GroupLike,
+    inputs: object = None,
+    *,
+    plan: Plan = "auto",
+    loss: Loss | None = None,
+    dtype: torch.dtype | None = None,
+) -> Verification:
+    """Compare the unsharded ``model`` with what :func:`parallelize` would make of it; all ranks call this together.
+
+    Args:
+        model: not parallelized yet; it is copied, and stays as it is.  One on the meta device is verified with small
+            random weights.
+        mesh, plan: as for :func:`parallelize`.
+        inputs: a tensor, a tuple of positional or a dict of keyword arguments; those on the meta device get random
+            values.  None: the inputs that :func:`make_plan` would derive, with random values.
+        loss: computes a scalar from what the model returns.  By default the result's own ``loss``, else the sum of all
+            its floating-point tensors times fixed random weights.
+        dtype: convert the copies (and floating-point inputs) to this dtype first.
+
+    Compared are every tensor that the model returns (but caches, of which a rank keeps its own part), the loss, the
+    gradients of all parameters and of those inputs that require one, and the buffers after the pass.  An error may be
+    8 times as large as the unsharded model's own, element by element (:mod:`tpkernels.verification.bounds`); a model
+    in fp64 is held to what fp32 would cost.  Dropout and jitter are off; the model is otherwise in the mode that it is
+    in.
+
+    Beside the model a rank holds at most two copies of it, one of them in fp64, with gradients and activations; where
+    something differs also the inputs and outputs of all modules, in three dtypes.
+
+    Where a model jumps (a relu beside 0, the choice of an expert), more than rounding comes of a rounding.  What is
+    over the bound is therefore compared with more passes of the unsharded model; in bf16 a jump can still look like a
+    difference, and a note says whether there is one in fp32, too.
+
+    Raises:
+        ValueError: weights or inputs that differ between ranks, inputs that the model does not run with, a model that
+            cannot be copied or is parallel already, a plan that :func:`parallelize` refuses; on every rank.
+    """
+    return Verifier(model, mesh, inputs, plan, loss, dtype, parallelize).verify()

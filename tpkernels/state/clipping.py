@@ -1,0 +1,109 @@
+"""The norm of all gradients of a model whose parameters are cut, and clipping by it.
+
+::
+
+    norm = (sum over shards |g|^p  +  sum over replicas, once, |g|^p) ^ (1/p)
+
+Each rank takes the norm of what it holds; the norms travel, one number per rank, and are combined in rank order, so
+that all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpkernels.nn.retired import check_current
+from tpkernels.ops import all_gather
+from tpkernels.state.originals import local_of
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients so that their norm is at most ``max_norm``; the norm before that, equal on all ranks.
+
+    As ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, but the result is a plain tensor, and norms of bf16
+    and fp16 gradients are accumulated and returned in fp32.  Parameters may be on several meshes, or plain: gradients
+    of plain ones and of replicas must be equal on all ranks and count once.  All ranks of the model call it.
+    ``foreach=False``: one gradient at a time.
+
+    Raises:
+        ValueError: a negative ``max_norm``, a ``norm_type`` that is not positive, gradients that are partial sums,
+            parameters that ``tpk.parallelize`` has replaced.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+    """
+    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    check_current(held, "clip_grad_norm_ was given")
+    grads = [parameter.grad for parameter in held if parameter.grad is not None]
+    p = float(norm_type)
+    if not p > 0 or not max_norm >= 0:
+        raise ValueError(f"norm_type ({norm_type}) must be positive and max_norm ({max_norm}) at least 0")
+    if not grads:
+        return torch.tensor(0.0)
+    locals_ = [local_of(grad) for grad in grads]
+    by_axes: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
+    for grad, local in zip(grads, locals_, strict=True):
+        by_axes.setdefault(_shard_axes(grad), []).append(local)
+    device = locals_[0].device
+    dtype = torch.float64 if any(local.dtype == torch.float64 for local in locals_) else torch.float32
+    norms = [_norm_over(axes, mine, p, dtype, device) for axes, mine in by_axes.items()]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {p} of the gradients is {norm.item()}, so they cannot be clipped; "
+            "error_if_nonfinite=False scales them by it all the same"
+        )
+    _scale(locals_, (max_norm / (norm + 1e-6)).clamp(max=1.0), foreach)
+    return norm
+
+
+def _shard_axes(grad: Tensor) -> tuple[object, tuple[int, ...]]:
+    """The mesh that a gradient lives on, and the axes of it that cut it."""
+    if not isinstance(grad, DTensor):
+        return None, ()
+    if any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(
+            f"a gradient of shape {tuple(grad.shape)} is a partial sum ({grad.placements}): reduce it first"
+        )
+    axes = tuple(axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate())
+    return (grad.device_mesh, axes) if axes else (None, ())
+
+
+def _norm_over(
+    axes: tuple[object, tuple[int, ...]], mine: list[Tensor], p: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    mesh, dims = axes
+    parts = [torch.linalg.vector_norm(local, p, dtype=dtype).to(device) for local in mine if local.numel()]
+    norm: Tensor = torch.zeros((), dtype=dtype, device=device)
+    if parts:
+        norm = torch.linalg.vector_norm(torch.stack(parts), p)
+    for axis in dims:
+        group = cast("torch.distributed.device_mesh.DeviceMesh", mesh).get_group(axis)
+        norm = torch.linalg.vector_norm(all_gather(norm.reshape(1), group, dim=0), p)
+    return norm
+
+
+def _scale(grads: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), same in kinds.items():
+        by = factor.to(device)
+        if foreach is False:
+            for grad in same:
+                grad.mul_(by)
+        else:
+            torch._foreach_mul_(same, by)

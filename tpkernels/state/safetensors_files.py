@@ -1,0 +1,139 @@
+"""Checkpoints in Hugging Face's layout: safetensors files, with an index where there are several.
+
+Owns: what a folder holds, read from the files' headers; reading slices, and counting their bytes; writing files.
+
+Refuses: files that are cut off or whose header is damaged, an index that does not fit the files or leads out of the
+folder, pickled checkpoints (``pytorch_model.bin``).  Nothing is unpickled.  Other changes of a file show only in
+checkpoints of :func:`tpkernels.save_pretrained`, which carry digests of their tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.packages import needed
+from tpkernels.state.originals import Box
+
+__all__ = ["SafetensorsFiles", "file_name", "write_file", "write_index"]
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DIGESTS = "tpkernels.digests"
+_PURPOSE = "a checkpoint"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+
+
+class SafetensorsFiles:
+    """The tensors of a checkpoint folder, or of one safetensors file; reads slices of them.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.digests: dict[str, int] = {}
+        self.bytes_read = 0
+        """Of tensors, so far, on this rank."""
+        self._files: dict[str, Any] = {}
+        files, index = _files_of(path)
+        heads = hashlib.sha256()
+        for file in files:
+            heads.update(self._open(file, index))
+        lost = [name for name in index if name not in self.shapes]
+        if lost:
+            raise ValueError(f"the index of {path} names {lost[:3]}, which are not in the files it names")
+        self.fingerprint = heads.hexdigest()
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+
+    def _open(self, file: Path, index: Mapping[str, str]) -> bytes:
+        """Take in one file; what identifies it."""
+        with needed("safetensors", _PURPOSE):
+            from safetensors import SafetensorError, safe_open
+        try:
+            handle: Any = safe_open(str(file), framework="pt")
+            described = {name: handle.get_slice(name) for name in handle.keys()}
+            digests = json.loads((handle.metadata() or {}).get(DIGESTS, "{}"))
+            with file.open("rb") as raw:
+                head = raw.read(int.from_bytes(raw.read(8), "little"))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{file} is damaged, cut off or no safetensors file: {error}") from None
+        for name, tensor in described.items():
+            if name in self.shapes or (index and index.get(name) != file.name):
+                raise ValueError(f"{file.name} holds {name}, which the index has in {index.get(name, 'no file')}")
+            if tensor.get_dtype() not in DTYPES:
+                raise ValueError(f"{name} in {file} is {tensor.get_dtype()}, which is not supported")
+            self.shapes[name], self.dtypes[name] = tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()]
+            self._files[name] = handle
+        self.digests |= {name: int(digest) for name, digest in digests.items() if name in described}
+        return head + str(file.stat().st_size).encode()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor; only that part of the file is looked at."""
+        if 0 in box.sizes:
+            return torch.empty(box.sizes, dtype=self.dtypes[name])
+        handle = self._files[name]
+        part: Tensor = handle.get_slice(name)[box.slices] if box.sizes else handle.get_tensor(name)
+        self.bytes_read += part.numel() * part.element_size()
+        return part
+
+
+def _files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of a checkpoint, and which tensor its index has in which."""
+    if path.is_file():
+        return [path], {}
+    index = path / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is damaged or was cut off: {error!r}") from None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
+                raise ValueError(f"{index} has {name} in {file!r}, which is no file of that folder")
+        return [path / file for file in sorted(set(weight_map.values()))], weight_map
+    if (path / SINGLE).is_file():
+        return [path / SINGLE], {}
+    if not path.is_dir():
+        raise ValueError(f"there is no folder or file {path}: a checkpoint is read from disk, not from a hub")
+    pickled = sorted(file.name for file in path.glob("*.bin"))
+    what = f"only {pickled}, which are pickled and could run anything" if pickled else "neither"
+    raise ValueError(f"{path} must hold {SINGLE} or {INDEX}; it has {what}")
+
+
+def file_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
+    """One file, put into place whole."""
+    with needed("safetensors", _PURPOSE):
+        from safetensors.torch import save_file
+    said = json.dumps({name: digests[name] for name in tensors})
+    partial = path.with_name(f"{path.name}.partial")
+    save_file(dict(tensors), str(partial), metadata={"format": "pt", DIGESTS: said})
+    partial.replace(path)
+
+
+def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
+    """Which tensor is in which file."""
+    partial = folder / f"{INDEX}.partial"
+    text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(folder / INDEX)

@@ -1,0 +1,76 @@
+"""Where a part that flows between the modules of a parallel model lies in the whole.
+
+Only layers say that of themselves: of what a column layer gives, and of what a row layer takes.  A part anywhere else
+has no place that is known, and is not compared.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.planning.styles import Column, CopiedHeads, Features, Row, Style
+from tpkernels.state.originals import box_of, local_of
+
+__all__ = ["part_at"]
+
+Place = tuple[slice, ...] | Tensor | None
+
+
+def part_at(
+    actual: Tensor, whole: Tensor, style: Style | None, *, leaves: bool, rank: int, world_size: int
+) -> tuple[Tensor, Place] | None:
+    """This rank's tensor and where it lies in ``whole``; None where that is not known.
+
+    Args:
+        style: of the module that was left (``leaves``) with ``actual``, or entered.
+    """
+    if isinstance(actual, DTensor):
+        if actual.shape != whole.shape or not all(p.is_shard() or p.is_replicate() for p in actual.placements):
+            return None
+        return local_of(actual), box_of(actual).slices
+    if actual.shape == whole.shape:
+        return actual, None
+    if actual.dim() != whole.dim() or actual.shape[:-1] != whole.shape[:-1]:
+        return None
+    of = _columns if leaves else _rows
+    columns = of(style, whole.shape[-1], rank, world_size)
+    if columns is None or len(columns) != actual.shape[-1]:
+        return None
+    return actual, torch.tensor(columns, dtype=torch.long, device=whole.device)
+
+
+def _columns(style: Style | None, features: int, rank: int, world_size: int) -> list[int] | None:
+    """Of the ``features`` that the unsharded layer gives, those of this rank."""
+    if isinstance(style, Column):
+        sizes = style.segments or (features,)
+        units = style.units or (style.unit,) * len(sizes)
+        starts = offsets(sizes)
+        return [
+            start + column
+            for start, size, unit in zip(starts, sizes, units, strict=False)
+            for column in _chunk(size, unit, rank, world_size)
+        ]
+    if isinstance(style, Features):
+        return _chunk(features, 1, rank, world_size)
+    if isinstance(style, CopiedHeads):
+        width = features // style.heads
+        copies = _chunk(style.copies, 1, rank, world_size)
+        heads = [copy * style.heads // style.copies for copy in copies]
+        return [head * width + column for head in heads for column in range(width)]
+    return None
+
+
+def _rows(style: Style | None, features: int, rank: int, world_size: int) -> list[int] | None:
+    """Of the ``features`` that the unsharded layer takes, those of this rank."""
+    if isinstance(style, Row) and not style.split_input:
+        return _chunk(features, style.unit, rank, world_size)
+    return None
+
+
+def _chunk(size: int, unit: int, rank: int, world_size: int) -> list[int]:
+    sizes = chunk_sizes(size, world_size, unit)
+    start = offsets(sizes)[rank]
+    return list(range(start, start + sizes[rank]))
