@@ -13,7 +13,7 @@ from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.asking import Asking
 from tpkernels.planning.example_inputs import Observation
-from tpkernels.planning.trace import Opaque
+from tpkernels.planning.session import Opaque
 from tpkernels.sharding import Column, Replicate, Row
 from tpkernels.testing.spawn import Pools
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpkernels.planning.op_arguments import same_scalars, without_sizes
-from tpkernels.planning.session import Session, Shadow, Shape, as_shapes, canonical, constant_of
+from tpkernels.planning.session import Session, Shape, as_shapes, canonical, constant_of
+from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.planning.tensors import tensors_in
 

@@ -20,8 +20,9 @@ from typing import Any
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tpkernels.planning.fake_answers import GUESSES, Guess
+from tpkernels.planning.session import NotOpaque, Opaque
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.trace import NotOpaque, Opaque, Recording
+from tpkernels.planning.trace import Recording
 
 __all__ = ["NeedsValues", "record"]
 

@@ -16,9 +16,10 @@ from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.layer_groups import Group, find_groups
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.search import Attributes, Proof, Search, Whole
-from tpkernels.planning.shadow import MODES, Mode
+from tpkernels.planning.session import Scope
+from tpkernels.planning.shadow import MODES, Mode, Shadow
 from tpkernels.planning.splits import Unproven
-from tpkernels.planning.trace import Recording, Scope, Shadow
+from tpkernels.planning.trace import Recording
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
 

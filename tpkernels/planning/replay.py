@@ -20,16 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.op_arguments import same_scalars, shapes_in, without_sizes
 from tpkernels.planning.rules import RULES, Call, pointwise
-from tpkernels.planning.splits import Split, Unproven, share
-from tpkernels.planning.tensors import tensors_in
-from tpkernels.planning.trace import (
+from tpkernels.planning.session import (
     TRANSPARENT,
     Event,
     Opaque,
-    Recording,
     Scope,
     Session,
-    Shadow,
     Shape,
     Source,
     as_given,
@@ -38,6 +34,10 @@ from tpkernels.planning.trace import (
     constant_of,
     is_random,
 )
+from tpkernels.planning.shadow import Shadow
+from tpkernels.planning.splits import Split, Unproven, share
+from tpkernels.planning.tensors import tensors_in
+from tpkernels.planning.trace import Recording
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 

@@ -21,8 +21,10 @@ import torch
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
+from tpkernels.planning.session import Scope, Shape
+from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Unproven, share
-from tpkernels.planning.trace import Recording, Scope, Shadow, Shape
+from tpkernels.planning.trace import Recording
 
 __all__ = ["Attributes", "Copies", "Proof", "Search", "Whole"]
 

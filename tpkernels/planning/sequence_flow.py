@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.local_modules import LocalCall, Step, check_on_a_part
 from tpkernels.planning.rules import RULES, Call, pointwise
+from tpkernels.planning.session import Session, Shape, as_shapes, canonical, constant_of, is_random
+from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.planning.tensors import storage_of, tensors_in
-from tpkernels.planning.trace import Recording, Session, Shadow, Shape, as_shapes, canonical, constant_of, is_random
+from tpkernels.planning.trace import Recording
 
 __all__ = ["Stream", "follow"]
 

@@ -28,7 +28,6 @@ __all__ = [
     "Opaque",
     "Scope",
     "Session",
-    "Shadow",
     "Shape",
     "Source",
     "TRANSPARENT",

@@ -18,39 +18,20 @@ from tpkernels.planning.session import (
     TRANSPARENT,
     Event,
     Node,
-    NotOpaque,
     Opaque,
     Scope,
     Session,
-    Shadow,
     Shape,
-    Source,
     as_given,
     as_shapes,
     canonical,
     constant_of,
     is_random,
 )
+from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.tensors import can_require_grad, storage_of, tensors_in
 
-__all__ = [
-    "TRANSPARENT",
-    "Event",
-    "Node",
-    "NotOpaque",
-    "Opaque",
-    "Recording",
-    "Scope",
-    "Session",
-    "Shadow",
-    "Shape",
-    "Source",
-    "as_given",
-    "as_shapes",
-    "canonical",
-    "constant_of",
-    "is_random",
-]
+__all__ = ["Recording"]
 
 
 class Recording(Session):

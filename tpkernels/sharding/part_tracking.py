@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.rules import RULES, Call, pointwise
+from tpkernels.planning.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
-from tpkernels.planning.trace import Shape, as_shapes, canonical
 from tpkernels.sharding.local_rules import OWN
 
 __all__ = ["UNKNOWN", "Mark", "Parts"]
