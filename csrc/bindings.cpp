@@ -141,7 +141,8 @@ void bind_residual_norm(py::module_& m) {
                               pointer(sums), pointer(normed), pointer(scales));
             });
         },
-        "sums = y + residual, normed = sums / sqrt(mean(sums^2) + eps) * weight, both rounded once; rows back to back.");
+        "sums = y + residual, normed = sums / sqrt(mean(sums^2) + eps) * weight, both rounded once; rows back to "
+        "back.");
     m.def(
         "residual_norm_backward",
         [](Dtype dtype, std::int64_t rows, std::int64_t columns, std::uintptr_t weight, std::uintptr_t dn,

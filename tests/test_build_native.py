@@ -175,7 +175,7 @@ case "$*" in
 *) exec g++ "$@";;
 esac
 """
-    for name, text in (("knows", "#!/bin/sh\nexec g++ \"$@\"\n"), ("refuses", refuses)):
+    for name, text in (("knows", '#!/bin/sh\nexec g++ "$@"\n'), ("refuses", refuses)):
         compiler = tmp_path / name
         compiler.write_text(text)
         compiler.chmod(0o755)

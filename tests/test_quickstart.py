@@ -255,9 +255,7 @@ def test_a_failed_pip_stops_with_its_exit_code_and_says_what_to_do(checkout: Che
 
 
 @pytest.mark.parametrize("kind", ["empty", "no interpreter", "dangling link", "file", "killed"])
-def test_a_half_made_environment_is_made_anew(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_half_made_environment_is_made_anew(checkout: Checkout, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     debris = checkout.venv / "debris"
     if kind == "dangling link":
         checkout.venv.symlink_to(checkout.root / "gone")
@@ -365,7 +363,7 @@ def test_the_script_still_parses_on_old_pythons_so_that_the_message_appears() ->
 
 def test_failures_of_one_check_do_not_hide_the_others(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     module = checkout.load()
-    codes = {"ruff": 1, "mypy": 0, "python": 5}
+    codes = {"ruff": 1, "clang-format": 0, "mypy": 0, "python": 5}
     ran = []
 
     def run(argv: list[Path | str], **_: object) -> int:
@@ -374,7 +372,7 @@ def test_failures_of_one_check_do_not_hide_the_others(checkout: Checkout, monkey
 
     monkeypatch.setattr(module, "run", run)
     assert module.run_tests(["-k", "x"]) == 1
-    assert ran == ["ruff", "mypy", "python"]
+    assert ran == ["ruff", "ruff", "clang-format", "mypy", "python"]
 
 
 def test_help_and_a_dry_run_touch_nothing(checkout: Checkout) -> None:

@@ -217,7 +217,8 @@ void Channel::sleep_until(int peer, Epoch target) {
             const Sleeper sleeper(other.sleepers);
             const Epoch seen = other.epoch.load(std::memory_order_seq_cst);
             if (reached(seen, target)) break;
-            if (control().poison.state.load(std::memory_order_seq_cst) != kReadable) futex_wait(other.epoch, seen, slice);
+            if (control().poison.state.load(std::memory_order_seq_cst) != kReadable)
+                futex_wait(other.epoch, seen, slice);
         }
         if (reached(acquire(other.epoch), target)) break;
         now = now_s();
@@ -263,9 +264,8 @@ void Channel::look_around(int peer, Epoch target, double waited_s) {
         const std::string waiting = culprit == peer ? "" : ", waiting for rank " + std::to_string(culprit);
         fail(Failure::kTimeout, blamed,
              "rank " + std::to_string(peer) + " is alive but did not reach signal " + std::to_string(target - first_) +
-                 " of this call within " + std::to_string(patience_.timeout_s) + " s (epoch " +
-                 std::to_string(target) + " expected, " + std::to_string(acquire(state(peer).epoch)) + " found)" +
-                 waiting);
+                 " of this call within " + std::to_string(patience_.timeout_s) + " s (epoch " + std::to_string(target) +
+                 " expected, " + std::to_string(acquire(state(peer).epoch)) + " found)" + waiting);
     }
 }
 
@@ -344,8 +344,8 @@ std::vector<std::pair<int, int>> Channel::grow(std::size_t bytes) {
     }
     int error = 0;
     for (int slot = 0; slot < 2 && error == 0; ++slot) {
-        error = reserve(memory_.own_file.get(), static_cast<std::size_t>(slot) * kSlotBytes + capacity_,
-                        bytes - capacity_);
+        error =
+            reserve(memory_.own_file.get(), static_cast<std::size_t>(slot) * kSlotBytes + capacity_, bytes - capacity_);
     }
     announce(bytes, "grow to " + std::to_string(bytes) + " bytes per call", static_cast<std::uint32_t>(error));
     signal();
@@ -409,9 +409,9 @@ void Channel::fail(Failure kind, std::uint64_t blamed, const std::string& text) 
 void Channel::raise_if_poisoned() const {
     const Poison& poison = control().poison;
     if (poison.state.load(std::memory_order_acquire) != kReadable) return;
-    throw ChannelError(static_cast<Failure>(poison.kind), poison.blamed, poison.call, first_,
-                       "rank " + std::to_string(poison.by) + " failed first: " +
-                           bounded_text(poison.text, sizeof(poison.text)));
+    throw ChannelError(
+        static_cast<Failure>(poison.kind), poison.blamed, poison.call, first_,
+        "rank " + std::to_string(poison.by) + " failed first: " + bounded_text(poison.text, sizeof(poison.text)));
 }
 
 void Channel::raise_if_forked() const {

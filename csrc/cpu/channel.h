@@ -119,9 +119,9 @@ private:
     const std::unique_ptr<Liveness> liveness_;
     const Patience patience_;
     std::atomic<std::uint64_t> call_{0};  // written by the calling thread; any thread that poisons reads it
-    Epoch epoch_;           // ours, as published
-    Epoch first_;           // value before the current call's first signal, equal on all ranks
-    std::uint64_t agreed_;  // bit r: the header of rank r was checked in this call
+    Epoch epoch_;                         // ours, as published
+    Epoch first_;                         // value before the current call's first signal, equal on all ranks
+    std::uint64_t agreed_;                // bit r: the header of rank r was checked in this call
     std::size_t capacity_ = 0;
     std::atomic<bool> busy_{false};
     std::atomic<bool> interrupted_{false};

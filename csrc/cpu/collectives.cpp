@@ -53,8 +53,7 @@ void all_reduce_piece(Channel& channel, const SlotRows& place, const std::byte* 
         const int rank = (own + step) % channel.size();
         if (rank != own) channel.wait(rank, signals);
         const std::int64_t share_bytes = length(rank) * item;
-        copy_rows(at(rank, rank), share_bytes, out + first(rank) * item, share_bytes, 1, share_bytes,
-                  whole_bytes);
+        copy_rows(at(rank, rank), share_bytes, out + first(rank) * item, share_bytes, 1, share_bytes, whole_bytes);
     }
 }
 
@@ -67,13 +66,10 @@ void reduce_slots(Channel& channel, const SlotRows& from, Epoch signals, const v
     for (int rank = 0; rank < channel.size(); ++rank) {
         parts[static_cast<std::size_t>(rank)] = {channel.slot(rank) + from.offset, from.stride};
     }
-    sum_rows(from.dtype, parts.data(), channel.size(), bias, out, out_stride, from.rows, from.columns,
-             whole_bytes);
+    sum_rows(from.dtype, parts.data(), channel.size(), bias, out, out_stride, from.rows, from.columns, whole_bytes);
 }
 
-std::size_t all_reduce_bytes(std::size_t bytes) {
-    return bytes <= kPieceBytes ? bytes : kPiecesInFlight * kPieceBytes;
-}
+std::size_t all_reduce_bytes(std::size_t bytes) { return bytes <= kPieceBytes ? bytes : kPiecesInFlight * kPieceBytes; }
 
 void all_reduce(Channel& channel, std::uint64_t fingerprint, const std::string& text, Dtype dtype, const void* x,
                 void* out, std::int64_t count) {

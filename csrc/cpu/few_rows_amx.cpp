@@ -15,7 +15,7 @@ namespace {
 #include "few_rows_numbers.h"
 
 constexpr std::int64_t kTileRows = 16;
-constexpr std::int64_t kChunk = 32;   // elements of K in a tile
+constexpr std::int64_t kChunk = 32;    // elements of K in a tile
 constexpr std::int64_t kPanel = 2048;  // bytes; as in few_rows_loops.h
 
 struct alignas(64) TileConfig {

@@ -35,9 +35,9 @@ void pack_rows(const FewRows& call, char* packed, std::int64_t packed_row_bytes)
 // half again as long (505 us instead of 333 for 4 MiB of weight, Xeon with AMX at 2 GHz, 2026-11). An address, not a
 // pointer: it may lie behind the weight, where nothing is touched.
 inline void prefetch(const char* from, std::int64_t ahead) {
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(from) +
-                                                     static_cast<std::uintptr_t>(ahead)),
-                       0, 3);
+    __builtin_prefetch(
+        reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(from) + static_cast<std::uintptr_t>(ahead)), 0,
+        3);
 }
 
 // Products of kRows packed rows with kColumns rows of w that begin at `w`, `stride` bytes apart.
@@ -54,7 +54,8 @@ template <class T, int kRows, int kColumns>
     const std::int64_t row_bytes = contraction / T::kStep * T::kStep * T::kElementBytes;
     constexpr std::int64_t kStepBytes = T::kStep * T::kElementBytes;
     const std::int64_t num_panels = (row_bytes + kPanelBytes - 1) / kPanelBytes;
-    const std::int64_t panel = num_panels == 0 ? 0 : (row_bytes / kStepBytes + num_panels - 1) / num_panels * kStepBytes;
+    const std::int64_t panel =
+        num_panels == 0 ? 0 : (row_bytes / kStepBytes + num_panels - 1) / num_panels * kStepBytes;
     const char* x = packed;
     std::int64_t at = 0;
     while (at < row_bytes) {

@@ -41,7 +41,7 @@ void install_fork_handlers() {
 }
 
 struct flock byte_of(int rank, short type) {
-    struct flock lock {};
+    struct flock lock{};
     lock.l_type = type;
     lock.l_whence = SEEK_SET;
     lock.l_start = rank;

@@ -9,8 +9,8 @@ namespace tpk {
 struct ResidualNormKernels {
     void (*forward[4])(const ResidualNorm& call, const void* y, const void* residual, void* sums, void* normed,
                        void* scales, void* room);
-    void (*backward[4])(const ResidualNorm& call, const void* dn, const void* dr, const void* sums,
-                        const void* scales, void* d, void* dweight, void* room);
+    void (*backward[4])(const ResidualNorm& call, const void* dn, const void* dr, const void* sums, const void* scales,
+                        void* d, void* dweight, void* room);
 };
 
 // Rows of fp32 (fp64) that a kernel needs: the weight, and what it keeps of the row it is at.

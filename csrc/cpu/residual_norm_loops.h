@@ -47,7 +47,9 @@ struct BFloat16 {
 struct Float16 {
     using Stored = Half;
     using Wide = float;
-    static std::uint32_t above(std::uint32_t magnitude, std::uint32_t limit) { return 0U - ((limit - magnitude) >> 31); }
+    static std::uint32_t above(std::uint32_t magnitude, std::uint32_t limit) {
+        return 0U - ((limit - magnitude) >> 31);
+    }
     static std::uint32_t select(std::uint32_t mask, std::uint32_t yes, std::uint32_t no) {
         return (yes & mask) | (no & ~mask);
     }

@@ -82,7 +82,7 @@ void check_sealed(int fd, std::size_t bytes, const std::string& what) {
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
         throw std::invalid_argument(what + " is not a memory file sealed against shrinking");
     }
-    struct stat status {};
+    struct stat status{};
     if (fstat(fd, &status) != 0) raise_errno("cannot inspect " + what);
     if (static_cast<std::size_t>(status.st_size) < bytes) {
         throw std::invalid_argument(what + " has " + std::to_string(status.st_size) + " bytes, expected at least " +

@@ -110,7 +110,9 @@ TPK_DEVICE void multicast16(void*, Bytes16) {}
 // Orders this thread's accesses before and after it that reach one memory through different addresses.
 TPK_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
-__host__ __device__ __forceinline__ bool is_aligned(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % 16 == 0; }
+__host__ __device__ __forceinline__ bool is_aligned(const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
+}
 TPK_DEVICE float bits_to_float(std::uint32_t bits) { return __uint_as_float(bits); }
 TPK_DEVICE std::uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 TPK_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }

@@ -148,14 +148,12 @@ template <typename T>
 TPK_KERNEL_OF(kReduceThreads)
 all_reduce(TPK_ARGUMENT Group group, TPK_ARGUMENT AllReduce<T> job) {
     const auto push = [&](std::int64_t begin, std::int64_t end) {
-        for_each_unit<T>(begin, clipped(begin, end, job.elements), job.vectors, [&](auto width, std::int64_t i) {
-            push_at<T, decltype(width)::count>(group, job, job.x, i);
-        });
+        for_each_unit<T>(begin, clipped(begin, end, job.elements), job.vectors,
+                         [&](auto width, std::int64_t i) { push_at<T, decltype(width)::count>(group, job, job.x, i); });
     };
     const auto finish = [&](std::int64_t begin, std::int64_t end) {
-        for_each_unit<T>(begin, clipped(begin, end, job.elements), job.vectors, [&](auto width, std::int64_t i) {
-            sum_at<T, decltype(width)::count>(group, job, i);
-        });
+        for_each_unit<T>(begin, clipped(begin, end, job.elements), job.vectors,
+                         [&](auto width, std::int64_t i) { sum_at<T, decltype(width)::count>(group, job, i); });
     };
     exchange_share(group, job, push, finish);
 }
@@ -166,9 +164,7 @@ TPK_KERNEL_OF(kReduceThreads)
 all_gather(TPK_ARGUMENT Group group, TPK_ARGUMENT AllGather<T> job) {
     const auto count = [&](int rank) { return job.starts[rank + 1] - job.starts[rank]; };
     const auto push = [&](std::int64_t begin, std::int64_t end) {
-        const auto at = [&](auto width, std::int64_t i) {
-            push_at<T, decltype(width)::count>(group, job, job.x, i);
-        };
+        const auto at = [&](auto width, std::int64_t i) { push_at<T, decltype(width)::count>(group, job, job.x, i); };
         for_each_unit<T>(begin, clipped(begin, end, count(group.rank)), is_aligned(job.x), at);
     };
     const auto finish = [&](std::int64_t begin, std::int64_t end) {

@@ -68,9 +68,8 @@ template <typename T>
 TPK_KERNEL_OF(kReduceThreads)
 all_reduce_norm(TPK_ARGUMENT Group group, TPK_ARGUMENT AllReduceNorm<T> job) {
     const auto push = [&](std::int64_t begin, std::int64_t end) {
-        for_each_unit<T>(begin, end, job.vectors, [&](auto width, std::int64_t i) {
-            push_at<T, decltype(width)::count>(group, job, job.x, i);
-        });
+        for_each_unit<T>(begin, end, job.vectors,
+                         [&](auto width, std::int64_t i) { push_at<T, decltype(width)::count>(group, job, job.x, i); });
     };
     const auto finish = [&](std::int64_t begin, std::int64_t end) {
         TPK_DO_NOT_UNROLL

@@ -96,7 +96,7 @@ inline void write(Dtype dtype, unsigned char* to, double value) {
 // ---------------------------------------------------------------- buffers without a byte to spare
 
 class Region {
-  public:
+public:
     // Begins after (0) or ends at (1) an inaccessible page, or lies on the heap (2), where the sanitizer watches both
     // ends. Begins `shift` bytes late, off the elements' alignment.
     Region(std::size_t bytes, unsigned where, std::size_t shift) : bytes_(bytes) {
@@ -122,7 +122,7 @@ class Region {
     unsigned char* data() { return data_; }
     std::size_t bytes() const { return bytes_; }
 
-  private:
+private:
     std::size_t bytes_;
     std::size_t mapped_bytes_ = 0;
     unsigned char* mapped_ = nullptr;

@@ -70,8 +70,8 @@ int few_rows_test_multiply(unsigned dtype, const void* x, std::int64_t x_stride,
                            const void* bias, void* y, std::int64_t y_stride, std::int64_t rows, std::int64_t columns,
                            std::int64_t contraction) {
     return guarded([&] {
-        tpk::multiply_few_rows({static_cast<Dtype>(dtype), x, x_stride, w, w_stride, bias, y, y_stride, rows, columns,
-                                contraction});
+        tpk::multiply_few_rows(
+            {static_cast<Dtype>(dtype), x, x_stride, w, w_stride, bias, y, y_stride, rows, columns, contraction});
     });
 }
 

@@ -76,12 +76,24 @@ public:
             reserve(count);
             straggle();
             switch (common_() % 6) {
-                case 0: all_reduce_in_one_step(count); break;
-                case 5: sum_again(count); break;
-                case 1: gather(count); break;
-                case 2: reduce_scatter(count); break;
-                case 3: all_reduce_in_place(count); break;
-                default: gather_nothing_from_the_last(count); break;
+                case 0:
+                    all_reduce_in_one_step(count);
+                    break;
+                case 5:
+                    sum_again(count);
+                    break;
+                case 1:
+                    gather(count);
+                    break;
+                case 2:
+                    reduce_scatter(count);
+                    break;
+                case 3:
+                    all_reduce_in_place(count);
+                    break;
+                default:
+                    gather_nothing_from_the_last(count);
+                    break;
             }
         }
     }

@@ -22,8 +22,7 @@ constexpr std::int64_t kWrapped = std::int64_t{1} << 31;
 template <typename T>
 T* far_memory(std::int64_t elements) {
     const std::size_t bytes = static_cast<std::size_t>(kWrapped + elements) * sizeof(T);
-    void* const base =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) wrong("no address space for " + std::to_string(bytes) + " bytes");
     madvise(base, bytes, MADV_NOHUGEPAGE);
     return static_cast<T*>(base) + kWrapped;

@@ -52,8 +52,7 @@ void consume(Rank& me, const Call& call, const T* gathered, T* out) {
             if (chunk % static_cast<int>(num_blocks()) != static_cast<int>(block_index())) continue;
             const std::uint32_t* const flag = me.flags.data() + peer * kMaxChunks + chunk;
             bool failed = false;
-            if (thread_index() == 0)
-                failed = !wait_word(me.group, flag, raised, current, {call.op, peer, chunk});
+            if (thread_index() == 0) failed = !wait_word(me.group, flag, raised, current, {call.op, peer, chunk});
             if (any_of_block(failed)) return;
             const std::int64_t first = (shard_begin(call, peer) + chunk_begin(rows, call.chunks, chunk)) * call.columns;
             const std::int64_t end =

@@ -14,7 +14,7 @@
 namespace sim {
 
 class Block {
-  public:
+public:
     explicit Block(unsigned threads) { pthread_barrier_init(&barrier_, nullptr, threads); }
     ~Block() { pthread_barrier_destroy(&barrier_); }
     Block(const Block&) = delete;
@@ -34,7 +34,7 @@ class Block {
 
     float room[1024];
 
-  private:
+private:
     pthread_barrier_t barrier_;
     std::atomic<bool> any_{false};
 };

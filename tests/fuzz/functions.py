@@ -364,8 +364,8 @@ TRAP_HEADS: dict[str, Any] = {
     "topk_heads": lambda x, w, at: x * (x >= x.topk(1, at).values),
     "heads_mixed": lambda x, w, at: x + x.unbind(at)[0].unsqueeze(at),
     "scaled_by_heads": lambda x, w, at: x / x.shape[at],
-    "heads_by_number": lambda x, w, at: x * torch.arange(1, x.shape[at] + 1, dtype=x.dtype).view(
-        *([1] * at), -1, *([1] * (3 - at))
+    "heads_by_number": lambda x, w, at: (
+        x * torch.arange(1, x.shape[at] + 1, dtype=x.dtype).view(*([1] * at), -1, *([1] * (3 - at)))
     ),
     "heads_attend": lambda x, w, at: ((x @ x.transpose(-1, -2)).softmax(-1) @ x) if at == 2 else x.flip(1),
     "heads_attend_by_kernel": lambda x, w, at: F.scaled_dot_product_attention(x, x, x),
@@ -376,9 +376,9 @@ TRAP_HEADS: dict[str, Any] = {
     "one_head_in_place": lambda x, w, at: _copied(x, lambda y: y.select(at, 0).mul_(2)),
     "whole_into_a_head": lambda x, w, at: _copied(x, lambda y: y.select(at, 0).copy_(fitted(w, y))),
     "heads_repeated": lambda x, w, at: x.repeat_interleave(2, at).narrow(at, 0, x.shape[at]),
-    "heads_repeated_by_tensor": lambda x, w, at: x.repeat_interleave(
-        torch.full((x.shape[at],), 2), at
-    ).narrow(at, 0, x.shape[at]),
+    "heads_repeated_by_tensor": lambda x, w, at: x.repeat_interleave(torch.full((x.shape[at],), 2), at).narrow(
+        at, 0, x.shape[at]
+    ),
     "heads_tiled": lambda x, w, at: torch.cat([x, x], at).narrow(at, 1, x.shape[at]),
     "heads_merged_wrongly": lambda x, w, at: x.transpose(at, -1).contiguous().view(x.shape),
     "heads_through_batch": lambda x, w, at: x.flatten(0, 1).cumsum(0).view(x.shape) * 0.2,

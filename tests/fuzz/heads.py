@@ -40,9 +40,7 @@ head_parameter("matrix_of_a_head", lambda s: (s.head_dim, s.head_dim), lambda x,
 head_parameter(
     "einsum_of_a_head", lambda s: (s.head_dim, s.head_dim), lambda x, w, p, at: torch.einsum("...d,de", x, p)
 )
-head_parameter(
-    "affine_of_a_head", lambda s: (s.head_dim + 1, s.head_dim), lambda x, w, p, at: F.linear(x, p[1:], p[0])
-)
+head_parameter("affine_of_a_head", lambda s: (s.head_dim + 1, s.head_dim), lambda x, w, p, at: F.linear(x, p[1:], p[0]))
 head_parameter("scale_of_heads", _along, lambda x, w, p, at: x * p, trap=True)
 head_parameter("shift_of_heads", _both, lambda x, w, p, at: x + p, trap=True)
 head_parameter("scale_of_first_heads", _along, lambda x, w, p, at: x * p.narrow(at - 1, 0, x.shape[at]), trap=True)

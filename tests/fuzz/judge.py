@@ -77,9 +77,7 @@ def run(model: nn.Module, x: Tensor) -> Run:
     training, x = model.training, x.detach().clone().requires_grad_(x.requires_grad)
     outputs = _outputs(model, x)
     generator = torch.Generator().manual_seed(3)
-    losses = [
-        (y * torch.randn(y.shape, dtype=y.dtype, generator=generator)).sum() for y in outputs if y.requires_grad
-    ]
+    losses = [(y * torch.randn(y.shape, dtype=y.dtype, generator=generator)).sum() for y in outputs if y.requires_grad]
     if losses:
         torch.stack(losses).sum().backward()
     with torch.no_grad():

@@ -315,6 +315,8 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "attention 10": lambda: Attention(40, 10),
     "transformer 10": lambda: transformer(40, 10),
 }
+
+
 class ScaledNorm(nn.Module):
     """A norm inside of a module with a parameter of its own: both work on what the residual's part is."""
 

@@ -320,9 +320,7 @@ def _running() -> dict[str, Fault]:
             (RowParallelLinear, "forward", _row_bias_on_every_rank())
         ),
         "a row does not sum": lambda: _patched((row, "matmul_all_reduce", _no_sum_of_partials)),
-        "a column's input gradient is not summed": lambda: _patched(
-            (shared_input, "copy_matmul", _no_sum_of_dx)
-        ),
+        "a column's input gradient is not summed": lambda: _patched((shared_input, "copy_matmul", _no_sum_of_dx)),
         "a split input's gradient is not gathered": lambda: _patched((row, "shard", _own_part)),
         "copies of heads do not sum their gradients": lambda: _patched(
             (copied_heads, "copy_to_group", lambda x, group: x)

@@ -179,9 +179,7 @@ class Cached(nn.Module):
             self.query, self.key, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor, cache: Cache) -> Tensor:
-            query, key = (
-                layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key)
-            )
+            query, key = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key))
             key = cache.update(key)
             y: Tensor = self.out(F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2))
             return y

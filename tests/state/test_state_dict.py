@@ -286,9 +286,7 @@ def writes_as_a_trainer_does(name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "name"), [(2, "gpt2"), (3, "llama 10")])
-def test_what_a_trainer_saves_is_what_transformers_loads(
-    ranks: Pools, tmp_path: Path, world: int, name: str
-) -> None:
+def test_what_a_trainer_saves_is_what_transformers_loads(ranks: Pools, tmp_path: Path, world: int, name: str) -> None:
     ranks(world).run(writes_as_a_trainer_does, name, str(tmp_path), timeout=LIMIT_S)
     transformers = importlib.import_module("transformers")
     plain: Any = build(name)

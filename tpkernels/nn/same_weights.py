@@ -140,7 +140,7 @@ class Comparison:
         if self.tensors and all(group.rank == 0 for group in self.groups):
             warnings.warn(
                 f"{self.what}: rank(s) {list(self.ranks)} held other values than rank 0 in "
-                f"{_listing(list(self.tensors))}; all ranks have rank 0's now (init_weights=\"rank 0\")",
+                f'{_listing(list(self.tensors))}; all ranks have rank 0\'s now (init_weights="rank 0")',
                 stacklevel=stacklevel + 1,
             )
 

@@ -89,7 +89,7 @@ struct Moment {
 };
 
 class Stream {
-  public:
+public:
     Stream() : thread_([this] { run(); }) {}
     ~Stream() {
         push(nullptr);
@@ -101,7 +101,7 @@ class Stream {
         changed_.notify_one();
     }
 
-  private:
+private:
     void run() {
         std::mt19937 random(seed++);
         for (;;) {

@@ -14,7 +14,7 @@ extern "C" __attribute__((visibility("default"))) unsigned emulated_last_blocks(
 
 // A multicast address of `size` bytes that `count` ranks have at these addresses, as this rank addresses them.
 extern "C" __attribute__((visibility("default"))) void* emulated_multicast(std::size_t size, char* const* addresses,
-                                                                          int count) {
+                                                                           int count) {
     return sim::multicast_window(size, {addresses, addresses + count});
 }
 
