@@ -256,6 +256,19 @@ def test_the_rules_see_this_tree() -> None:
     assert found == {"partition", "testing.numeric"}
 
 
+def test_the_floors_of_the_document_are_those_of_the_rule() -> None:
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
+    diagram = text[text.index("## The floors") : text.index("## How a call travels")]
+    shown = {
+        name: int(number)
+        for number, names in re.findall(r"^ ?(\d+)  (\w+(?:, \w+)*)  ", diagram, re.M)
+        for name in names.split(", ")
+    }
+    ruled = {"__init__" if name == PUBLIC_SURFACE else name: floor for name, floor in FLOOR_OF.items()}
+    del ruled["__main__"]  # it starts the command line, and owns nothing
+    assert shown == ruled
+
+
 def test_every_writer_of_the_environment_exists() -> None:
     for within, name in ENVIRONMENT_WRITERS:
         tree = ast.parse((REPOSITORY / PACKAGE / within).read_text())

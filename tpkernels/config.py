@@ -129,6 +129,13 @@ def nccl_failures_raise(environ: MutableMapping[str, str] = os.environ) -> Itera
     Only here, because for other groups torch's own choice is the safe one: nobody watches what they compute.  A
     variable that the user has set stays.  ``torchrun`` sets the first one to 1 for every rank whose user has not, so
     there 1 does not count as set; 3 ends the process as well.
+
+    A group that the user has made keeps torch's settings, and then it depends on who comes first.  The monitor finds a
+    peer that died on this host, a rank that does not come, and calls in another order: the process lives.  A failure
+    that NCCL itself reports, as of a connection, is torch's: our error comes about a minute before the process ends.
+    Set the three variables before the group is made to keep it.  A default group that existed before
+    :func:`tpkernels.init` is such a group, also where an axis of the mesh is made of it; its thread may hear of
+    failures of other groups, and end the process minutes later.
     """
     ours = dict(_NCCL_FAILURES_RAISE)
     for name in _NCCL_FAILURES_RAISE:

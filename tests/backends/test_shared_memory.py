@@ -31,7 +31,7 @@ SHARED = {"implementation": "shared_memory"}
 
 
 def staged_by(call: str, world: int) -> int:
-    """Bytes that ARCHITECTURE.md says a call stages per rank."""
+    """Bytes that csrc/README.md says a call stages per rank."""
     whole = ROWS * COLUMNS * 2
     return {
         "all_gather_matmul": whole // world,

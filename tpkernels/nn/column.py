@@ -162,7 +162,10 @@ class ColumnParallelLinear(ParallelLinear):
         return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)
 
     def _inferred(self, x: Tensor, shard_sizes: Sequence[int] | None) -> Tensor | None:
-        """Inference on a plain replicated x: one linear without peers.  None where it is more, or torch refuses."""
+        """Inference on a plain replicated x: one linear without peers.  None where it is more, or torch refuses.
+
+        Nothing is sent, so each rank takes the GEMM for few rows where it is faster there, whatever its peers do.
+        """
         if type(x) is not Tensor or shard_sizes is not None or is_grad_enabled():
             return None
         if self.sequence_parallel or self.gather_output:

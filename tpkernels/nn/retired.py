@@ -4,7 +4,8 @@ Owns: the mark on a parameter that a model no longer has, and the check of it be
 ``torch.optim`` (one global hook, registered with the first mark).  The mark is an attribute of the parameter, so it
 keeps nothing alive.
 
-An optimizer that holds replaced parameters would otherwise run without an error, and train nothing.
+An optimizer that holds replaced parameters would otherwise run without an error, and train nothing.  Layers that are
+made by ``from_linear`` mark nothing, because the linear stays a layer of its own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,12 @@ of the whole model: the same ops must run in the same order, and for each the ru
 
 What is proven: every value a rank computes is its part of the whole's value (or all of it), every parameter's gradient
 is complete or known to be a sum over the ranks, and nothing cut leaves the model.  Everything else raises
-:class:`Unproven`.
+:class:`Unproven`.  A whole activation that meets a part raises, because its gradient would be incomplete; a whole
+parameter that does has its gradients summed.
+
+What the run does not show proves nothing.  A ``torch.autograd.Function`` of the model's own has a backward that is not
+seen.  Numbers that Python makes from sizes are compared between the two runs, and so is which tensor each op takes.
+Ranks whose number of heads differs from the first rank's have a replay of their own (:func:`unlike_ranks`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ and the layout of packed projections.  Attributes of one rank's value, layouts o
 heads are guesses; the replay decides, so that a wrong guess costs time and nothing else.
 
 Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts where each rank gets some; then ranks differ in
-their sizes and attributes, and a proof is a replay for each kind of rank.
+their sizes and attributes, and a proof is a replay for each kind of rank.  A cut that leaves a rank without a head is
+not made, because models count on having one.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ axis while the backward pass runs.  The class ``torch.nn.parallel.DistributedDat
 - torch's private way around (``_pre_dp_module_transform``) hides the parameters: after one forward pass of a model that
   ``parallelize_module`` made, ``named_parameters()`` and ``state_dict()`` are empty.
 
+Gradients are means over "dp".  Where the micro-batches of a step differ in size, the caller weighs each loss by its
+share of the tokens.
+
 Owns which modules form a unit of communication.  Refuses models with parameters that are no DTensors: optimizers and
 ``clip_grad_norm_`` would refuse the mixture later, or compute a wrong norm.
 """

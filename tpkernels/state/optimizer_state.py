@@ -2,8 +2,8 @@
 
 Owns: what belongs to which original, and the way back.  A slot (``exp_avg``) with the shape of its parameter is cut and
 packed as the parameter is, so the parts of a packed one make up one tensor.  A slot of another shape (Adafactor's
-factors) stays one tensor per part: it fits only where the parameter is packed alike.  A slot of one element (``step``)
-and everything that is no tensor is a value.
+factors) stays one tensor per part: it fits only where the parameter is packed alike and has no dimension for heads.
+A slot of one element (``step``) and everything that is no tensor is a value.
 
 Refuses optimizers over other parameters than the model's, and slots that are neither tensors nor plain values.
 """
