@@ -11,6 +11,8 @@ import torch
 import tpkernels  # noqa: F401  (registers the implementations)
 from tpkernels import dispatch
 from tpkernels.comm.native import native
+from tpkernels.comm.resources import Standing
+from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.dispatch import OPS, Costs, Implementation, Problem
 from tpkernels.errors import TpKernelsError, UnsupportedProblem
 
@@ -190,7 +192,7 @@ def test_fp8_sends_a_byte_per_element_with_a_scale_per_row_and_results_in_their_
 
 
 def test_few_rows_are_estimated_by_the_kernel_for_them_where_it_was_measured() -> None:
-    few = problem("matmul_all_reduce", m=1, co_located=True, no_shared_memory=None)
+    few = problem("matmul_all_reduce", m=1, co_located=True, resources=(Standing(SharedMemory.name),))
     plain = Costs(measured=True)
     assert plain.few_rows_us(few) == plain.gemm_us(few)
     measured = replace(plain, few_rows_gbytes=16.0, sixteen_rows_gbytes=8.0)

@@ -8,13 +8,15 @@ ranks (the :class:`Problem`, and :class:`Costs` that the ranks agreed on), so th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from tpkernels import fp8, partition
+from tpkernels.comm import resources
+from tpkernels.comm.resources import Standing
 from tpkernels.errors import UnsupportedProblem
 
 __all__ = [
@@ -52,16 +54,25 @@ class Problem:
     device: str = "cpu"
     backend: str = "gloo"
     co_located: bool = False
-    no_shared_memory: str | None = "the ranks share no memory"
-    """Why the ranks have no shared memory; None if they have."""
-    no_symmetric_memory: str | None = "symmetric memory is for GPUs with access to each other's memory"
-    """Why the ranks have no symmetric memory; None if they have."""
+    resources: tuple[Standing, ...] = field(default=(), hash=False)  # hashed in calls, and hardly ever different
+    """What the group has of the things that backends own, see :mod:`tpkernels.comm.resources`."""
     out_dtype: torch.dtype | None = None
     """Of the result and of partials, if it is another one: of fp8 calls."""
-    multicast: bool = False
-    """Whether one store can reach the symmetric memory of all ranks (NVLS)."""
     activation: str | None = None
     """What follows the product; of a gated one, ``n`` are the columns of both products."""
+
+    def refusal(self, resource: str) -> str | None:
+        """Why the group does not have this resource; None if it does."""
+        standing = self._standing(resource)
+        return f"the group has no {resource.replace('_', ' ')}" if standing is None else standing.refusal
+
+    def features(self, resource: str) -> frozenset[str]:
+        """What this resource of the group can do beside what every one of its kind can."""
+        standing = self._standing(resource)
+        return frozenset() if standing is None else standing.features
+
+    def _standing(self, resource: str) -> Standing | None:
+        return next((standing for standing in self.resources if standing.name == resource), None)
 
     @property
     def row_bytes(self) -> int:
@@ -104,8 +115,8 @@ class Costs:
     ``few_rows_gbytes`` and ``sixteen_rows_gbytes`` are the rates at which the compiled kernel for few rows
     (:mod:`tpkernels.comm.few_rows`) goes through a weight with one row and with sixteen; 0 where it is not taken.
 
-    ``symmetric_call_us`` is what a call of ``symmetric`` costs whose data is small, ``symmetric_kernel_us`` one in one
-    kernel; 0 where there was none to measure, and the backend's model stands.
+    ``own`` has what the group's resources were measured to cost by names that their backends alone know
+    (:meth:`tpkernels.comm.resources.Resource.link_costs`).
 
     ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
     sockets on one host, near 0 for a network card or a copy engine.
@@ -122,9 +133,19 @@ class Costs:
     signal_us: float = 10.0
     few_rows_gbytes: float = 0.0
     sixteen_rows_gbytes: float = 0.0
-    symmetric_call_us: float = 0.0
-    symmetric_kernel_us: float = 0.0
+    own: tuple[tuple[str, float], ...] = ()
     measured: bool = False
+
+    @staticmethod
+    def of(measurements: Mapping[str, float], *, measured: bool = True) -> Costs:
+        """Costs of what was measured, by name; names that are not fields here go to ``own``."""
+        names = {one.name for one in fields(Costs)} - {"own", "measured"}
+        own = tuple(sorted((name, value) for name, value in measurements.items() if name not in names))
+        return Costs(**{name: measurements[name] for name in names & measurements.keys()}, own=own, measured=measured)
+
+    def own_cost(self, name: str) -> float:
+        """What was measured under a backend's own name; 0 where nothing was, and the backend's model stands."""
+        return dict(self.own).get(name, 0.0)
 
     def gemm_us(self, problem: Problem, calls: int = 1) -> float:
         """One rank's GEMM cut into ``calls`` along its rows: each call reads the weight again, and lays it out anew.
@@ -228,13 +249,12 @@ class Explanation:
                 what = f"estimate {candidate.estimate_us:,.0f} us{', ' if candidate.how else ''}{candidate.how}"
             lines.append(f"   {candidate.name:<{width}}  {what}")
         origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
-        symmetric = ""
-        if p.no_symmetric_memory is None:
-            call_us = self.costs.symmetric_call_us
-            symmetric = f", symmetric call {call_us:.0f} us" if call_us else ", symmetric call modelled"
+        own = dict(self.costs.own)
+        texts = [kind.costs_text(own) for kind in resources.kinds() if p.refusal(kind.name) is None]
+        of_resources = "".join(f", {text}" for text in texts if text)
         lines.append(
             f"   costs ({origin}): GEMM {self.costs.gemm_gflops:,.0f} GFLOP/s, "
-            f"link {self.costs.link_gbytes:.2f} GB/s + {self.costs.link_latency_us:.0f} us{symmetric}"
+            f"link {self.costs.link_gbytes:.2f} GB/s + {self.costs.link_latency_us:.0f} us{of_resources}"
         )
         return "\n".join(lines)
 

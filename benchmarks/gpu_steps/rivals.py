@@ -16,6 +16,7 @@ from gpu_steps.outcome import Recorder, Row, times_of
 from gpu_steps.roofline import loop_share
 from gpu_steps.sharing import share_gpu
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.measure.cases import Case, Shape
 from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.timing import Measurement, measure
@@ -62,7 +63,7 @@ def _compare(op: str, shape: str, device: str) -> dict[str, Measurement]:
         for name, label in (("symmetric", ours), (RIVAL, rival)):
             case.verify(label, candidates[name]())
         measured = measure(candidates, repeats=REPEATS, warmup=3, group=group, device=place)
-    channels = resolve(group).symmetric
+    channels = resolve(group).resources[SymmetricMemory.name].channels
     if channels is not None:
         channels.check()
     return measured

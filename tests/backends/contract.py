@@ -30,6 +30,8 @@ from tests.ops.support import (
 )
 from tpkernels import dispatch
 from tpkernels.comm.native import why_not
+from tpkernels.comm.resources import Standing
+from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.dispatch import OPS, Problem
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.faults import poisoned_memory
@@ -43,8 +45,9 @@ BASE = Case(GATHER, (13, 24), ns=(10,), integers=True, bias=True)
 def refusals() -> dict[str, dict[str, str | None]]:
     """name -> {op: None, or why two ranks of this host cannot run it}, for everything that is registered."""
     found: dict[str, dict[str, str | None]] = {}
+    shared = Standing(SharedMemory.name, why_not() or None)
     for op in OPS:
-        local = Problem(op, 64, 64, 64, torch.float32, 2, co_located=True, no_shared_memory=why_not() or None)
+        local = Problem(op, 64, 64, 64, torch.float32, 2, co_located=True, resources=(shared,))
         for offer in dispatch.implementations(op):
             found.setdefault(offer.name, {})[op] = offer.refuses(local)
     return found

@@ -38,6 +38,7 @@ from tpkernels.comm.groups import Group, resolve
 from tpkernels.comm.pools import outside_of_pools
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.symmetric_memory import Allocation
+from tpkernels.comm.symmetric_resource import SymmetricMemory
 
 POLLS_PER_SECOND = 5000  # of an interpreted kernel, about
 
@@ -193,7 +194,7 @@ class Emulation:
             with mock.patch.object(symmetric_channels, "MAX_LANES", self.most_lanes):
                 channels = SymmetricChannels(group, EmulatedDevice(group, self))
             channels.checks_first_use = self.checks
-            group.symmetric, group.no_symmetric_memory = channels, None
+            group.resources[SymmetricMemory.name] = SymmetricMemory(channels)
             yield made
             if group.poison is None:
                 channels.check()

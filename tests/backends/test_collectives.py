@@ -107,7 +107,8 @@ class NcclNotes:
 @pytest.mark.cpu
 def test_memory_is_registered_as_windows_after_it_was_allocated_and_grows_by_a_new_pool() -> None:
     notes, pools, caller = NcclNotes(), iter(("first", "second", "third")), threading.get_ident()
-    group: Any = SimpleNamespace(pg=SimpleNamespace(_get_backend=lambda device: notes), copy_engines=None)
+    owned = {copy_engines.CopyEngines.name: copy_engines.CopyEngines()}
+    group: Any = SimpleNamespace(pg=SimpleNamespace(_get_backend=lambda device: notes), resources=owned)
 
     def allocating(self: Any, count: int) -> torch.Tensor:
         notes.said.append("allocate")

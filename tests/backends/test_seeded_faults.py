@@ -33,7 +33,7 @@ from tpkernels import dispatch
 from tpkernels.backends import blocks, unfused
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import native
-from tpkernels.comm.shared_segments import SharedSegments
+from tpkernels.comm.shared_segments import SharedMemory, SharedSegments
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Implementation
 from tpkernels.ops import calling
@@ -117,7 +117,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
     all_reduce, sum_again = SharedSegments.all_reduce, calling.sum_again
 
     def own_segment() -> torch.UntypedStorage:
-        shared = resolve(group).shared
+        shared = resolve(group).resources[SharedMemory.name].segments
         assert shared is not None
         return shared.view(shared.rank, (1, 1), torch.uint8).untyped_storage()
 

@@ -17,6 +17,8 @@ from tpkernels.backends import shared_memory
 from tpkernels.comm import shared_segments
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import native, why_not
+from tpkernels.comm.resources import Standing
+from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.testing.spawn import Pools
 
@@ -73,7 +75,7 @@ def memory_of(call: str) -> tuple[int, int]:
     before = data_segments()
     with new_group() as group:
         make_call(call, group)
-        segments = resolve(group).shared
+        segments = resolve(group).resources[SharedMemory.name].segments
         assert segments is not None
         (pages,) = [size for inode, size in data_segments().items() if inode not in before]
         return int(segments.channel.capacity), pages
@@ -147,7 +149,7 @@ def test_rows_are_one_gemm_where_a_cut_costs_more_than_the_memory(
     """Few rows, because each GEMM streams the whole weight; many, if each lays it out anew at a cost."""
     costs = Costs(gemm_gflops=200.0, gemm_overhead_us=3.0, weight_gbytes=10.0, copy_gbytes=5.0)
     costs = replace(costs, relay_gbytes=relay_gbytes, measured=True)
-    problem = Problem(op, m, 4096, 4096, torch.bfloat16, 2, co_located=True, no_shared_memory=None)
+    problem = Problem(op, m, 4096, 4096, torch.bfloat16, 2, co_located=True, resources=(Standing(SharedMemory.name),))
     assert shared_memory._in_one_gemm(problem, costs) is one
 
 

@@ -28,6 +28,7 @@ from tests.ops.support import GATHER, REDUCE, SCATTER, Case
 from tpkernels.backends import moves, symmetric
 from tpkernels.comm import cuda_native
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.dispatch import OPS
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
@@ -250,8 +251,7 @@ def capture(emulation: Emulation) -> list[str]:
     """What is said of calls within a "graph capture", and then a known one."""
     said = []
     with emulation.group() as made:
-        channels = resolve(made).symmetric
-        assert channels is not None
+        channels = channels_of(resolve(made))
         for case in (EVEN, EVEN.but(op=SCATTER), EVEN.but(op=REDUCE)):
             for calls in range(3):
                 with mock.patch.object(channels.device, "capturing", return_value=calls > 1):

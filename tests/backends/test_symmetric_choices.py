@@ -12,14 +12,16 @@ pytest.importorskip("triton")
 
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tpkernels.backends import symmetric
-from tpkernels.comm.symmetric_memory import common_refusal, is_consistent
+from tpkernels.comm.resources import Standing
+from tpkernels.comm.symmetric_memory import is_consistent
+from tpkernels.comm.symmetric_resource import MULTICAST, SymmetricMemory, common_refusal
 from tpkernels.dispatch import OPS, Costs, Problem
 
 pytestmark = pytest.mark.cpu
 
 PROBLEM = Problem(
     GATHER, 4096, 4096, 4096, torch.bfloat16, 8, device="cuda", backend="nccl", co_located=True,
-    no_symmetric_memory=None,
+    resources=(Standing(SymmetricMemory.name),),
 )  # fmt: skip
 FACT = {"refusal": None, "gpu": "H, sm_90", "capability": 90, "torch": "2.13", "abi": 3}
 
@@ -31,7 +33,7 @@ FACT = {"refusal": None, "gpu": "H, sm_90", "capability": 90, "torch": "2.13", "
         ({"world_size": 1}, "one rank"),
         ({"dtype": torch.float64}, "not in torch.float64"),
         ({"dtype": torch.float8_e4m3fn, "out_dtype": torch.float16}, None),
-        ({"no_symmetric_memory": "rank 3: Triton is not installed"}, "Triton is not installed"),
+        ({"resources": (Standing(SymmetricMemory.name, "rank 3: no Triton here"),)}, "no Triton here"),
     ],
 )
 def test_it_says_why_it_can_not_run(changes: dict[str, Any], reason: str | None) -> None:
@@ -87,7 +89,8 @@ def test_large_calls_are_fused_where_the_link_is_worth_it() -> None:
 
 @pytest.mark.parametrize("multicast", [False, True])
 def test_explain_says_how_a_sum_travels(multicast: bool) -> None:
-    problem = replace(PROBLEM, multicast=multicast)
+    features = frozenset([MULTICAST] if multicast else [])
+    problem = replace(PROBLEM, resources=(Standing(SymmetricMemory.name, features=features),))
     for op, m, said in (
         (REDUCE, 16, "in one step"),
         (REDUCE, 512, "in one kernel: reduce-scatter, then all-gather of the sums"),

@@ -17,7 +17,9 @@ from tests.ops.support import GATHER, REDUCE
 from tpkernels.backends import symmetric, symmetric_costs
 from tpkernels.comm import calibration
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.resources import Standing
 from tpkernels.comm.symmetric_calibration import call_costs
+from tpkernels.comm.symmetric_resource import SymmetricMemory, channels_of
 from tpkernels.dispatch import Costs
 from tpkernels.ops import calling
 from tpkernels.testing.spawn import Pools
@@ -27,9 +29,7 @@ pytestmark = pytest.mark.cpu
 
 def measured(emulation: Emulation) -> dict[str, float]:
     with emulation.group() as made:
-        channels = resolve(made).symmetric
-        assert channels is not None
-        return call_costs(channels)
+        return call_costs(channels_of(resolve(made)))
 
 
 @pytest.mark.gloo
@@ -53,16 +53,16 @@ def estimate(costs: Costs, op: str, m: int) -> float:
 ])  # fmt: skip
 def test_what_was_measured_goes_before_the_model(op: str, m: int, field: str, calls: int) -> None:
     model = symmetric_costs.CALL_US if field == "symmetric_call_us" else symmetric_costs.KERNEL_US
-    found = estimate(Costs(measured=True, **{field: 7.0}), op, m)
+    found = estimate(Costs(own=((field, 7.0),), measured=True), op, m)
     assert found == pytest.approx(estimate(Costs(measured=True), op, m) + calls * (7.0 - model))
 
 
 def test_the_slowest_rank_counts_and_explain_says_what_is_modelled() -> None:
-    agreed = calling._slowest([Costs(symmetric_call_us=us, symmetric_kernel_us=us / 4) for us in (40.0, 90.0)])
-    assert (agreed.symmetric_call_us, agreed.symmetric_kernel_us) == (90.0, 22.5)
+    agreed = calling._slowest([{"symmetric_call_us": us, "symmetric_kernel_us": us / 4} for us in (40.0, 90.0)])
+    assert agreed.own == (("symmetric_call_us", 90.0), ("symmetric_kernel_us", 22.5))
     for costs, said in ((agreed, "symmetric call 90 us"), (Costs(), "symmetric call modelled")):
         assert said in str(symmetric.dispatch.select(PROBLEM, "symmetric", costs)[1])
-    without = replace(PROBLEM, no_symmetric_memory="one host only")
+    without = replace(PROBLEM, resources=(Standing(SymmetricMemory.name, "one host only"),))
     assert "symmetric call" not in str(symmetric.dispatch.select(without, "unfused", Costs())[1])
 
 

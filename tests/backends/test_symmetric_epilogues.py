@@ -19,6 +19,7 @@ from tests.ops import test_gated
 from tpkernels.backends import tuning
 from tpkernels.backends.tuning import Gemm
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.partition import Layout
 from tpkernels.testing.numeric import BoundExceeded
 from tpkernels.testing.spawn import Pools
@@ -80,8 +81,7 @@ def measured(emulation: Emulation) -> list[tuple[str, str, bool, bool]]:
 
     bf16, fp8, layout = torch.bfloat16, torch.float8_e4m3fn, Layout(1, (20, 12), 1)
     with emulation.group() as group:
-        channels = resolve(group).symmetric
-        assert channels is not None
+        channels = channels_of(resolve(group))
         device = channels.device
         with noting(all_gather_matmul.all_gather_matmul), noting(matmul_reduce_scatter.matmul_reduce_scatter):
             for gemm in (

@@ -23,6 +23,7 @@ from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tpkernels.backends import first_use, symmetric
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.dispatch import OPS
 from tpkernels.testing.spawn import Pools
 
@@ -42,8 +43,7 @@ def checked(emulation: Emulation, dtypes: list[torch.dtype]) -> tuple[list[Any],
             size = dist.get_world_size(made)
             of_fp8 = scaled.ScaledCase(GATHER, (6 * size, 32), ns=(10,), implementation="symmetric")
             scaled.judge_cases([of_fp8], made)
-        channels = resolve(made).symmetric
-        assert channels is not None
+        channels = channels_of(resolve(made))
         assert set(channels.first_uses.values()) == {None}
         return list(channels.first_uses), tried.call_count
 

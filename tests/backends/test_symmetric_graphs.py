@@ -29,6 +29,7 @@ from tpkernels.comm import monitor
 from tpkernels.comm.cuda_native import FailureRecord, Kind
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
+from tpkernels.comm.symmetric_resource import SymmetricMemory, channels_of
 from tpkernels.dispatch import OPS
 from tpkernels.testing.spawn import Pools
 
@@ -42,19 +43,19 @@ def left_in_the_pool(emulation: Emulation, faulty: bool) -> list[str]:
     fault = mock.patch.object(emulated, "outside_of_pools", lambda make: make())
     with emulation.group() as made:
         group = resolve(made)
-        assert group.symmetric is not None
-        before, device = group.symmetric, group.symmetric.device
+        before = channels_of(group)
+        device = before.device
         assert isinstance(device, EmulatedDevice)
         with device.warming_up() as left:
             with fault if faulty else mock.patch.dict({}):
                 channels = SymmetricChannels(group, device)
                 channels.checks_first_use = True
-                group.symmetric = channels
+                group.resources[SymmetricMemory.name] = SymmetricMemory(channels)
                 for op in OPS:
                     JUDGES["values"](case_of(op), made)
         for op in OPS:
             JUDGES["values"](case_of(op, call=1), made)
-        group.symmetric = before
+        group.resources[SymmetricMemory.name] = SymmetricMemory(before)
         channels.check()
         channels.close()
     return left
@@ -98,8 +99,7 @@ def replays(emulation: Emulation, op: str, ranks: str, between: int, grows: bool
     known = case_of(op)
     with emulation.group() as made, in_any_place if faulty else nullcontext():
         group, rank = resolve(made), dist.get_rank(made)
-        assert group.symmetric is not None
-        channel = group.symmetric.main
+        channel = channels_of(group).main
         for call in range(2):  # with each slot
             JUDGES["values"](known.but(call=call), made)
         replay = Replay(channel)
@@ -151,18 +151,21 @@ def test_a_replay_goes_with_replays_and_is_told_from_a_call_that_looks_for_its_d
 @pytest.mark.cpu
 def test_the_monitor_tells_once_of_a_failure_that_only_replays_would_see(caplog: pytest.LogCaptureFixture) -> None:
     group: Any = SimpleNamespace(rank=0, size=4, timeout=1.0, peers=(), name="tp", store=mock.Mock())
-    group.symmetric = channels = SymmetricChannels(group, Recorder())
+    channels = SymmetricChannels(group, Recorder())
+    group.resources = {SymmetricMemory.name: SymmetricMemory(channels)}
+    group.key, group.poison, group.works, group.trail, group.in_flight = "met", None, None, None, None
     watch = monitor._Watch(group)
-    watch._tell_of_replays(channels)
+    watch._knows_of_a_loss = lambda: False  # type: ignore[method-assign]
+    watch.tick()
     address = channels.main.group._failure_address
     assert address is not None
     record = FailureRecord.from_address(address)
     record.state, record.kind, record.peer, record.chunk = 1, Kind.TIMEOUT, 2, 3
-    watch._tell_of_replays(channels)
+    watch.tick()
     assert caplog.messages == []  # no graph has any of its calls: the next one raises
     with mock.patch.object(Recorder, "capturing", return_value=True):
         channels.main.remember("a route", object, on_device=False)
     for _ in range(2):
-        watch._tell_of_replays(channels)
+        watch.tick()
     (message,) = caplog.messages
     assert "group 'tp'" in message and "for rank 2" in message and "chunk 3" in message and "is void" in message

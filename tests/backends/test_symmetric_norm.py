@@ -21,6 +21,7 @@ from tests.backends.test_symmetric_first_use import one_more
 from tpkernels.backends import symmetric
 from tpkernels.comm import residual_norm
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
@@ -134,8 +135,8 @@ def first_use(emulation: Emulation, spoiled: str) -> str:
                 tpk.matmul_all_reduce(x, w, group, residual=torch.ones(3, 16), norm_weight=torch.ones(16), **FORCED)
             except tpk.errors.UnsupportedProblem as error:
                 return str(error)
-        channels = resolve(group).symmetric
-        assert channels is not None and set(channels.first_uses.values()) == {None}
+        channels = channels_of(resolve(group))
+        assert set(channels.first_uses.values()) == {None}
     return "fine"
 
 

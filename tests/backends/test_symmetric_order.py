@@ -21,8 +21,10 @@ pytest.importorskip("triton")
 from tpkernels.backends import launches, symmetric
 from tpkernels.comm import symmetric_channels
 from tpkernels.comm.cuda_native import CallRecord, Raise, Steps
+from tpkernels.comm.resources import Standing
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.symmetric_memory import Allocation
+from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.ops.contract import (
     AllGather,
@@ -164,8 +166,10 @@ def enqueued(recorder: Recorder, op: str, call: Any, calls: int = 1) -> list[str
 def caller(recorder: Recorder, op: str, call: Any) -> Callable[[], SymmetricChannels]:
     """What makes the call, on a new group; it returns what the group has."""
     group: Any = SimpleNamespace(rank=0, size=SIZE, timeout=1.0, peers=())
-    group.symmetric = SymmetricChannels(group, recorder)
-    problem = Problem(op, SIZE * ROWS, SIZE * N, SIZE * K, torch.float32, SIZE, no_symmetric_memory=None)
+    channels = SymmetricChannels(group, recorder)
+    group.resources = {SymmetricMemory.name: SymmetricMemory(channels)}
+    here = (Standing(SymmetricMemory.name),)
+    problem = Problem(op, SIZE * ROWS, SIZE * N, SIZE * K, torch.float32, SIZE, resources=here)
     context = Context(group, 0, 2, "a call", 77, problem, Costs(), forced_chunks=True)
     (offer,) = [o for o in symmetric.dispatch.implementations(op) if o.name == "symmetric"]
 
@@ -173,7 +177,6 @@ def caller(recorder: Recorder, op: str, call: Any) -> Callable[[], SymmetricChan
         found = offer.run(context, call)
         if op == "all_gather":
             found()
-        channels: SymmetricChannels = group.symmetric
         return channels
 
     return make_call

@@ -22,6 +22,7 @@ from tests.backends.test_symmetric_first_use import one_more
 from tests.ops.support import REDUCE
 from tpkernels.backends import symmetric
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
@@ -65,7 +66,7 @@ def sums(emulation: Emulation) -> list[torch.Tensor]:
                 if call % 2:
                     time.sleep(0.01 * rank)
                 found.append(tpk.matmul_all_reduce(x, w, group, bias=bias, **FORCED))
-        assert resolve(group).symmetric is not None
+        assert channels_of(resolve(group))
     return found
 
 
@@ -131,8 +132,8 @@ def first_use(emulation: Emulation, spoiled: bool) -> list[str]:
                 run(case, parts_of(case, 2), made)
             except tpk.errors.UnsupportedProblem as error:
                 return [str(error)]
-        channels = resolve(made).symmetric
-        assert channels is not None and set(channels.first_uses.values()) == {None}
+        channels = channels_of(resolve(made))
+        assert set(channels.first_uses.values()) == {None}
         return [way for _, _, _, way in channels.first_uses]
 
 

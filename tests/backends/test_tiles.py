@@ -27,6 +27,7 @@ from tpkernels.backends import launches, symmetric, tile_cache, tuning
 from tpkernels.backends.tile_cache import Entry, TileCache
 from tpkernels.backends.tuning import Gemm
 from tpkernels.comm.agreement import Record
+from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.dispatch import Problem
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.kernels.config import Tiles
@@ -129,6 +130,12 @@ def test_ranks_agree_without_the_packages_of_the_cache(monkeypatch: pytest.Monke
 # --- the choice of all ranks ------------------------------------------------------------------------------------------
 
 
+def owning(**channels: Any) -> dict[str, SymmetricMemory]:
+    """A group's resources, with these attributes of its channels."""
+    stand_in: Any = SimpleNamespace(**channels)
+    return {SymmetricMemory.name: SymmetricMemory(stand_in)}
+
+
 class Ranks:
     """Rank 1 of three, whose peers' records are given by part; `measured`: what it measures of each candidate."""
 
@@ -151,7 +158,7 @@ class Ranks:
         self.peers["tiles"] = [{"cached": entry, "tunes": tunes} for entry in (first, last)]
 
     def agree(self) -> Tiles | None:
-        group: Any = SimpleNamespace(rank=1, size=3, symmetric=SimpleNamespace(device=self.device))
+        group: Any = SimpleNamespace(rank=1, size=3, resources=owning(device=self.device))
         return tuning.agree(group, 7, GEMM, LAYOUT)
 
     @property
@@ -257,7 +264,7 @@ def test_tiles_are_agreed_for_calls_that_run_a_fused_kernel_alone(op: str, monke
     assert offer.agree is not None
     large = Problem(op, 4096, 4096, 4096, torch.bfloat16, 4)
     device = Recorder()
-    group: Any = SimpleNamespace(symmetric=SimpleNamespace(device=device, checks_first_use=False))
+    group: Any = SimpleNamespace(resources=owning(device=device, checks_first_use=False))
     offer.agree(group, 1, large, LAYOUT)
     assert asked == [LAYOUT]
     few = Layout(1, (8,) * 4, 1)

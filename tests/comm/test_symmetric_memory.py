@@ -24,10 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpkernels as tpk
 from tests.backends.test_symmetric_order import Recorder
 from tests.ops.support import new_group
-from tpkernels.comm import cuda_native, symmetric_memory
-from tpkernels.comm.groups import UNTRIED, Group, resolve
+from tpkernels.comm import cuda_native, resources, symmetric_memory, symmetric_resource
+from tpkernels.comm.groups import Group, resolve
 from tpkernels.comm.residency import waiting_blocks
-from tpkernels.comm.symmetric_memory import CudaDevice, ensure
+from tpkernels.comm.resources import UNTRIED
+from tpkernels.comm.symmetric_memory import CudaDevice
+from tpkernels.comm.symmetric_resource import SymmetricMemory, channels_of
 from tpkernels.ops import calling
 from tpkernels.testing.spawn import Pools
 
@@ -57,12 +59,15 @@ def played(rank: int, fault: str) -> Iterator[list[int]]:
         table = [own if r == rank else own + 2**20 * (r + 1) for r in range(2)]
         return SimpleNamespace(buffer_ptrs=table, multicast_ptr=0 if faulty and fault == "no multicast" else 2**40)
 
+    def said(of: str, reason: str) -> str | None:
+        return reason if faulty and fault == of else None
+
     device = f"gpu {0 if fault == 'one GPU' else rank}"
     properties = SimpleNamespace(name="H", major=9, minor=0, multi_processor_count=132, uuid=device)
     changes: dict[tuple[Any, str], Any] = {
-        (symmetric_memory, "_why_not_here"): lambda group: "no library" if faulty and fault == "no library" else None,
-        (symmetric_memory, "_cannot_load"): lambda device: "no code for it" if faulty and fault == "no code" else None,
-        (symmetric_memory, "_inaccessible"): lambda *a: "no way to rank 0" if faulty and fault == "no access" else None,
+        (symmetric_resource, "_why_not_here"): lambda group: said("no library", "no library"),
+        (symmetric_resource, "_cannot_load"): lambda device: said("no code", "no code for it"),
+        (symmetric_resource, "_inaccessible"): lambda *a: said("no access", "no way to rank 0"),
         (symmetric_memory, "_new_tensor"): new_tensor,
         (_symmetric_memory, "rendezvous"): rendezvous,
         (torch.cuda, "get_device_properties"): lambda device: properties,
@@ -88,14 +93,14 @@ def meet(made: Any) -> Group:
 def set_up(fault: str) -> tuple[str | None, bool]:
     with new_group() as made, played(dist.get_rank(), fault):
         group = meet(made)
-        assert group.no_symmetric_memory == "symmetric memory serves CUDA tensors"  # so far, all were on the CPU
-        ensure(group, group.calls, own_gpu(fault))
-        first = group.symmetric
-        ensure(group, group.calls, own_gpu(fault))
-        assert group.symmetric is first  # once is enough
-        assert group.why_not_symmetric("cuda") == group.no_symmetric_memory
+        memory: SymmetricMemory = group.resources[SymmetricMemory.name]
+        assert memory.refusal("cuda") == "symmetric memory serves CUDA tensors"  # so far, all were on the CPU
+        resources.ensure(group, group.calls, own_gpu(fault))
+        first = memory.channels
+        resources.ensure(group, group.calls, own_gpu(fault))
+        assert memory.channels is first  # once is enough
         if first is not None:
-            assert "serves tensors on cuda" in str(group.why_not_symmetric("cpu"))
+            assert "serves tensors on cuda" in str(memory.refusal("cpu"))
             assert first.main._pads.local.count_nonzero() == 0
             assert first.main.group.max_blocks == first.side.group.max_blocks == waiting_blocks(132)
             first.share_gpu(33)
@@ -104,7 +109,7 @@ def set_up(fault: str) -> tuple[str | None, bool]:
             assert first.main.multicasts is first.side.multicasts is (fault != "no multicast")  # all have it, or none
         # The group goes on, whatever the answer was.
         assert torch.equal(tpk.all_reduce(torch.ones(2), made, implementation="unfused"), torch.full((2,), 2.0))
-        return group.no_symmetric_memory, first is not None
+        return memory.refusal("cuda"), first is not None
 
 
 @pytest.mark.parametrize(
@@ -138,9 +143,8 @@ def grow() -> tuple[str, int, int]:
     """A rank has no memory for larger slots: what all are told, the slots then, and the second try."""
     with new_group() as made, played(dist.get_rank(), "grows too large") as asked:
         group = meet(made)
-        ensure(group, group.calls, own_gpu("none"))
-        assert group.symmetric is not None
-        channel, told = group.symmetric.main, "nothing"
+        resources.ensure(group, group.calls, own_gpu("none"))
+        channel, told = channels_of(group).main, "nothing"
         try:
             channel.prepare(5 * 2**20, 1, "a call")
         except tpk.errors.UnsupportedProblem as error:
@@ -211,7 +215,10 @@ def test_what_is_kept_on_the_gpu_never_comes_from_the_pool_of_a_graph(in_thread:
 def test_the_first_call_on_a_group_is_refused_in_capture_by_its_name() -> None:
     gpu = torch.device("cuda", 0)
     for key, tried, refused in ((None, UNTRIED, True), ("met", UNTRIED, True), ("met", None, False)):
-        group: Any = SimpleNamespace(key=key, no_symmetric_memory=tried)
+        memory = SymmetricMemory()
+        memory.no_memory = tried
+        group: Any = SimpleNamespace(key=key, resources={kind.name: kind() for kind in resources.kinds()})
+        group.resources[SymmetricMemory.name] = memory
         for capturing in (True, False):
             with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
                 refusal = raises_unsupported(group, gpu)

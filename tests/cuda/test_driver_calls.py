@@ -26,8 +26,10 @@ from tests.cuda import emulator
 from tpkernels.backends import launches, moves, symmetric
 from tpkernels.comm.cuda_group import Call, Group, Pipeline
 from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, STATE_BYTES, Chunk, Library, Raise, Steps
+from tpkernels.comm.resources import Standing
 from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.symmetric_memory import Allocation
+from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.ops.contract import AllGather, AllGatherMatmul, AllReduce, Context, MatmulReduceScatter, ReduceScatter
 from tpkernels.partition import Layout
@@ -68,7 +70,7 @@ def counter_of(size: int) -> Iterator[tuple[Counter, Any]]:
     """The device and the group of a rank; nothing that is enqueued happens."""
     device = Counter(size)
     group: Any = SimpleNamespace(rank=0, size=size, timeout=1.0, peers=())
-    group.symmetric = SymmetricChannels(group, device)
+    group.resources = {SymmetricMemory.name: SymmetricMemory(SymmetricChannels(group, device))}
     device.count()
     try:
         with mock.patch.object(launches, "_rehearse", lambda *arguments: None):
@@ -93,7 +95,7 @@ def calls(size: int, rows: int = 512) -> dict[str, Any]:
 def runner(group: Any, op: str, call: Any, chunks: int) -> Callable[[], None]:
     size = group.size
     op = op.split(" ")[0]
-    problem = Problem(op, 512 * size, 24 * size, 16, torch.float32, size, no_symmetric_memory=None)
+    problem = Problem(op, 512 * size, 24 * size, 16, torch.float32, size, resources=(Standing(SymmetricMemory.name),))
     context = Context(group, 0, chunks, "a call", 77, problem, Costs(), forced_chunks=True)
     (offer,) = [o for o in symmetric.dispatch.implementations(op) if o.name == "symmetric"]
 

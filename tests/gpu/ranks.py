@@ -25,6 +25,7 @@ from tests.ops.support import PLACE, Case, new_group
 from tpkernels import errors
 from tpkernels.comm import groups
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import exact_matmul, integer_payload, payload
@@ -58,10 +59,10 @@ def share_gpu(world: int, backend: str | None = None, own_gpu: bool = False, zer
 def _take_share(group: Any, world: int) -> None:
     """Give this rank's kernels their part of the SMs; a group without symmetric memory says why."""
     tpk.all_reduce(torch.zeros(1, device=PLACE.device), group, implementation="unfused")  # the ranks meet
-    state = resolve(group)
-    if state.symmetric is None:
-        raise RuntimeError(f"no symmetric memory: {state.no_symmetric_memory}")
-    state.symmetric.share_gpu(max(3, torch.cuda.get_device_properties(PLACE.device).multi_processor_count // world))
+    memory: SymmetricMemory = resolve(group).resources[SymmetricMemory.name]
+    if memory.channels is None:
+        raise RuntimeError(f"no symmetric memory: {memory.no_memory}")
+    memory.channels.share_gpu(max(3, torch.cuda.get_device_properties(PLACE.device).multi_processor_count // world))
 
 
 def judge_all(cases: Sequence[Case], judge: str, num_chunks: int | None) -> int:
@@ -101,7 +102,7 @@ def captured(work: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor]
 
 
 def _nothing_failed(group: Any) -> None:
-    channels = resolve(group).symmetric
+    channels = resolve(group).resources[SymmetricMemory.name].channels
     if channels is not None:
         channels.check()
 

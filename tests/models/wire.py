@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.nn.reference import tp_mesh
+from tests.nn.reference import tp_mesh, without_shared_memory
 from tpkernels.backends import chunked, exchange
 from tpkernels.comm import transport
 from tpkernels.comm.groups import resolve
@@ -19,7 +19,7 @@ from tpkernels.comm.groups import resolve
 def bytes_of(step: Callable[[], object]) -> int:
     """Bytes that all ranks send in the second of two calls of ``step``; the first one agrees with the peers."""
     state = resolve(tp_mesh())
-    state.shared, state.no_shared_memory = None, "a test counts messages"
+    without_shared_memory(state, "a test counts messages")
     state.agreed.clear()
     state.checked.clear()
     sent: Counter[str] = Counter()

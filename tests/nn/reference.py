@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tpkernels as tpk
-from tpkernels.comm.groups import resolve
+from tpkernels.comm.groups import Group, resolve
+from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.partition import array_split_sizes, chunk_sizes, offsets
 
 LIMIT_S = 180.0
@@ -101,3 +102,9 @@ def close_replicas(parallel: nn.Module) -> None:
             assert torch.equal(value, mine[name][0]), f"{name}: replicas differ"
             assert (grad is None) == (mine[name][1] is None), f"{name}: only some ranks have a gradient"
             assert grad is None or torch.equal(grad, mine[name][1]), f"{name}: gradients of replicas differ"
+
+
+def without_shared_memory(state: Group, reason: str) -> None:
+    """As where the ranks have none: calls that are agreed on from now on travel as messages."""
+    memory: SharedMemory = state.resources.setdefault(SharedMemory.name, SharedMemory())
+    memory.segments, memory.no_memory = None, reason

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.nn.reference import LIMIT_S, close, whole
+from tests.nn.reference import LIMIT_S, close, whole, without_shared_memory
 from tpkernels.backends import exchange
 from tpkernels.comm import transport
 from tpkernels.comm.groups import resolve
@@ -187,7 +187,7 @@ def counted(tokens: int, width: int, hidden: int, y: int, x: int, kind: str, bac
     meshes = {cast(DTensor, parameter).device_mesh for parameter in block.parameters()}  # may be an equal, older mesh
     for group in (group for mesh in meshes for group in mesh.get_all_groups()):
         state = resolve(group)
-        state.shared, state.no_shared_memory = None, "a test counts messages"
+        without_shared_memory(state, "a test counts messages")
         state.agreed.clear()
         state.checked.clear()
     data = torch.randn(shape, requires_grad=True)

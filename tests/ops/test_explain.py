@@ -200,9 +200,8 @@ def refused_and_then() -> dict[str, Any]:
             said[f"{op} works"] = all(torch.equal(out, outs[0]) for out in outs)
         said["poison"] = resolve(group).poison
     with new_group() as group:  # the reason was the group's, not the process's
-        said["another group"] = resolve(group).no_shared_memory
         tpk.all_reduce(torch.ones(2), group)
-        said["another group"] = resolve(group).no_shared_memory
+        said["another group"] = resolve(group).resources[shared_segments.SharedMemory.name].refusal("cpu")
     return said
 
 

@@ -100,7 +100,7 @@ _SPOKE_STEPS: tuple[tuple[Any, str], ...] = (
 _BOTH: tuple[tuple[Any, str], ...] = (
     (agreement, "meet"),
     (agreement, "exchange_records"),
-    (shared_segments, "ensure"),
+    (shared_segments.SharedMemory, "ensure"),
     (shared_segments, "_open"),
 )
 

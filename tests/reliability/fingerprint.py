@@ -17,6 +17,7 @@ from tests.reliability.crew import Link, together
 from tests.reliability.outcome import Outcome
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import native
+from tpkernels.comm.shared_segments import SharedMemory
 
 GATE_US = 1.0
 GATE_SHARE = 0.02
@@ -73,7 +74,7 @@ def _all_reduces(link: Link, count: int) -> tuple[list[float], list[float]]:
     group = dist.group.WORLD
     x, out = torch.ones(2, 64), torch.empty(2, 64)
     tpk.all_reduce(x, group, implementation=SHARED)
-    shared = resolve(group).shared
+    shared = resolve(group).resources[SharedMemory.name].segments
     assert shared is not None
     channel, dtype = shared.channel, native().Dtype.float32  # type: ignore[union-attr]
     samples: tuple[list[float], list[float]] = ([], [])

@@ -18,8 +18,9 @@ import tpkernels as tpk
 from tests.reliability.calls import SHARED, all_gather_matmul, all_reduce, make_all
 from tests.reliability.crew import Crew, CrewError, Link, Raised, caught, together
 from tests.reliability.outcome import Outcome
-from tpkernels.comm import rendezvous, shared_segments
+from tpkernels.comm import rendezvous
 from tpkernels.comm.native import native
+from tpkernels.comm.shared_segments import SharedMemory
 
 NOBODY = 65534
 TIMEOUT_S = 8.0
@@ -169,27 +170,27 @@ def _all_alike(outcome: Outcome, what: str, size: int, victim: int, limit: str, 
 
 def _starved(link: Link, victim: int, limit: str, room: int) -> tuple[str, str, float]:
     """What came of the first call on this rank: 'shared', 'without shared memory' or 'raised', with its reason."""
-    original = shared_segments.ensure
+    original = SharedMemory.ensure
     restored: list[Callable[[], None]] = []
 
-    def ensure(group: Any, call: int) -> None:
+    def ensure(memory: SharedMemory, group: Any, call: int, device: Any) -> None:
         dist.barrier()
         if link.rank == victim:
             restored.append(_restrict(limit, room))
         try:
-            original(group, call)
+            original(memory, group, call, device)
         finally:
             for restore in restored:
                 restore()
 
-    shared_segments.ensure = ensure
+    SharedMemory.ensure = ensure  # type: ignore[method-assign]
     start = time.monotonic()
     error, at = caught(lambda: all_gather_matmul(dist.group.WORLD, link.rank, link.size, 1, "auto"))
     if error is not None:
         return "raised", f"{error.kind}: {error.text}", at - start
     from tpkernels.comm.groups import resolve
 
-    reason = resolve(dist.group.WORLD).no_shared_memory
+    reason = resolve(dist.group.WORLD).resources[SharedMemory.name].refusal("cpu")
     make_all(dist.group.WORLD, link.rank, link.size, 2, "auto")
     return ("shared" if reason is None else "without shared memory"), str(reason), at - start
 

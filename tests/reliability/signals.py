@@ -17,6 +17,7 @@ from tests.reliability.calls import CALLS, SHARED, make_all
 from tests.reliability.crew import Crew, CrewError, Link, Raised, Said, caught, group_of
 from tests.reliability.outcome import Outcome
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout
 
@@ -75,7 +76,7 @@ def _wait_in_a_chain(link: Link, timeout: float) -> None:
     """The call of an op in two phases, by hand: rank 2 stops between them, 1 waits for it in the first, 0 for 1."""
     group = group_of(timeout=timeout)
     make_all(group, link.rank, link.size, 0)
-    shared = resolve(group).shared
+    shared = resolve(group).resources[SharedMemory.name].segments
     assert shared is not None
     dist.barrier()
 

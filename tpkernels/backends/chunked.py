@@ -24,7 +24,8 @@ from tpkernels import dispatch
 from tpkernels.backends.blocks import Epilogue, partial_rows, place_rows, reduce_rows
 from tpkernels.backends.collectives import CollectiveGather, CollectivePartials, fits
 from tpkernels.backends.exchange import PartialExchange, ShardExchange, whole_like
-from tpkernels.comm import timeline, transport
+from tpkernels.comm import resources, timeline, transport
+from tpkernels.comm.copy_engines import CopyEngines
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import AllGatherMatmul, Context, Gathered, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.partition import Layout, array_split_sizes, chunk_ranges
@@ -256,6 +257,7 @@ def _describe(problem: Problem) -> str:
     return f"up to {problem.num_chunks} chunk(s) per shard"
 
 
+resources.register(CopyEngines)
 for _op, _run in (
     ("all_gather_matmul", all_gather_matmul),
     ("matmul_reduce_scatter", matmul_reduce_scatter),

@@ -24,6 +24,7 @@ from torch import Tensor
 from tpkernels import fp8
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
+from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.dispatch import Costs, Problem, dtype_text
 from tpkernels.errors import UnsupportedProblem
@@ -70,8 +71,7 @@ def check(work: Callable[[Context, Any], Any], group: Group, call: int, problem:
         UnsupportedProblem: a rank got a wrong result, now or when this was first asked; nothing of the call was sent.
         TransportFailure: a wait failed.
     """
-    channels = group.symmetric
-    assert channels is not None, "selected without symmetric memory"
+    channels = channels_of(group)
     kind = (problem.op, problem.dtype, problem.out_dtype, way.name)
     if not channels.checks_first_use or channels.device.kind != problem.device:
         return
@@ -99,8 +99,8 @@ def check(work: Callable[[Context, Any], Any], group: Group, call: int, problem:
 
 def _verdict_of(work: Callable[[Context, Any], Any], group: Group, problem: Problem, way: Way) -> str | None:
     """What is wrong on this rank, or None."""
-    assert group.symmetric is not None
-    device = group.symmetric.device
+    channels = channels_of(group)
+    device = channels.device
     small = _Small(group, problem, way)
     text = f"the check at the first use of {problem.op}, {problem.dtype}, {way.name}"
     context = Context(
@@ -110,7 +110,7 @@ def _verdict_of(work: Callable[[Context, Any], Any], group: Group, problem: Prob
     try:
         pairs = small.run(partial(work, context))
         device.synchronize()
-        group.symmetric.check()
+        channels.check()
     except TransportFailure as failure:
         raise TransportFailure(f"{text}: {failure}", failure.peer, failure.verdict, failure.ranks) from failure
     return next((said for found, expected in pairs if (said := _difference(found, expected)) is not None), None)
@@ -138,8 +138,7 @@ class _Small:
         least = max(way.shard_rows, -(-way.whole_rows // group.size))
         self.sizes = tuple(least + 16 * (rank % 2) for rank in range(group.size))
         self._layout = Layout(1, self.sizes, 1)
-        assert group.symmetric is not None
-        self._device = torch.device(group.symmetric.device.empty((1,), torch.uint8).device)
+        self._device = torch.device(channels_of(group).device.empty((1,), torch.uint8).device)
 
     def run(self, work: Callable[[Any], Any]) -> list[tuple[Tensor, Tensor]]:
         """(found, expected) of the op's results."""

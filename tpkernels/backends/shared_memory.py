@@ -29,10 +29,10 @@ from torch import Tensor
 from tpkernels import config, dispatch
 from tpkernels.backends.blocks import Epilogue, gemm, partial_rows, place_rows
 from tpkernels.backends.exchange import whole_like
-from tpkernels.comm import agreement, few_rows, timeline
+from tpkernels.comm import agreement, few_rows, resources, timeline
 from tpkernels.comm.groups import Group
-from tpkernels.comm.native import native
-from tpkernels.comm.shared_segments import SharedSegments, native_dtype
+from tpkernels.comm.native import native, native_dtype
+from tpkernels.comm.shared_segments import SharedMemory, SharedSegments
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.fp8 import Operand
 from tpkernels.ops.contract import (
@@ -313,7 +313,7 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
 
 
 def _segments(context: Context) -> SharedSegments:
-    segments = context.group.shared
+    segments: SharedSegments | None = context.group.resources[SharedMemory.name].segments
     assert segments is not None, "selected without shared memory"
     return segments
 
@@ -378,8 +378,9 @@ def _refuses(problem: Problem) -> str | None:
         return "one rank has nothing to share"
     if problem.device != "cpu":
         return f"shared memory serves CPU tensors, these are on {problem.device}"
-    if problem.no_shared_memory is not None:
-        return problem.no_shared_memory
+    no_memory = problem.refusal(SharedMemory.name)
+    if no_memory is not None:
+        return no_memory
     module: Any = native()
     whole = problem.m * problem.row_bytes
     if whole > module.SLOT_BYTES:
@@ -416,6 +417,7 @@ _OF_FEW_ROWS: dict[str, dict[str, Any]] = {
         "agree": agree_on_few_rows, "repeat": repeat_matmul_all_reduce, "describe": _describe_product,
     }
 }  # fmt: skip
+resources.register(SharedMemory)
 for _op, _run in (
     ("all_gather", all_gather),
     ("reduce_scatter", reduce_scatter),

@@ -59,11 +59,13 @@ from tpkernels.backends.moves import (
     reduce,
     staged,
 )
+from tpkernels.comm import resources
 from tpkernels.comm.cuda_group import Norm
 from tpkernels.comm.cuda_native import MAX_CHUNKS, Steps
 from tpkernels.comm.groups import Group
-from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
+from tpkernels.comm.symmetric_channels import Channel
 from tpkernels.comm.symmetric_memory import Device
+from tpkernels.comm.symmetric_resource import MULTICAST, SymmetricMemory, channels_of
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.kernels.config import Tiles
@@ -104,7 +106,7 @@ CHECKED_ROWS = 80
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
-    channel, layout = _channels(context).main, call.layout
+    channel, layout = channels_of(context.group).main, call.layout
     whole = whole_like(call.x, layout)
     epilogue = Epilogue(call)
     launches: list[Launch] = []
@@ -119,7 +121,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     layout = call.layout
-    channel, bias = _channels(context).main, _contiguous(call.bias)
+    channel, bias = channels_of(context.group).main, _contiguous(call.bias)
     if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
         out = _scatter(channel, context, "matmul_reduce_scatter", product(call), layout, bias, call.meanwhile)
     else:
@@ -134,7 +136,7 @@ def _finished(call: MatmulReduceScatter | MatmulAllReduce, out: Tensor) -> Tenso
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
-    channel, like = _channels(context).main, call.like
+    channel, like = channels_of(context.group).main, call.like
     rows, columns, bias = call.xs[0].shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
     layout = Layout(1, array_split_sizes(rows, channel.size), 1)
     as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile, call.out_dtype)
@@ -156,7 +158,7 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
 
 def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     """On a channel of its own: an op may run until the caller asks for the whole."""
-    channel = _channels(context).side
+    channel = channels_of(context.group).side
     whole = whole_like(call.x, call.layout)
     channel.prepare(largest_shard(call.layout, call.x), context.fingerprint, context.text)
     try:
@@ -175,11 +177,11 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
 
 
 def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
-    return _scatter(_channels(context).main, context, "reduce_scatter", call.x, call.layout, None, _nothing)
+    return _scatter(channels_of(context.group).main, context, "reduce_scatter", call.x, call.layout, None, _nothing)
 
 
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
-    channel, x = _channels(context).main, call.x
+    channel, x = channels_of(context.group).main, call.x
     if (in_kernel := _in_one_kernel(channel.size, x.numel() * x.element_size())) is not None:
         return in_kernel(channel, context, "all_reduce", x, None)
     layout = Layout(1, array_split_sizes(x.shape[0], channel.size), 1)
@@ -338,15 +340,9 @@ def _nothing() -> None:
 # --- selection --------------------------------------------------------------------------------------------------------
 
 
-def _channels(context: Context) -> SymmetricChannels:
-    channels = context.group.symmetric
-    assert channels is not None, "selected without symmetric memory"
-    return channels
-
-
 def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> Any:
     """Any op: unless an earlier call has failed meanwhile, on the group's device."""
-    channels = _channels(context)
+    channels = channels_of(context.group)
     channels.check()
     with channels.device.current():
         channels.device.order()
@@ -385,8 +381,7 @@ def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, 
     first_use.check(work, group, call, problem, _way(reduces, sums, fused, problem))
     if sums is not None or not fused:
         return None
-    assert group.symmetric is not None
-    if not _has_kernel(group.symmetric.device, problem.out_dtype):
+    if not _has_kernel(channels_of(group).device, problem.out_dtype):
         return None
     return tuning.agree(group, call, tuning.gemm_of(problem), layout)
 
@@ -408,8 +403,9 @@ def _way(reduces: bool, sums: _Sums | None, fused: bool, problem: Problem) -> Wa
 def _refuses(problem: Problem) -> str | None:
     if problem.world_size == 1:
         return "one rank has nothing to share"
-    if problem.no_symmetric_memory is not None:
-        return problem.no_symmetric_memory
+    no_memory = problem.refusal(SymmetricMemory.name)
+    if no_memory is not None:
+        return no_memory
     if problem.dtype not in DTYPES and problem.out_dtype not in DTYPES:
         return f"its kernels compute in {', '.join(str(dtype) for dtype in DTYPES)}, not in {problem.dtype}"
     return None
@@ -433,9 +429,10 @@ def _describe(problem: Problem) -> str:
         how = "in one step" if sums is _one_shot else f"in one kernel: {how}"
     # The switch could add them (multimem.ld_reduce), in an order and a rounding of its own: see ARCHITECTURE.md.
     pushed = "pushed by multicast stores (NVLS), summed by the ranks in fixed order"
-    return f"{how}, {pushed}" if problem.multicast else how
+    return f"{how}, {pushed}" if MULTICAST in problem.features(SymmetricMemory.name) else how
 
 
+resources.register(SymmetricMemory)
 for _op, _work in (
     ("all_gather", all_gather),
     ("reduce_scatter", reduce_scatter),

@@ -9,7 +9,7 @@ from tpkernels.dispatch import Costs, Problem
 
 __all__ = ["of_copies", "of_one_kernel"]
 
-# Modelled, in microseconds, where no group has measured it (Costs.symmetric_call_us, symmetric_kernel_us): what a call
+# Modelled, in microseconds, where no group has measured it ("symmetric_call_us", "symmetric_kernel_us"): what a call
 # costs whose data is small.  One of copies asks the driver for some 28 things at 1.5 each (tests/cuda/
 # test_driver_calls.py counts them at world 8), beside 30 of Python and as many of Triton's launcher.
 CALL_US, KERNEL_US = 100.0, 10.0
@@ -22,13 +22,13 @@ def of_one_kernel(problem: Problem, costs: Costs, *, steps: int) -> float:
     """A sum over ranks in one kernel, behind a library GEMM if there is one; in one step all goes to everybody."""
     whole, peers = problem.m * problem.row_bytes, problem.world_size - 1
     moved = whole * peers if steps == 1 else 2 * whole * peers // problem.world_size
-    return _gemm_us(problem, costs) + (costs.symmetric_kernel_us or KERNEL_US) + costs.link_us(moved, 0)
+    return _gemm_us(problem, costs) + (costs.own_cost("symmetric_kernel_us") or KERNEL_US) + costs.link_us(moved, 0)
 
 
 def of_copies(problem: Problem, costs: Costs, *, calls: int, fused: bool) -> float:
     """Calls whose data the copy engines move, beside a GEMM of ours or after (before) one of the library."""
     gemm_us, link_us = _gemm_us(problem, costs), costs.link_us(problem.wire_bytes, 0)
-    calls_us = calls * (costs.symmetric_call_us or CALL_US)
+    calls_us = calls * (costs.own_cost("symmetric_call_us") or CALL_US)
     if not fused:
         return gemm_us + link_us + calls_us
     # The gather behind an all-reduce's sums hides behind nothing; of the rest, one chunk.

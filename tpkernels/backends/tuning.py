@@ -29,6 +29,7 @@ from tpkernels.comm.cuda_native import MAX_CHUNKS, STATE_BYTES
 from tpkernels.comm.groups import Group
 from tpkernels.comm.residency import gemm_programs
 from tpkernels.comm.symmetric_memory import Device
+from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.dispatch import Problem
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.kernels.config import GemmConfig, Tiles, candidates, configure
@@ -108,8 +109,7 @@ def agree(group: Group, call: int, gemm: Gemm, layout: Layout) -> Tiles | None:
         UnsupportedProblem: tiles would have to be measured while a graph is captured.
         GroupMismatch, PeerLost, CollectiveTimeout: a rank did not come.
     """
-    assert group.symmetric is not None
-    device, tunes = group.symmetric.device, config.load().tune
+    device, tunes = channels_of(group).device, config.load().tune
     cache, key = tile_cache.opened(), key_of(gemm, device)
     mine = None if cache is None else cache.find(key)
     facts = {"cached": None if mine is None else mine.to_json(), "tunes": tunes}

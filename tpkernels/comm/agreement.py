@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tpkernels.comm import presence, transport
+from tpkernels.comm import presence, resources, transport
 from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
@@ -290,10 +290,8 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
         # A copy: the traceback of the one that is raised reaches the process group, which would then never be freed.
         group.poison = error.without_traceback()
         group.verdict = None
-        if group.shared is not None:
-            group.shared.poison(group.poison)
-        if group.symmetric is not None:
-            group.symmetric.abort()  # waits of ours that end tell the peers
+        for resource in resources.held(group):
+            resource.poison(group.poison)
         presence.come(group)
         presence.tell(group, error, group.store)
     return error

@@ -1,4 +1,4 @@
-"""Short measurements from which "auto" chooses: this rank's GEMM rate, the group's link and its shared memory.
+"""Short measurements from which "auto" chooses: this rank's GEMM rate and the group's link.
 
 The GEMM is measured once per process, device and dtype, the link once per group, a few tens of milliseconds each.  The
 caller agrees on the results with the other ranks; numbers of one rank alone must never decide anything.
@@ -18,10 +18,9 @@ from torch import Tensor
 from tpkernels import fp8
 from tpkernels.comm import transport
 from tpkernels.comm.groups import Group
-from tpkernels.comm.shared_segments import SharedSegments
 from tpkernels.fp8 import Scaled
 
-__all__ = ["gemm_rates", "link_rates", "shared_rates"]
+__all__ = ["gemm_rates", "link_rates"]
 
 _SMALL_BYTES = 4 * 1024
 _LARGE_BYTES = 1024 * 1024
@@ -75,38 +74,6 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
         "link_latency_us": small.wall_s * 1e6,
         "link_cpu": min(1.0, large.cpu_s / large.wall_s) if device.type == "cpu" else 0.0,
     }
-
-
-def shared_rates(segments: SharedSegments, link_gbytes: float) -> dict[str, float]:
-    """Rate of copies in and out of segments, and the time of an exchange without payload.  Collective.
-
-    The copies are those of a gather: into our segment, and from there and from the peers', who have just written it,
-    into fresh memory.  Copies that stay in the caches of one core ran three to four times as fast.  ``link_gbytes`` is
-    what the same ranks reach over sockets: those copy every byte twice, so copies that seem slower than twice that were
-    disturbed.
-
-    Raises:
-        TransportFailure: a peer did not answer.
-    """
-    one, shard = torch.zeros(1), torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
-    exchange_s, gather_s = [], []
-    for _ in range(9):
-        start = time.perf_counter()
-        segments.all_reduce(0, "calibration", one, torch.empty_like(one))
-        exchange_s.append(time.perf_counter() - start)
-    segments.reserve(_LARGE_BYTES)
-    sizes = [_LARGE_BYTES] * segments.size
-    for _ in range(9):
-        start = time.perf_counter()
-        with segments.call(0, "calibration") as channel:
-            segments.stage(shard)
-            channel.signal()
-            whole = torch.empty(sum(sizes), dtype=torch.uint8)
-            channel.gather_slots(1, sizes, shard.data_ptr(), whole.data_ptr())
-        gather_s.append(time.perf_counter() - start)
-    moved = (1 + segments.size) * _LARGE_BYTES
-    copy_gbytes = max(1e-9 * moved / min(gather_s), 2 * link_gbytes)
-    return {"copy_gbytes": copy_gbytes, "signal_us": 1e6 * min(exchange_s)}
 
 
 def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:

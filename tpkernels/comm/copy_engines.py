@@ -18,12 +18,13 @@ from torch import Tensor
 
 from tpkernels import config
 from tpkernels.comm.pools import outside_of_pools
+from tpkernels.comm.resources import Resource
 from tpkernels.errors import UnsupportedProblem
 
 if TYPE_CHECKING:
     from tpkernels.comm.groups import Group
 
-__all__ = ["Buffers", "buffers", "wanted"]
+__all__ = ["Buffers", "CopyEngines", "buffers", "wanted"]
 
 _GROW_STEP = 2 * 1024 * 1024
 
@@ -35,9 +36,26 @@ def wanted(group: Group, device: str) -> bool:
 
 def buffers(group: Group, device: torch.device) -> Buffers:
     """Those of the group, made when first asked for."""
-    if group.copy_engines is None:
-        group.copy_engines = Buffers(group, device)
-    return group.copy_engines
+    owned: CopyEngines = group.resources[CopyEngines.name]
+    if owned.buffers is None:
+        owned.buffers = Buffers(group, device)
+    return owned.buffers
+
+
+class CopyEngines(Resource):
+    """The group's buffers, which are made at the first call that moves chunks from them: nothing is set up before."""
+
+    name = "copy_engines"
+
+    def __init__(self) -> None:
+        self.buffers: Buffers | None = None
+        self._wanted: dict[str, bool] = {}
+
+    def ensure(self, group: Group, call: int, device: torch.device) -> None:
+        self._wanted[device.type] = wanted(group, device.type)
+
+    def refusal(self, device: str) -> str | None:
+        return None if self._wanted.get(device) else "chunks go by copy engines over NCCL, if they are asked to"
 
 
 class Buffers:

@@ -32,18 +32,13 @@ from tpkernels.errors import CommunicationError, GroupPoisoned
 from tpkernels.launchers import Job
 
 if TYPE_CHECKING:
-    from tpkernels.comm.copy_engines import Buffers
     from tpkernels.comm.liveness import Identity
-    from tpkernels.comm.shared_segments import SharedSegments
-    from tpkernels.comm.symmetric_channels import SymmetricChannels
 
 __all__ = [
     "Group", "GroupLike", "InFlight", "group_name", "group_size", "init", "new_group", "process_group", "resolve",
 ]  # fmt: skip
 
 GroupLike = dist.ProcessGroup | DeviceMesh
-
-UNTRIED = "the ranks have not met yet"
 
 # Agreed calls kept per group, fewer than message tags can name.  All ranks make the same calls and so evict alike.
 MAX_AGREED = 4000
@@ -101,17 +96,9 @@ class Group:
     """How many groups each rank has come to with this store: tells what it says here from what it said of another."""
     peers: tuple[Identity, ...] = ()
     links: dict[str, dict[str, float]] = field(default_factory=dict)
-    """This rank's measured rates of the link and of shared memory, by the type of the tensors' device."""
-    shared: SharedSegments | None = None
-    """The memory that the ranks share, see :mod:`tpkernels.comm.shared_segments`."""
-    no_shared_memory: str | None = UNTRIED
-    """Why there is none, the same on all ranks."""
-    symmetric: SymmetricChannels | None = None
-    """The memory that the ranks' GPUs share, see :mod:`tpkernels.comm.symmetric_memory`."""
-    no_symmetric_memory: str | None = UNTRIED
-    """Why there is none, the same on all ranks."""
-    copy_engines: Buffers | None = None
-    """Memory from which NCCL can send with copy engines, see :mod:`tpkernels.comm.copy_engines`."""
+    """This rank's measured costs of the link and of the resources, by the type of the tensors' device."""
+    resources: dict[str, Any] = field(default_factory=dict)
+    """What the backends own in this group, by name; see :mod:`tpkernels.comm.resources`."""
     costs: dict[tuple[str, torch.dtype], Any] = field(default_factory=dict)
     """Costs that the ranks agreed on, by the type of the tensors' device and their dtype."""
 
@@ -134,18 +121,6 @@ class Group:
     def co_located(self) -> bool:
         """Whether all ranks were proved to run on this host (known once the ranks have met)."""
         return bool(self.peers) and all(peer.is_local for peer in self.peers)
-
-    def multicasts(self, device: str) -> bool:
-        """Whether one store can reach the symmetric memory of all ranks, for tensors on ``device``."""
-        return self.symmetric is not None and self.why_not_symmetric(device) is None and self.symmetric.main.multicasts
-
-    def why_not_symmetric(self, device: str) -> str | None:
-        """Why tensors on ``device`` have no symmetric memory here; None if they have."""
-        if self.symmetric is not None and self.symmetric.device.kind != device:
-            return (
-                f"symmetric memory of this group serves tensors on {self.symmetric.device.kind}, these are on {device}"
-            )
-        return self.no_symmetric_memory
 
     def enter(self, call: int, signature: Hashable) -> None:
         self.in_flight = InFlight(call, signature, time.monotonic())

@@ -22,10 +22,9 @@ import threading
 import time
 from typing import Any
 
-from tpkernels.comm import agreement, presence, transport
+from tpkernels.comm import agreement, presence, resources, transport
 from tpkernels.comm.call_order import Comparison
 from tpkernels.comm.groups import Group, InFlight, live_groups
-from tpkernels.comm.symmetric_channels import SymmetricChannels
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Watched, Works
 from tpkernels.errors import CommunicationError
@@ -71,9 +70,7 @@ class _Watch:
         self.store: Any = group.store.clone()
         self.beats = 0
         self.next_beat = 0.0
-        self.had_lost = False
         self.order = Comparison()
-        self.told_of_replays = False
         self.oldest: Watched | None = None
         self.oldest_since = 0.0
 
@@ -85,9 +82,8 @@ class _Watch:
         # What the device waits for comes first: the store may have died with the peer.
         if self.group.works is not None and self.group.verdict is None:
             self._look_at_works(self.group.works, now)
-        if self.group.symmetric is not None:
-            self._tell_of_replays(self.group.symmetric)
-            self._end_waits_of_the_device(self.group.symmetric)
+        for resource in resources.held(self.group):
+            resource.tick(self.group, self._knows_of_a_loss)
         if now >= self.next_beat:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
@@ -102,8 +98,8 @@ class _Watch:
             if self.group.works is not None:  # an abort that ends a wait for the device makes no error of it
                 verdict = verdict or self._blame(in_flight, "the call did not return", now - in_flight.since)
             self.group.verdict = self.group.verdict or verdict
-            if self.group.shared is not None:
-                self.group.shared.channel.interrupt()
+            for resource in resources.held(self.group):
+                resource.abort()
             transport.abort(self.group)
 
     def _compare_order(self, trail: Trail) -> None:
@@ -135,11 +131,13 @@ class _Watch:
         if works is not None and all(self._oldest(works, time.monotonic())):
             self._abort()
 
+    def _knows_of_a_loss(self) -> bool:
+        """Whether a peer has died or failed."""
+        return any(peer.is_dead() for peer in self.group.peers) or bool(presence.failures(self.group, self.store))
+
     def _has_lost_a_peer(self) -> bool:
-        if any(peer.is_dead() for peer in self.group.peers):
-            return True
         try:
-            return bool(presence.failures(self.group, self.store))
+            return self._knows_of_a_loss()
         except RuntimeError:  # the store died, perhaps with the peer: then the time-out tells
             return False
 
@@ -168,27 +166,6 @@ class _Watch:
                 self.group.name, error,
             )  # fmt: skip
 
-    def _tell_of_replays(self, symmetric: SymmetricChannels) -> None:
-        """A program that only replays CUDA graphs makes no call that would raise: it is told here, once."""
-        said = None if self.told_of_replays else symmetric.lost_replays()
-        if said is not None:
-            self.told_of_replays = True
-            _log.error(
-                "tpkernels, group %r: %s. What CUDA graphs with calls on this group have returned since then is void; "
-                "the next call on it that is not a replay raises",
-                self.group.name, said,
-            )  # fmt: skip
-
-    def _end_waits_of_the_device(self, symmetric: SymmetricChannels) -> None:
-        """Kernels wait for calls that have long returned: end them some time after a peer has failed or died.
-
-        Not at once: a peer that came to its end in good order may leave while ours still wait for another one.
-        """
-        lost = any(peer.is_dead() for peer in self.group.peers) or bool(presence.failures(self.group, self.store))
-        if lost and self.had_lost:
-            symmetric.abort()
-        self.had_lost = lost
-
     def _inspect(self, in_flight: InFlight, age: float) -> tuple[CommunicationError | None, bool]:
         """What the peers say of this call and of those it overlaps, and whether it cannot end well."""
         group = self.group
@@ -200,12 +177,7 @@ class _Watch:
             # All sides of a disagreement are worth a moment's wait: the message then blames the right ranks.
             if len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS:
                 verdict = verdict or agreement.mismatch(group, call, records)
-        hopeless = (
-            verdict is not None
-            or any(peer.is_dead() for peer in group.peers)
-            or bool(presence.failures(group, self.store))
-        )
-        return verdict, hopeless
+        return verdict, verdict is not None or self._knows_of_a_loss()
 
 
 def _has_works(group: Group) -> bool:

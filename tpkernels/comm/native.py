@@ -16,10 +16,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
-__all__ = ["ABI", "BuildRecord", "build_record", "how_to_rebuild", "native", "outdated", "why_not"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ABI", "BuildRecord", "build_record", "how_to_rebuild", "native", "native_dtype", "outdated", "why_not"]
 
 # Equal to kAbi in csrc/bindings.cpp; both change whenever Python and native code must change together.
 ABI = 4
@@ -55,6 +58,13 @@ def native() -> ModuleType | None:
 def why_not() -> str:
     """Why :func:`native` is None, in one line; empty if it is not."""
     return _load()[1]
+
+
+@functools.lru_cache(maxsize=16)
+def native_dtype(dtype: torch.dtype) -> Any:
+    """The compiled core's name of a dtype."""
+    module: Any = native()
+    return module.Dtype.__members__[str(dtype).removeprefix("torch.")]
 
 
 def build_record(file: Path | None = None) -> BuildRecord | None:

@@ -1,7 +1,7 @@
 """The shared memory of a group whose ranks run on one host: set-up, views of it as tensors, and its errors.
 
-:func:`ensure` is collective and happens once per group.  It gives the group a :class:`SharedSegments`, or every rank
-the same reason why there is none: other hosts, another user, no compiled core, no descriptors left.  The protocol of
+A group's :class:`SharedMemory` is set up collectively, once.  It then has :class:`SharedSegments`, or on every rank the
+same reason why there are none: other hosts, another user, no compiled core, no descriptors left.  The protocol of
 a call is that of ``csrc/README.md``; :meth:`SharedSegments.call` wraps one.
 """
 
@@ -10,28 +10,27 @@ from __future__ import annotations
 import errno
 import os
 import time
-import weakref
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm import agreement, presence, rendezvous
-from tpkernels.comm.groups import UNTRIED, Group
-from tpkernels.comm.native import ABI, native, why_not
+from tpkernels.comm import agreement, few_rows, presence, rendezvous
+from tpkernels.comm.groups import Group
+from tpkernels.comm.native import ABI, native, native_dtype, why_not
+from tpkernels.comm.resources import UNTRIED, Resource
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
 
-__all__ = ["SharedSegments", "ensure", "header_text", "native_dtype"]
+__all__ = ["SharedMemory", "SharedSegments"]
 
 # Ranks that share cores must not spin; ranks with a core each lose less by spinning than by sleeping (a futex sleep
 # and wake-up cost 10-60 us).
 SPIN_US = 50.0
 _GROW_STEP = 2 * 1024 * 1024
-_TEXT_BYTES = 440
+_MEASURED_BYTES = 1024 * 1024
 
 
 class SharedSegments:
@@ -135,13 +134,6 @@ class RepeatedSum:
         return self._segments.translate(error) if isinstance(error, self._segments._module.ChannelError) else error
 
 
-@lru_cache(maxsize=16)
-def native_dtype(dtype: torch.dtype) -> Any:
-    """The compiled core's name of a dtype."""
-    module: Any = native()
-    return module.Dtype.__members__[str(dtype).removeprefix("torch.")]
-
-
 class _Call:
     def __init__(self, segments: SharedSegments, fingerprint: int, text: str) -> None:
         self._segments, self._fingerprint, self._text = segments, fingerprint, text
@@ -161,19 +153,50 @@ class _Call:
             raise self._segments.translate(error) from None
 
 
-def header_text(signature: str, fingerprint: int) -> str:
-    """What peers read of a call; a text that is too long still differs where the calls do."""
-    return signature if len(signature) <= _TEXT_BYTES else f"{signature[: _TEXT_BYTES - 20]}... #{fingerprint:016x}"
+class SharedMemory(Resource):
+    """The group's segments, or why there are none."""
+
+    name = "shared_memory"
+
+    def __init__(self) -> None:
+        self.segments: SharedSegments | None = None
+        self.no_memory: str | None = UNTRIED
+        """Why there is none, the same on all ranks."""
+
+    def ensure(self, group: Group, call: int, device: torch.device) -> None:
+        if self.segments is not None or self.no_memory is not UNTRIED:
+            return
+        _set_up(self, group, call)
+
+    def refusal(self, device: str) -> str | None:
+        return self.no_memory
+
+    def link_costs(self, group: Group, device: torch.device, link: Mapping[str, float]) -> dict[str, float]:
+        return {} if self.segments is None else _rates(self.segments, link["link_gbytes"])
+
+    def gemm_costs(self, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+        return {} if self.segments is None or device.type != "cpu" else few_rows.rates(dtype)
+
+    def poison(self, error: CommunicationError) -> None:
+        if self.segments is not None:
+            self.segments.poison(error)
+
+    def abort(self) -> None:
+        if self.segments is not None:
+            self.segments.channel.interrupt()
+
+    def close(self, group: Group) -> None:
+        """Pages live while anybody maps them."""
+        self.segments = None
+        group.repeated.clear()
 
 
-def ensure(group: Group, call: int) -> None:
-    """Set up the group's shared memory unless that was tried before.  Collective.
+def _set_up(memory: SharedMemory, group: Group, call: int) -> None:
+    """Give the group its segments, or every rank the same reason why there are none.  Collective.
 
     Raises:
         PeerLost: a rank went away meanwhile.
     """
-    if group.shared is not None or group.no_shared_memory is not UNTRIED:
-        return
     hub, start = None, time.monotonic()
     reason = _why_not_here(group)
     if reason is None and group.rank == 0:
@@ -190,26 +213,53 @@ def ensure(group: Group, call: int) -> None:
     }
     try:
         records = agreement.exchange_records(group, call, agreement.Record("shared memory", facts), part="shared")
-        group.no_shared_memory = _common_refusal([record.facts for record in records])
-        if group.no_shared_memory is None:
+        memory.no_memory = _common_refusal([record.facts for record in records])
+        if memory.no_memory is None:
             limits = rendezvous.Limits(time.monotonic() + group.timeout, lambda rank: _is_gone(group, rank))
             if hub is not None:
-                group.no_shared_memory = _as_hub(group, hub, limits)
+                memory.no_memory = _as_hub(memory, group, hub, limits)
             else:
                 address, token = records[0].facts["address"]
-                group.no_shared_memory = _as_spoke(group, address, token, limits)
+                memory.no_memory = _as_spoke(memory, group, address, token, limits)
     except rendezvous.Lost as error:
         raise _culprit(group, call, error, time.monotonic() - start) from error
     finally:
         if hub is not None:
             hub.close()
-    if group.no_shared_memory is not None:
-        group.shared = None  # ours opened, another rank's did not
+    if memory.no_memory is not None:
+        memory.segments = None  # ours opened, another rank's did not
 
 
-def _release(group: Group) -> None:
-    group.shared = None
-    group.repeated.clear()
+def _rates(segments: SharedSegments, link_gbytes: float) -> dict[str, float]:
+    """Rate of copies in and out of segments, and the time of an exchange without payload.  Collective.
+
+    The copies are those of a gather: into our segment, and from there and from the peers', who have just written it,
+    into fresh memory.  Copies that stay in the caches of one core ran three to four times as fast.  ``link_gbytes`` is
+    what the same ranks reach over sockets: those copy every byte twice, so copies that seem slower than twice that were
+    disturbed.
+
+    Raises:
+        TransportFailure: a peer did not answer.
+    """
+    one, shard = torch.zeros(1), torch.zeros(_MEASURED_BYTES, dtype=torch.uint8)
+    exchange_s, gather_s = [], []
+    for _ in range(9):
+        start = time.perf_counter()
+        segments.all_reduce(0, "calibration", one, torch.empty_like(one))
+        exchange_s.append(time.perf_counter() - start)
+    segments.reserve(_MEASURED_BYTES)
+    sizes = [_MEASURED_BYTES] * segments.size
+    for _ in range(9):
+        start = time.perf_counter()
+        with segments.call(0, "calibration") as channel:
+            segments.stage(shard)
+            channel.signal()
+            whole = torch.empty(sum(sizes), dtype=torch.uint8)
+            channel.gather_slots(1, sizes, shard.data_ptr(), whole.data_ptr())
+        gather_s.append(time.perf_counter() - start)
+    moved = (1 + segments.size) * _MEASURED_BYTES
+    copy_gbytes = max(1e-9 * moved / min(gather_s), 2 * link_gbytes)
+    return {"copy_gbytes": copy_gbytes, "signal_us": 1e6 * min(exchange_s)}
 
 
 def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> CommunicationError:
@@ -256,7 +306,7 @@ def _common_refusal(facts: Sequence[Any]) -> str | None:
     return None
 
 
-def _as_hub(group: Group, hub: rendezvous.Hub, limits: rendezvous.Limits) -> str | None:
+def _as_hub(memory: SharedMemory, group: Group, hub: rendezvous.Hub, limits: rendezvous.Limits) -> str | None:
     """Rank 0: collect, hand out, open, tell the verdict; returns the common refusal."""
     module: Any = native()
     mine: list[int] = []
@@ -273,7 +323,7 @@ def _as_hub(group: Group, hub: rendezvous.Hub, limits: rendezvous.Limits) -> str
             if not refusals:
                 data = [mine[1], *(int(fd) for _, fd in sorted(theirs.items()))]
                 hub.tell({"segments": group.size}, [mine[0], *data])
-                refusals = {0: _open(group, mine[0], data), **hub.reports(limits)}
+                refusals = {0: _open(memory, group, mine[0], data), **hub.reports(limits)}
         verdict = next((f"rank {rank}: {why}" for rank, why in sorted(refusals.items()) if why is not None), None)
         hub.tell({"refusal": verdict})
         return verdict
@@ -284,7 +334,7 @@ def _as_hub(group: Group, hub: rendezvous.Hub, limits: rendezvous.Limits) -> str
         rendezvous.close_all(mine)
 
 
-def _as_spoke(group: Group, address: str, token: str, limits: rendezvous.Limits) -> str | None:
+def _as_spoke(memory: SharedMemory, group: Group, address: str, token: str, limits: rendezvous.Limits) -> str | None:
     """Every other rank's part of the same."""
     module: Any = native()
     spoke = rendezvous.Spoke(group.rank, address, token, limits)
@@ -301,7 +351,7 @@ def _as_spoke(group: Group, address: str, token: str, limits: rendezvous.Limits)
             if "segments" in message:
                 complete = len(descriptors) == group.size + 1
                 missing = f"{len(descriptors)} of {group.size + 1} descriptors arrived (too many open files?)"
-                spoke.report(_open(group, descriptors[0], descriptors[1:]) if complete else missing)
+                spoke.report(_open(memory, group, descriptors[0], descriptors[1:]) if complete else missing)
                 message, _ = spoke.receive(0)
         if "lost" in message:
             raise rendezvous.Lost(message["message"], message["lost"])
@@ -311,7 +361,7 @@ def _as_spoke(group: Group, address: str, token: str, limits: rendezvous.Limits)
         spoke.close()
 
 
-def _open(group: Group, control: int, data: Sequence[int]) -> str | None:
+def _open(memory: SharedMemory, group: Group, control: int, data: Sequence[int]) -> str | None:
     """Map everything and take this rank's lock; None or why that failed."""
     module: Any = native()
     spin_us = SPIN_US if group.size <= (os.cpu_count() or 1) else 0.0
@@ -319,7 +369,5 @@ def _open(group: Group, control: int, data: Sequence[int]) -> str | None:
         channel = module.Channel(group.rank, group.size, control, list(data), group.timeout, spin_us)
     except (OSError, RuntimeError, ValueError) as error:
         return str(error)
-    group.shared = SharedSegments(group, channel)
-    # Pages live while anybody maps them: they go with the process group, even if the monitor still looks at its state.
-    weakref.finalize(group.pg, _release, group).atexit = False
+    memory.segments = SharedSegments(group, channel)
     return None

@@ -46,7 +46,7 @@ _BEGIN, _JOIN = int(Steps.BEGIN), int(Steps.JOIN)
 
 
 class SymmetricChannels:
-    """What a group has once its GPUs share memory: obtained from ``Group.symmetric``."""
+    """What a group has once its GPUs share memory: see :class:`.symmetric_resource.SymmetricMemory`."""
 
     def __init__(self, group: Group, device: Device) -> None:
         """Collective: every rank makes its end."""

@@ -1,22 +1,16 @@
-"""Memory that every GPU of a group can address: where it comes from, and whether a group can have it.
+"""Memory that every GPU of a group can address, and where it comes from.
 
 Owns what is private to torch (``torch.distributed._symmetric_memory``, 2.11 to 2.15) and hides it: everybody else asks
-a :class:`Device` for an :class:`Allocation`, a table of plain addresses.  :func:`ensure` is collective and happens once
-per group; it gives the group a :class:`~tpkernels.comm.symmetric_channels.SymmetricChannels`, or every rank the same
-reason why there is none.
+a :class:`Device` for an :class:`Allocation`, a table of plain addresses.  Whether a group can have such memory is
+found out by :mod:`tpkernels.comm.symmetric_resource`.
 
-Assumes that all ranks run on one host: what a rank's :class:`Device` says of itself is exchanged through the group's
-store.  Refuses what was not proved: two ranks on one GPU without torch's consent
-(``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``), GPUs without access to each other, an allocation whose addresses are
-not what torch says they are.
+Assumes that all ranks run on one host.  Refuses an allocation whose addresses are not what torch says they are.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,16 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tpkernels import config
 from tpkernels.comm import agreement, cuda_native
-from tpkernels.comm.groups import UNTRIED, Group
+from tpkernels.comm.groups import Group
 from tpkernels.comm.pools import outside_of_pools
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import UnsupportedProblem
 
-__all__ = ["Allocation", "CudaDevice", "Device", "ensure", "is_consistent", "refuse_capture"]
-
-_ONLY_CUDA = "symmetric memory serves CUDA tensors"
+__all__ = ["Allocation", "CudaDevice", "Device", "is_consistent", "kind_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +108,7 @@ class CudaDevice:
         self._last_stream: torch.cuda.Stream | None = None
         self._keeps = torch.cuda.Stream(device)
         properties = torch.cuda.get_device_properties(device)
-        self.name = _kind_of(properties)
+        self.name = kind_of(properties)
         self.capability = 10 * properties.major + properties.minor
         self.num_sms = properties.multi_processor_count
 
@@ -245,160 +236,6 @@ def is_consistent(addresses: Sequence[int], local: int, rank: int, size: int) ->
     return len(addresses) == size and all(addresses) and addresses[rank] == local and len(set(addresses)) == size
 
 
-# --- whether a group can have it --------------------------------------------------------------------------------------
-
-
-def refuse_capture(group: Group, what: str, device: torch.device) -> None:
-    """Before the ranks meet, or set up symmetric memory: both make things on the device, and wait for it.
-
-    Raises:
-        UnsupportedProblem: the current stream records a graph; nothing was sent.
-    """
-    new = group.key is None or group.no_symmetric_memory in (UNTRIED, _ONLY_CUDA)
-    if new and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedProblem(
-            f"{what}: the first call on a group cannot be captured in a CUDA graph, because it sets up what the group "
-            "has on the GPU: make this call once before the capture, on every rank"
-        )
-
-
-def ensure(group: Group, call: int, device: torch.device) -> None:
-    """Set up the group's symmetric memory unless that was tried before.  Collective, once per group.
-
-    Raises:
-        TransportFailure, PeerLost, CollectiveTimeout: a rank went away meanwhile.
-    """
-    if group.no_symmetric_memory not in (UNTRIED, _ONLY_CUDA):
-        return
-    if device.type != "cuda":
-        group.no_symmetric_memory = _ONLY_CUDA
-        return
-    reason = _why_not_here(group) or _cannot_load(device)
-    facts = {"refusal": reason, **(_facts_of(device) if reason is None else {})}
-    records = agreement.exchange_records(group, call, agreement.Record("symmetric memory", facts), part="symmetric")
-    all_facts = [record.facts for record in records]
-    reason = common_refusal(all_facts, overlapping=config.load().overlapping_devices)
-    if reason is None:
-        accessible = _inaccessible(group.rank, device, [fact["uuid"] for fact in all_facts])
-        record = agreement.Record("symmetric memory", {"refusal": accessible})
-        records = agreement.exchange_records(group, call, record, part="symmetric access")
-        reason = common_refusal([{**fact, **r.facts} for fact, r in zip(all_facts, records, strict=True)], True)
-    if reason is None:
-        reason = _set_up(group, device)
-    group.no_symmetric_memory = reason
-
-
-def _set_up(group: Group, device: torch.device) -> str | None:
-    """None, or why torch could not share memory between these ranks, the same on all of them."""
-    from tpkernels.comm.symmetric_channels import SymmetricChannels
-
-    try:
-        group.symmetric = SymmetricChannels(group, CudaDevice(group, device, cuda_native.load()))
-    except (UnsupportedProblem, TransportFailure) as error:
-        return str(error)
-    # Streams and records go with the process group, even if the monitor still looks at its state.
-    weakref.finalize(group.pg, _release, group).atexit = False
-    return None
-
-
-def _release(group: Group) -> None:
-    if group.symmetric is not None:
-        group.symmetric.close()
-    group.symmetric = None
-
-
-def _why_not_here(group: Group) -> str | None:
-    """This rank's own reasons."""
-    if cuda_native.library() is None:
-        return f"{cuda_native.why_not()}; `tpkernels doctor` says more"
-    if not torch.cuda.is_available():
-        return "torch finds no GPU in this process"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton"
-    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
-        return f"torch {torch.__version__} has no symmetric memory"
-    if not group.co_located:
-        return "the ranks run on different hosts (or in different process-id namespaces)"
-    if group.size > cuda_native.MAX_RANKS:
-        return f"at most {cuda_native.MAX_RANKS} ranks have symmetric memory, the group has {group.size}"
-    return None
-
-
-def _cannot_load(device: torch.device) -> str | None:
-    """Why the library's kernels do not run on this GPU; it has code for some architectures only."""
-    try:
-        with torch.cuda.device(device):
-            cuda_native.load().call("tpk_load_kernels")
-    except cuda_native.CudaError as error:
-        return f"the CUDA kernels do not load on {torch.cuda.get_device_name(device)}: {error}"
-    return None
-
-
-def _kind_of(properties: Any) -> str:
+def kind_of(properties: Any) -> str:
+    """The kind of GPU, from what torch says of it."""
     return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs"
-
-
-def _facts_of(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "uuid": str(properties.uuid),
-        "index": device.index,
-        "gpu": _kind_of(properties),
-        "capability": 10 * properties.major + properties.minor,
-        "torch": torch.__version__,
-        "abi": cuda_native.ABI,
-    }
-
-
-def common_refusal(facts: Sequence[Mapping[str, Any]], overlapping: bool) -> str | None:
-    """Why these ranks cannot share memory, from what all of them said: the same on every rank."""
-    for rank, fact in enumerate(facts):
-        if fact["refusal"] is not None:
-            return f"rank {rank}: {fact['refusal']}"
-    differing = (("gpu", "GPUs"), ("torch", "versions of torch"), ("abi", "revisions of the CUDA kernels"))
-    for name, what in differing:
-        values = [fact[name] for fact in facts]
-        if len(set(values)) > 1:
-            return f"the ranks have different {what}: {values}"
-    if facts[0]["capability"] < 80:
-        return f"the kernels need capability 8.0 or more, this is {facts[0]['gpu']}"
-    return None if overlapping else _overlap(facts)
-
-
-def _overlap(facts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Who is on one GPU, or seems to torch to be: its rendezvous compares numbers of devices, not devices."""
-    if same := _alike([fact["uuid"] for fact in facts]):
-        return (
-            f"ranks {same} are on one GPU; give each its own (torch.cuda.set_device), or allow it for experiments: "
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
-        )
-    if same := _alike([fact["index"] for fact in facts]):
-        return (
-            f"ranks {same} have a GPU each and all call it cuda:{facts[same[0]]['index']}, because each process is "
-            "shown its own only (CUDA_VISIBLE_DEVICES per rank); torch's symmetric memory takes equal numbers for one "
-            "GPU. Let every rank see all GPUs of the host (unset CUDA_VISIBLE_DEVICES; Slurm: --gpus-per-node, no "
-            "--gpus-per-task or --gpu-bind; Ray: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1) and take that of its "
-            "local rank, as tpkernels.init does; or set TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 on every rank: no "
-            "multicast (NVLS) then"
-        )
-    return None
-
-
-def _alike(values: Sequence[Any]) -> list[int]:
-    """The first ranks that have one value in common; none, if all values differ."""
-    return next(
-        ([r for r, other in enumerate(values) if other == value] for value in values if values.count(value) > 1), []
-    )
-
-
-def _inaccessible(rank: int, device: torch.device, uuids: Sequence[str]) -> str | None:
-    """A peer's GPU that this one cannot address. Those that this process cannot see are judged by the rendezvous."""
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    own, library = device.index, cuda_native.load()
-    for peer, uuid in enumerate(uuids):
-        index = visible.get(uuid)
-        if index is None or index == own:
-            continue
-        if not library.can_access_peer(own, index):
-            return f"its GPU has no access to the memory of rank {peer}'s (no NVLink or PCIe path between them)"
-    return None

@@ -11,18 +11,25 @@ import hashlib
 from collections.abc import Hashable
 from typing import NamedTuple
 
-__all__ = ["KEPT", "Step", "Trail", "fingerprint"]
+__all__ = ["KEPT", "Step", "Trail", "fingerprint", "short_text"]
 
 # So many calls a rank may be ahead of another one and still compare with it.
 KEPT = 4096
 # A digest is a polynomial in the factor, modulo this prime, whose coefficients are the calls' fingerprints.
 _PRIME = (1 << 61) - 1
 _FACTOR = 0x9E3779B97F4A7C15 % _PRIME
+# What a call is called where its text has a fixed place, as in the header of a segment that ranks share.
+_TEXT_BYTES = 440
 
 
 def fingerprint(text: str) -> int:
     """64 bits that stand for a call in words, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def short_text(signature: str, number: int) -> str:
+    """What peers read of a call; ``number`` is its fingerprint: a text that is cut still differs where calls do."""
+    return signature if len(signature) <= _TEXT_BYTES else f"{signature[: _TEXT_BYTES - 20]}... #{number:016x}"
 
 
 class Step(NamedTuple):

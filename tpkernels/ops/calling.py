@@ -6,26 +6,17 @@ and selects the implementation from agreed facts; later calls of the same signat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch, partition
-from tpkernels.comm import (
-    agreement,
-    calibration,
-    few_rows,
-    monitor,
-    shared_segments,
-    symmetric_calibration,
-    symmetric_memory,
-    transport,
-)
+from tpkernels.comm import agreement, calibration, monitor, resources, transport
 from tpkernels.comm.groups import Group
-from tpkernels.comm.trail import fingerprint
+from tpkernels.comm.trail import fingerprint, short_text
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
 from tpkernels.ops.contract import Context, RepeatedSum
@@ -290,13 +281,13 @@ def _check(group: Group, what: str, device: str) -> None:
 
 
 def _agree(group: Group, call: int, signature: Signature, local: int, device: torch.device) -> _Plan:
-    symmetric_memory.refuse_capture(group, str(signature), device)
+    resources.check_setup(group, str(signature), device)
     agreement.meet(group, call, device)
     monitor.ensure_running()
     settings = config.load()
     facts = {
         "local": local, "chunks": settings.num_chunks, "calibrate": settings.calibrate,
-        "zero_cta": settings.nccl_zero_cta,
+        "zero_cta": settings.nccl_zero_cta, "resources": [kind.name for kind in resources.kinds()],
     }  # fmt: skip
     records = agreement.exchange_records(group, call, agreement.Record(str(signature), facts))
     for name in _SETTINGS:
@@ -305,8 +296,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
             raise GroupMismatch(
                 f"rank {group.rank}, call {call}: TPKERNELS_{_SETTINGS[name]} differs between ranks: {values}"
             )
-    shared_segments.ensure(group, call)
-    symmetric_memory.ensure(group, call, device)
+    _set_up(group, call, device, records)
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
     cuts = device.type == "cpu" and problem.flops >= _MEASURED_FLOPS
     measure = (signature.implementation == "auto" or cuts) and settings.calibrate and group.size > 1
@@ -318,13 +308,19 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     identity = 1 + group.agreements % (transport.MAX_SIGNATURES - 1)
     text = str(signature)
     number = fingerprint(text)
-    text = shared_segments.header_text(text, number)
+    text = short_text(text, number)
     chunks = min(chunks, max(1, layout.max_shard_rows))
     forced = settings.num_chunks is not None
     agreed = None if implementation.agree is None else implementation.agree(group, call, problem, layout)
     plan = _Plan(identity, implementation, chunks, forced, explanation, text, number, agreed)
     group.remember(signature, plan)
     return plan
+
+
+def _set_up(group: Group, call: int, device: torch.device, records: Sequence[agreement.Record]) -> None:
+    """What the backends own in the group, where it has none yet.  Collective."""
+    resources.check_kinds(group, call, [record.facts["resources"] for record in records])
+    resources.ensure(group, call, device)
 
 
 def _problem(group: Group, signature: Signature, local: int, device: torch.device) -> Problem:
@@ -342,9 +338,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         device=device.type,
         backend=group.backends.by_device[device.type],
         co_located=group.co_located,
-        no_shared_memory=group.no_shared_memory,
-        no_symmetric_memory=group.why_not_symmetric(device.type),
-        multicast=group.multicasts(device.type),
+        resources=resources.standings(group, device.type),
         out_dtype=signature.out_dtype,
         activation=signature.activation,
     )
@@ -357,28 +351,24 @@ def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.dev
         link = group.links.get(device.type)
         if link is None:
             link = group.links[device.type] = calibration.link_rates(group, call, device)
-            if group.shared is not None:
-                link |= calibration.shared_rates(group.shared, link["link_gbytes"])
-            if group.symmetric is not None and device.type == group.symmetric.device.kind:
-                link |= symmetric_calibration.call_costs(group.symmetric)
-        few = few_rows.rates(dtype) if group.shared is not None and device.type == "cpu" else {}
-        mine = Costs(**calibration.gemm_rates(device, dtype), **few, **link, measured=True)
-        records = agreement.exchange_records(group, call, agreement.Record("costs", asdict(mine)), part="costs")
-        known = _slowest([Costs(**record.facts) for record in records])
+            for resource in resources.held(group):
+                link |= resource.link_costs(group, device, link)
+        mine = calibration.gemm_rates(device, dtype) | link
+        for resource in resources.held(group):
+            mine |= resource.gemm_costs(device, dtype)
+        records = agreement.exchange_records(group, call, agreement.Record("costs", mine), part="costs")
+        known = _slowest([record.facts for record in records])
         group.costs[device.type, dtype] = known
     return known
 
 
-def _slowest(costs: list[Costs]) -> Costs:
-    """Rates of the slowest rank, overheads of the worst."""
-    worst_is_low = {
-        "gemm_gflops", "weight_gbytes", "relay_gbytes", "few_rows_gbytes", "sixteen_rows_gbytes", "link_gbytes",
-        "copy_gbytes", "measured",
-    }  # fmt: skip
-    return Costs(
-        **{
-            field.name: (min if field.name in worst_is_low else max)(getattr(cost, field.name) for cost in costs)
-            for field in fields(Costs)
+def _slowest(measured: Sequence[Mapping[str, float]]) -> Costs:
+    """Rates of the slowest rank, overheads of the worst; what a rank did not measure was not worth it there."""
+    names = {name for costs in measured for name in costs}
+    return Costs.of(
+        {
+            name: (min if name.endswith(("_gflops", "_gbytes")) else max)(costs.get(name, 0.0) for costs in measured)
+            for name in names
         }
     )
 
@@ -405,9 +395,9 @@ def explain(
     def work(call: int) -> Costs:
         agreement.meet(group, call, target)
         monitor.ensure_running()
-        agreement.exchange_records(group, call, agreement.Record(name, {}))
-        shared_segments.ensure(group, call)
-        symmetric_memory.ensure(group, call, target)
+        facts = {"resources": [kind.name for kind in resources.kinds()]}
+        records = agreement.exchange_records(group, call, agreement.Record(name, facts))
+        _set_up(group, call, target, records)
         return _agreed_costs(group, call, dtype, target) if config.load().calibrate else Costs()
 
     costs = _guarded(group, name, work)
@@ -416,9 +406,7 @@ def explain(
         world_size=group.size,
         backend=group.backends.by_device[device],
         co_located=group.co_located,
-        no_shared_memory=group.no_shared_memory,
-        no_symmetric_memory=group.why_not_symmetric(device),
-        multicast=group.multicasts(device),
+        resources=resources.standings(group, device),
     )
     return dispatch.select(problem, "auto", costs)[1]
 
