@@ -1,6 +1,6 @@
-"""Inputs to trace a model with: those that the user gives, or ones that the model's kind and signature suggest.
+"""Inputs to trace a model with: the user's, or guesses from the model's kind and signature.
 
-Owns: the guesses.  A guess is right when the model runs with it on fake tensors, so that wrong ones cost time only.
+It owns the guesses.  A guess is right if the model runs with it on fake tensors, so a wrong one only costs time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What torch's fake tensors do not answer: ops that need values, inside of opaque modules, and ops it refuses wrongly.
+"""Answers where torch's fake tensors have none: ops that need values inside opaque modules, and ops it refuses wrongly.
 
-Owns: :class:`Answers`, the mode between a session and the fake mode.  While an opaque module runs, ``nonzero`` finds
-as many rows as the :class:`Guess` says, ``.item()`` gives its number, and so on.  A guess need not be right: what it
-changes must not leave the module, which two runs with different guesses show
+It owns :class:`Answers`, the mode between a session and the fake mode.  While an opaque module runs, ``nonzero`` finds
+as many rows as the :class:`Guess` says, ``.item()`` gives its number, and so on.  A guess need not be right, but what
+it changes must not leave the module.  Two runs with different guesses show whether it does
 (:mod:`tpkernels.planning.opaque_modules`).
 
-Grouped products are answered here in every dtype: torch's fake ``_grouped_mm`` takes bfloat16 alone, its CPU and CUDA
-kernels take more.
+Grouped products are answered here in every dtype, because torch's fake ``_grouped_mm`` takes only bfloat16 while its
+CPU and CUDA kernels take more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a model's code does to gradients, and asks about them, in a run where no tensor has one.
 
-Owns: :func:`code_of_gradients` and :class:`Requiring`.  A ``torch.autograd.Function`` has a backward of its own, a hook
-on a tensor changes what passes.  Both are code over whole tensors, and what they make of a part is not known: that they
-are there, is reported.  Code that asks a tensor whether it requires a gradient is told what a real run would tell it.
+It owns :func:`code_of_gradients` and :class:`Requiring`.  A ``torch.autograd.Function`` has a backward of its own, and
+a hook on a tensor changes the gradient that passes.  Both are code over whole tensors, and nobody knows what they make
+of a part; this module reports that they exist.  Code that asks a tensor whether it requires a gradient gets the answer
+that it would get in a real run.
 """
 
 from __future__ import annotations

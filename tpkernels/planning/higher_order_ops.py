@@ -1,8 +1,8 @@
 """``flex_attention`` as an op of a run: torch's one higher-order op that models call without compiling.
 
-Owns: :func:`as_op`.  The op's arguments are functions, which read tensors and numbers from their closures.  An
-event has what can be compared: query, key, value, the tensors of the block mask, what the functions hold, and the
-scale.
+It owns :func:`as_op`.  The op's arguments are functions, which read tensors and numbers from their closures.  The
+recorded event holds what can be compared: query, key, value, the tensors of the block mask, what the functions hold,
+and the scale.
 """
 
 from __future__ import annotations

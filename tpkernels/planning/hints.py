@@ -1,6 +1,6 @@
-"""Where styles come from besides the data flow: a user's overrides, plan files of ours, transformers' ``tp_plan``.
+"""Styles from other sources than the data flow: a user's overrides, our plan files, transformers' ``tp_plan``.
 
-Owns: matching patterns to module names.  ``*`` matches within one part of a name, ``**`` any number of parts.
+It owns how patterns match module names: ``*`` matches within one part of a name, ``**`` matches any number of parts.
 """
 
 from __future__ import annotations

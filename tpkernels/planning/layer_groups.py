@@ -1,8 +1,8 @@
-"""Which layers belong together: found in the data flow of a recording.
+"""Which layers belong together: groups found in the data flow of a recording.
 
-Owns: the graph walk.  Every layer has two faces, what goes in and what comes out.  An output face and all the input
-faces that it reaches without passing through another layer form a group: the outputs may be cut by features (column)
-if the inputs are (row), and nothing else sees them.  Whether the ops between allow it is for the replay to prove.
+It owns the graph walk.  Every layer has two faces: what goes in and what comes out.  An output face and all the input
+faces that it reaches without passing through another layer form a group: the outputs may be cut by features (column) if
+the inputs are (row), and nothing else sees them.  The replay proves whether the ops between allow it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""The modules that a plan can cut: what counts as one, its sizes, and how another takes its place.
+"""The modules that a plan can cut: which ones they are, their sizes, and how another module takes their place.
 
-``nn.Linear``; the ``Conv1D`` of Hugging Face's GPT-2, a linear whose weight is transposed; ``nn.Embedding``; and
-``nn.MultiheadAttention`` for its heads.  They are known by what they do, not by their type.  A subclass is one of them
-if a call runs torch's own ``forward`` and nothing of the class gets between: it overrides no more of torch's class than
-:data:`HARMLESS`, and holds the same parameters and no buffers or modules more.  An ``nn.Linear`` whose class was given
-another ``forward`` is none.  Hooks, parametrizations and a ``forward`` of an instance would be lost in a swap: those
-stay as they are.
+They are ``nn.Linear``; the ``Conv1D`` of Hugging Face's GPT-2, a linear whose weight is transposed; ``nn.Embedding``;
+and ``nn.MultiheadAttention`` for its heads.  A module is recognised by what it does, not by its type.  An instance of a
+subclass counts if a call runs torch's own ``forward`` and no code of the subclass intervenes: it overrides no more of
+torch's class than :data:`HARMLESS`, and holds the same parameters and no further buffers or modules.  An ``nn.Linear``
+whose class was given another ``forward`` does not count.  Modules with hooks, parametrizations or a ``forward`` of the
+instance stay as they are, because a swap would lose these.
 
-A swapped layer is an instance of the parallel class.  It keeps the plain attributes of the layer that it was, and the
-methods and class attributes that a subclass of torch's added; where the parallel layer has one of that name already,
-attributes are a reason not to swap, and methods (``reset_parameters``, ``extra_repr``) are the parallel layer's.
-``isinstance`` of the old class is over, and so is ``super()`` in a method that was kept, which raises.
+A swapped layer is an instance of the parallel class.  It keeps the plain attributes of the old layer, and the methods
+and class attributes that a subclass of torch's added.  If the parallel layer already has an attribute of that name, the
+layer is not swapped; if it has a method of that name (``reset_parameters``, ``extra_repr``), the parallel layer's wins.
+The swapped layer is no longer an instance of the old class (``isinstance``), and ``super()`` in a method that was kept
+raises.
 
-Not cut by itself: the ``out_proj`` of torch's attention (``NonDynamicallyQuantizableLinear``), whose weight its owner
-reads instead of calling it.
+The ``out_proj`` of torch's attention (``NonDynamicallyQuantizableLinear``) is not cut by itself, because its owner
+reads its weight instead of calling it.
 """
 
 from __future__ import annotations

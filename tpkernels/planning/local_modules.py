@@ -1,9 +1,9 @@
-"""Modules that work on a part of the sequence as they would on all of it, such as norms.
+"""Modules, such as norms, that work on a part of the sequence as they would on all of it.
 
-Owns: the proof.  Such a module is called with this rank's part, and its code sees the part's length.  So it is run on a
-shorter sequence as well: the same ops must run with the same numbers, and give results that are shorter where the
-residual is cut, and nowhere else.  It must also run on a part without any rows, which a rank gets when there are more
-ranks than tokens: one that raised there would leave the others waiting.
+It owns the proof.  Such a module is called with this rank's part, and its code sees the part's length.  It is therefore
+run on a shorter sequence as well.  The same ops must run with the same numbers, and their results must be shorter where
+the residual is cut, and nowhere else.  The module must also run on a part without any rows, which a rank gets when
+there are more ranks than tokens: a rank that raised there would leave the others waiting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the arguments of an op compare between the run of the whole model and one on parts of its tensors."""
+"""Compare the arguments of an op between the run of the whole model and a run on parts of its tensors."""
 
 from __future__ import annotations
 

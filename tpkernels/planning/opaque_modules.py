@@ -1,14 +1,14 @@
-"""Models that need the values of tensors: the module that does becomes one step of the run, and is traced around.
+"""Record models that need the values of tensors: the module that needs them becomes one step of the run.
 
-Owns: :func:`record`.  A router that asks ``nonzero()`` for the tokens of an expert, ``.item()`` or a branch on a tensor
-cannot run on fake tensors.  The innermost module whose call needs a value is marked opaque and the recording starts
-again.  An opaque module runs quietly, under a guess of what the values are: what goes in and what comes out is known,
-and nothing of the inside is recorded.
+It owns :func:`record`.  A router that asks ``nonzero()`` for the tokens of an expert, calls ``.item()`` or branches on
+a tensor cannot run on fake tensors.  The innermost module whose call needs a value is marked opaque, and the recording
+starts again.  An opaque module runs unrecorded, under a guess of what the values are: the recording has what goes in
+and what comes out, and nothing of the inside.
 
-A guess proves nothing by itself.  The model is recorded with at least two that differ, and all recordings must agree in
-every event: a shape that depends on a value disagrees, and then the module around is marked opaque in its place, up to
-the model itself, which has no data flow then.  The same happens to a module that writes to its inputs or hands tensors
-on by another way than its results.
+A guess by itself proves nothing.  The model is recorded with at least two different guesses, and all recordings must
+agree in every event.  If they disagree, as they do where a shape depends on a value, the module around is marked opaque
+instead, up to the model itself, which then has no data flow.  The same happens to a module that writes to its inputs,
+or passes tensors on by other means than its results.
 """
 
 from __future__ import annotations

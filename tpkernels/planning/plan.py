@@ -1,10 +1,10 @@
-"""The sharding plan: what happens to each module of a model, and why; data that can be printed, saved and checked.
+"""The sharding plan: what happens to each module of a model, and why, as data to print, save and check.
 
-Owns: :class:`ShardingPlan`, its JSON form and its validation against a model.  How it is found is the matter of
-:mod:`tpkernels.planning.planner`, how it is carried out that of :mod:`tpkernels.sharding.apply`.
+It owns :class:`ShardingPlan`, its JSON form and its validation against a model.  :mod:`tpkernels.planning.planner`
+finds a plan, and :mod:`tpkernels.sharding.apply` carries it out.
 
-The JSON form holds numbers and names only; reading it runs nothing.  A digest over its contents shows a file that was
-changed or cut off.
+The JSON form holds numbers and names only, and reading it runs no code.  A digest over its contents shows a file that
+was changed or cut off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""From styles to a plan's entries: shapes on every rank, collectives, bytes, the implementation that runs."""
+"""From styles to a plan's entries: shapes on every rank, collectives, bytes, and the implementation that runs.
+
+Tests compare the bytes of the entries with the bytes that travel.
+"""
 
 from __future__ import annotations
 

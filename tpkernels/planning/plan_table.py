@@ -1,4 +1,4 @@
-"""A sharding plan as a table: one line for modules that differ in nothing but their place in a list, then totals."""
+"""A sharding plan as a table: one line for modules that differ only in their place in a list, then totals."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""``make_plan``: what to do with every module of a model, from overrides, plan files, ``tp_plan``, data flow and a
-rule.
+"""``make_plan``: decide what to do with every module of a model.
 
-Owns: the order of the sources, and the rule for what they leave.
-
-Rules that need no surroundings: a linear that is much wider at its output is cut by columns and gathered, one much
-wider at its input takes its part of the input and is summed, every other one is cut by columns and gathered.  Their
-values are right whatever stands around them, because what goes in and what comes out is whole.
+It owns how the sources combine: overrides and the data flow decide, while plan files and ``tp_plan`` are printed beside
+them.  It also owns the rule for the layers that are left.  That rule needs no surroundings, because whole tensors go in
+and come out: a linear that is much wider at its output is cut by columns and gathered, one much wider at its input
+takes its part of the input and is summed, and every other one is cut by columns and gathered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which groups of a model are cut: each proven where it stands, then all of them together on the whole model.
+"""Which groups of a model are cut: each is proven in its place, then all of them together on the whole model.
 
-Owns: the decision.  Groups are taken smallest first; a layer is a column or a row in at most one of them.  A proof
-found for one block is tried first on its like.  The last word is a replay of the whole model with everything that was
-found: a group that it blames is given up, and the replay repeated.
+It owns the decision.  Groups are taken smallest first, and a layer is a column or a row in at most one of them.  A
+proof that was found for one block is tried first on the blocks like it.  A replay of the whole model with all that was
+found decides: a group that it blames is given up, and the replay is repeated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How many rows every layer sees in a recorded run, and which of them need a gradient: what the bytes of a plan count.
+"""How many rows every layer sees in a recorded run, and which layers need a gradient, for the bytes of a plan.
 
-torch's ``MultiheadAttention`` is no layer to a recording; its rows are read from what it was called with: those of the
-queries for its output, those of every distinct input for the sum of gradients.
+A recording does not treat torch's ``MultiheadAttention`` as a layer.  Its rows are read from the arguments of its call:
+those of the queries for its output, those of every distinct input for the sum of gradients.
 """
 
 from __future__ import annotations

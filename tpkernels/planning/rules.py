@@ -1,9 +1,10 @@
 """What an op does to a cut tensor: the same op on every rank's part gives the parts of which result?
 
-Owns: one rule for each kind of ATen op.  A rule sees the op as the whole model calls it and as one rank calls it, and
-answers how the result is cut, or raises :class:`Unproven`: an op that no rule knows proves nothing.
+It owns one rule for each kind of ATen op.  A rule sees the op as the whole model calls it and as one rank calls it, and
+says how the result is cut, or raises :class:`Unproven`.  An op without a rule proves nothing.
 
-Assumes: parts are cut as :class:`Split` says; :mod:`tpkernels.planning.replay` checks every result's local shape.
+It assumes that parts are cut as :class:`Split` says; :mod:`tpkernels.planning.replay` checks every result's local
+shape.
 """
 
 from __future__ import annotations

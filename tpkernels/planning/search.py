@@ -1,12 +1,11 @@
-"""How a group of layers can be cut: tried hypothesis by hypothesis, until one is proven.
+"""How a group of layers can be cut: try one hypothesis after another, until one is proven.
 
-Owns: the hypotheses.  A model's code may count on sizes that a rank does not have: attributes such as ``num_heads``,
-and the layout of packed projections.  Attributes of one rank's value, layouts of segments, and copies of key-value
-heads are guesses; the replay decides, so that a wrong guess costs time and nothing else.
+It owns the hypotheses.  A model's code may rely on sizes that a rank does not have: attributes such as ``num_heads``,
+and the layout of packed projections.  The values of such attributes on one rank, layouts of segments, and copies of
+key-value heads are guesses.  The replay decides, so a wrong guess only costs time.
 
-Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts where each rank gets some; then ranks differ in
-their sizes and attributes, and a proof is a replay for each kind of rank.  A cut that leaves a rank without a head is
-not made, because models count on having one.
+Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts, if each rank gets some; models rely on having
+at least one head.  Ranks then differ in their sizes and attributes, and a proof is one replay for each kind of rank.
 """
 
 from __future__ import annotations

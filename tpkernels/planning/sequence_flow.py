@@ -1,8 +1,8 @@
-"""Where a sequence-sharded residual can travel: from block to block, through norms and sums, into the layers of groups.
+"""Where a sequence-sharded residual can travel: between blocks, through norms and sums, into the layers of groups.
 
-Owns: the proof, on the recorded inputs of the whole model.  In this mode the model's own code keeps seeing whole shapes
-(the residual is a DTensor), so that the run is that of the whole model, and only what is cut where has to be followed:
-outside of norms and the like nothing but elementwise ops and reshapes may touch the residual.
+It owns the proof, on the recorded inputs of the whole model.  The residual is a DTensor, so the model's own code keeps
+seeing whole shapes and runs as the whole model does.  The proof only has to follow what is cut where: outside of norms
+and the like, nothing but elementwise ops and reshapes may touch the residual.
 """
 
 from __future__ import annotations

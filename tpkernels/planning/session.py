@@ -1,6 +1,6 @@
 """What all runs of a :class:`~tpkernels.planning.shadow.Shadow` share: steps, origins, and opaque modules.
 
-Owns: :class:`Session`, the mode that sees each op; the kinds of steps that a run is made of.
+It owns :class:`Session`, the mode that sees each op, and the kinds of steps that a run consists of.
 """
 
 from __future__ import annotations

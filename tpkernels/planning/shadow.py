@@ -1,8 +1,9 @@
-"""A copy of a model whose tensors are fake, and what surrounds each of its runs.
+"""A copy of a model whose tensors are fake, and the set-up and clean-up around each of its runs.
 
-Owns: the :class:`Shadow`: its parameters and buffers need no memory, its layers report to the session that runs, and
-what its forward does reaches the model only through what a copy shares with it (:mod:`tpkernels.planning.trace_leaks`).
-Modules that need the values of tensors are marked opaque here; :mod:`tpkernels.planning.opaque_modules` finds them.
+It owns the :class:`Shadow`.  Its parameters and buffers need no memory, and its layers report to the session that runs.
+Its forward can affect the model only through objects that a copy shares with it
+(:mod:`tpkernels.planning.trace_leaks`).  Modules that need the values of tensors are marked opaque here;
+:mod:`tpkernels.planning.opaque_modules` finds them.
 """
 
 from __future__ import annotations

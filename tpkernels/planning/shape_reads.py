@@ -1,7 +1,7 @@
-"""Which layers' weights a model's code asks for their shape, without an op that would show it.
+"""Which layers' weights a model's code asks for their shape, which no recorded op would show.
 
-Owns: the watch.  A layer that keeps its weight by heads has no parameter of the shape that the whole layer has, and
-code that reads ``layer.weight.shape`` would go on with another number.
+It owns the watch.  A layer that keeps its weight by heads has no parameter of the whole layer's shape, and code that
+reads ``layer.weight.shape`` would continue with a wrong number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which layers of a plan read the same tensor and can run as one op, and the hook that tidies up behind them.
+"""Which layers of a plan read the same tensor and can run as one op, and the hook that tidies up after them.
 
-Owns: the rule.  Layers of one module that in every recorded call read the very same tensor, unchanged between them,
-and whose options agree, share one gather (or one sum of the gradient).  At run time a result belongs to one tensor
-object (:mod:`tpkernels.nn.shared_input`), so that a model that goes another way computes right as well.
+It owns the rule.  Layers of one module share one gather (or one sum of the gradient) if in every recorded call they
+read the very same tensor, unchanged between them, and their options agree.  At run time a result belongs to one tensor
+object (:mod:`tpkernels.nn.shared_input`), so a model that takes another path still computes the right result.
 """
 
 from __future__ import annotations

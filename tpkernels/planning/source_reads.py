@@ -1,11 +1,11 @@
-"""Which layers' parameters a model's code reads past the layer, told from its source, where no run could show it.
+"""Which layers' parameters a model's code reads past the layer, told from the source where no run can show it.
 
-Owns: the search for ``something.weight`` and ``something.bias`` in the forward methods of a model's classes, and in the
-methods that these name.  A layer whose weight is read (``F.linear(x, self.proj.weight)``) must stay whole: otherwise a
-part is read.
+It owns the search for ``something.weight`` and ``something.bias`` in the forward methods of a model's classes, and in
+the methods that these name.  A layer whose weight is read (``F.linear(x, self.proj.weight)``) must stay whole, because
+the code would otherwise read a part.
 
-Errs on the side of whole: a class whose source cannot be found, or that reads the weight of something that has no name
-there, keeps all layers below it whole.
+When in doubt, layers stay whole: all layers below a class whose source cannot be found, or that reads the weight of
+something without a name there.
 """
 
 from __future__ import annotations

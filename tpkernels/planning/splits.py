@@ -1,13 +1,13 @@
 """How a tensor that is cut over the ranks lies in the whole one, and how reshapes move the cut: pure arithmetic.
 
-Owns: :class:`Split`, and its way through ``view``.  Knows nothing of models, ops or process groups.
+It owns :class:`Split`, and what ``view`` does to it.  It knows nothing of models, ops or process groups.
 
-A dimension may consist of several runs (*segments*, the query, key and value parts of a packed projection), each of
-which is cut into one contiguous part per rank as ``torch.chunk`` cuts.  Merging dimensions makes segments, too: heads
-``(B, H)`` cut in H, seen as one dimension of ``B * H``, are B segments of H.
+A dimension may consist of several runs (*segments*, such as the query, key and value parts of a packed projection),
+each of which is cut into one contiguous part per rank as ``torch.chunk`` cuts.  Merging dimensions makes segments, too:
+heads ``(B, H)`` cut in H, viewed as one dimension of ``B * H``, are B segments of H.
 
 Where heads do not divide over the ranks, a segment is cut in *pieces* that stay whole: 10 heads of 4 features over 4
-ranks are 12, 12, 12 and 4 features.  However the segment is viewed, it is made of the same pieces.
+ranks are 12, 12, 12 and 4 features.  However the segment is viewed, it consists of the same pieces.
 """
 
 from __future__ import annotations

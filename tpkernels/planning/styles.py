@@ -1,4 +1,4 @@
-"""What a plan says about one module, and the names that plans of ours, of torch and of Hugging Face have for it."""
+"""What a plan says about one module, and the names for it in our plans, in torch's and in Hugging Face's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every run of a model asks of tensors, and of what holds them."""
+"""What every run of a model asks about tensors: which can have a gradient, their storage, those in a nested result."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One run of a model on fake tensors: which ops run, on which shapes, and what flows from layer to layer.
 
-Owns: the :class:`Recording` of one run of a :class:`~tpkernels.planning.shadow.Shadow`.
+It owns the :class:`Recording` of one run of a :class:`~tpkernels.planning.shadow.Shadow`.
 
-Assumes: outside of opaque modules the model's Python code does not depend on the values of tensors; a run that needs
-one fails, and says so (:mod:`tpkernels.planning.opaque_modules`).
+It assumes that outside of opaque modules the model's Python code does not depend on the values of tensors.  A run that
+needs a value fails, and says so (:mod:`tpkernels.planning.opaque_modules`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """No tensor of a trace stays behind: ``lru_cache`` helpers are emptied after each run, and a check follows each plan.
 
-Owns: which caches a run used, and the search for fake tensors that outlive the trace.  Helpers of a model keep tensors
-in ``functools.lru_cache`` (tables of positions, anchors): run on fake tensors they would hand those to the real model
-later.  A cache that a run used and that holds tensors is emptied, real tensors included: the model computes them again,
-and every run of a trace starts alike.
+It owns the record of which caches a run used, and the search for fake tensors that outlive the trace.  Helpers of a
+model keep tensors in ``functools.lru_cache`` (tables of positions, anchors).  After a run on fake tensors they would
+hand those to the real model.  A cache that a run used and that holds tensors is emptied, real tensors included: the
+model computes them again, and every run of a trace starts alike.
 
-Whatever else keeps a tensor (a dict of a module, a class attribute, a closure, an object that a copy of the model
-shares with it) is found by the life of the fake mode, which every fake tensor holds: once the trace is gone and the
-mode is alive, something has kept one.  An entry of a plain dict is taken out, and what was appended to a list; anything
-else is an error that names it.
+Other places can keep a tensor, too: a dict of a module, a class attribute, a closure, an object that a copy of the
+model shares with it.  Every fake tensor holds its fake mode, so if the mode is alive when the trace is gone, some place
+has kept a tensor.  An entry of a plain dict is taken out, and so is what was appended to a list; any other place is an
+error that names it.
 """
 
 from __future__ import annotations
