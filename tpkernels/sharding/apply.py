@@ -1,13 +1,13 @@
-"""``parallelize``: swap the layers of a model that exists for tensor-parallel ones, as a plan says.
+"""``parallelize``: swap the layers of an existing model for tensor-parallel ones, as a plan says.
 
-Owns: all checks before anything is touched, and the swap in place.  A layer stays the same object and changes its
-class, so that every reference to it, in lists and dicts of the model's own too, is one to the parallel layer.
+It owns all checks before anything is touched, and the swap in place.  A layer stays the same object and changes its
+class, so that every reference to it, also in lists and dicts of the model, refers to the parallel layer.
 
-Assumes that every rank holds the same model; whether its values are the same is compared (``init_weights``).
+It assumes that every rank holds the same model, and compares the values (``init_weights``).
 
-Refuses: patterns that match nothing, styles that do not fit, weights that are tied to something outside the plan, a
-plan for another model or another number of ranks, a second pass over the same model.  After an error the model is as it
-was.
+It refuses patterns that match nothing, styles that do not fit, weights that are tied to something outside the plan, a
+plan for another model or another number of ranks, and a second pass over the same model.  After an error the model is
+as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A call of a parallel model that is followed op by op, and who would be shown a part in it."""
+"""One call of a parallel model, followed op by op, and which hooks and modules would be shown a part in it."""
 
 from __future__ import annotations
 

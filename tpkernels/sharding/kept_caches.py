@@ -1,10 +1,10 @@
 """Objects that keep parts between the calls of a model: key-value caches.
 
-The next call needs this rank's parts, and a user who reads ``cache.layers[0].keys`` must not take them for all heads.
-So the object gets a class of its own: while a model runs, and in the object's methods (``reorder_cache``, ...), its
-attributes are the parts; to anybody else they are DTensors of the whole shape, whose ``full_tensor()`` gathers, or,
-where a DTensor cannot say how they are cut, an error with their name.  What is assigned from outside may be such a
-DTensor, a whole tensor, or this rank's part.
+The next call needs this rank's parts, while a user who reads ``cache.layers[0].keys`` must not take them for all heads.
+The object therefore gets a class of its own.  While a model runs, and in the object's own methods (``reorder_cache``,
+...), its attributes are the parts.  To all other code they are DTensors of the whole shape, whose ``full_tensor()``
+gathers; reading one raises an error with its name if a DTensor cannot describe how it is cut.  Code outside may assign
+such a DTensor, a whole tensor, or this rank's part.
 
 The technique is that of :mod:`tpkernels.nn.replicated`.
 """

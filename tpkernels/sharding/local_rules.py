@@ -1,7 +1,7 @@
 """How real tensors of one rank are cut after an op, where the rules of whole tensors would need the whole shape.
 
-Owns: :data:`OWN`, rules by overload packet that take the place of those in :mod:`tpkernels.planning.rules`.  Each gives
-every layout of the result that the local sizes allow.
+It owns :data:`OWN`, rules by overload packet that replace those in :mod:`tpkernels.planning.rules`.  Each gives every
+layout of the result that the local sizes allow.
 """
 
 from __future__ import annotations

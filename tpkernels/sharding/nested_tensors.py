@@ -1,7 +1,7 @@
 """What leaves a model, by path: the tensors in nested results, and the objects that keep tensors.
 
-Containers (tuples, lists, mappings, dataclasses) are rebuilt with other tensors in them; any other object stays who it
-is, because the next call of the model may want it back.
+Containers (tuples, lists, mappings, dataclasses) are rebuilt with other tensors in them.  Any other object stays the
+same object, because the next call of the model may want it back.
 """
 
 from __future__ import annotations

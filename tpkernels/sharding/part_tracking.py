@@ -1,13 +1,14 @@
 """Which tensors of a running model are parts: one forward pass, followed op by op on the real tensors of this rank.
 
-Owns: :class:`Parts`, a dispatch mode.  What column layers give, and what sums over the ranks leave in parts, is marked
-with how it is cut; ops pass marks on by the rules of :mod:`tpkernels.planning.rules`; gathers and all-reduces end them.
-No whole shape is known here, so the rules are asked as for one rank: local shapes are the whole ones.
+It owns :class:`Parts`, a dispatch mode.  The outputs of column layers, and of sums over the ranks that leave parts, are
+marked with how they are cut.  Ops pass marks on by the rules of :mod:`tpkernels.planning.rules`; gathers and
+all-reduces end them.  Whole shapes are unknown here, so the rules are asked as for one rank: local shapes are the whole
+ones.
 
-A dimension of which this rank has one element (one head) can be read in several ways after a ``view``; a mark is the
-set of :class:`Split` that local sizes allow, and what follows rules most of them out.  An empty set is a part whose
-layout no rule knows.  Nothing is kept alive: a tensor is known by its storage and its place in it, because autograd
-makes new objects of views.
+A dimension of which this rank has one element (one head) can be read in several ways after a ``view``.  A mark is
+therefore the set of :class:`Split` that local sizes allow, and what follows rules most of them out.  An empty set is a
+part whose layout no rule knows.  A mark keeps no tensor alive: a tensor is identified by its storage and its place in
+it, because autograd makes new objects of views.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Dropout on parts: ranks draw the same random numbers for what they all have, different ones for their parts.
+"""Dropout on parts: ranks draw the same random numbers for shared tensors, and different ones for their parts.
 
-Between a column layer and the row layer that ends its group the default generator runs on a seed of this rank's, drawn
-from what all ranks share; after it the shared stream goes on where it was, however many numbers each rank drew.  The
-seed is drawn anew in every pass, so that activation checkpointing, which sets the generator back, draws it again.
+Between a column layer and the row layer that ends its group, the default generator runs on a seed of this rank's, drawn
+from what all ranks share.  After it, the shared stream continues where it was, however many numbers each rank drew.
+The seed is drawn anew in every pass, so activation checkpointing, which sets the generator back, draws it again.
 
-A forward pass that raises in between leaves the shared stream behind as well (:func:`leave_on_errors`).
+A forward pass that raises in between also returns to the shared stream (:func:`leave_on_errors`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whole models that ranks hold equally: compared before they are cut, and before they are replicated over "dp".
 
-Owns which tensors of a model count (parameters, buffers, and tensors that modules keep as plain attributes) and which
-ranks must agree: those of the "tp" axis and of axes for data parallelism.  The comparison itself is in
-:mod:`tpkernels.nn.same_weights`.
+It owns which tensors of a model count (parameters, buffers, and tensors that modules keep as plain attributes), and
+which ranks must agree: those of the "tp" axis and of axes for data parallelism.  :mod:`tpkernels.nn.same_weights` does
+the comparison.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Sequence parallelism at run time: the residual travels through the blocks as a DTensor cut along the sequence.
 
-Owns: the hooks that cut it before the first block and gather it after the last, hand each module the form it takes,
-and give each rank its own random numbers in between.  A DTensor says its whole shape, so that the model's own
-reshapes, masks and positions stay right; :mod:`tpkernels.planning.sequence_flow` has proven that nothing but
-elementwise ops and reshapes meets it.  The idea of carrying the residual as a DTensor is that of torch's
-``SequenceParallel`` style.
+It owns the hooks that cut the residual before the first block and gather it after the last, hand each module the form
+that it takes, and give each rank its own random numbers in between.  A DTensor has its whole shape, so the model's own
+reshapes, masks and positions stay right.  :mod:`tpkernels.planning.sequence_flow` has proven that only elementwise ops
+and reshapes meet it.  The idea of carrying the residual as a DTensor is that of torch's ``SequenceParallel`` style.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """State of a parallelized model in the names and shapes that it had before: whole state dicts and checkpoints.
 
-Owns: which tensor of a checkpoint is which of the model's, and the order of things: everything is checked and read, the
-ranks compare what they found, and then the model changes, on all ranks or on none.
+It owns which tensor of a checkpoint is which of the model's, and the order of the steps: everything is checked and
+read, the ranks compare what they found, and then the model changes, on all ranks or on none.
 
 Every rank needs the same checkpoint or state dict; differences between ranks are an error.
 """

@@ -1,7 +1,7 @@
-"""What the ranks of a model find out and decide together: a mistake of one of them is an error on all.
+"""What the ranks of a model find out and decide together, so that a mistake of one of them is an error on all.
 
-Owns: running a step that may fail on some ranks only (a file that one of them cannot read), and the comparison of what
-they found.  Assumes that all ranks of the model take the same steps in the same order.
+It owns how ranks run a step that may fail on some of them only (a file that one cannot read), and how they compare what
+they found.  It assumes that all ranks of the model take the same steps in the same order.
 """
 
 from __future__ import annotations

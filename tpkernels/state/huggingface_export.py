@@ -1,6 +1,6 @@
-"""``save_pretrained``: a parallelized model as a checkpoint that ``from_pretrained`` of transformers loads.
+"""``save_pretrained``: write a parallelized model as a checkpoint that ``from_pretrained`` of transformers loads.
 
-Rank 0 of the job writes; it holds one file's tensors at a time, the other ranks one tensor.
+Rank 0 of the job writes.  It holds one file's tensors at a time, and the other ranks hold one tensor.
 """
 
 from __future__ import annotations

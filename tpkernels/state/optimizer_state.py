@@ -1,11 +1,11 @@
 """The state of a ``torch.optim`` optimizer in terms of the original parameters, for any number of ranks to load.
 
-Owns: what belongs to which original, and the way back.  A slot (``exp_avg``) with the shape of its parameter is cut and
-packed as the parameter is, so the parts of a packed one make up one tensor.  A slot of another shape (Adafactor's
-factors) stays one tensor per part: it fits only where the parameter is packed alike and has no dimension for heads.
-A slot of one element (``step``) and everything that is no tensor is a value.
+It owns what belongs to which original, and the way back.  A slot (``exp_avg``) with the shape of its parameter is cut
+and packed as the parameter is, so the parts of a packed parameter's slot make up one tensor.  A slot of another shape
+(Adafactor's factors) stays one tensor per part, and fits only where the parameter is packed alike and has no dimension
+for heads.  A slot of one element (``step``), and whatever is not a tensor, is a value.
 
-Refuses optimizers over other parameters than the model's, and slots that are neither tensors nor plain values.
+It refuses optimizers over other parameters than the model's, and slots that are neither tensors nor plain values.
 """
 
 from __future__ import annotations

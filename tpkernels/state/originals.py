@@ -1,13 +1,13 @@
 """The tensors of the model that was parallelized, in terms of those that a rank holds now.
 
-Owns: original names and shapes, what they are made of, and where a rank's part lies in them.  A parameter that was cut
-is a DTensor of the original shape.  One that was packed (query, key and value in one) has become several, which its
-module tells by ``packed_parameters()``, and one that is cut by heads that do not divide has a dimension for them, which
-its module tells by ``parameters_by_unit()``.  Tied names stay tied: the first is the tensor's, the others are its
-aliases.
+It owns original names and shapes, what they are made of, and where a rank's part lies in them.  A parameter that was
+cut is a DTensor of the original shape.  One that was packed (query, key and value in one) has become several, which its
+module names in ``packed_parameters()``.  One that is cut by heads that do not divide has a dimension for the heads,
+which its module names in ``parameters_by_unit()``.  Tied names stay tied: the first is the tensor's name, the others
+are its aliases.
 
-Assumes that all ranks hold the same model, cut alike.  Refuses models that were not parallelized, and state that is no
-tensor.
+It assumes that all ranks hold the same model, cut alike.  It refuses models that were not parallelized, and state that
+is not a tensor.
 """
 
 from __future__ import annotations

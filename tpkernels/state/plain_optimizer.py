@@ -1,11 +1,10 @@
 """The state of an optimizer under the names and in the shapes of the model that was parallelized.
 
 Torch's ``get_optimizer_state_dict`` names what the parallel model holds: a packed projection has slots under
-``c_attn.part0.weight``.  Here they have the names that ``model.state_dict()`` gives, and the form in which torch's
-functions speak of the unsharded model, so that one checkpoint serves both.
+``c_attn.part0.weight``.  The two functions of this module use the names that ``model.state_dict()`` gives, in the form
+that torch's functions use for the unsharded model, so that one checkpoint serves both.
 
-Owns: the two functions.  What a slot is, and what belongs to which parameter, :mod:`tpkernels.state.optimizer_state`
-knows.
+:mod:`tpkernels.state.optimizer_state` knows what a slot is, and which parameter it belongs to.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """``state_dict`` and ``load_state_dict`` of a parallelized model, in the names and shapes that it had before.
 
-A parameter that one DTensor can say is that DTensor.  Any other (packed query, key and value; heads that do not divide)
-is gathered: a plain tensor, equal on all ranks.  Therefore all ranks call ``state_dict()``, of the model or a part of
-it, and it tells when one does not.  ``load_state_dict`` takes the same, or whole plain tensors, equal on all ranks, of
-which each keeps its part.  A state dict that does not fit is refused before anything changes, on every rank.
+A parameter that one DTensor can describe is that DTensor.  Any other (packed query, key and value; heads that do not
+divide) is gathered, and is a plain tensor that is equal on all ranks.  All ranks must therefore call ``state_dict()``,
+of the model or a part of it; if one does not, the others raise.  ``load_state_dict`` takes the same tensors, or whole
+plain tensors that are equal on all ranks, of which each rank keeps its part.  A state dict that does not fit is refused
+on every rank before anything changes.
 
-Owns: the hooks and the class that :func:`speak_originals` gives to a model.  Modules that hold the model (a wrapper of
-the user's, ``torch.compile``) reach it by the hooks, which do not learn of ``strict``: there shapes are checked before
-anything changes, and names by torch, afterwards.
+It owns the hooks and the class that :func:`speak_originals` gives to a model.  Modules that hold the model (a wrapper
+of the user's, ``torch.compile``) reach it through the hooks, which do not receive ``strict``.  There shapes are checked
+before anything changes, and torch checks names afterwards.
 """
 
 from __future__ import annotations

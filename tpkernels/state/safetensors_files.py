@@ -1,9 +1,10 @@
 """Checkpoints in Hugging Face's layout: safetensors files, with an index where there are several.
 
-Owns: what a folder holds, read from the files' headers; reading slices, and counting their bytes; writing files.
+It owns how files are written, how slices of them are read and their bytes counted, and what a folder holds, which it
+reads from the files' headers.
 
-Refuses: files that are cut off or whose header is damaged, an index that does not fit the files or leads out of the
-folder, pickled checkpoints (``pytorch_model.bin``).  Nothing is unpickled.  Other changes of a file show only in
+It refuses files that are cut off or whose header is damaged, an index that does not fit the files or leads out of the
+folder, and pickled checkpoints (``pytorch_model.bin``).  It unpickles nothing.  Other changes of a file show only in
 checkpoints of :func:`tpkernels.save_pretrained`, which carry digests of their tensors.
 """
 

@@ -1,11 +1,11 @@
-"""Snapshots of a training run: model and optimizer in original names and shapes, for any number of ranks to go on with.
+"""Snapshots of a training run: model and optimizer in original names and shapes, to resume on any number of ranks.
 
-Each rank writes what it holds, replicas are written once (:mod:`tpkernels.state.snapshot_files`).  Packed parameters
-are written under the one name and shape that they had, so that ranks of another number, which may pack otherwise, find
-them; for that every rank gathers them, one after the other.
+Each rank writes what it holds, and replicas are written once (:mod:`tpkernels.state.snapshot_files`).  Packed
+parameters are written under the one name and shape that they had, because another number of ranks may pack them
+otherwise.  For that, every rank gathers them, one after the other.
 
-Refuses, on all ranks and before model or optimizer change: a snapshot that is damaged, not finished or of another
-model, an optimizer with other groups or of another kind.
+A load refuses, on all ranks and before model or optimizer change: a snapshot that is damaged, unfinished or of another
+model, and an optimizer with other groups or of another kind.
 """
 
 from __future__ import annotations

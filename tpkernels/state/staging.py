@@ -1,12 +1,12 @@
 """Loading in two steps: read everything into tensors of this rank's sizes, then put them into the model.
 
-Nothing of the model changes in the first step, in which all that can fail does.  A model on the meta device gets the
-tensors themselves, so that a rank never holds more than its shards; one with weights has them copied.
+Everything that can fail happens in the first step, in which the model does not change.  A model on the meta device
+takes the staged tensors themselves, so that a rank never holds more than its shards; a model with weights gets copies.
 
-A parameter of a model on the meta device stays the same object (``torch.utils.swap_tensors``): optimizers may hold it
-already.  Buffers that no checkpoint has (rotary frequencies, position ids) are computed by the model's own
-``_init_weights``, as transformers computes them; a model that has no such method, or whose method leaves them alone, is
-refused.
+A parameter of a model on the meta device stays the same object (``torch.utils.swap_tensors``), because optimizers may
+hold it already.  Buffers that are in no checkpoint (rotary frequencies, position ids) are computed by the model's own
+``_init_weights``, as transformers computes them.  A model is refused if it has no such method, or if the method leaves
+them alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The first module of a parallel model that computes something else than in the unsharded one.
 
-Forward, modules are entered and left in one order on all ranks.  A module whose output differs although what it was
-given does not is the first; where what a module is given differs already, its caller's own code is.  Backward, the same
-holds in the opposite order for gradients.  Parts whose place in the whole is not known are passed over.
+Forward, modules are entered and left in one order on all ranks.  The first module whose output differs although its
+input does not is the one to name.  If the input of a module differs already, the code of its caller made the
+difference.  Backward, the same holds for gradients in the opposite order.  Parts whose place in the whole is not known
+are skipped.
 """
 
 from __future__ import annotations

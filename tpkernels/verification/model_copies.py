@@ -1,7 +1,7 @@
-"""Copies of a model to try things on: real weights, another dtype, no dropout, inputs to run them with.
+"""Copies of a model to try things on: with real weights, another dtype, no dropout, and inputs to run them with.
 
-The model itself is never touched.  A copy of one on the meta device gets random numbers, the same on every rank, of a
-size that lets every parameter matter.
+The model itself is never touched.  A copy of a model on the meta device gets random numbers, the same on every rank, of
+a size that lets every parameter matter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One forward and backward pass of a model, and all that can be compared of it.
+"""One forward and backward pass of a model, and everything in it that can be compared.
 
-Owns: the names of a result's tensors, the loss, and the record of what every module took and gave, with the gradients
+It owns the names of a result's tensors, the loss, and the record of what every module took and gave, with the gradients
 of both.  Random numbers come from one seed in every pass, and the generators are left as they were.
 """
 

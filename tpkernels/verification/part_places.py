@@ -1,7 +1,7 @@
 """Where a part that flows between the modules of a parallel model lies in the whole.
 
-Only layers say that of themselves: of what a column layer gives, and of what a row layer takes.  A part anywhere else
-has no place that is known, and is not compared.
+Only layers know this: a column layer of its output, and a row layer of its input.  The place of any other part is
+unknown, and it is not compared.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Does a parallelized model compute what the unsharded one does?  Outputs, loss, every gradient, buffers.
+"""Does a parallelized model compute what the unsharded one does? It compares outputs, loss, every gradient, buffers.
 
-Three copies run the same batch: the unsharded model in fp64, which says what is right; the unsharded model in its own
-dtype, which says what rounding costs (:mod:`tpkernels.verification.bounds` makes the bound of it); and the parallel
-one. Where that is further off, the unsharded model runs some more, with weights that are off by a rounding: a relu
-beside 0 jumps in some of these passes.  If that does not explain it, all three run with every module watched, and the
-first that differs is named.
+Three copies run the same batch.  The unsharded model in fp64 says what is right.  The unsharded model in its own dtype
+says what rounding costs, from which :mod:`tpkernels.verification.bounds` makes the bound.  The third is the parallel
+model.  If it exceeds the bound, the unsharded model runs some more, with weights that are off by a rounding, because a
+relu beside 0 jumps in some of these passes.  If that does not explain the difference, all three run with every module
+watched, and the first that differs is named.
 
-Owns: the order of things, and that all ranks reach the same verdict.  The model itself is never touched.
+It owns the order of these steps, and that all ranks reach the same verdict.  The model itself is never touched.
 """
 
 from __future__ import annotations
