@@ -6,10 +6,10 @@
     c_h     = softmax(q_h k_g(h)^T / sqrt(head_dim) + mask) v_g(h),   g(h) = h * num_kv_heads // num_heads
     y       = reduce-scatter or all-reduce of c @ w_out_r^T, plus bias
 
-Owns: which heads a rank has, and which key and value heads they need.  Query heads are cut as ``torch.chunk`` cuts,
-evenly or not (10 over 4 ranks: 3, 3, 3, 1).  Key and value heads are cut alike where every rank's queries need exactly
-the heads that such a cut gives it; otherwise (fewer of them than ranks, or groups that straddle two ranks) every rank
-keeps all of their weights, computes the heads that it needs, and the gradients are summed over the group.
+It owns which heads a rank has, and which key and value heads they need.  Query heads are cut as ``torch.chunk`` cuts,
+evenly or not (10 over 4 ranks: 3, 3, 3, 1).  Key and value heads are cut alike if every rank's queries need exactly the
+heads that such a cut gives it.  Otherwise (fewer of them than ranks, or groups that straddle two ranks) every rank
+keeps all of their weights and computes the heads that it needs, and the gradients are summed over the group.
 
 Parameters have one dimension for heads, so that the cut is DTensor's ``Shard`` at every number of ranks:
 ``query.weight`` is ``[num_heads, head_dim, d_model]``, ``out.weight`` is ``[d_model, num_heads, head_dim]``.

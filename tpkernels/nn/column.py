@@ -8,7 +8,7 @@
     otherwise           x is equal on all ranks; backward dx = all_reduce(dx_r)    op: copy_matmul
     gather_output       y = all_gather(y_r, last dim), equal on all ranks
 
-Parameters are DTensors, ``Shard(0)``.  Their gradients are local: nothing is left to reduce over the group.
+Parameters are DTensors, ``Shard(0)``.  Their gradients are local: no reduction over the group is left to do.
 """
 
 from __future__ import annotations

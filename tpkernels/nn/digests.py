@@ -1,13 +1,13 @@
-"""Fingerprints of tensors: of parts, which ranks add up, and of wholes, which they compare.
+"""Fingerprints of tensors: ranks add up those of parts, and compare those of wholes.
 
 ::
 
     digest(T) = sum over elements of  bits(T[i, j, ...]) * w(0, i) * w(1, j) * ...   mod 2^64,   w odd
 
-The digests of disjoint parts add up to that of the whole, however it was cut, so that no rank needs more than its own
-part to find out with the others whether all of it is what was written.  Any single changed element changes the digest
-(odd numbers have inverses mod 2^64); other damage goes unseen once in about 2^64 cases.  This is a check against damage
-and mistakes, not a signature: whoever may write the tensors may write their digests, too.
+The digests of disjoint parts add up to that of the whole, however it was cut.  A rank therefore needs only its own part
+to find out with the others whether the whole is what was written.  Any single changed element changes the digest (odd
+numbers have inverses mod 2^64); other damage goes unseen once in about 2^64 cases.  This is a check against damage and
+mistakes, not a signature: whoever can write the tensors can write their digests, too.
 """
 
 from __future__ import annotations

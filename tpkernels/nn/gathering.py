@@ -1,8 +1,8 @@
 """The whole of a DTensor, gathered by this library's own op, so that every wait is bounded and names who is missing.
 
 ``DTensor.full_tensor()`` uses c10d's functional collectives: a rank that calls it alone hangs, or is aborted by gloo.
-Owns: the order in which the axes of a mesh have cut a tensor, FSDP2's cut of what tensor parallelism has cut included.
-Any dtype can be gathered, because bits are copied.
+This module owns the order in which the axes of a mesh have cut a tensor, including FSDP2's cut of a tensor that tensor
+parallelism has cut.  Any dtype can be gathered, because bits are copied.
 """
 
 from __future__ import annotations

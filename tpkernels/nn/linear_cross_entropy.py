@@ -1,4 +1,4 @@
-"""The output head and its loss in one: not even this rank's shard of the logits exists for more than one chunk.
+"""The output head and its loss in one op: a rank holds its shard of the logits for one chunk of tokens at a time.
 
 ::
 
@@ -7,8 +7,8 @@
     dx_c = sum over ranks of dl_c @ w_r (or this rank's part of it)                        matmul_all_reduce or
     dw_r += dl_c^T @ x_c, db_r += sum over rows of dl_c                                    matmul_reduce_scatter
 
-The backward pass computes the chunk's logits once more instead of keeping them: one GEMM more than the head and its
-loss apart.  In return a call keeps, beside x, its gradient and the head's (in fp32 while it is summed up, or the
+The backward pass computes the chunk's logits again instead of keeping them, which costs one GEMM more than the head and
+its loss apart.  In return a call keeps, beside x, its gradient and the head's (in fp32 while it is summed up, or the
 weight's ``main_grad``), two buffers of ``chunk_tokens`` rows of the logits' shard at a time.  The gradient of the
 weight is computed while the partial sums of dx travel.
 """

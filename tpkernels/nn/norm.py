@@ -1,8 +1,8 @@
-"""Norms between tensor-parallel layers: replicated parameters whose gradients come out right in either mode.
+"""Norms between tensor-parallel layers, with replicated parameters whose gradients are correct in either mode.
 
-Without sequence parallelism every rank normalises the same rows, and every rank's gradient is the full one.  With it
-each rank sees only its part of the sequence: the gradients of weight and bias are sums over the group, done here in one
-all-reduce per norm.
+Without sequence parallelism every rank normalises the same rows, and every rank's gradient is the full one.  With it,
+each rank sees only its part of the sequence, and the gradients of weight and bias are sums over the group, which this
+module computes in one all-reduce per norm.
 """
 
 from __future__ import annotations

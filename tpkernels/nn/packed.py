@@ -4,9 +4,9 @@
 
     y_r = [ part 0 of x @ W^T, this rank's features | part 1, this rank's features | ... ]
 
-One parameter per part, each an ordinary ``Shard`` DTensor: a single one cut within its parts is nothing that
-checkpoints and ``full_tensor()`` can express (the shards of query, key and value would be taken for consecutive
-features). One gather, or one all-reduce of dx, serves all parts.
+There is one parameter per part, each an ordinary ``Shard`` DTensor.  A single parameter, cut within its parts, cannot
+be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be taken for consecutive
+features.  One gather, or one all-reduce of dx, serves all parts.
 """
 
 from __future__ import annotations

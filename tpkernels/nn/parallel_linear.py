@@ -1,7 +1,8 @@
 """What column and row layers share: sizes, DTensor parameters, initialisation, checks, description.
 
-A new layer is initialised as ``nn.Linear`` would be, from torch's generator; ranks whose weights differ take the first
-one's, or raise (:mod:`tpkernels.nn.same_weights`).
+A new layer is initialised as ``nn.Linear`` would be, from torch's generator.  Ranks whose weights differ take the first
+rank's, or raise (:mod:`tpkernels.nn.same_weights`).  Layers look up their parameters at each call, so that every change
+of them is seen.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Parameters as DTensors, and the mesh they live on.
+"""Parameters as DTensors, and the mesh that they live on.
 
-Owns: how a full tensor becomes this rank's part, and back to a local tensor in ``forward``.
+It owns how a full tensor becomes this rank's part, and how ``forward`` gets a local tensor again.
 
 Sharded sizes follow ``torch.chunk`` (10 over 4 ranks: 3, 3, 3, 1; 3 over 4: 1, 1, 1, 0), because that is what
 ``DTensor``'s ``Shard`` means: ``full_tensor()``, distributed checkpoints, optimizers and ``clip_grad_norm_`` are then
-exact for every size.  A cut in larger units that differs from that, for example 10 heads of 64 features over 3 ranks by
-whole heads, has a dimension for the units: ``[10, 64, ...]``, which is what ``Shard`` cuts then.
+exact for every size.  Where a cut in larger units differs from that, for example 10 heads of 64 features over 3 ranks
+by whole heads, the parameter has a dimension for the units, ``[10, 64, ...]``, and ``Shard`` cuts that one.
 
 Modules keep no mesh of their own: they ask their weight, so that ``copy.deepcopy``, ``.to()`` and FSDP2's replacement
 of parameters need no help.

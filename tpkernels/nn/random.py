@@ -1,16 +1,16 @@
 """Random numbers by region: equal on all ranks where activations are, different where every rank has its own part.
 
-A dropout mask over a replicated activation must be the same on all ranks, or they stop being replicas; over a shard
-(heads, hidden features, a part of the sequence) it must be different, or the model has one mask repeated.  torch's
-default generator, seeded alike on the ranks of a group, serves the former.  :func:`sharded_rng` gives the latter a seed
+A dropout mask over a replicated activation must be the same on all ranks, or they stop being replicas.  Over a shard
+(heads, hidden features, a part of the sequence) it must differ, or the model repeats one mask.  torch's default
+generator, seeded alike on the ranks of a group, serves the former.  For the latter, :func:`sharded_rng` gives a seed
 that is drawn from the default generator and mixed with the rank.
 
-There is no second state to save: the draw moves the default generators of all ranks on alike, and
+No second state has to be saved.  The draw advances the default generators of all ranks alike, and
 ``torch.utils.checkpoint``, which restores the default generator before it computes again, thereby restores the seeds of
-all regions inside.  (Megatron-LM keeps named generator states instead, and a checkpoint function of its own that knows
-of them: ``megatron/core/tensor_parallel/random.py``.)
+all regions inside.  (Megatron-LM keeps named generator states instead, and needs a checkpoint function that knows them:
+``megatron/core/tensor_parallel/random.py``.)
 
-Assumes one seed on all ranks of the group (``torch.manual_seed(seed + data_parallel_rank)``) and equal draws since;
+It assumes one seed on all ranks of the group (``torch.manual_seed(seed + data_parallel_rank)``) and equal draws since;
 :func:`check_rng` says whether that holds.  ``tpk.parallelize``, and every layer that is made by hand, puts generators
 that differ in step with the first rank's, or raises (:mod:`tpkernels.nn.same_weights`).
 """

@@ -1,11 +1,11 @@
 """Make the remaining parameters of a tensor-parallel model DTensors, too, without touching its code.
 
-Optimizers and ``clip_grad_norm_`` refuse, or compute a wrong norm for, a mix of DTensors and plain tensors.
-:func:`replicate_parameters` therefore turns a module's parameters into replicated DTensors and gives the module a class
-of its own whose attributes of those names are the local tensors, so that its ``forward`` computes as before.
+Optimizers and ``clip_grad_norm_`` refuse a mix of DTensors and plain tensors, or compute a wrong norm of it.
+:func:`replicate_parameters` therefore turns a module's parameters into replicated DTensors.  It gives the module a
+class of its own whose attributes of those names are the local tensors, so that its ``forward`` computes as before.
 
-What changes for the user: ``module.weight`` is now the local tensor, a view without ``.grad``.  The parameter itself is
-what ``named_parameters()`` and ``state_dict()`` give, as with ``torch.nn.utils.parametrize``.  The technique is that of
+For the user, ``module.weight`` is now the local tensor, a view without ``.grad``.  The parameter itself is what
+``named_parameters()`` and ``state_dict()`` give, as with ``torch.nn.utils.parametrize``.  The technique is that of
 torchtitan's ``simple_fsdp.py``.
 """
 

@@ -1,11 +1,10 @@
-"""Parameters that were replaced: an optimizer made before holds what nothing computes with any more, and must not step.
+"""Refuse the step of an optimizer that holds replaced parameters: it was made before, and would train nothing.
 
-Owns: the mark on a parameter that a model no longer has, and the check of it before each step of any optimizer of
+It owns the mark on a parameter that a model no longer has, and the check of it before each step of any optimizer of
 ``torch.optim`` (one global hook, registered with the first mark).  The mark is an attribute of the parameter, so it
-keeps nothing alive.
+keeps nothing alive.  Without the check, such an optimizer would run without an error.
 
-An optimizer that holds replaced parameters would otherwise run without an error, and train nothing.  Layers that are
-made by ``from_linear`` mark nothing, because the linear stays a layer of its own.
+Layers that are made by ``from_linear`` mark nothing, because the linear stays a layer of its own.
 """
 
 from __future__ import annotations

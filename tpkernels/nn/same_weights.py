@@ -1,18 +1,21 @@
 """Ranks hold equal weights before these are cut: they compare, and then take the first rank's or refuse.
 
-Owns: the comparison (names, shapes, dtypes; fingerprints of the values; the state of torch's default generators), and
-what ``init_weights`` means::
+It owns the comparison (names, shapes, dtypes; fingerprints of the values; the state of torch's default generators), and
+what ``init_weights`` means.
+
+::
 
     "rank 0"    what differs is broadcast from the first rank, as torch's parallelize_module does (src_data_rank=0)
     "same"      ranks that differ raise ValueError, all of them, and nothing is changed
 
-Every module of :mod:`tpkernels.nn` compares the weights that it cuts or replicates, one exchange per tensor;
-:func:`init_weights` says what then happens.  ``tpk.parallelize`` compares a whole model in one exchange instead.
+Every module of :mod:`tpkernels.nn` compares the weights that it cuts or replicates, with one exchange per tensor;
+:func:`init_weights` says what happens where they differ.  ``tpk.parallelize`` compares a whole model in one exchange
+instead.
 
 The generators count because replicated regions draw equal dropout masks only from generators in step, see
-:mod:`tpkernels.nn.random`: under "rank 0" those of a tensor-parallel group continue with its first rank's state.
+:mod:`tpkernels.nn.random`.  Under "rank 0", those of a tensor-parallel group continue with its first rank's state.
 
-Values on the meta device are not compared: there are none.
+Values on the meta device are not compared, because there are none.
 """
 
 from __future__ import annotations

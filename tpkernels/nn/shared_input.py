@@ -1,16 +1,18 @@
 """Column layers on one input: query, key and value, or gate and up, as one op.
 
-Owns: :func:`run_together`, which feeds any number of column layers with one gather of x, or with one sum of its
-gradient; and :class:`SharedInput`, which does so for layers that a model's own code calls one after the other::
+It owns :func:`run_together`, which feeds any number of column layers with one gather of x, or with one sum of its
+gradient, and :class:`SharedInput`, which does so for layers that a model's own code calls one after the other.
+
+::
 
     first call     y_1, ..., y_n = all_gather_matmul(x, [w_1, ..., w_n])
     other calls    take the y that waits for them
 
-A result belongs to one tensor object, at one version, in one grad mode: whoever comes with another one computes anew.
-Results wait no longer than it takes to call all layers; what an error leaves behind goes with the next call, or with
+A result belongs to one tensor object, at one version, in one grad mode; a call with another one computes anew.  Results
+wait only until all layers have been called.  What an error leaves behind goes with the next call, or with
 :meth:`SharedInput.forget`.
 
-Assumes that all ranks call the same layers in the same order.
+It assumes that all ranks call the same layers in the same order.
 """
 
 from __future__ import annotations

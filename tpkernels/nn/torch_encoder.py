@@ -1,11 +1,12 @@
-"""torch's own transformer encoder, when layers inside of it are cut.
+"""Make torch's own transformer encoder call its layers when layers inside it are cut.
 
 In inference ``nn.TransformerEncoderLayer`` hands the weights of its layers to one fused function instead of calling
 them, and ``nn.TransformerEncoder`` drops padded tokens before it (a nested tensor) and puts zeros in their places after
 it.  Layers that are cut over ranks must be called.
 
-Owns: :func:`call_cut_layers`, which makes both do so, and leaves the zeros where torch would have put them, so that
-results are those of the unsharded model at padded places, too.  torch 2.11 to 2.13 read the attributes that it sets.
+It owns :func:`call_cut_layers`, which makes both call their layers, and leaves the zeros where torch would have put
+them, so that results at padded places are those of the unsharded model, too.  torch 2.11 to 2.13 read the attributes
+that it sets.
 """
 
 from __future__ import annotations
