@@ -1,4 +1,4 @@
-"""Sharding of whole models: ``make_plan`` finds out how, ``parallelize`` does it; the styles that plans are made of."""
+"""Sharding of whole models: ``make_plan`` finds a plan, made of styles, and ``parallelize`` applies it."""
 
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
