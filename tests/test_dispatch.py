@@ -76,6 +76,15 @@ def test_wire_bytes_count_the_payload_once_and_twice_for_an_all_reduce() -> None
     assert problem("all_gather_matmul", **{**shape, "world_size": 1}).wire_bytes == 0
 
 
+def test_an_op_gathers_or_reduces_and_its_name_says_what_else_it_does() -> None:
+    assert OPS == tuple(dispatch.FACTS) and len(OPS) == 6
+    for op, facts in dispatch.FACTS.items():
+        assert facts.multiplies is ("matmul" in op) is (op not in COLLECTIVES)
+        assert facts.gathers is ("all_gather" in op) is not facts.reduces
+        assert facts.everywhere is ("all_reduce" in op)
+        assert problem(op).facts is facts
+
+
 def test_flops_are_one_ranks() -> None:
     assert problem("matmul_all_reduce").flops == 2 * 4096 * 8192 * 2048 / 2
     assert all(problem(op).flops == 0 for op in COLLECTIVES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +20,12 @@ from tpkernels.comm.resources import Standing
 from tpkernels.errors import UnsupportedProblem
 
 __all__ = [
+    "FACTS",
     "OPS",
     "Candidate",
     "Costs",
     "Explanation",
+    "Facts",
     "Implementation",
     "Problem",
     "dtype_text",
@@ -32,7 +34,29 @@ __all__ = [
     "select",
 ]
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "reduce_scatter", "all_reduce")
+
+class Facts(NamedTuple):
+    """What an op does, for all that treat ops of a kind alike."""
+
+    multiplies: bool
+    """Has a GEMM."""
+    gathers: bool = False
+    """Makes the whole of the ranks' shards."""
+    reduces: bool = False
+    """Sums over the ranks."""
+    everywhere: bool = False
+    """Every rank gets the whole sum, not its shard of it."""
+
+
+FACTS = {
+    "all_gather_matmul": Facts(multiplies=True, gathers=True),
+    "matmul_reduce_scatter": Facts(multiplies=True, reduces=True),
+    "matmul_all_reduce": Facts(multiplies=True, reduces=True, everywhere=True),
+    "all_gather": Facts(multiplies=False, gathers=True),
+    "reduce_scatter": Facts(multiplies=False, reduces=True),
+    "all_reduce": Facts(multiplies=False, reduces=True, everywhere=True),
+}
+OPS = tuple(FACTS)
 
 
 @dataclass(frozen=True)
@@ -75,9 +99,14 @@ class Problem:
         return next((standing for standing in self.resources if standing.name == resource), None)
 
     @property
+    def facts(self) -> Facts:
+        """What its op does."""
+        return FACTS[self.op]
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row that travels: of the gathered x with its scale, or of partial sums."""
-        if self.op not in ("all_gather_matmul", "all_gather"):
+        if not self.facts.gathers:
             return self.n * (self.out_dtype or self.dtype).itemsize
         return self.k * self.dtype.itemsize if self.out_dtype is None else fp8.packed_bytes(self.k)
 
@@ -85,16 +114,12 @@ class Problem:
     def wire_bytes(self) -> int:
         """Bytes that each rank sends (and receives) when the payload crosses the wire once."""
         once = self.m * self.row_bytes * (self.world_size - 1) // max(1, self.world_size)
-        return 2 * once if self.op in ("matmul_all_reduce", "all_reduce") else once
+        return 2 * once if self.facts.everywhere else once
 
     @property
     def flops(self) -> float:
         """Floating-point operations of one rank's GEMM."""
-        return (
-            0.0
-            if self.op in ("all_gather", "reduce_scatter", "all_reduce")
-            else 2.0 * self.m * self.n * self.k / self.world_size
-        )
+        return 2.0 * self.m * self.n * self.k / self.world_size if self.facts.multiplies else 0.0
 
     @property
     def num_chunks(self) -> int:
@@ -181,8 +206,8 @@ class Costs:
         """
         if problem.device != "cpu":
             return 0.0
-        gathers = problem.op in ("all_gather_matmul", "all_gather")
-        return self.copy_us(problem.m * problem.row_bytes / problem.world_size if gathers else problem.wire_bytes, 0)
+        own = problem.m * problem.row_bytes / problem.world_size
+        return self.copy_us(own if problem.facts.gathers else problem.wire_bytes, 0)
 
     def link_us(self, num_bytes: float, messages: int = 1) -> float:
         return num_bytes / self.link_gbytes * 1e-3 + messages * self.link_latency_us

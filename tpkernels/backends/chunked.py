@@ -238,16 +238,16 @@ def _estimate_us(problem: Problem, costs: Costs, chunks: int) -> float:
     """
     peers = problem.world_size - 1
     pieces, num_bytes, rounds = 1 + chunks * peers, problem.wire_bytes, 1
-    if problem.op == "matmul_all_reduce":
+    if problem.facts.everywhere:
         once = _in_one_round(problem, costs)
         num_bytes, rounds = (problem.m * problem.row_bytes * peers, 1) if once else (num_bytes, 2)
     gemm = costs.gemm_us(problem, pieces)
-    if problem.op != "all_gather_matmul":
+    if problem.facts.reduces:
         gemm += costs.local_us(problem)
     link = costs.link_us(num_bytes, 0)
     busy = gemm + costs.link_cpu * link + rounds * pieces * 0.3 * costs.link_latency_us
     exposed = link / (chunks * peers) + rounds * costs.link_latency_us
-    if problem.op == "matmul_all_reduce":
+    if problem.facts.everywhere:
         return max(busy + exposed * (1 - costs.link_cpu), link)
     own = gemm / problem.world_size
     return max(busy + max(0.0, exposed - own), link + costs.link_latency_us + (gemm - own) / (chunks * peers))

@@ -157,10 +157,10 @@ class _Small:
                     x, packed = fp8.pack(x, self._ones(self.sizes[rank])), (K,)
                 call = AllGatherMatmul(x, layout, [self._matrix(rank)], [None], out_dtype=out_dtype, packed=packed)
                 return [(work(call).outs[0], torch.cat(shards) @ self._weight(rank).t())]
-        if "matmul" in self._problem.op:
+        if self._problem.facts.multiplies:
             partials = [self._x(r, whole) @ self._weight(r).t() for r in range(size)]
             xs, matrices = [self._operand(self._x(rank, whole))], [self._matrix(rank)]
-            if self._problem.op == "matmul_all_reduce":
+            if self._problem.facts.everywhere:
                 total = sum(partials, self._zero())
                 pairs = [(work(MatmulAllReduce(xs, matrices, out_dtype=out_dtype)), total)]
                 return pairs + (self._normed(work, xs, matrices, total) if self._norm else [])
@@ -168,7 +168,7 @@ class _Small:
             return [(work(call_), sum(partials, self._zero())[own])]
         addends = [self._x(r, whole) for r in range(size)]
         mine = self._stored(addends[rank])
-        if self._problem.op == "all_reduce":
+        if self._problem.facts.everywhere:
             return [(work(AllReduce(mine)), sum(addends, self._zero()))]
         return [(work(ReduceScatter(mine, layout)), sum(addends, self._zero())[own])]
 

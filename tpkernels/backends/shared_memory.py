@@ -369,7 +369,7 @@ def _in_one_gemm(problem: Problem, costs: Costs) -> bool:
 
 def _in_one_gemm_us(problem: Problem, costs: Costs) -> float:
     """A gather copies all rows first; a sum finds its own partial in the segment instead of elsewhere."""
-    copied = problem.m * problem.row_bytes if problem.op == "all_gather_matmul" else 0
+    copied = problem.m * problem.row_bytes if problem.facts.gathers else 0
     return costs.gemm_us(problem) + costs.copy_us(copied, 0)
 
 
@@ -389,9 +389,10 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _estimate(problem: Problem, costs: Costs) -> float:
-    if problem.op == "all_gather_matmul":
+    facts = problem.facts
+    if facts.gathers and facts.multiplies:
         return _either_way_us(problem, costs) + costs.copy_us(problem.wire_bytes / (problem.world_size - 1))
-    gemm = _either_way_us(problem, costs) if problem.op == "matmul_reduce_scatter" else _product_us(problem, costs)
+    gemm = _product_us(problem, costs) if facts.everywhere else _either_way_us(problem, costs)
     return (gemm if problem.flops else 0.0) + costs.copy_us(2 * problem.wire_bytes)
 
 

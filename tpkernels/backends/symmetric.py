@@ -373,12 +373,12 @@ def _one_shot_bytes(size: int) -> int:
 
 def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
     """Nothing is trusted that was not seen to work on this group; then measured tiles, the same on every rank."""
-    reduces = problem.op in ("matmul_all_reduce", "all_reduce")
-    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if reduces else None
-    if reduces:
+    everywhere = problem.facts.everywhere
+    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
+    if everywhere:
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
-    fused = "matmul" in problem.op and not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS
-    first_use.check(work, group, call, problem, _way(reduces, sums, fused, problem))
+    fused = problem.facts.multiplies and not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS
+    first_use.check(work, group, call, problem, _way(sums, fused, problem))
     if sums is not None or not fused:
         return None
     if not _has_kernel(channels_of(group).device, problem.out_dtype):
@@ -386,13 +386,13 @@ def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, 
     return tuning.agree(group, call, tuning.gemm_of(problem), layout)
 
 
-def _way(reduces: bool, sums: _Sums | None, fused: bool, problem: Problem) -> Way:
+def _way(sums: _Sums | None, fused: bool, problem: Problem) -> Way:
     """What the first call of its kind is checked with; more rows than the smaller tiles have, where it is fused."""
     rows = max(FUSE_FROM_ROWS, CHECKED_ROWS) if fused else 1
-    if not reduces:
+    if not problem.facts.everywhere:
         return Way("beside the GEMM" if fused else "by itself", rows)
     if sums is _one_shot:
-        return Way("in one step", norm=problem.op == "matmul_all_reduce")
+        return Way("in one step", norm=problem.facts.multiplies)
     row_bytes = first_use.K * (problem.out_dtype or problem.dtype).itemsize
     in_one_step = _one_shot_bytes(problem.world_size)
     if sums is _two_shot:
@@ -412,16 +412,16 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _estimate(problem: Problem, costs: Costs) -> float:
-    reduces = problem.op in ("matmul_all_reduce", "all_reduce")
-    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if reduces else None
+    everywhere = problem.facts.everywhere
+    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
     if sums is not None:
         return symmetric_costs.of_one_kernel(problem, costs, steps=1 if sums is _one_shot else 2)
     fused = bool(problem.flops) and problem.m >= FUSE_FROM_ROWS * problem.world_size
-    return symmetric_costs.of_copies(problem, costs, calls=2 if reduces else 1, fused=fused)
+    return symmetric_costs.of_copies(problem, costs, calls=2 if everywhere else 1, fused=fused)
 
 
 def _describe(problem: Problem) -> str:
-    if problem.op not in ("matmul_all_reduce", "all_reduce"):
+    if not problem.facts.everywhere:
         return ""
     sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes)
     how = "reduce-scatter, then all-gather of the sums"

@@ -95,7 +95,7 @@ def _configure(
 
 def gemm_of(problem: Problem) -> Gemm:
     """The GEMM of a problem, as the rank with the largest part of the weight computes it."""
-    size, gathers = problem.world_size, problem.op == "all_gather_matmul"
+    size, gathers = problem.world_size, problem.facts.gathers
     n, k = (problem.n // size, problem.k) if gathers else (problem.n, -(-problem.k // size))
     n = n // 2 if problem.activation in GATED else n
     return Gemm(gathers, problem.m, n, k, problem.dtype, size, problem.out_dtype, problem.activation)

@@ -166,7 +166,7 @@ def _estimate(problem: Problem, costs: Costs) -> float:
     gemm = costs.gemm_us(problem) if problem.flops else 0.0
     if problem.world_size == 1:
         return gemm
-    rounds = 2 if "all_reduce" in problem.op and problem.world_size > 2 else 1
+    rounds = 2 if problem.facts.everywhere and problem.world_size > 2 else 1
     return gemm + costs.link_us(problem.wire_bytes, rounds) + costs.local_us(problem)
 
 

@@ -25,7 +25,7 @@ from tpkernels import dispatch, partition
 from tpkernels.comm import gloo_threads
 from tpkernels.testing.numeric import Bounded
 
-FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+FUSED_OPS = tuple(op for op, facts in dispatch.FACTS.items() if facts.multiplies)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 _FULL_CHECK_FLOP = 4e9
@@ -70,7 +70,11 @@ class Case:
 
     @property
     def gathers(self) -> bool:
-        return self.op == "all_gather_matmul"
+        return dispatch.FACTS[self.op].gathers
+
+    @property
+    def sums_everywhere(self) -> bool:
+        return dispatch.FACTS[self.op].everywhere
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
@@ -150,12 +154,12 @@ class Case:
         if self.gathers:
             return [(mine, spread)]
         collect = [torch.empty_like(shards[self.rank]) for _ in shards]
-        return [(shards, collect)] + ([(mine, spread)] if self.op == "matmul_all_reduce" else [])
+        return [(shards, collect)] + ([(mine, spread)] if self.sums_everywhere else [])
 
     @property
     def torch_refusal(self) -> str | None:
         """Why plain torch collectives cannot do this without padding, or None."""
-        if self.op != "matmul_all_reduce" and self.shape.m % self.world_size:
+        if not self.sums_everywhere and self.shape.m % self.world_size:
             return f"M ({self.shape.m}) is not a multiple of the world size ({self.world_size})"
         return None
 
@@ -165,7 +169,7 @@ class Case:
             if self.gathers:
                 return F.linear(torch_all_gather(self.x, self.group), self.weight)
             partial = F.linear(self.x, self.weight)
-            if self.op == "matmul_reduce_scatter":
+            if not self.sums_everywhere:
                 return torch_reduce_scatter(partial, self.group)
             dist.all_reduce(partial, group=self.group)
             return partial
@@ -209,7 +213,7 @@ class Case:
     @cached_property
     def _output_rows(self) -> range:
         """Which rows of the global result this rank returns."""
-        if self.op != "matmul_reduce_scatter":
+        if self.gathers or self.sums_everywhere:
             return range(self.shape.m)
         start = partition.offsets(self.row_sizes)[self.rank]
         return range(start, start + self.row_sizes[self.rank])

@@ -325,7 +325,7 @@ def _set_up(group: Group, call: int, device: torch.device, records: Sequence[agr
 
 def _problem(group: Group, signature: Signature, local: int, device: torch.device) -> Problem:
     layout, whole_features = signature.layout, sum(signature.layout.sizes)
-    gathers = signature.op in ("all_gather_matmul", "all_gather")
+    gathers = dispatch.FACTS[signature.op].gathers
     columns = whole_features if layout.feature and gathers else signature.columns
     n, k = (local * group.size, columns) if gathers else (columns, local * group.size)
     return Problem(
