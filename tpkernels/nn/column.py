@@ -27,7 +27,7 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_gated, run_together
 from tpkernels.ops import all_gather
 from tpkernels.ops.contract import ACTIVATIONS, GATED, gate_forward
-from tpkernels.ops.library import is_plain
+from tpkernels.ops.registration import is_plain
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 

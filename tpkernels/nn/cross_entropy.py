@@ -29,7 +29,7 @@ from torch import Tensor
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops.checks import DTYPES, check_local, check_shard_sizes
-from tpkernels.ops.library import call, define
+from tpkernels.ops.registration import call, define
 from tpkernels.ops.shapes import fresh, start_gather
 from tpkernels.partition import Layout, offsets
 

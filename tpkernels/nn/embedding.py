@@ -33,7 +33,7 @@ from tpkernels.comm.groups import GroupLike, group_name, resolve
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.parameters import local, mesh_of, shard_parameter, tp_mesh
 from tpkernels.ops import all_reduce, reduce_scatter
-from tpkernels.ops.library import call, define
+from tpkernels.ops.registration import call, define
 from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = ["VocabParallelEmbedding"]

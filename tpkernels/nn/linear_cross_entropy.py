@@ -42,9 +42,9 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_shard_sizes, check_weights
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulAllReduce, MatmulReduceScatter
-from tpkernels.ops.library import call, call_backward, define
 from tpkernels.ops.main_grad import Sink, accumulate, sink_of
 from tpkernels.ops.matmul_all_reduce import rows_layout
+from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.shapes import fresh
 from tpkernels.partition import Layout, offsets
 

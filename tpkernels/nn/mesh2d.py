@@ -50,8 +50,8 @@ from tpkernels.nn.parameters import as_parameter, local, mesh_of
 from tpkernels.nn.same_weights import equal_on_ranks
 from tpkernels.ops import copy_to_group
 from tpkernels.ops.contract import ACTIVATIONS, GATED, activation_forward, gate_forward
-from tpkernels.ops.library import call
 from tpkernels.ops.mesh_matmul import Cut
+from tpkernels.ops.registration import call
 from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = ["MeshMLP2D", "MovedBytes", "mesh_mlp_bytes"]

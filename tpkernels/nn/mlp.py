@@ -20,7 +20,7 @@ from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.ops.contract import ACTIVATIONS, GATED
-from tpkernels.ops.library import is_watched
+from tpkernels.ops.registration import is_watched
 
 __all__ = ["ParallelMLP"]
 

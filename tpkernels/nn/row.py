@@ -23,9 +23,9 @@ from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import local, tp_mesh
 from tpkernels.ops.collectives import shard
-from tpkernels.ops.library import PLAIN, is_watched
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.ops.registration import PLAIN, is_watched
 from tpkernels.ops.repeated import again
 from tpkernels.ops.shapes import only_row
 

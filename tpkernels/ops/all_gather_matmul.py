@@ -46,8 +46,8 @@ from tpkernels.ops.contract import (
     gate_backward,
     gate_forward,
 )
-from tpkernels.ops.library import call, call_backward, define, wants_grad
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
+from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.scaled_matmul import all_gather_scaled_matmul
 from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
 from tpkernels.partition import Layout

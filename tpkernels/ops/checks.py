@@ -11,8 +11,8 @@ from tpkernels import dispatch, fp8
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.ops.contract import ACTIVATIONS, GATED
-from tpkernels.ops.library import PLAIN, is_dtensor
 from tpkernels.ops.main_grad import linear
+from tpkernels.ops.registration import PLAIN, is_dtensor
 
 __all__ = [
     "DTYPES",

@@ -28,9 +28,9 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
 from tpkernels.ops.contract import AllReduce, ReduceScatter
-from tpkernels.ops.library import call, define, is_plain
 from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.matmul_reduce_scatter import scatter_layout
+from tpkernels.ops.registration import call, define, is_plain
 from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, shard_shape, start_gather
 from tpkernels.partition import array_split_sizes, offsets
 

@@ -26,9 +26,9 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
-from tpkernels.ops.library import call_backward, define, is_plain
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.matmul_all_reduce import rows_layout
+from tpkernels.ops.registration import call_backward, define, is_plain
 from tpkernels.ops.shapes import flat, fresh, pack_biases, unpack_biases
 
 __all__ = ["copy_matmul"]

@@ -24,8 +24,8 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
-from tpkernels.ops.library import call_backward, define, is_plain
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
+from tpkernels.ops.registration import call_backward, define, is_plain
 from tpkernels.ops.repeated import again, remember
 from tpkernels.ops.residual_norm import add_norm, matmul_all_reduce_norm, wanted
 from tpkernels.ops.scaled_matmul import scaled_matmul_all_reduce

@@ -26,8 +26,8 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights, plain_linear
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
-from tpkernels.ops.library import call, call_backward, define
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
+from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.residual_norm import add_norm, matmul_reduce_scatter_norm, wanted
 from tpkernels.ops.scaled_matmul import scaled_matmul_reduce_scatter
 from tpkernels.ops.shapes import flat, fresh, start_gather

@@ -35,8 +35,8 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_weights
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
-from tpkernels.ops.library import call_backward, define
 from tpkernels.ops.main_grad import Sink, sink_of
+from tpkernels.ops.registration import call_backward, define
 from tpkernels.ops.shapes import flat, fresh, start_gather
 from tpkernels.partition import Layout, chunk_ranges, offsets
 

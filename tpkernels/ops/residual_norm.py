@@ -35,8 +35,8 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights
 from tpkernels.ops.contract import AllReduce, MatmulAllReduce, MatmulReduceScatter, ResidualNorm
-from tpkernels.ops.library import call, call_backward, define, is_plain
 from tpkernels.ops.main_grad import sink_of
+from tpkernels.ops.registration import call, call_backward, define, is_plain
 from tpkernels.ops.repeated import again, remember
 from tpkernels.ops.shapes import flat, fresh
 from tpkernels.partition import Layout, array_split_sizes

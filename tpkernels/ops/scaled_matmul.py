@@ -42,7 +42,7 @@ from tpkernels.ops.checks import (
     check_weights,
 )
 from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
-from tpkernels.ops.library import call, define, wants_grad
+from tpkernels.ops.registration import call, define, wants_grad
 from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, pack_biases, unpack_biases
 from tpkernels.partition import Layout, array_split_sizes
 

@@ -1,4 +1,7 @@
-"""Registration of ops in ``torch.ops.tpkernels``: kernels, shapes under compile, gradients, autocast.
+"""Registration of ops in ``torch.ops.tpkernels``: schemas, kernels, shapes under compile, gradients, autocast.
+
+What an op takes is said once, by its kernel's annotations.  A parameter whose type is a NamedTuple stands for that
+many arguments of the op, one per field: the kernel, the fake and the context of the gradient are given the tuple.
 
 Ops are functional (no input is written, no output shares memory with an input), take local tensors and a group's name,
 and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Under autocast the ops with a GEMM
@@ -8,8 +11,10 @@ compiled alike); collectives and gradients keep the dtypes that they are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,48 +43,122 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 def define(
     name: str,
-    schema: str,
+    schema: str | None = None,
     *,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
-    backward: Callable[..., Any] | None = None,
+    backward: Callable[..., tuple[Any, ...]] | None = None,
     setup_context: Callable[..., None] | None = None,
     autocast: bool | int = False,
 ) -> None:
     """Define ``torch.ops.tpkernels.<name>``; without ``backward`` a gradient through the op raises.
 
+    ``schema``: where the kernel's annotations do not say it all.
+    ``kernel``: its keyword-only parameters are none of the op's (see :func:`call_backward`).
+    ``backward``: returns the gradients of the first arguments; the others have none.
     ``autocast``: cast the arguments inside an autocast region, as a linear layer does; a number: so many of them.
     """
+    arguments = _arguments(kernel)
     _KERNELS[name] = kernel
-    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
+    _LIBRARY.define(f"{name}{schema or _schema(kernel, arguments)}", tags=(torch.Tag.needs_exact_strides,))
     qualified = f"tpkernels::{name}"
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+        _LIBRARY.impl(name, arguments.packed(kernel), key)
+    torch.library.register_fake(qualified, arguments.packed(fake), lib=_LIBRARY)
     if backward is None:
         torch.library.register_autograd(qualified, _no_double_backward(name), lib=_LIBRARY)
     else:
-        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+        setup = None if setup_context is None else arguments.packed_setup(setup_context)
+        torch.library.register_autograd(qualified, arguments.padded(backward), setup_context=setup, lib=_LIBRARY)
     for device, key in _AUTOCAST_KEYS.items():
         _LIBRARY.impl(name, _autocast_kernel(name, device, key, autocast), key)
 
 
+class _Arguments(NamedTuple):
+    """The arguments of an op, and which of them its kernel is given as one NamedTuple."""
+
+    fields: list[inspect.Parameter]
+    tuples: list[tuple[slice, type[Any]]]
+    """The last one first: to pack it moves none of those before it."""
+
+    def pack(self, flat: Iterable[Any]) -> list[Any]:
+        packed = list(flat)
+        for place, kind in self.tuples:
+            packed[place] = (kind(*packed[place]),)
+        return packed
+
+    def packed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return (lambda *flat: function(*self.pack(flat))) if self.tuples else function
+
+    def packed_setup(self, setup: Callable[..., None]) -> Callable[..., None]:
+        return lambda ctx, inputs, output: setup(ctx, self.pack(inputs), output)
+
+    def padded(self, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            found = backward(ctx, *grads)
+            return (*found, *(None,) * (len(self.fields) - len(found)))
+
+        return padded
+
+
+def _arguments(kernel: Callable[..., Any]) -> _Arguments:
+    fields: list[inspect.Parameter] = []
+    tuples: list[tuple[slice, type[Any]]] = []
+    hints = typing.get_type_hints(kernel)
+    for one in inspect.signature(kernel).parameters.values():
+        kind = hints[one.name]
+        if one.kind is one.KEYWORD_ONLY:
+            continue
+        if not hasattr(kind, "_fields"):
+            fields.append(one.replace(annotation=kind))
+            continue
+        tuples.insert(0, (slice(len(fields), len(fields) + len(kind._fields)), kind))
+        fields += [one.replace(name=name, annotation=of) for name, of in typing.get_type_hints(kind).items()]
+    return _Arguments(fields, tuples)
+
+
+def _schema(kernel: Callable[..., Any], arguments: _Arguments) -> str:
+    """As torch infers it, except that a number is no size: only lists of numbers may have symbols in them."""
+    returned = typing.get_type_hints(kernel)["return"]
+    if returned == list[Tensor | None]:  # None only where a gradient went to a sink, and then nobody asked for the op
+        returned = list[Tensor]
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = inspect.Signature(arguments.fields, return_annotation=returned)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=()).replace("SymInt ", "int ")
+
+
 def call(name: str, *args: Any) -> Any:
-    """``torch.ops.tpkernels.<name>(*args)``, or its kernel where that is the same (see :func:`is_plain`)."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    for arg in args:
-        if isinstance(arg, list):
-            tensors += [item for item in arg if isinstance(item, Tensor)]
+    """``torch.ops.tpkernels.<name>``, or its kernel where that is the same (see :func:`is_plain`).
+
+    ``args``: those of the kernel, NamedTuples among them.
+    """
+    flat = _flat(args)
+    tensors = [arg for arg in flat if isinstance(arg, Tensor)]
+    for arg in flat:
+        if isinstance(arg, list) and arg and isinstance(arg[0], Tensor):
+            tensors += arg
     if not is_plain(*tensors):
-        return getattr(torch.ops.tpkernels, name)(*args)
+        return getattr(torch.ops.tpkernels, name)(*flat)
     return _KERNELS[name](*args)
 
 
 def call_backward(name: str, sinks: Sequence[Any], *args: Any) -> Any:
-    """``torch.ops.tpkernels.<name>(*args)``; its kernel if weight gradients go to ``sinks``, as no schema can say."""
-    if any(sink is not None for sink in sinks):
+    """``torch.ops.tpkernels.<name>``; its kernel if weight gradients go to ``sinks``, as no schema can say."""
+    if any(sinks):
         return _KERNELS[name](*args, sinks=sinks)
-    return getattr(torch.ops.tpkernels, name)(*args)
+    return getattr(torch.ops.tpkernels, name)(*_flat(args))
+
+
+def _flat(args: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for arg in args:
+        if isinstance(arg, tuple):
+            flat += arg
+        else:
+            flat.append(arg)
+    return flat
 
 
 def is_plain(*tensors: object) -> bool:
