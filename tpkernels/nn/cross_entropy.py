@@ -29,8 +29,9 @@ from torch import Tensor
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.ops.checks import DTYPES, check_local, check_shard_sizes
+from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.registration import call, define
-from tpkernels.ops.shapes import fresh, start_gather
+from tpkernels.ops.shapes import fresh
 from tpkernels.partition import Layout, offsets
 
 __all__ = ["Settings", "TokenSums", "auto_chunk", "combine", "local_sums", "reduce", "vocab_parallel_cross_entropy"]
@@ -92,8 +93,7 @@ def vocab_parallel_cross_entropy(
     ``target = tokens.roll(-1, 1)`` with ``ignore_index`` in the last place copies nothing.
     """
     settings = Settings(ignore_index, label_smoothing, z_loss)
-    check_local("logits_shard", logits_shard, group=group)
-    check_local("target", target, group=group)
+    check_local(group, logits_shard=[logits_shard], target=[target])
     pg = process_group(group)
     try:
         sizes = _check(logits_shard, target, pg.size(), pg.rank(), settings, reduction, shard_sizes, chunk_tokens)
@@ -102,7 +102,7 @@ def vocab_parallel_cross_entropy(
             agreement.refuse(resolve(pg), "vocab_parallel_cross_entropy", str(error))
         raise
     chunk = chunk_tokens or auto_chunk(sizes)
-    losses = call("cross_entropy", logits_shard, target, group_name(pg), sizes, *settings, chunk)[0]
+    losses = call("cross_entropy", logits_shard, target, group_name(pg), sizes, settings, chunk)[0]
     return reduce(losses, target, reduction, ignore_index)
 
 
@@ -288,21 +288,18 @@ def _chunks(x: Tensor, tokens: int, first: int = 0) -> Iterator[tuple[slice, Ten
 def _kernel(
     logits: Tensor,
     target: Tensor,
-    name: str,
-    sizes: list[int],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    group_name: str,
+    shard_sizes: list[int],
+    settings: Settings,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    settings = Settings(ignore_index, label_smoothing, z_loss)
-    rank = process_group(name).rank()
+    start, smoothing = offsets(shard_sizes)[process_group(group_name).rank()], settings.label_smoothing > 0
     labels = target.reshape(-1)
     dtype = accumulation_dtype(logits.dtype)
-    sums = torch.empty(labels.shape[0], 5 if label_smoothing else 4, dtype=dtype, device=logits.device)
+    sums = torch.empty(labels.shape[0], 5 if smoothing else 4, dtype=dtype, device=logits.device)
     for place, part in _chunks(logits, chunk_tokens):
-        sums[place] = local_sums(part, labels[place], offsets(sizes)[rank], label_smoothing > 0)
-    losses, largest, log_z = combine(sums, labels, name, sizes, settings, "cross entropy")
+        sums[place] = local_sums(part, labels[place], start, smoothing)
+    losses, largest, log_z = combine(sums, labels, group_name, shard_sizes, settings, "cross entropy")
     return fresh(losses, target.shape), fresh(largest, largest.shape), fresh(log_z, log_z.shape)
 
 
@@ -313,15 +310,12 @@ def _fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, *settings = inputs
+    logits, target, *ctx.options = inputs
     ctx.save_for_backward(logits, target, *output[1:])
-    ctx.settings = settings
 
 
 def _backward(ctx: Any, grads: Tensor, *_: Any) -> tuple[Any, ...]:
-    logits, *rest = ctx.saved_tensors
-    dl = torch.ops.tpkernels.cross_entropy_backward(grads, logits, *rest, *ctx.settings)
-    return (dl, *(None for _ in range(7)))
+    return (torch.ops.tpkernels.cross_entropy_backward(grads, *ctx.saved_tensors, *ctx.options),)
 
 
 def _backward_kernel(
@@ -330,20 +324,16 @@ def _backward_kernel(
     target: Tensor,
     largest: Tensor,
     log_z: Tensor,
-    name: str,
-    sizes: list[int],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    group_name: str,
+    shard_sizes: list[int],
+    settings: Settings,
     chunk_tokens: int,
 ) -> Tensor:
-    settings = Settings(ignore_index, label_smoothing, z_loss)
-    rank = process_group(name).rank()
     labels = target.reshape(-1)
-    scale = grads.reshape(-1).masked_fill(labels == ignore_index, 0)
+    scale = grads.reshape(-1).masked_fill(labels == settings.ignore_index, 0)
     dl = torch.empty_like(logits, memory_format=torch.contiguous_format)
     flat = dl.view(labels.shape[0], -1) if dl.numel() else dl.reshape(labels.shape[0], dl.shape[-1])
-    start, total = offsets(sizes)[rank], sum(sizes)
+    start, total = offsets(shard_sizes)[process_group(group_name).rank()], sum(shard_sizes)
     for place, part in _chunks(logits, chunk_tokens):
         sums = TokenSums(scale[place], largest[place], log_z[place])
         flat[place] = logits_gradient(part, labels[place], scale[place], sums, start, total, settings)
@@ -356,17 +346,9 @@ def _backward_fake(grads: Tensor, logits: Tensor, *_: Any) -> Tensor:
 
 define(
     "cross_entropy",
-    "(Tensor logits, Tensor target, str group_name, SymInt[] shard_sizes, int ignore_index, float label_smoothing, "
-    "float z_loss, int chunk_tokens) -> (Tensor, Tensor, Tensor)",
     kernel=_kernel,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
 )
-define(
-    "cross_entropy_backward",
-    "(Tensor grads, Tensor logits, Tensor target, Tensor largest, Tensor log_z, str group_name, SymInt[] shard_sizes, "
-    "int ignore_index, float label_smoothing, float z_loss, int chunk_tokens) -> Tensor",
-    kernel=_backward_kernel,
-    fake=_backward_fake,
-)
+define("cross_entropy_backward", kernel=_backward_kernel, fake=_backward_fake)

@@ -42,10 +42,10 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_shard_sizes, check_weights
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulAllReduce, MatmulReduceScatter
+from tpkernels.ops.gradients import of_linear
 from tpkernels.ops.main_grad import Sink, accumulate, sink_of
-from tpkernels.ops.matmul_all_reduce import rows_layout
-from tpkernels.ops.registration import call, call_backward, define
-from tpkernels.ops.shapes import fresh
+from tpkernels.ops.registration import call, define
+from tpkernels.ops.shapes import fresh, rows_layout
 from tpkernels.partition import Layout, offsets
 
 __all__ = ["vocab_parallel_linear_cross_entropy"]
@@ -104,17 +104,17 @@ def vocab_parallel_linear_cross_entropy(
         raise
     weight, bias, name = cast(Tensor, local(head.weight)), local(head.bias), group_name(mesh)
     sizes = list(head.shard_sizes)
-    arguments = (name, sizes, dim, sequence_sizes, *settings, chunk_tokens or auto_chunk(sizes), head.implementation)
-    losses = call("linear_cross_entropy", x, weight, bias, target, *arguments)[0]
+    plan = _Plan(name, sizes, dim, sequence_sizes, *settings, chunk_tokens or auto_chunk(sizes), head.implementation)
+    losses = call("linear_cross_entropy", x, weight, bias, target, plan)[0]
     return reduce(losses, target, reduction, ignore_index)
 
 
 class _Plan(NamedTuple):
-    """The op's arguments that are no tensors."""
+    """What a call of the op says beside its tensors."""
 
-    name: str
-    sizes: list[int]
-    dim: int
+    group_name: str
+    vocabulary_sizes: list[int]
+    sequence_dim: int
     sequence_sizes: list[int] | None
     ignore_index: int
     label_smoothing: float
@@ -134,11 +134,11 @@ class _Tokens:
     """
 
     def __init__(self, x: Tensor, target: Tensor, plan: _Plan) -> None:
-        self.plan, self.group = plan, resolve(plan.name)
+        self.plan, self.group = plan, resolve(plan.group_name)
         self.gathers = plan.sequence_sizes is not None and self.group.size > 1
-        self.moved = x.movedim(plan.dim, 0)
+        self.moved = x.movedim(plan.sequence_dim, 0)
         self.rows = self.moved.reshape(-1, x.shape[-1]).contiguous()
-        self.labels = target.movedim(plan.dim, 0).reshape(-1)
+        self.labels = target.movedim(plan.sequence_dim, 0).reshape(-1)
         if self.gathers and plan.sequence_sizes is not None:
             inner = self.moved.shape[1:-1].numel()
             self.sizes, self.own = [size * inner for size in plan.sequence_sizes], self.group.rank
@@ -159,7 +159,8 @@ class _Tokens:
 
     def whole(self, values: Tensor, target: Tensor) -> Tensor:
         """One value per token, in the order and shape of the target."""
-        return values.view(target.movedim(self.plan.dim, 0).shape).movedim(0, self.plan.dim).contiguous()
+        dim = self.plan.sequence_dim
+        return values.view(target.movedim(dim, 0).shape).movedim(0, dim).contiguous()
 
     def logits(self, ranges: Sequence[slice], weight: Tensor, bias: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
         """This rank's logits of a chunk, and with ``keep`` the chunk's rows of x."""
@@ -195,11 +196,12 @@ def _layout(ranges: Sequence[slice]) -> Layout:
     return Layout(1, tuple(part.stop - part.start for part in ranges), 1)
 
 
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    plan = _Plan(*arguments)
+def _kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, plan: _Plan
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens = _Tokens(x, target, plan)
     _check(tokens.group, x, weight, bias)
-    smoothing, start = plan.label_smoothing > 0, offsets(plan.sizes)[tokens.group.rank]
+    smoothing, start = plan.label_smoothing > 0, offsets(plan.vocabulary_sizes)[tokens.group.rank]
     sums = torch.empty(
         tokens.labels.shape[0], 5 if smoothing else 4, dtype=accumulation_dtype(x.dtype), device=x.device
     )
@@ -209,8 +211,9 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *arg
         for place, values in zip(places, part.split([place.stop - place.start for place in places]), strict=True):
             sums[place] = values
     what = "cross entropy of a head"
-    losses, largest, log_z = combine(sums, tokens.labels, plan.name, plan.sizes, plan.settings, what)
-    return tuple(fresh(one, one.shape) for one in (tokens.whole(losses, target), largest, log_z))
+    losses, largest, log_z = combine(sums, tokens.labels, plan.group_name, plan.vocabulary_sizes, plan.settings, what)
+    losses = tokens.whole(losses, target)
+    return fresh(losses, losses.shape), fresh(largest, largest.shape), fresh(log_z, log_z.shape)
 
 
 def _check(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -233,17 +236,14 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *_: An
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, target, *ctx.arguments = inputs
+    x, weight, bias, target, *plan = inputs
     ctx.save_for_backward(x, weight, bias, target, *output[1:])
+    ctx.plan = _Plan(*plan)
     ctx.sinks = [sink_of(weight)]
 
 
 def _backward(ctx: Any, grads: Tensor, *_: Any) -> tuple[Any, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    arguments = (grads, *ctx.saved_tensors, *ctx.arguments, needs)
-    results = list(call_backward("linear_cross_entropy_backward", ctx.sinks, *arguments))
-    found = [results.pop(0) if need else None for need in needs]
-    return (*found, *(None for _ in range(len(ctx.arguments) + 1)))
+    return tuple(of_linear(ctx, "linear_cross_entropy_backward", grads, *ctx.saved_tensors, ctx.plan))
 
 
 def _backward_kernel(
@@ -254,13 +254,15 @@ def _backward_kernel(
     target: Tensor,
     largest: Tensor,
     log_z: Tensor,
-    *arguments: Any,
+    plan: _Plan,
+    needs: list[bool],
+    *,
     sinks: Sequence[Sink | None] = (None,),
 ) -> list[Tensor | None]:
-    plan, (needs_x, needs_w, needs_b) = _Plan(*arguments[:-1]), arguments[-1]
+    needs_x, needs_w, needs_b = needs
     tokens, dtype = _Tokens(x, target, plan), accumulation_dtype(x.dtype)
-    start, total = offsets(plan.sizes)[tokens.group.rank], sum(plan.sizes)
-    scale = grads.movedim(plan.dim, 0).reshape(-1).masked_fill(tokens.labels == plan.ignore_index, 0)
+    start, total = offsets(plan.vocabulary_sizes)[tokens.group.rank], sum(plan.vocabulary_sizes)
+    scale = grads.movedim(plan.sequence_dim, 0).reshape(-1).masked_fill(tokens.labels == plan.ignore_index, 0)
     dx = torch.empty_like(tokens.rows)
     sink = sinks[0]
     dw = sink.main_grad if sink is not None else torch.zeros_like(weight, dtype=dtype) if needs_w else None
@@ -285,7 +287,7 @@ def _backward_kernel(
             meanwhile()
     results: list[Tensor | None] = []
     if needs_x:
-        results.append(dx.view(tokens.moved.shape).movedim(0, plan.dim).contiguous())
+        results.append(dx.view(tokens.moved.shape).movedim(0, plan.sequence_dim).contiguous())
     if needs_w and dw is not None:
         results.append(dw.to(weight.dtype) if sink is None else sink.added(weight.dtype))
     return [*results, db.to(weight.dtype)] if needs_b else results
@@ -298,23 +300,12 @@ def _backward_fake(grads: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     return [result for result, need in zip(results, needs, strict=True) if need]
 
 
-_ARGUMENTS = (
-    "str group_name, SymInt[] vocabulary_sizes, int sequence_dim, SymInt[]? sequence_sizes, int ignore_index, "
-    "float label_smoothing, float z_loss, int chunk_tokens, str implementation"
-)
 define(
     "linear_cross_entropy",
-    f"(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     kernel=_kernel,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
     autocast=True,
 )
-define(
-    "linear_cross_entropy_backward",
-    "(Tensor grads, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor largest, Tensor log_z, "
-    f"{_ARGUMENTS}, bool[] needs) -> Tensor[]",
-    kernel=_backward_kernel,
-    fake=_backward_fake,
-)
+define("linear_cross_entropy_backward", kernel=_backward_kernel, fake=_backward_fake)

@@ -229,7 +229,7 @@ class MeshMLP2D(nn.Module):
         slices = self.num_slices or self._auto_slices(x.element_size(), mesh)
         names = group_name(x_group), group_name(y_group)
         cut = Cut(*names, w_dim, list(self.features), list(y_sizes), slices, self.implementation)
-        y: Tensor = call(op, x, weight, bias, *cut)
+        y: Tensor = call(op, x, weight, bias, cut)
         return y
 
     def _auto_slices(self, itemsize: int, mesh: DeviceMesh) -> int:

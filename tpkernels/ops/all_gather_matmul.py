@@ -18,7 +18,7 @@ Backward, with dz = dy * activation'(z)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,13 @@ from tpkernels.ops.checks import (
     check_common,
     check_dim,
     check_gate,
+    check_gather,
     check_local,
     check_shard_sizes,
     check_weights,
     plain_linear,
 )
+from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import (
     GATED,
     AllGatherMatmul,
@@ -46,13 +48,55 @@ from tpkernels.ops.contract import (
     gate_backward,
     gate_forward,
 )
+from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
-from tpkernels.ops.scaled_matmul import all_gather_scaled_matmul
-from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, pack_biases, start_gather, unpack_biases
+from tpkernels.ops.scaled_matmul import ScaledGather, all_gather_scaled_matmul
+from tpkernels.ops.shapes import (
+    flat,
+    fresh,
+    gather_layout,
+    gathered_shape,
+    has_bias,
+    pack_biases,
+    shard_shape,
+    unpack_biases,
+)
 from tpkernels.partition import Layout
 
 __all__ = ["all_gather_matmul"]
+
+
+class Gather(NamedTuple):
+    """What a call says beside its tensors."""
+
+    group_name: str
+    activation: str | None
+    gather_dim: int
+    shard_sizes: list[int] | None
+    keep_gathered: bool
+    """The gathered x is the last output."""
+    keep_preactivation: bool
+    """Behind the results there are the products."""
+    implementation: str
+
+
+class _Backward(NamedTuple):
+    """The same of its gradient."""
+
+    group_name: str
+    gather_dim: int
+    shard_sizes: list[int] | None
+    is_gathered: bool
+    """x is the whole."""
+    needs: list[bool]
+    implementation: str
+
+    def layout(self, x: Tensor, group_size: int) -> Layout:
+        dim, sizes = self.gather_dim % x.dim(), self.shard_sizes
+        if sizes is None and self.is_gathered:
+            sizes = [x.shape[dim] // group_size] * group_size
+        return gather_layout(x, dim, sizes, group_size)
 
 
 def all_gather_matmul(
@@ -117,15 +161,14 @@ def all_gather_matmul(
     single = isinstance(weight, Tensor) or activation in GATED
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
-    check_local("x_shard", x_shard, group=group)
-    check_local("weight", *weights, group=group)
-    check_local("bias", *biases, group=group)
+    check_local(group, x_shard=[x_shard], weight=weights, bias=biases)
+    sizes = None if shard_sizes is None else list(shard_sizes)
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
-        results = all_gather_scaled_matmul(
-            x_shard, weights, biases, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
-            activation=activation, gather_dim=gather_dim, shard_sizes=shard_sizes, return_gathered=return_gathered,
-            implementation=implementation,
+        scaled = ScaledGather(
+            group_name(group), out_dtype or torch.bfloat16, activation, gather_dim, sizes, return_gathered,
+            implementation,
         )  # fmt: skip
+        results = all_gather_scaled_matmul(x_shard, weights, biases, scale_x, scale_weight, scaled)
         count = _num_outputs(activation, len(weights))
         y = results[0] if single else results[:count]
         return (y, *results[count:]) if return_gathered else y
@@ -142,19 +185,11 @@ def all_gather_matmul(
         y = outs[0] if single else outs
         return (y, x_shard.clone(memory_format=torch.contiguous_format)) if return_gathered else y
     needs_grad = wants_grad(x_shard, *weights, *biases)
-    outputs = call(
-        "all_gather_matmul",
-        x_shard,
-        weights,
-        pack_biases(biases, x_shard),
-        group_name(group),
-        activation,
-        gather_dim,
-        None if shard_sizes is None else list(shard_sizes),
-        return_gathered or (save_gathered and needs_grad),
-        activation is not None and needs_grad,
-        implementation,
-    )
+    options = Gather(
+        group_name(group), activation, gather_dim, sizes, return_gathered or (save_gathered and needs_grad),
+        activation is not None and needs_grad, implementation,
+    )  # fmt: skip
+    outputs = call("all_gather_matmul", x_shard, weights, pack_biases(biases, x_shard), options)
     y = outputs[0] if single else outputs[: len(weights)]
     return (y, outputs[-1]) if return_gathered else y
 
@@ -170,148 +205,96 @@ def _activated(activation: str, products: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rank: int,
-    size: int,
-    dim: int,
-    sizes: Sequence[int] | None,
-    activation: str | None,
-    implementation: str,
-) -> tuple[int, Layout]:
-    check_common("all_gather_matmul", x, implementation, activation)
-    dim = check_dim("gather_dim", dim, x.dim())
-    check_shard_sizes(sizes, size, own=(rank, x.shape[dim]))
-    layout = gather_layout(x, dim, sizes, size)
-    k = sum(layout.sizes) if layout.feature else x.shape[-1]
-    check_weights(x, k, weights, biases)
-    check_gate(activation, weights)
-    return dim, layout
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], options: Gather, rank: int, size: int
+) -> tuple[list[int], Layout]:
+    """Shape and layout of the gathered x."""
+    check_common("all_gather_matmul", x, options.implementation, options.activation)
+    shape, layout = check_gather(x, options.gather_dim, options.shard_sizes, rank, size)
+    check_weights(x, shape[-1], weights, biases)
+    check_gate(options.activation, weights)
+    return shape, layout
 
 
-def _kernel(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    name: str,
-    activation: str | None,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    keep_gathered: bool,
-    keep_preactivation: bool,
-    implementation: str,
-) -> list[Tensor]:
-    group = resolve(name)
+def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Gather) -> list[Tensor]:
+    group = resolve(options.group_name)
     bias_list = unpack_biases(biases, weights)
     try:
-        dim, layout = _check(
-            x, weights, bias_list, group.rank, group.size, gather_dim, shard_sizes, activation, implementation
-        )
+        shape, layout = _check(x, weights, bias_list, options, group.rank, group.size)
     except ValueError as error:
         agreement.refuse(group, "all_gather_matmul", str(error))
         raise
-    x2d = flat(x)
-    columns = sum(layout.sizes) if layout.feature else x2d.shape[1]
     arguments = AllGatherMatmul(
-        x2d, layout, [w.t() for w in weights], bias_list, activation, keep_gathered, keep_preactivation
-    )
+        flat(x), layout, [w.t() for w in weights], bias_list, options.activation, options.keep_gathered,
+        options.keep_preactivation,
+    )  # fmt: skip
     signature = Signature(
-        "all_gather_matmul", x.dtype, x.device.type, layout, columns, implementation, activation=activation
-    )
-    result = calling.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
-    shape = gathered_shape(x, dim, layout)
+        "all_gather_matmul", x.dtype, x.device.type, layout, shape[-1], options.implementation,
+        activation=options.activation,
+    )  # fmt: skip
+    result = calling.run(group, signature, sum([w.shape[0] for w in weights]), arguments, x.device)
     outputs = [fresh(out, (*shape[:-1], out.shape[1])) for out in (*result.outs, *result.preactivations)]
-    if keep_gathered:
+    if options.keep_gathered:
         outputs.append(fresh(result.whole, shape))
     return outputs
 
 
-def _fake(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    name: str,
-    activation: str | None,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    keep_gathered: bool,
-    keep_preactivation: bool,
-    implementation: str,
-) -> list[Tensor]:
-    pg = process_group(name)
-    bias_list = unpack_biases(biases, weights)
-    dim, layout = _check(
-        x, weights, bias_list, pg.rank(), pg.size(), gather_dim, shard_sizes, activation, implementation
-    )
-    shape = gathered_shape(x, dim, layout)
-    of = weights[: _num_outputs(activation, len(weights))]
-    if keep_preactivation and activation is not None:
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Gather) -> list[Tensor]:
+    pg = process_group(options.group_name)
+    shape, _ = _check(x, weights, unpack_biases(biases, weights), options, pg.rank(), pg.size())
+    of = weights[: _num_outputs(options.activation, len(weights))]
+    if options.keep_preactivation and options.activation is not None:
         of = [*of, *weights]
     outputs = [x.new_empty(*shape[:-1], w.shape[0]) for w in of]
-    return [*outputs, x.new_empty(shape)] if keep_gathered else outputs
+    return [*outputs, x.new_empty(shape)] if options.keep_gathered else outputs
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, name, activation, gather_dim, shard_sizes, keep_gathered, keep_preactivation, impl = inputs
-    if activation is not None and not keep_preactivation:
+    x, weights, biases, *rest = inputs
+    options = Gather(*rest)
+    if options.activation is not None and not options.keep_preactivation:
         raise ValueError(
             "torch.ops.tpkernels.all_gather_matmul needs keep_preactivation=True when it is differentiated"
         )
-    first, count = _num_outputs(activation, len(weights)), len(weights)
-    before = output[first : first + count] if activation is not None else []
-    ctx.save_for_backward(output[-1] if keep_gathered else x, *weights, *before)
-    ctx.count = count
-    ctx.has_bias = [bias is not None for bias in unpack_biases(biases, weights)] if biases else []
-    ctx.settings = (name, activation, gather_dim, shard_sizes, keep_gathered, impl)
+    first, count = _num_outputs(options.activation, len(weights)), len(weights)
+    before = output[first : first + count] if options.activation is not None else []
+    ctx.save_for_backward(output[-1] if options.keep_gathered else x, *weights, *before)
+    ctx.has_bias = has_bias(biases)
+    ctx.options = options
     ctx.sinks = sinks_of(weights)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    name, activation, gather_dim, shard_sizes, keep_gathered, implementation = ctx.settings
+    options: Gather = ctx.options
+    activation, count = options.activation, len(ctx.sinks)
     x, *rest = ctx.saved_tensors
-    weights, before = rest[: ctx.count], rest[ctx.count :]
+    weights, before = rest[:count], rest[count:]
     dys: list[Tensor] = []
-    for weight, grad in zip(weights[: _num_outputs(activation, ctx.count)], grads, strict=False):
+    for weight, grad in zip(weights[: _num_outputs(activation, count)], grads, strict=False):
         if grad is None:  # this output was not used
-            grad = x.new_zeros(_out_shape(ctx, x, weight, gather_dim, shard_sizes, keep_gathered, name))
+            grad = x.new_zeros(*_whole_shape(x, options)[:-1], weight.shape[0])
         dys.append(grad)
     if activation in GATED:
         dzs = [*gate_backward(activation, dys[0], *before)]
     else:
         dzs = [activation_backward(activation, dy, before[i] if before else None) for i, dy in enumerate(dys)]
-    d_gathered = grads[-1] if keep_gathered else None
-    needs_x, needs_w, needs_b = (ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[2]))
+    needs = needs_of_linears(ctx)
     results = call_backward(
-        "all_gather_matmul_backward",
-        ctx.sinks,
-        dzs,
-        x,
-        weights,
-        d_gathered,
-        name,
-        gather_dim,
-        shard_sizes,
-        keep_gathered,
-        [needs_x, needs_w, needs_b],
-        implementation,
-    )
-    dx = results[0] if needs_x else None
-    dws = results[needs_x : needs_x + ctx.count] if needs_w else [None] * ctx.count
-    dbs = results[-ctx.count :] if needs_b else [None] * len(ctx.has_bias)
-    dbs = [db if has else None for db, has in zip(dbs, ctx.has_bias, strict=True)]
-    return dx, dws, dbs, None, None, None, None, None, None, None
+        "all_gather_matmul_backward", ctx.sinks, dzs, x, weights, grads[-1] if options.keep_gathered else None,
+        _Backward(
+            options.group_name, options.gather_dim, options.shard_sizes, options.keep_gathered, needs,
+            options.implementation,
+        ),
+    )  # fmt: skip
+    return of_linears(ctx, needs, results)
 
 
-def _out_shape(
-    ctx: Any, x: Tensor, weight: Tensor, gather_dim: int, sizes: Sequence[int] | None, gathered: bool, name: str
-) -> list[int]:
-    if gathered:
-        return [*x.shape[:-1], weight.shape[0]]
-    dim = gather_dim % x.dim()
-    layout = gather_layout(x, dim, sizes, process_group(name).size())
-    return [*gathered_shape(x, dim, layout)[:-1], weight.shape[0]]
+def _whole_shape(x: Tensor, options: Gather) -> Sequence[int]:
+    if options.keep_gathered:
+        return x.shape
+    dim = options.gather_dim % x.dim()
+    layout = gather_layout(x, dim, options.shard_sizes, process_group(options.group_name).size())
+    return gathered_shape(x, dim, layout)
 
 
 def _backward_kernel(
@@ -319,23 +302,17 @@ def _backward_kernel(
     x: Tensor,
     weights: list[Tensor],
     d_gathered: Tensor | None,
-    name: str,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    is_gathered: bool,
-    needs: list[bool],
-    implementation: str,
+    options: _Backward,
     *,
     sinks: Sequence[Sink | None] | None = None,
 ) -> list[Tensor | None]:
-    group = resolve(name)
-    dim = gather_dim % x.dim()
-    layout = _backward_layout(x, dim, shard_sizes, is_gathered, group.size)
+    group = resolve(options.group_name)
+    layout = options.layout(x, group.size)
     flat_dzs = [flat(dz) for dz in dzs]
-    needs_x, needs_w, needs_b = needs
+    needs_x, needs_w, needs_b = options.needs
     x2d = flat(x)
     pending = None
-    if needs_w and not is_gathered:
+    if needs_w and not options.is_gathered:
         pending = start_gather(group, x2d, layout, "auto")
     dws: list[Tensor | None] = []
 
@@ -350,13 +327,12 @@ def _backward_kernel(
         arguments = MatmulReduceScatter(flat_dzs, weights, layout, None, addend, meanwhile)
         columns = weights[0].shape[1]
         signature = Signature(
-            "matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, implementation, "gradient of a gather"
-        )
-        local = sum(weight.shape[0] for weight in weights)
+            "matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, options.implementation,
+            "gradient of a gather",
+        )  # fmt: skip
+        local = sum([weight.shape[0] for weight in weights])
         dx = calling.run(group, signature, local, arguments, x.device)
-        shape = list(x.shape)
-        shape[dim] = layout.sizes[group.rank]
-        results.append(dx.view(shape))
+        results.append(dx.view(shard_shape(x, options.gather_dim % x.dim(), layout.sizes[group.rank])))
     else:
         meanwhile()
     results += dws
@@ -365,52 +341,21 @@ def _backward_kernel(
     return results
 
 
-def _backward_layout(x: Tensor, dim: int, sizes: Sequence[int] | None, is_gathered: bool, group_size: int) -> Layout:
-    if sizes is None and is_gathered:
-        sizes = [x.shape[dim] // group_size] * group_size
-    return gather_layout(x, dim, sizes, group_size)
-
-
 def _backward_fake(
-    dzs: list[Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    d_gathered: Tensor | None,
-    name: str,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    is_gathered: bool,
-    needs: list[bool],
-    implementation: str,
+    dzs: list[Tensor], x: Tensor, weights: list[Tensor], d_gathered: Tensor | None, options: _Backward
 ) -> list[Tensor]:
-    pg = process_group(name)
-    dim = gather_dim % x.dim()
-    results: list[Tensor] = []
-    if needs[0]:
-        shape = list(x.shape)
-        shape[dim] = _backward_layout(x, dim, shard_sizes, is_gathered, pg.size()).sizes[pg.rank()]
-        results.append(x.new_empty(shape))
-    if needs[1]:
-        results += [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
-    if needs[2]:
-        results += [x.new_empty(weight.shape[0]) for weight in weights]
-    return results
+    pg = process_group(options.group_name)
+    layout = options.layout(x, pg.size())
+    shape = shard_shape(x, options.gather_dim % x.dim(), layout.sizes[pg.rank()])
+    return fake_of_linears(x, shape, weights, options.needs)
 
 
 define(
     "all_gather_matmul",
-    "(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, str? activation, int gather_dim, "
-    "SymInt[]? shard_sizes, bool keep_gathered, bool keep_preactivation, str implementation) -> Tensor[]",
     kernel=_kernel,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
     autocast=True,
 )
-define(
-    "all_gather_matmul_backward",
-    "(Tensor[] dzs, Tensor x, Tensor[] weights, Tensor? d_gathered, str group_name, int gather_dim, "
-    "SymInt[]? shard_sizes, bool is_gathered, bool[] needs, str implementation) -> Tensor[]",
-    kernel=_backward_kernel,
-    fake=_backward_fake,
-)
+define("all_gather_matmul_backward", kernel=_backward_kernel, fake=_backward_fake)

@@ -13,6 +13,8 @@ from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.ops.contract import ACTIVATIONS, GATED
 from tpkernels.ops.main_grad import linear
 from tpkernels.ops.registration import PLAIN, is_dtensor
+from tpkernels.ops.shapes import gather_layout, gathered_shape, scatter_layout
+from tpkernels.partition import Layout
 
 __all__ = [
     "DTYPES",
@@ -20,9 +22,11 @@ __all__ = [
     "check_common",
     "check_dim",
     "check_gate",
+    "check_gather",
     "check_local",
     "check_out_dtype",
     "check_scales",
+    "check_scatter",
     "check_shard_sizes",
     "check_weights",
     "plain_linear",
@@ -32,20 +36,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_local(name: str, *tensors: object, group: GroupLike | None = None) -> None:
+def check_local(group: GroupLike | str | None, **arguments: Sequence[object]) -> None:
     """Ops work on local tensors: a DTensor would be sharded twice.  The ``group``, if any, is told of a refusal."""
-    for tensor in tensors:
-        if tensor is None or type(tensor) in PLAIN:
-            continue
-        if is_dtensor(tensor):
-            reason = f"{name} is a DTensor; the ops take local tensors: pass {name}.to_local()"
-        elif not isinstance(tensor, Tensor):
-            reason = f"{name} must be a tensor, got {type(tensor).__name__}"
-        else:
-            continue
-        if group is not None:
-            agreement.refuse(resolve(group), "a call", reason)
-        raise ValueError(reason)
+    for name, tensors in arguments.items():
+        for tensor in tensors:
+            if tensor is None or type(tensor) in PLAIN:
+                continue
+            if is_dtensor(tensor):
+                reason = f"{name} is a DTensor; the ops take local tensors: pass {name}.to_local()"
+            elif not isinstance(tensor, Tensor):
+                reason = f"{name} must be a tensor, got {type(tensor).__name__}"
+            else:
+                continue
+            if group is not None:
+                agreement.refuse(resolve(group), "a call", reason)
+            raise ValueError(reason)
 
 
 def check_common(
@@ -163,6 +168,28 @@ def check_shard_sizes(
         raise ValueError(
             f"shard_sizes {list(sizes)} sum to {sum(sizes)}, but the dimension to scatter has size {total}"
         )
+
+
+def check_gather(
+    x: Tensor, gather_dim: int, sizes: Sequence[int] | None, rank: int, world_size: int
+) -> tuple[list[int], Layout]:
+    """Shape and layout of the whole that ``x`` is this rank's shard of."""
+    dim = check_dim("gather_dim", gather_dim, x.dim())
+    check_shard_sizes(sizes, world_size, own=(rank, x.shape[dim]))
+    layout = gather_layout(x, dim, sizes, world_size)
+    return gathered_shape(x, dim, layout), layout
+
+
+def check_scatter(
+    x: Tensor, weight: Tensor, scatter_dim: int, sizes: Sequence[int] | None, rank: int, world_size: int
+) -> tuple[list[int], Layout]:
+    """Shape of this rank's part of the product, and the layout of the whole."""
+    dim = check_dim("scatter_dim", scatter_dim, x.dim())
+    shape = [*x.shape[:-1], weight.shape[0]]
+    check_shard_sizes(sizes, world_size, total=shape[dim])
+    layout = scatter_layout(shape, dim, sizes, world_size)
+    shape[dim] = layout.sizes[rank]
+    return shape, layout
 
 
 def as_list(value: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:

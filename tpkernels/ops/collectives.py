@@ -15,7 +15,7 @@ Sums run over ranks in rank order in fp32 (fp64 for fp64) and round once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,14 +27,20 @@ from tpkernels.comm.groups import Group, GroupLike, group_name, group_size, proc
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
-from tpkernels.ops.contract import AllReduce, ReduceScatter
-from tpkernels.ops.matmul_all_reduce import rows_layout
-from tpkernels.ops.matmul_reduce_scatter import scatter_layout
+from tpkernels.ops.contract import AllGather, AllReduce, ReduceScatter
 from tpkernels.ops.registration import call, define, is_plain
-from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, shard_shape, start_gather
-from tpkernels.partition import array_split_sizes, offsets
+from tpkernels.ops.shapes import (
+    flat,
+    fresh,
+    gather_layout,
+    gathered_shape,
+    rows_layout,
+    scatter_layout,
+    shard_shape,
+)
+from tpkernels.partition import Layout, array_split_sizes, offsets
 
-__all__ = ["all_gather", "all_reduce", "copy_to_group", "reduce_scatter", "shard"]
+__all__ = ["all_gather", "all_reduce", "copy_to_group", "reduce_scatter", "shard", "start_gather"]
 
 
 def all_gather(
@@ -57,12 +63,12 @@ def all_gather(
     Raises:
         ValueError, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
     """
-    check_local("x", x, group=group)
+    check_local(group, x=[x])
     if group_size(group) == 1:
         return _same(x)
     sizes = None if shard_sizes is None else list(shard_sizes)
-    arguments = (x, group_name(group), dim, sizes, replicated_grad, implementation)
-    return cast(Tensor, call("all_gather", *arguments))
+    y: Tensor = call("all_gather", x, group_name(group), dim, sizes, replicated_grad, implementation)
+    return y
 
 
 def reduce_scatter(
@@ -74,12 +80,12 @@ def reduce_scatter(
     implementation: str = "auto",
 ) -> Tensor:
     """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
-    check_local("x", x, group=group)
+    check_local(group, x=[x])
     if group_size(group) == 1:
         return _same(x)
     sizes = None if shard_sizes is None else list(shard_sizes)
-    arguments = (x, group_name(group), dim, sizes, implementation)
-    return cast(Tensor, call("reduce_scatter", *arguments))
+    y: Tensor = call("reduce_scatter", x, group_name(group), dim, sizes, implementation)
+    return y
 
 
 def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:
@@ -87,27 +93,30 @@ def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> 
     if is_plain(x):
         state = resolve(group)
         return _same(x) if state.size == 1 else _run_all_reduce(state, x, implementation)
-    check_local("x", x, group=group)
+    check_local(group, x=[x])
     if group_size(group) == 1:
         return _same(x)
-    return cast(Tensor, torch.ops.tpkernels.all_reduce(x, group_name(group), implementation))
+    y: Tensor = torch.ops.tpkernels.all_reduce(x, group_name(group), implementation)
+    return y
 
 
 def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
     """y = x for a replicated ``x`` that the ranks go on to use differently; the gradient is summed over the group."""
-    check_local("x", x)
+    check_local(None, x=[x])
     if group_size(group) == 1:
         return _same(x)
-    return cast(Tensor, torch.ops.tpkernels.copy_to_group(x, group_name(group)))
+    y: Tensor = torch.ops.tpkernels.copy_to_group(x, group_name(group))
+    return y
 
 
 def shard(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
     """y_r = this rank's slice of a replicated ``x``; the gradient is gathered."""
-    check_local("x", x)
+    check_local(None, x=[x])
     if group_size(group) == 1:
         return _same(x)
     sizes = None if shard_sizes is None else list(shard_sizes)
-    return cast(Tensor, torch.ops.tpkernels.shard(x, group_name(group), dim, sizes))
+    y: Tensor = torch.ops.tpkernels.shard(x, group_name(group), dim, sizes)
+    return y
 
 
 def _same(x: Tensor) -> Tensor:
@@ -152,11 +161,16 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _all_gather(
-    x: Tensor, name: str, dim: int, sizes: list[int] | None, replicated_grad: bool, implementation: str = "auto"
+    x: Tensor,
+    group_name: str,
+    dim: int,
+    shard_sizes: list[int] | None,
+    replicated_grad: bool,
+    implementation: str = "auto",
 ) -> Tensor:
-    group = resolve(name)
+    group = resolve(group_name)
     try:
-        dim, sizes = _sizes("all_gather", x, dim, sizes, name, gather=True, implementation=implementation)
+        dim, sizes = _sizes("all_gather", x, dim, shard_sizes, group_name, gather=True, implementation=implementation)
     except ValueError as error:
         agreement.refuse(group, "all_gather", str(error))
         raise
@@ -185,13 +199,30 @@ def _all_gather_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx = torch.ops.tpkernels.shard(dy, name, dim, sizes)
     else:
         dx = torch.ops.tpkernels.reduce_scatter(dy, name, dim, sizes, implementation)
-    return dx, None, None, None, None, None
+    return (dx,)
 
 
-def _reduce_scatter(x: Tensor, name: str, dim: int, sizes: list[int] | None, implementation: str = "auto") -> Tensor:
-    group = resolve(name)
+def start_gather(
+    group: Group, x2d: Tensor, layout: Layout, implementation: str, detail: str = ""
+) -> Callable[[], Tensor]:
+    """Post an all-gather; returns the function that waits for it.  See :class:`~tpkernels.ops.contract.AllGather`.
+
+    ``detail``: what else the ranks must have in common.
+    """
+    signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation, detail)
+    if layout.feature:
+        signature = signature._replace(columns=sum(layout.sizes))
+    return cast(Callable[[], Tensor], calling.start(group, signature, 0, AllGather(x2d, layout), x2d.device))
+
+
+def _reduce_scatter(
+    x: Tensor, group_name: str, dim: int, shard_sizes: list[int] | None, implementation: str = "auto"
+) -> Tensor:
+    group = resolve(group_name)
     try:
-        dim, sizes = _sizes("reduce_scatter", x, dim, sizes, name, gather=False, implementation=implementation)
+        dim, sizes = _sizes(
+            "reduce_scatter", x, dim, shard_sizes, group_name, gather=False, implementation=implementation
+        )
     except ValueError as error:
         agreement.refuse(group, "reduce_scatter", str(error))
         raise
@@ -216,15 +247,14 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     size = process_group(name).size()
     sizes = list(sizes if sizes is not None else array_split_sizes(x.shape[dim], size))
     ctx.settings = (name, dim % x.dim(), sizes, False, *implementation)
-    ctx.num_settings = len(inputs) - 1
 
 
 def _gather_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return torch.ops.tpkernels.all_gather(dy, *ctx.settings), *(None for _ in range(ctx.num_settings))
+    return (torch.ops.tpkernels.all_gather(dy, *ctx.settings),)
 
 
-def _all_reduce(x: Tensor, name: str, implementation: str = "auto") -> Tensor:
-    return _run_all_reduce(resolve(name), x, implementation)
+def _all_reduce(x: Tensor, group_name: str, implementation: str = "auto") -> Tensor:
+    return _run_all_reduce(resolve(group_name), x, implementation)
 
 
 def _run_all_reduce(group: Group, x: Tensor, implementation: str) -> Tensor:
@@ -251,21 +281,19 @@ def _name_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.name = inputs[1]
 
 
-def _copy(x: Tensor, name: str) -> Tensor:
+def _copy(x: Tensor, group_name: str) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _shard(x: Tensor, name: str, dim: int, sizes: list[int] | None) -> Tensor:
-    pg = process_group(name)
-    dim, sizes = _sizes("shard", x, dim, sizes, name, gather=False)
+def _shard(x: Tensor, group_name: str, dim: int, shard_sizes: list[int] | None) -> Tensor:
+    pg = process_group(group_name)
+    dim, sizes = _sizes("shard", x, dim, shard_sizes, group_name, gather=False)
     start = offsets(sizes)[pg.rank()]
     return x.narrow(dim, start, sizes[pg.rank()]).clone(memory_format=torch.contiguous_format)
 
 
 define(
     "all_gather",
-    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes, bool replicated_grad, "
-    'str implementation="auto") -> Tensor',
     kernel=_all_gather,
     fake=_all_gather_fake,
     backward=_all_gather_backward,
@@ -273,7 +301,6 @@ define(
 )
 define(
     "reduce_scatter",
-    '(Tensor x, str group_name, int dim, SymInt[]? shard_sizes, str implementation="auto") -> Tensor',
     kernel=_reduce_scatter,
     fake=_scatter_fake("reduce_scatter"),
     backward=_gather_gradient,
@@ -281,23 +308,20 @@ define(
 )
 define(
     "all_reduce",
-    '(Tensor x, str group_name, str implementation="auto") -> Tensor',
     kernel=_all_reduce,
     fake=_contiguous_like,
-    backward=lambda ctx, dy: (dy, None, None),
+    backward=lambda ctx, dy: (dy,),
     setup_context=_name_setup,
 )
 define(
     "copy_to_group",
-    "(Tensor x, str group_name) -> Tensor",
     kernel=_copy,
     fake=_contiguous_like,
-    backward=lambda ctx, dy: (torch.ops.tpkernels.all_reduce(dy, ctx.name), None),
+    backward=lambda ctx, dy: (torch.ops.tpkernels.all_reduce(dy, ctx.name),),
     setup_context=_name_setup,
 )
 define(
     "shard",
-    "(Tensor x, str group_name, int dim, SymInt[]? shard_sizes) -> Tensor",
     kernel=_shard,
     fake=_scatter_fake("shard"),
     backward=_gather_gradient,

@@ -26,10 +26,10 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
+from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
-from tpkernels.ops.matmul_all_reduce import rows_layout
 from tpkernels.ops.registration import call_backward, define, is_plain
-from tpkernels.ops.shapes import flat, fresh, pack_biases, unpack_biases
+from tpkernels.ops.shapes import flat, fresh, has_bias, pack_biases, rows_layout, unpack_biases
 
 __all__ = ["copy_matmul"]
 
@@ -60,9 +60,7 @@ def copy_matmul(
     single = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
-    check_local("x", x)
-    check_local("weight", *weights)
-    check_local("bias", *biases)
+    check_local(None, x=[x], weight=weights, bias=biases)
     check_common("matmul_all_reduce", x, implementation, activation)
     check_gate(activation, weights)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
@@ -99,7 +97,9 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     check_weights(x, x.shape[-1], weights, biases)
 
 
-def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, implementation: str) -> list[Tensor]:
+def _kernel(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], group_name: str, implementation: str
+) -> list[Tensor]:
     bias_list = unpack_biases(biases, weights)
     _check(x, weights, bias_list, implementation)
     rows = flat(x)  # for a strided N-D x torch would add the bias in a second rounding
@@ -107,16 +107,15 @@ def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, i
     return [fresh(out, (*x.shape[:-1], out.shape[1])) for out in outs]
 
 
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], name: str, implementation: str) -> list[Tensor]:
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], group_name: str, implementation: str) -> list[Tensor]:
     _check(x, weights, unpack_biases(biases, weights), implementation)
     return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, name, implementation = inputs
+    x, weights, biases, *ctx.options = inputs
     ctx.save_for_backward(x, *weights)
-    ctx.has_bias = [bias is not None for bias in unpack_biases(biases, weights)] if biases else []
-    ctx.settings = (name, implementation)
+    ctx.has_bias = has_bias(biases)
     ctx.sinks = sinks_of(weights)
     ctx.set_materialize_grads(False)
 
@@ -127,26 +126,22 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         x.new_zeros(*x.shape[:-1], weight.shape[0]) if grad is None else grad
         for grad, weight in zip(grads, weights, strict=True)
     ]
-    needs = [ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[2])]
-    results = call_backward("copy_matmul_backward", ctx.sinks, dzs, x, weights, *ctx.settings, needs)
-    count = len(weights)
-    dx = results[0] if needs[0] else None
-    dws = results[needs[0] : needs[0] + count] if needs[1] else [None] * count
-    dbs = results[-count:] if needs[2] else [None] * len(ctx.has_bias)
-    return dx, dws, [db if has else None for db, has in zip(dbs, ctx.has_bias, strict=True)], None, None
+    needs = needs_of_linears(ctx)
+    results = call_backward("copy_matmul_backward", ctx.sinks, dzs, x, weights, *ctx.options, needs)
+    return of_linears(ctx, needs, results)
 
 
 def _backward_kernel(
     dzs: list[Tensor],
     x: Tensor,
     weights: list[Tensor],
-    name: str,
+    group_name: str,
     implementation: str,
     needs: list[bool],
     *,
     sinks: Sequence[Sink | None] | None = None,
 ) -> list[Tensor | None]:
-    group = resolve(name)
+    group = resolve(group_name)
     flat_dzs, x2d = [flat(dz) for dz in dzs], flat(x)
     dws: list[Tensor | None] = []
 
@@ -161,7 +156,7 @@ def _backward_kernel(
         signature = Signature(
             "matmul_all_reduce", x.dtype, x.device.type, layout, x2d.shape[1], implementation, "gradient of a copy"
         )
-        local = sum(weight.shape[0] for weight in weights)
+        local = sum([weight.shape[0] for weight in weights])
         results.append(calling.run(group, signature, local, arguments, x.device).view(x.shape))
     else:
         meanwhile()
@@ -172,26 +167,17 @@ def _backward_kernel(
 
 
 def _backward_fake(
-    dzs: list[Tensor], x: Tensor, weights: list[Tensor], name: str, implementation: str, needs: list[bool]
+    dzs: list[Tensor], x: Tensor, weights: list[Tensor], group_name: str, implementation: str, needs: list[bool]
 ) -> list[Tensor]:
-    results = [x.new_empty(x.shape)] if needs[0] else []
-    results += [weight.new_empty(weight.shape) for weight in weights] if needs[1] else []
-    results += [x.new_empty(weight.shape[0]) for weight in weights] if needs[2] else []
-    return results
+    return fake_of_linears(x, x.shape, weights, needs)
 
 
 define(
     "copy_matmul",
-    "(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, str implementation) -> Tensor[]",
     kernel=_kernel,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
     autocast=True,
 )
-define(
-    "copy_matmul_backward",
-    "(Tensor[] dzs, Tensor x, Tensor[] weights, str group_name, str implementation, bool[] needs) -> Tensor[]",
-    kernel=_backward_kernel,
-    fake=_backward_fake,
-)
+define("copy_matmul_backward", kernel=_backward_kernel, fake=_backward_fake)

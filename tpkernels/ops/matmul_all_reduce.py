@@ -11,9 +11,7 @@ Backward.  Every rank continues with the same y, so dy is the same everywhere an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -24,15 +22,15 @@ from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
-from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
-from tpkernels.ops.registration import call_backward, define, is_plain
+from tpkernels.ops.gradients import of_linear
+from tpkernels.ops.main_grad import sink_of
+from tpkernels.ops.registration import define, is_plain
 from tpkernels.ops.repeated import again, remember
-from tpkernels.ops.residual_norm import add_norm, matmul_all_reduce_norm, wanted
-from tpkernels.ops.scaled_matmul import scaled_matmul_all_reduce
-from tpkernels.ops.shapes import flat, fresh
-from tpkernels.partition import Layout, array_split_sizes
+from tpkernels.ops.residual_norm import Norm, add_norm, matmul_all_reduce_norm, wanted
+from tpkernels.ops.scaled_matmul import ScaledReduce, scaled_reduction
+from tpkernels.ops.shapes import flat, fresh, rows_layout
 
-__all__ = ["matmul_all_reduce", "rows_layout"]
+__all__ = ["matmul_all_reduce"]
 
 
 @overload
@@ -113,45 +111,30 @@ def matmul_all_reduce(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
-    if wanted(group, residual, norm_weight, eps):
-        assert residual is not None and norm_weight is not None
-        if scale_x is None and scale_weight is None and out_dtype is None and group_size(group) > 1:
-            return matmul_all_reduce_norm(x, weight, bias, residual, norm_weight, eps, group, implementation)
-        y = matmul_all_reduce(
-            x, weight, group, bias=bias, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
-            implementation=implementation,
-        )  # fmt: skip
-        return add_norm(y, residual, norm_weight, eps)
-    if scale_x is not None or scale_weight is not None or out_dtype is not None:
-        check_local("x", x, group=group)
-        check_local("weight", weight, group=group)
-        check_local("bias", bias, group=group)
-        return scaled_matmul_all_reduce(
-            x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
-            implementation=implementation,
-        )  # fmt: skip
+    pair = wanted(group, residual, norm_weight, eps)
+    scaled = scale_x is not None or scale_weight is not None or out_dtype is not None
     size = group_size(group)
-    if size > 1 and is_plain(x, weight, weight if bias is None else bias):
+    if size > 1 and not scaled and pair is None and is_plain(x, weight, weight if bias is None else bias):
         state = resolve(group)
         repeated = again(state, x, weight, bias, implementation)
         return _run(state, x, weight, bias, implementation) if repeated is None else repeated
-    check_local("x", x, group=group)
-    check_local("weight", weight, group=group)
-    check_local("bias", bias, group=group)
-    if size == 1:
+    check_local(group, x=[x], weight=[weight], bias=[bias])
+    y: Tensor
+    if scaled:
+        options = ScaledReduce(group_name(group), out_dtype or torch.bfloat16, implementation)
+        y = scaled_reduction("scaled_matmul_all_reduce", x, weight, bias, scale_x, scale_weight, options)
+    elif size == 1:
         check_common("matmul_all_reduce", x, implementation)
-        return plain_linear(x, weight, bias)
-    return cast(Tensor, torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation))
+        y = plain_linear(x, weight, bias)
+    elif pair is not None:
+        return matmul_all_reduce_norm(x, weight, bias, Norm.of(*pair, eps, x.dtype), group, implementation)
+    else:
+        y = torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation)
+    return y if pair is None else add_norm(y, *pair, eps)
 
 
-@lru_cache(maxsize=256)
-def rows_layout(rows: int, group_size: int) -> Layout:
-    """Which rows each rank sums when all ranks need the whole."""
-    return Layout(1, array_split_sizes(rows, group_size), 1)
-
-
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:
-    return _run(resolve(name), x, weight, bias, implementation)
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, implementation: str) -> Tensor:
+    return _run(resolve(group_name), x, weight, bias, implementation)
 
 
 def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor:
@@ -180,7 +163,7 @@ def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implement
     return fresh(y, (*x.shape[:-1], weight.shape[0]))
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, implementation: str) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, implementation: str) -> Tensor:
     check_common("matmul_all_reduce", x, implementation)
     check_weights(x, x.shape[-1], [weight], [bias])
     return x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -192,43 +175,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    results = list(call_backward("linear_backward", ctx.sinks, dy, *ctx.saved_tensors, needs))
-    grads = [results.pop(0) if need else None for need in needs]
-    return (*grads, None, None)
-
-
-def _linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool], *, sinks: Sequence[Sink | None] | None = None
-) -> list[Tensor | None]:
-    dy2d = flat(dy)
-    results: list[Tensor | None] = []
-    if needs[0]:
-        results.append(torch.mm(dy2d, weight).view(x.shape))
-    if needs[1]:
-        results += weight_gradients([dy2d], flat(x), sinks)
-    if needs[2]:
-        results.append(dy2d.sum(0))
-    return results
-
-
-def _linear_backward_fake(dy: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> list[Tensor]:
-    results = [x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(weight.shape[0])]
-    return [result for result, need in zip(results, needs, strict=True) if need]
+    return tuple(of_linear(ctx, "linear_backward", dy, *ctx.saved_tensors))
 
 
 define(
     "matmul_all_reduce",
-    "(Tensor x, Tensor weight, Tensor? bias, str group_name, str implementation) -> Tensor",
     kernel=_kernel,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
     autocast=True,
-)
-define(
-    "linear_backward",
-    "(Tensor dy, Tensor x, Tensor weight, bool[] needs) -> Tensor[]",
-    kernel=_linear_backward,
-    fake=_linear_backward_fake,
 )

@@ -24,14 +24,25 @@ from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, group_size, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights, plain_linear
+from tpkernels.ops.checks import (
+    check_common,
+    check_dim,
+    check_local,
+    check_scatter,
+    check_shard_sizes,
+    check_weights,
+    plain_linear,
+)
+from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
+from tpkernels.ops.gradients import fake_of_linear, of_linear
 from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
-from tpkernels.ops.registration import call, call_backward, define
-from tpkernels.ops.residual_norm import add_norm, matmul_reduce_scatter_norm, wanted
-from tpkernels.ops.scaled_matmul import scaled_matmul_reduce_scatter
-from tpkernels.ops.shapes import flat, fresh, start_gather
-from tpkernels.partition import Layout, array_split_sizes
+from tpkernels.ops.options import Scatter
+from tpkernels.ops.registration import call, define
+from tpkernels.ops.residual_norm import Norm, add_norm, wanted
+from tpkernels.ops.scaled_matmul import ScaledScatter, scaled_reduction
+from tpkernels.ops.shapes import flat, fresh, scatter_layout
+from tpkernels.partition import Layout
 
 __all__ = ["matmul_reduce_scatter"]
 
@@ -125,80 +136,41 @@ def matmul_reduce_scatter(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
-    check_local("x", x, group=group)
-    check_local("weight", weight, group=group)
-    check_local("bias", bias, group=group)
-    if wanted(group, residual, norm_weight, eps):
-        assert residual is not None and norm_weight is not None
-        if scale_x is None and scale_weight is None and out_dtype is None and group_size(group) > 1:
-            return matmul_reduce_scatter_norm(
-                x, weight, bias, residual, norm_weight, eps, group, scatter_dim, shard_sizes, implementation
-            )
-        y = matmul_reduce_scatter(
-            x, weight, group, bias=bias, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
-            scatter_dim=scatter_dim, shard_sizes=shard_sizes, implementation=implementation,
-        )  # fmt: skip
-        return add_norm(y, residual, norm_weight, eps)
+    check_local(group, x=[x], weight=[weight], bias=[bias])
+    sizes = None if shard_sizes is None else list(shard_sizes)
+    pair = wanted(group, residual, norm_weight, eps)
+    y: Tensor
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
-        return scaled_matmul_reduce_scatter(
-            x, weight, bias, group, scale_x=scale_x, scale_weight=scale_weight, out_dtype=out_dtype,
-            scatter_dim=scatter_dim, shard_sizes=shard_sizes, implementation=implementation,
-        )  # fmt: skip
-    if group_size(group) == 1:
+        scaled = ScaledScatter(group_name(group), out_dtype or torch.bfloat16, scatter_dim, sizes, implementation)
+        y = scaled_reduction("scaled_matmul_reduce_scatter", x, weight, bias, scale_x, scale_weight, scaled)
+    elif group_size(group) == 1:
         check_common("matmul_reduce_scatter", x, implementation)
         dim = check_dim("scatter_dim", scatter_dim, x.dim())
         y = plain_linear(x, weight, bias)
         check_shard_sizes(shard_sizes, 1, total=y.shape[dim])
-        return y
-    return cast(
-        Tensor,
-        call(
-            "matmul_reduce_scatter",
-            x,
-            weight,
-            bias,
-            group_name(group),
-            scatter_dim,
-            None if shard_sizes is None else list(shard_sizes),
-            implementation,
-        ),
-    )
-
-
-def scatter_layout(shape: Sequence[int], dim: int, sizes: Sequence[int] | None, group_size: int) -> Layout:
-    """Layout of a whole of ``shape`` that is cut along ``dim``; without sizes as evenly as possible."""
-    return Layout.of(shape, dim, sizes if sizes is not None else array_split_sizes(shape[dim], group_size))
+    else:
+        options = Scatter(group_name(group), scatter_dim, sizes, implementation)
+        if pair is not None:
+            norm = Norm.of(*pair, eps, x.dtype)
+            normed, sums, _ = call("matmul_reduce_scatter_norm", x, weight, bias, norm, options)
+            return normed, sums
+        y = call("matmul_reduce_scatter", x, weight, bias, options)
+    return y if pair is None else add_norm(y, *pair, eps)
 
 
 def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    size: int,
-    dim: int,
-    sizes: Sequence[int] | None,
-    implementation: str,
-) -> tuple[int, Layout]:
-    check_common("matmul_reduce_scatter", x, implementation)
-    dim = check_dim("scatter_dim", dim, x.dim())
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Scatter, rank: int, size: int
+) -> tuple[list[int], Layout]:
+    """The shape of this rank's result, and the layout of the whole."""
+    check_common("matmul_reduce_scatter", x, options.implementation)
     check_weights(x, x.shape[-1], [weight], [bias])
-    product = [*x.shape[:-1], weight.shape[0]]
-    check_shard_sizes(sizes, size, total=product[dim])
-    return dim, scatter_layout(product, dim, sizes, size)
+    return check_scatter(x, weight, options.scatter_dim, options.shard_sizes, rank, size)
 
 
-def _kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    name: str,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    implementation: str,
-) -> Tensor:
-    group = resolve(name)
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, options: Scatter) -> Tensor:
+    group = resolve(options.group_name)
     try:
-        dim, layout = _check(x, weight, bias, group.size, scatter_dim, shard_sizes, implementation)
+        shape, layout = _check(x, weight, bias, options, group.rank, group.size)
     except ValueError as error:
         agreement.refuse(group, "matmul_reduce_scatter", str(error))
         raise
@@ -207,73 +179,49 @@ def _kernel(
         low, high = layout.columns(group.rank)
         bias = bias[low:high]
     arguments = MatmulReduceScatter([flat(x)], [weight.t()], layout, bias)
-    signature = Signature("matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, implementation)
-    y = cast(Tensor, calling.run(group, signature, x.shape[-1], arguments, x.device))
-    return fresh(y, _out_shape(x, weight, dim, layout, group.rank))
+    signature = Signature("matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, options.implementation)
+    return fresh(calling.run(group, signature, x.shape[-1], arguments, x.device), shape)
 
 
-def _out_shape(x: Tensor, weight: Tensor, dim: int, layout: Layout, rank: int) -> list[int]:
-    shape = [*x.shape[:-1], weight.shape[0]]
-    shape[dim] = layout.sizes[rank]
-    return shape
-
-
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    name: str,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    implementation: str,
-) -> Tensor:
-    pg = process_group(name)
-    dim, layout = _check(x, weight, bias, pg.size(), scatter_dim, shard_sizes, implementation)
-    return x.new_empty(_out_shape(x, weight, dim, layout, pg.rank()))
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, options: Scatter) -> Tensor:
+    pg = process_group(options.group_name)
+    return x.new_empty(_check(x, weight, bias, options, pg.rank(), pg.size())[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, name, scatter_dim, shard_sizes, implementation = inputs
+    x, weight, _, *options = inputs
     ctx.save_for_backward(x, weight)
-    dim = scatter_dim % x.dim()
-    total = weight.shape[0] if dim == x.dim() - 1 else x.shape[dim]
-    sizes = shard_sizes if shard_sizes is not None else list(array_split_sizes(total, process_group(name).size()))
-    ctx.settings = (name, dim, sizes, implementation)
+    ctx.options = Scatter(*options)
     ctx.sinks = [sink_of(weight)]
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    arguments = (dy, *ctx.saved_tensors, *ctx.settings, needs)
-    results = list(call_backward("matmul_reduce_scatter_backward", ctx.sinks, *arguments))
-    grads = [results.pop(0) if need else None for need in needs]
-    return (*grads, None, None, None, None)
+    return tuple(of_linear(ctx, "matmul_reduce_scatter_backward", dy, *ctx.saved_tensors, ctx.options))
 
 
 def _backward_kernel(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    name: str,
-    dim: int,
-    sizes: list[int],
-    implementation: str,
+    options: Scatter,
     needs: list[bool],
     *,
     sinks: Sequence[Sink | None] | None = None,
 ) -> list[Tensor | None]:
-    group = resolve(name)
-    layout = Layout.of(dy.shape, dim, sizes)
+    group = resolve(options.group_name)
+    product = (*x.shape[:-1], weight.shape[0])
+    layout = scatter_layout(product, options.scatter_dim, options.shard_sizes, group.size)
     dy2d = flat(dy)
     needs_x, needs_w, needs_b = needs
     results: list[Tensor | None] = []
     whole: Tensor | None = None
     if needs_x:
-        columns = sum(sizes) if layout.feature else dy2d.shape[1]
+        columns = weight.shape[0]
         arguments = AllGatherMatmul(dy2d, layout, [weight], [None], None, needs_w or needs_b)
         signature = Signature(
-            "all_gather_matmul", x.dtype, x.device.type, layout, columns, implementation, "gradient of a scatter"
-        )
+            "all_gather_matmul", x.dtype, x.device.type, layout, columns, options.implementation,
+            "gradient of a scatter",
+        )  # fmt: skip
         gathered = cast(Gathered, calling.run(group, signature, weight.shape[1], arguments, x.device))
         results.append(gathered.outs[0].view(x.shape))
         whole = gathered.whole
@@ -288,34 +236,12 @@ def _backward_kernel(
     return results
 
 
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    name: str,
-    dim: int,
-    sizes: list[int],
-    implementation: str,
-    needs: list[bool],
-) -> list[Tensor]:
-    results = [x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(weight.shape[0])]
-    return [result for result, need in zip(results, needs, strict=True) if need]
-
-
 define(
     "matmul_reduce_scatter",
-    "(Tensor x, Tensor weight, Tensor? bias, str group_name, int scatter_dim, SymInt[]? shard_sizes, "
-    "str implementation) -> Tensor",
     kernel=_kernel,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
     autocast=True,
 )
-define(
-    "matmul_reduce_scatter_backward",
-    "(Tensor dy, Tensor x, Tensor weight, str group_name, int dim, SymInt[] sizes, str implementation, "
-    "bool[] needs) -> Tensor[]",
-    kernel=_backward_kernel,
-    fake=_backward_fake,
-)
+define("matmul_reduce_scatter_backward", kernel=_backward_kernel, fake=fake_of_linear)

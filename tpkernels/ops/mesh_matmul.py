@@ -34,17 +34,19 @@ from tpkernels.errors import CommunicationError
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import check_common, check_weights
+from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
+from tpkernels.ops.gradients import of_linear
 from tpkernels.ops.main_grad import Sink, sink_of
-from tpkernels.ops.registration import call_backward, define
-from tpkernels.ops.shapes import flat, fresh, start_gather
+from tpkernels.ops.registration import define
+from tpkernels.ops.shapes import flat, fresh
 from tpkernels.partition import Layout, chunk_ranges, offsets
 
 __all__ = ["Cut"]
 
 
 class Cut(NamedTuple):
-    """Arguments of both ops behind their tensors."""
+    """What a call of either op says beside its tensors."""
 
     x_group: str
     y_group: str
@@ -244,51 +246,43 @@ def _both_axes(cut: Cut) -> Iterator[None]:
         raise
 
 
-def _both_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    cut = Cut(*arguments)
+def _both_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
     _check("gather_both_matmul", x, weight, bias, cut, cut.x_sizes[resolve(cut.x_group).rank])
     with _both_axes(cut):
         out = gather_both(flat(x), weight, bias, cut, False)[0]
     return fresh(out, (*x.shape[:-1], out.shape[1]))
 
 
-def _both_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[1 - Cut(*arguments).w_dim])
+def _both_fake(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[1 - cut.w_dim])
 
 
-def _scatter_kernel(u: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    cut = Cut(*arguments)
-    _check("gather_matmul_scatter", u, weight, bias, cut, weight.shape[1 - cut.w_dim])
+def _scatter_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    _check("gather_matmul_scatter", x, weight, bias, cut, weight.shape[1 - cut.w_dim])
     with _both_axes(cut):
-        out = gather_and_scatter(flat(u), weight, bias, cut)
-    return fresh(out, (*u.shape[:-1], out.shape[1]))
+        out = gather_and_scatter(flat(x), weight, bias, cut)
+    return fresh(out, (*x.shape[:-1], out.shape[1]))
 
 
-def _scatter_fake(u: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    cut = Cut(*arguments)
-    return u.new_empty(*u.shape[:-1], cut.x_sizes[process_group(cut.x_group).rank()])
+def _scatter_fake(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    return x.new_empty(*x.shape[:-1], cut.x_sizes[process_group(cut.x_group).rank()])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, *ctx.arguments = inputs
+    x, weight, _, *cut = inputs
     ctx.save_for_backward(x, weight)
+    ctx.cut = Cut(*cut)
     ctx.sinks = [sink_of(weight)]
 
 
 def _backward(op: str) -> Callable[..., tuple[Any, ...]]:
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        needs = list(ctx.needs_input_grad[:3])
-        results = list(call_backward(op, ctx.sinks, dout, *ctx.saved_tensors, *ctx.arguments, needs))
-        grads = [results.pop(0) if need else None for need in needs]
-        return (*grads, *(None for _ in ctx.arguments))
-
-    return backward
+    return lambda ctx, dout: tuple(of_linear(ctx, op, dout, *ctx.saved_tensors, ctx.cut))
 
 
 def _both_backward(
-    dout: Tensor, x: Tensor, weight: Tensor, *arguments: Any, sinks: Sequence[Sink | None] = (None,)
+    dout: Tensor, x: Tensor, weight: Tensor, cut: Cut, needs: list[bool], *, sinks: Sequence[Sink | None] = (None,)
 ) -> list[Tensor | None]:
-    cut, (needs_x, needs_w, needs_b) = Cut(*arguments[:-1]), arguments[-1]
+    needs_x, needs_w, needs_b = needs
     dz, x2d, x_group = flat(dout), flat(x), resolve(cut.x_group)
     pending: Callable[[], Tensor] = lambda: x2d  # noqa: E731
     results: list[Tensor | None] = []
@@ -304,47 +298,40 @@ def _both_backward(
 
 
 def _scatter_backward(
-    dout: Tensor, u: Tensor, weight: Tensor, *arguments: Any, sinks: Sequence[Sink | None] = (None,)
+    dout: Tensor, x: Tensor, weight: Tensor, cut: Cut, needs: list[bool], *, sinks: Sequence[Sink | None] = (None,)
 ) -> list[Tensor | None]:
-    cut, (needs_u, needs_w, needs_b) = Cut(*arguments[:-1]), arguments[-1]
-    dz, u2d, x_group = flat(dout), flat(u), resolve(cut.x_group)
+    needs_x, needs_w, needs_b = needs
+    dz, x2d, x_group = flat(dout), flat(x), resolve(cut.x_group)
     results: list[Tensor | None] = []
     whole = dz
     with _both_axes(cut):
-        if needs_u:
-            du, whole = gather_both(dz, weight, None, cut, needs_w)
-            results.append(du.view(u.shape))
+        if needs_x:
+            dx, whole = gather_both(dz, weight, None, cut, needs_w)
+            results.append(dx.view(x.shape))
         elif needs_w and x_group.size > 1:
             whole = start_gather(x_group, dz, cut.layout(dz.shape[0]), "auto")()
         if needs_w:
-            rows, columns = (whole, u2d) if cut.w_dim == 0 else (u2d, whole)
+            rows, columns = (whole, x2d) if cut.w_dim == 0 else (x2d, whole)
             results.append(weight_gradient(rows, columns, cut, sinks[0]))
     return [*results, dz.sum(0)] if needs_b else results
 
 
-def _backward_fake(dout: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward_fake(dout: Tensor, x: Tensor, weight: Tensor, cut: Cut, needs: list[bool]) -> list[Tensor]:
     results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x, weight)]
     results.append(x.new_empty(dout.shape[-1]))
-    return [result for result, need in zip(results, arguments[-1], strict=True) if need]
+    return [result for result, need in zip(results, needs, strict=True) if need]
 
 
-_CUT = "str x_group, str y_group, int w_dim, SymInt[] x_sizes, SymInt[] y_sizes, int num_slices, str implementation"
 for _op, _forward, _fake, _gradient in (
     ("gather_both_matmul", _both_kernel, _both_fake, _both_backward),
     ("gather_matmul_scatter", _scatter_kernel, _scatter_fake, _scatter_backward),
 ):
     define(
         _op,
-        f"(Tensor x, Tensor weight, Tensor? bias, {_CUT}) -> Tensor",
         kernel=_forward,
         fake=_fake,
         backward=_backward(f"{_op}_backward"),
         setup_context=_setup_context,
         autocast=True,
     )
-    define(
-        f"{_op}_backward",
-        f"(Tensor dout, Tensor x, Tensor weight, {_CUT}, bool[] needs) -> Tensor[]",
-        kernel=_gradient,
-        fake=_backward_fake,
-    )
+    define(f"{_op}_backward", kernel=_gradient, fake=_backward_fake)

@@ -1,7 +1,7 @@
 """Registration of ops in ``torch.ops.tpkernels``: schemas, kernels, shapes under compile, gradients, autocast.
 
 What an op takes is said once, by its kernel's annotations.  A parameter whose type is a NamedTuple stands for that
-many arguments of the op, one per field: the kernel, the fake and the context of the gradient are given the tuple.
+many arguments of the op, one per field; the kernel and the fake are given the tuple.
 
 Ops are functional (no input is written, no output shares memory with an input), take local tensors and a group's name,
 and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Under autocast the ops with a GEMM
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,8 +68,8 @@ def define(
     if backward is None:
         torch.library.register_autograd(qualified, _no_double_backward(name), lib=_LIBRARY)
     else:
-        setup = None if setup_context is None else arguments.packed_setup(setup_context)
-        torch.library.register_autograd(qualified, arguments.padded(backward), setup_context=setup, lib=_LIBRARY)
+        padded = arguments.padded(backward)
+        torch.library.register_autograd(qualified, padded, setup_context=setup_context, lib=_LIBRARY)
     for device, key in _AUTOCAST_KEYS.items():
         _LIBRARY.impl(name, _autocast_kernel(name, device, key, autocast), key)
 
@@ -81,17 +81,18 @@ class _Arguments(NamedTuple):
     tuples: list[tuple[slice, type[Any]]]
     """The last one first: to pack it moves none of those before it."""
 
-    def pack(self, flat: Iterable[Any]) -> list[Any]:
-        packed = list(flat)
-        for place, kind in self.tuples:
-            packed[place] = (kind(*packed[place]),)
-        return packed
-
     def packed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return (lambda *flat: function(*self.pack(flat))) if self.tuples else function
+        """``function``, which takes NamedTuples, for the op's arguments."""
+        if not self.tuples:
+            return function
 
-    def packed_setup(self, setup: Callable[..., None]) -> Callable[..., None]:
-        return lambda ctx, inputs, output: setup(ctx, self.pack(inputs), output)
+        def packed(*flat: Any) -> Any:
+            args = list(flat)
+            for place, kind in self.tuples:
+                args[place] = (tuple.__new__(kind, args[place]),)
+            return function(*args)
+
+        return packed
 
     def padded(self, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
         def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -120,7 +121,7 @@ def _arguments(kernel: Callable[..., Any]) -> _Arguments:
 def _schema(kernel: Callable[..., Any], arguments: _Arguments) -> str:
     """As torch infers it, except that a number is no size: only lists of numbers may have symbols in them."""
     returned = typing.get_type_hints(kernel)["return"]
-    if returned == list[Tensor | None]:  # None only where a gradient went to a sink, and then nobody asked for the op
+    if returned == list[Tensor | None]:  # None: this gradient went to a sink, and the kernel was called directly
         returned = list[Tensor]
 
     def prototype() -> None: ...
@@ -134,11 +135,15 @@ def call(name: str, *args: Any) -> Any:
 
     ``args``: those of the kernel, NamedTuples among them.
     """
-    flat = _flat(args)
-    tensors = [arg for arg in flat if isinstance(arg, Tensor)]
-    for arg in flat:
-        if isinstance(arg, list) and arg and isinstance(arg[0], Tensor):
-            tensors += arg
+    flat: list[Any] = []
+    tensors: list[Tensor] = []
+    for arg in args:
+        for one in arg if isinstance(arg, tuple) else (arg,):
+            flat.append(one)
+            if isinstance(one, Tensor):
+                tensors.append(one)
+            elif isinstance(one, list) and one and isinstance(one[0], Tensor):
+                tensors += one
     if not is_plain(*tensors):
         return getattr(torch.ops.tpkernels, name)(*flat)
     return _KERNELS[name](*args)
@@ -148,17 +153,8 @@ def call_backward(name: str, sinks: Sequence[Any], *args: Any) -> Any:
     """``torch.ops.tpkernels.<name>``; its kernel if weight gradients go to ``sinks``, as no schema can say."""
     if any(sinks):
         return _KERNELS[name](*args, sinks=sinks)
-    return getattr(torch.ops.tpkernels, name)(*_flat(args))
-
-
-def _flat(args: Iterable[Any]) -> list[Any]:
-    flat: list[Any] = []
-    for arg in args:
-        if isinstance(arg, tuple):
-            flat += arg
-        else:
-            flat.append(arg)
-    return flat
+    flat = [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
+    return getattr(torch.ops.tpkernels, name)(*flat)
 
 
 def is_plain(*tensors: object) -> bool:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -33,73 +33,99 @@ from tpkernels.comm import agreement, residual_norm
 from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
-from tpkernels.ops.checks import check_common, check_dim, check_local, check_shard_sizes, check_weights
+from tpkernels.ops.checks import check_common, check_local, check_scatter, check_weights
 from tpkernels.ops.contract import AllReduce, MatmulAllReduce, MatmulReduceScatter, ResidualNorm
+from tpkernels.ops.gradients import of_linear
 from tpkernels.ops.main_grad import sink_of
-from tpkernels.ops.registration import call, call_backward, define, is_plain
+from tpkernels.ops.options import Scatter
+from tpkernels.ops.registration import call, define, is_plain
 from tpkernels.ops.repeated import again, remember
-from tpkernels.ops.shapes import flat, fresh
-from tpkernels.partition import Layout, array_split_sizes
+from tpkernels.ops.shapes import flat, fresh, rows_layout
+from tpkernels.partition import Layout
 
-__all__ = ["add_norm", "matmul_all_reduce_norm", "matmul_reduce_scatter_norm", "wanted"]
+__all__ = ["Norm", "add_norm", "matmul_all_reduce_norm", "wanted"]
 
 
-def wanted(group: GroupLike, residual: Tensor | None, norm_weight: Tensor | None, eps: float | None) -> bool:
-    """Whether a call is one of these; a residual and the weight of the norm go together."""
+class Norm(NamedTuple):
+    """What follows the sum: arguments of the ops of this file."""
+
+    residual: Tensor
+    norm_weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, residual: Tensor, norm_weight: Tensor, eps: float | None, dtype: torch.dtype) -> Self:
+        """``dtype``: of what is normalised; without eps as ``F.rms_norm`` has it."""
+        if eps is None and dtype.is_floating_point:
+            eps = torch.finfo(dtype).eps
+        return cls(residual, norm_weight, float(eps or 0.0))
+
+    def check(self, shape: Sequence[int], like: Tensor) -> None:
+        """``shape``: of the sum on this rank; ``like`` has its dtype and device."""
+        if self.residual.shape != torch.Size(shape):
+            raise ValueError(
+                f"residual must have the shape of the result {tuple(shape)}, got {tuple(self.residual.shape)}"
+            )
+        if self.norm_weight.shape != torch.Size(shape[-1:]):
+            raise ValueError(f"norm_weight must have shape ({shape[-1]},), got {tuple(self.norm_weight.shape)}")
+        if not (math.isfinite(self.eps) and self.eps >= 0):
+            raise ValueError(f"eps ({self.eps}) must be a finite number, at least 0")
+        for name, tensor in (("residual", self.residual), ("norm_weight", self.norm_weight)):
+            if tensor.dtype != like.dtype:
+                raise ValueError(
+                    f"{name} must have the dtype of the product ({like.dtype}; under autocast the autocast dtype), got "
+                    f"{tensor.dtype}: cast it, or add and normalise the result of a call without residual yourself"
+                )
+            if tensor.device != like.device:
+                raise ValueError(f"{name} must be on the device of x ({like.device}), got {tensor.device}")
+
+    def tail(self) -> ResidualNorm:
+        return ResidualNorm(flat(self.residual), self.norm_weight.contiguous(), self.eps)
+
+    def detail(self) -> str:
+        """What the ranks must have in common."""
+        return f"then residual and RMS norm, eps={self.eps!r}, by {residual_norm.who(self.residual.device)}"
+
+
+def wanted(
+    group: GroupLike, residual: Tensor | None, norm_weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """The residual and the weight of the norm, which go together; None for a call without."""
     if residual is None and norm_weight is None and eps is None:
-        return False
+        return None
     if residual is None or norm_weight is None:
         missing = "residual" if residual is None else "norm_weight"
         reason = f"residual and norm_weight go together (and eps, if given, with them), got no {missing}"
         agreement.refuse(resolve(group), "a call", reason)
         raise ValueError(reason)
-    check_local("residual", residual, group=group)
-    check_local("norm_weight", norm_weight, group=group)
-    return True
+    check_local(group, residual=[residual], norm_weight=[norm_weight])
+    return residual, norm_weight
 
 
 def add_norm(y: Tensor, residual: Tensor, norm_weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """(normed, sums) of a y that exists."""
-    _check_norm(y.shape, y, residual, norm_weight, eps)
-    normed, sums, _ = call("add_norm", y, residual, norm_weight, _eps(eps, y.dtype))
+    norm = Norm.of(residual, norm_weight, eps, y.dtype)
+    norm.check(y.shape, y)
+    normed, sums, _ = call("add_norm", y, norm)
     return normed, sums
 
 
 def matmul_all_reduce_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float | None,
-    group: GroupLike,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, group: GroupLike, implementation: str
 ) -> tuple[Tensor, Tensor]:
-    check_local("x", x, group=group)
-    check_local("weight", weight, group=group)
-    check_local("bias", bias, group=group)
-    if is_plain(x, weight, weight if bias is None else bias, residual, norm_weight):
-        found = _again(resolve(group), x, weight, bias, residual, norm_weight, _eps(eps, x.dtype), implementation)
-        if found is not None:
-            return found
-    normed, sums, _ = call(
-        "matmul_all_reduce_norm", x, weight, bias, residual, norm_weight, _eps(eps, x.dtype), group_name(group),
-        implementation,
-    )  # fmt: skip
+    if is_plain(x, weight, weight if bias is None else bias, norm.residual, norm.norm_weight):
+        found = _again(resolve(group), x, weight, bias, norm, implementation)
+        return found or _reduce_kernel(x, weight, bias, norm, group_name(group), implementation)[:2]
+    op = torch.ops.tpkernels.matmul_all_reduce_norm
+    normed, sums, _ = op(x, weight, bias, *norm, group_name(group), implementation)
     return normed, sums
 
 
 def _again(
-    group: Group,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    implementation: str,
+    group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, implementation: str
 ) -> tuple[Tensor, Tensor] | None:
     """The op like an earlier small call (:mod:`tpkernels.ops.repeated`); None where this is none."""
+    residual, norm_weight, eps = norm
     for given in (residual, norm_weight):
         if given.dtype is not x.dtype or not given.is_cpu or not given.is_contiguous():
             return None
@@ -113,63 +139,16 @@ def _again(
     return fresh(tail.normed, sums.shape), sums
 
 
-def matmul_reduce_scatter_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float | None,
-    group: GroupLike,
-    scatter_dim: int,
-    shard_sizes: Sequence[int] | None,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    normed, sums, _ = call(
-        "matmul_reduce_scatter_norm", x, weight, bias, residual, norm_weight, _eps(eps, x.dtype), group_name(group),
-        scatter_dim, None if shard_sizes is None else list(shard_sizes), implementation,
-    )  # fmt: skip
-    return normed, sums
-
-
-def _eps(eps: float | None, dtype: torch.dtype) -> float:
-    """As ``F.rms_norm`` does without one."""
-    return torch.finfo(dtype).eps if eps is None and dtype.is_floating_point else float(eps or 0.0)
-
-
-def _check_norm(shape: Sequence[int], like: Tensor, residual: Tensor, norm_weight: Tensor, eps: float | None) -> None:
-    """``shape``: of the sum on this rank; ``like`` has its dtype and device."""
-    if residual.shape != torch.Size(shape):
-        raise ValueError(f"residual must have the shape of the result {tuple(shape)}, got {tuple(residual.shape)}")
-    if norm_weight.shape != torch.Size(shape[-1:]):
-        raise ValueError(f"norm_weight must have shape ({shape[-1]},), got {tuple(norm_weight.shape)}")
-    if eps is not None and not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps ({eps}) must be a finite number, at least 0")
-    for name, tensor in (("residual", residual), ("norm_weight", norm_weight)):
-        if tensor.dtype != like.dtype:
-            raise ValueError(
-                f"{name} must have the dtype of the product ({like.dtype}; under autocast the autocast dtype), got "
-                f"{tensor.dtype}: cast it, or add and normalise the result of a call without residual yourself"
-            )
-        if tensor.device != like.device:
-            raise ValueError(f"{name} must be on the device of x ({like.device}), got {tensor.device}")
-
-
-def _detail(x: Tensor, eps: float) -> str:
-    return f"then residual and RMS norm, eps={eps!r}, by {residual_norm.who(x.device)}"
-
-
 # --- y exists ---------------------------------------------------------------------------------------------------------
 
 
-def _add_norm_kernel(y: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    sums = flat(y.clone(memory_format=torch.contiguous_format))
-    tail = ResidualNorm(flat(residual), norm_weight.contiguous(), eps)
+def _add_norm_kernel(y: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    sums, tail = flat(y.clone(memory_format=torch.contiguous_format)), norm.tail()
     tail.fill(sums, 0)
     return _results(tail, sums, y.shape)
 
 
-def _add_norm_fake(y: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _add_norm_fake(y: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_results(y, y.shape)
 
 
@@ -184,39 +163,39 @@ def _fake_results(like: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, T
 
 
 def _setup_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, sums, scales = output
-    ctx.save_for_backward(sums, scales, inputs[2])
+    (_, _, norm_weight, _), (_, sums, scales) = inputs, output
+    ctx.save_for_backward(sums, scales, norm_weight)
     ctx.mark_non_differentiable(scales)
     ctx.set_materialize_grads(False)
 
 
 def _add_norm_backward(ctx: Any, dn: Tensor | None, dr: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     if dn is None and dr is None:
-        return None, None, None, None
+        return ()
     d, dweight = torch.ops.tpkernels.add_norm_backward(dn, dr, *ctx.saved_tensors, None)
-    return d, d, dweight, None
+    return d, d, dweight
 
 
 def _norm_backward_kernel(
-    dn: Tensor | None, dr: Tensor | None, sums: Tensor, scales: Tensor, norm_weight: Tensor, name: str | None
+    dn: Tensor | None, dr: Tensor | None, sums: Tensor, scales: Tensor, norm_weight: Tensor, group_name: str | None
 ) -> tuple[Tensor, Tensor]:
-    """``name``: of the group over which the weight's gradient is summed."""
+    """``group_name``: of the group over which the weight's gradient is summed."""
     d, dweight = residual_norm.backward(
         None if dn is None else flat(dn), None if dr is None else flat(dr), flat(sums), scales,
         norm_weight.contiguous(),
     )  # fmt: skip
-    if name is not None:
-        group, whole = resolve(name), dweight.view(1, -1)
-        layout = Layout(1, array_split_sizes(1, group.size), 1)
+    if group_name is not None:
+        group, whole = resolve(group_name), dweight.view(1, -1)
         signature = Signature(
-            "all_reduce", whole.dtype, whole.device.type, layout, whole.shape[1], "auto", "gradient of a norm's weight"
-        )
+            "all_reduce", whole.dtype, whole.device.type, rows_layout(1, group.size), whole.shape[1], "auto",
+            "gradient of a norm's weight",
+        )  # fmt: skip
         dweight = cast(Tensor, calling.run(group, signature, 0, AllReduce(whole), whole.device)).view(-1)
     return fresh(d, sums.shape), fresh(dweight.to(norm_weight.dtype), norm_weight.shape)
 
 
 def _norm_backward_fake(
-    dn: Tensor | None, dr: Tensor | None, sums: Tensor, scales: Tensor, norm_weight: Tensor, name: str | None
+    dn: Tensor | None, dr: Tensor | None, sums: Tensor, scales: Tensor, norm_weight: Tensor, group_name: str | None
 ) -> tuple[Tensor, Tensor]:
     return sums.new_empty(sums.shape), norm_weight.new_empty(norm_weight.shape)
 
@@ -225,74 +204,52 @@ def _norm_backward_fake(
 
 
 def _reduce_kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    name: str,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, group_name: str, implementation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = resolve(name)
+    group = resolve(group_name)
     facts = (
-        calling.facts_of("matmul_all_reduce_norm", implementation, x, weight, bias, residual, norm_weight), eps
-    )  # fmt: skip
+        calling.facts_of("matmul_all_reduce_norm", implementation, x, weight, bias, norm.residual, norm.norm_weight),
+        norm.eps,
+    )
     known = group.checked.get(facts)
     if known is None:
         try:
-            shape = _check_reduce(x, weight, bias, residual, norm_weight, eps, implementation)
+            shape = _check_reduce(x, weight, bias, norm, implementation)
         except ValueError as error:
             agreement.refuse(group, "matmul_all_reduce", str(error))
             raise
-        layout = Layout(1, array_split_sizes(shape[:-1].numel(), group.size), 1)
+        layout = rows_layout(shape[:-1].numel(), group.size)
         known = group.checked[facts] = calling.Known(
             Signature(
-                "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation, _detail(x, eps)
+                "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation, norm.detail()
             )
         )
-    tail = ResidualNorm(flat(residual), norm_weight.contiguous(), eps)
+    tail = norm.tail()
     arguments = MatmulAllReduce([flat(x)], [weight.t()], bias, tail=tail)
     first = known.plan is None
     sums: Tensor = calling.run_known(group, known, x.shape[-1], arguments, x.device)
     if first:
-        remember(group, known, arguments, x, weight, implementation, eps)
-    return _results(tail, sums, residual.shape)
+        remember(group, known, arguments, x, weight, implementation, norm.eps)
+    return _results(tail, sums, norm.residual.shape)
 
 
-def _check_reduce(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    implementation: str,
-) -> torch.Size:
+def _check_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, implementation: str) -> torch.Size:
     """The shape of the result."""
     check_common("matmul_all_reduce", x, implementation)
     check_weights(x, x.shape[-1], [weight], [bias])
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    _check_norm(shape, x, residual, norm_weight, eps)
+    norm.check(shape, x)
     return shape
 
 
 def _reduce_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    name: str,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, group_name: str, implementation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_results(x, _check_reduce(x, weight, bias, residual, norm_weight, eps, implementation))
+    return _fake_results(x, _check_reduce(x, weight, bias, norm, implementation))
 
 
-def _setup_reduce(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, _, _, norm_weight = inputs[:5]
-    _, sums, scales = output
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    (x, weight, _, _, norm_weight, _, *ctx.options), (_, sums, scales) = inputs, output
     ctx.save_for_backward(x, weight, sums, scales, norm_weight)
     ctx.mark_non_differentiable(scales)
     ctx.set_materialize_grads(False)
@@ -301,147 +258,84 @@ def _setup_reduce(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _reduce_backward(ctx: Any, dn: Tensor | None, dr: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     if dn is None and dr is None:
-        return (None,) * 8
+        return ()
     x, weight, *saved = ctx.saved_tensors
     d, dweight = torch.ops.tpkernels.add_norm_backward(dn, dr, *saved, None)
-    needs = list(ctx.needs_input_grad[:3])
-    results = list(call_backward("linear_backward", ctx.sinks, d, x, weight, needs)) if any(needs) else []
-    grads = [results.pop(0) if need else None for need in needs]
-    return (*grads, d, dweight, None, None, None)
+    return *of_linear(ctx, "linear_backward", d, x, weight), d, dweight
 
 
 # --- the sum is scattered ---------------------------------------------------------------------------------------------
 
 
 def _scatter_kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    name: str,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, options: Scatter
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = resolve(name)
+    group = resolve(options.group_name)
     try:
-        _, layout = _check_scatter(
-            (group.rank, group.size), x, weight, bias, residual, norm_weight, eps, scatter_dim, shard_sizes,
-            implementation,
-        )  # fmt: skip
+        _, layout = _check_scatter(x, weight, bias, norm, options, group.rank, group.size)
     except ValueError as error:
         agreement.refuse(group, "matmul_reduce_scatter", str(error))
         raise
-    tail = ResidualNorm(flat(residual), norm_weight.contiguous(), eps)
+    tail = norm.tail()
     arguments = MatmulReduceScatter([flat(x)], [weight.t()], layout, bias, tail=tail)
     signature = Signature(
-        "matmul_reduce_scatter", x.dtype, x.device.type, layout, weight.shape[0], implementation, _detail(x, eps)
+        "matmul_reduce_scatter", x.dtype, x.device.type, layout, weight.shape[0], options.implementation, norm.detail()
     )
     sums: Tensor = calling.run(group, signature, x.shape[-1], arguments, x.device)
-    return _results(tail, sums, residual.shape)
+    return _results(tail, sums, norm.residual.shape)
 
 
 def _check_scatter(
-    place: tuple[int, int],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    scatter_dim: int,
-    shard_sizes: Sequence[int] | None,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, options: Scatter, rank: int, size: int
 ) -> tuple[list[int], Layout]:
-    """The shape of this rank's result, and the layout of the whole; ``place``: the rank, and how many there are."""
-    check_common("matmul_reduce_scatter", x, implementation)
-    dim = check_dim("scatter_dim", scatter_dim, x.dim())
-    if dim == x.dim() - 1:
-        raise ValueError(f"scatter_dim ({scatter_dim}) must not be the features: a norm needs whole rows")
+    """The shape of this rank's result, and the layout of the whole."""
+    check_common("matmul_reduce_scatter", x, options.implementation)
     check_weights(x, x.shape[-1], [weight], [bias])
-    rank, size = place
-    check_shard_sizes(shard_sizes, size, total=x.shape[dim])
-    shape = [*x.shape[:-1], weight.shape[0]]
-    layout = Layout.of(shape, dim, shard_sizes if shard_sizes is not None else array_split_sizes(shape[dim], size))
-    shape[dim] = layout.sizes[rank]
-    _check_norm(shape, x, residual, norm_weight, eps)
+    shape, layout = check_scatter(x, weight, options.scatter_dim, options.shard_sizes, rank, size)
+    if layout.feature:
+        raise ValueError(f"scatter_dim ({options.scatter_dim}) must not be the features: a norm needs whole rows")
+    norm.check(shape, x)
     return shape, layout
 
 
 def _scatter_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    name: str,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, options: Scatter
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pg = process_group(name)
-    shape, _ = _check_scatter(
-        (pg.rank(), pg.size()), x, weight, bias, residual, norm_weight, eps, scatter_dim, shard_sizes, implementation
-    )
-    return _fake_results(x, shape)
-
-
-def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _setup_reduce(ctx, inputs, output)
-    x, _, _, _, _, _, name, scatter_dim, shard_sizes, implementation = inputs
-    dim = scatter_dim % x.dim()
-    sizes = shard_sizes if shard_sizes is not None else array_split_sizes(x.shape[dim], process_group(name).size())
-    ctx.settings = (name, dim, list(sizes), implementation)
+    pg = process_group(options.group_name)
+    return _fake_results(x, _check_scatter(x, weight, bias, norm, options, pg.rank(), pg.size())[0])
 
 
 def _scatter_backward(ctx: Any, dn: Tensor | None, dr: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     x, weight, sums, scales, norm_weight = ctx.saved_tensors
+    options = Scatter(*ctx.options)
     # A rank whose rows nobody needs takes part all the same: the others gather its gradient.
     dn = torch.zeros_like(sums) if dn is None and dr is None else dn
-    name = ctx.settings[0] if ctx.needs_input_grad[4] else None
+    name = options.group_name if ctx.needs_input_grad[4] else None
     d, dweight = torch.ops.tpkernels.add_norm_backward(dn, dr, sums, scales, norm_weight, name)
-    needs = list(ctx.needs_input_grad[:3])
-    results: list[Tensor] = []
-    if any(needs):
-        arguments = (d, x, weight, *ctx.settings, needs)
-        results = list(call_backward("matmul_reduce_scatter_backward", ctx.sinks, *arguments))
-    grads = [results.pop(0) if need else None for need in needs]
-    return (*grads, d, dweight, None, None, None, None, None)
+    return *of_linear(ctx, "matmul_reduce_scatter_backward", d, x, weight, options), d, dweight
 
 
-_OPERANDS = "Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, float eps, str group_name,"
 define(
     "add_norm",
-    "(Tensor y, Tensor residual, Tensor norm_weight, float eps) -> (Tensor, Tensor, Tensor)",
     kernel=_add_norm_kernel,
     fake=_add_norm_fake,
     backward=_add_norm_backward,
     setup_context=_setup_add_norm,
 )
-define(
-    "add_norm_backward",
-    "(Tensor? dn, Tensor? dr, Tensor sums, Tensor scales, Tensor norm_weight, str? group_name) -> (Tensor, Tensor)",
-    kernel=_norm_backward_kernel,
-    fake=_norm_backward_fake,
-)
+define("add_norm_backward", kernel=_norm_backward_kernel, fake=_norm_backward_fake)
 define(
     "matmul_all_reduce_norm",
-    f"({_OPERANDS} str implementation) -> (Tensor, Tensor, Tensor)",
     kernel=_reduce_kernel,
     fake=_reduce_fake,
     backward=_reduce_backward,
-    setup_context=_setup_reduce,
+    setup_context=_setup_context,
     autocast=3,
 )
 define(
     "matmul_reduce_scatter_norm",
-    f"({_OPERANDS} int scatter_dim, SymInt[]? shard_sizes, str implementation) -> (Tensor, Tensor, Tensor)",
     kernel=_scatter_kernel,
     fake=_scatter_fake,
     backward=_scatter_backward,
-    setup_context=_setup_scatter,
+    setup_context=_setup_context,
     autocast=3,
 )

@@ -20,110 +20,103 @@ Names of arguments after ``torch._scaled_mm`` and ``torch.ops.symm_mem.fused_all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from tpkernels import fp8
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import process_group, resolve
 from tpkernels.fp8 import Scaled
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature
 from tpkernels.ops.checks import (
     check_common,
-    check_dim,
     check_gate,
+    check_gather,
     check_local,
     check_out_dtype,
     check_scales,
-    check_shard_sizes,
+    check_scatter,
     check_weights,
 )
 from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.ops.registration import call, define, wants_grad
-from tpkernels.ops.shapes import flat, fresh, gather_layout, gathered_shape, pack_biases, unpack_biases
-from tpkernels.partition import Layout, array_split_sizes
+from tpkernels.ops.shapes import flat, fresh, pack_biases, rows_layout, unpack_biases
+from tpkernels.partition import Layout
 
-__all__ = ["all_gather_scaled_matmul", "scaled_matmul_all_reduce", "scaled_matmul_reduce_scatter"]
+__all__ = ["ScaledGather", "ScaledReduce", "ScaledScatter", "all_gather_scaled_matmul", "scaled_reduction"]
 
 _NO_GRADIENT = "a call with fp8 operands has no gradient"
+
+
+class ScaledGather(NamedTuple):
+    """What a call of ``all_gather_scaled_matmul`` says beside its tensors."""
+
+    group_name: str
+    out_dtype: torch.dtype
+    activation: str | None
+    gather_dim: int
+    shard_sizes: list[int] | None
+    keep_gathered: bool
+    implementation: str
+
+
+class ScaledScatter(NamedTuple):
+    """What a call of ``scaled_matmul_reduce_scatter`` says beside its tensors."""
+
+    group_name: str
+    out_dtype: torch.dtype
+    scatter_dim: int
+    shard_sizes: list[int] | None
+    implementation: str
+
+
+class ScaledReduce(NamedTuple):
+    """What a call of ``scaled_matmul_all_reduce`` says beside its tensors."""
+
+    group_name: str
+    out_dtype: torch.dtype
+    implementation: str
 
 
 def all_gather_scaled_matmul(
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
-    group: GroupLike,
-    *,
     scale_x: Tensor | None,
     scale_weight: Tensor | Sequence[Tensor] | None,
-    out_dtype: torch.dtype | None,
-    activation: str | None,
-    gather_dim: int,
-    shard_sizes: Sequence[int] | None,
-    return_gathered: bool,
-    implementation: str,
+    options: ScaledGather,
 ) -> list[Tensor]:
-    """One output per weight, or one of a gated pair; with ``return_gathered`` the gathered x and its scales behind."""
+    """One output per weight, or one of a gated pair; with ``keep_gathered`` the gathered x and its scales behind."""
     scales = [scale_weight] if isinstance(scale_weight, Tensor) else list(scale_weight or ())
-    given_x, given_weights = _admit(group, scale_x, scales, x, *weights, *biases)
-    outputs: list[Tensor] = call(
-        "all_gather_scaled_matmul", x, weights, pack_biases(biases, x), given_x, given_weights,
-        group_name(process_group(group)), out_dtype or torch.bfloat16, activation, gather_dim,
-        None if shard_sizes is None else list(shard_sizes), return_gathered, implementation,
-    )  # fmt: skip
+    given_x, given_weights = _admit(options.group_name, scale_x, scales, x, *weights, *biases)
+    operands = _Several(x, weights, pack_biases(biases, x), given_x, given_weights)
+    outputs: list[Tensor] = call("all_gather_scaled_matmul", operands, options)
     return outputs
 
 
-def scaled_matmul_reduce_scatter(
+def scaled_reduction(
+    op: str,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    group: GroupLike,
-    *,
     scale_x: Tensor | None,
     scale_weight: Tensor | None,
-    out_dtype: torch.dtype | None,
-    scatter_dim: int,
-    shard_sizes: Sequence[int] | None,
-    implementation: str,
+    options: ScaledScatter | ScaledReduce,
 ) -> Tensor:
-    given_x, given_weight = _admit(group, scale_x, [scale_weight], x, weight, bias)
-    sizes = None if shard_sizes is None else list(shard_sizes)
-    y: Tensor = call(
-        "scaled_matmul_reduce_scatter", x, weight, bias, given_x, *given_weight, group_name(process_group(group)),
-        out_dtype or torch.bfloat16, scatter_dim, sizes, implementation,
-    )  # fmt: skip
-    return y
-
-
-def scaled_matmul_all_reduce(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: GroupLike,
-    *,
-    scale_x: Tensor | None,
-    scale_weight: Tensor | None,
-    out_dtype: torch.dtype | None,
-    implementation: str,
-) -> Tensor:
-    given_x, given_weight = _admit(group, scale_x, [scale_weight], x, weight, bias)
-    y: Tensor = call(
-        "scaled_matmul_all_reduce", x, weight, bias, given_x, *given_weight, group_name(process_group(group)),
-        out_dtype or torch.bfloat16, implementation,
-    )  # fmt: skip
+    """``op``: that of the options."""
+    given_x, given_weight = _admit(options.group_name, scale_x, [scale_weight], x, weight, bias)
+    y: Tensor = call(op, _Operands(x, weight, bias, given_x, *given_weight), options)
     return y
 
 
 def _admit(
-    group: GroupLike, scale_x: Tensor | None, scale_weights: Sequence[Tensor | None], *operands: Tensor | None
+    group_name: str, scale_x: Tensor | None, scale_weights: Sequence[Tensor | None], *operands: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """The scales, all of which must be there, be local, and like the operands have no use for a gradient."""
-    check_local("scale_x", scale_x, group=group)
-    check_local("scale_weight", *scale_weights, group=group)
+    check_local(group_name, scale_x=[scale_x], scale_weight=scale_weights)
     missing = [
         name
         for name, scales in (("scale_x", [scale_x]), ("scale_weight", scale_weights))
@@ -138,27 +131,9 @@ def _admit(
             "one: call it under torch.no_grad(), or quantise inside of a torch.autograd.Function of yours"
         )
     if reason is not None:
-        agreement.refuse(resolve(group), "a call with fp8 operands", reason)
+        agreement.refuse(resolve(group_name), "a call with fp8 operands", reason)
         raise ValueError(reason)
     return cast(Tensor, scale_x), [cast(Tensor, scale) for scale in scale_weights]
-
-
-def _check(
-    op: str,
-    x: Tensor,
-    k: int | None,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scale_x: Tensor,
-    scale_weights: Sequence[Tensor],
-    out_dtype: torch.dtype,
-    implementation: str,
-    activation: str | None = None,
-) -> None:
-    check_common(op, x, implementation, activation, scaled=True)
-    check_out_dtype(out_dtype)
-    check_weights(x, x.shape[-1] if k is None else k, weights, biases, out_dtype=out_dtype)
-    check_scales(x, weights, scale_x, scale_weights)
 
 
 def _matrix(weight: Tensor, scale: Tensor) -> Scaled:
@@ -168,54 +143,35 @@ def _matrix(weight: Tensor, scale: Tensor) -> Scaled:
 # --- all-gather -------------------------------------------------------------------------------------------------------
 
 
-def _gather_layout(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scale_x: Tensor,
-    scale_weights: Sequence[Tensor],
-    rank: int,
-    size: int,
-    out_dtype: torch.dtype,
-    activation: str | None,
-    dim: int,
-    sizes: Sequence[int] | None,
-    implementation: str,
-) -> tuple[int, Layout]:
-    check_common("all_gather_matmul", x, implementation, activation, scaled=True)
-    dim = check_dim("gather_dim", dim, x.dim())
-    check_shard_sizes(sizes, size, own=(rank, x.shape[dim]))
-    layout = gather_layout(x, dim, sizes, size)
-    check_gate(activation, weights)
-    k = sum(layout.sizes) if layout.feature else x.shape[-1]
-    _check("all_gather_matmul", x, k, weights, biases, scale_x, scale_weights, out_dtype, implementation, activation)
-    return dim, layout
+class _Several(NamedTuple):
+    """The tensors of a call with several weights."""
+
+    x: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor]
+    scale_x: Tensor
+    scale_weights: list[Tensor]
+
+    def check(self, options: ScaledGather, rank: int, size: int) -> tuple[list[int], Layout]:
+        """Shape and layout of the gathered x."""
+        check_common("all_gather_matmul", self.x, options.implementation, options.activation, scaled=True)
+        shape, layout = check_gather(self.x, options.gather_dim, options.shard_sizes, rank, size)
+        check_gate(options.activation, self.weights)
+        check_out_dtype(options.out_dtype)
+        biases = unpack_biases(self.biases, self.weights)
+        check_weights(self.x, shape[-1], self.weights, biases, out_dtype=options.out_dtype)
+        check_scales(self.x, self.weights, self.scale_x, self.scale_weights)
+        return shape, layout
 
 
-def _gather_kernel(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    scale_x: Tensor,
-    scale_weights: list[Tensor],
-    name: str,
-    out_dtype: torch.dtype,
-    activation: str | None,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    keep_gathered: bool,
-    implementation: str,
-) -> list[Tensor]:
-    group = resolve(name)
-    bias_list = unpack_biases(biases, weights)
+def _gather_kernel(operands: _Several, options: ScaledGather) -> list[Tensor]:
+    group = resolve(options.group_name)
     try:
-        dim, layout = _gather_layout(
-            x, weights, bias_list, scale_x, scale_weights, group.rank, group.size, out_dtype, activation, gather_dim,
-            shard_sizes, implementation,
-        )  # fmt: skip
+        shape, layout = operands.check(options, group.rank, group.size)
     except ValueError as error:
         agreement.refuse(group, "all_gather_matmul", str(error))
         raise
+    x, weights, biases, scale_x, scale_weights = operands
     x2d = flat(x)
     packed = layout.sizes if layout.feature else (x2d.shape[1],)
     in_bytes = layout
@@ -223,17 +179,17 @@ def _gather_kernel(
         in_bytes = Layout(layout.outer, tuple(map(fp8.packed_bytes, layout.sizes)), layout.inner, feature=True)
     arguments = AllGatherMatmul(
         fp8.pack(x2d, fp8.scale_rows(scale_x, x2d.shape[0])), in_bytes,
-        [_matrix(weight, scale) for weight, scale in zip(weights, scale_weights, strict=True)], bias_list, activation,
-        keep_gathered, out_dtype=out_dtype, packed=packed,
+        [_matrix(weight, scale) for weight, scale in zip(weights, scale_weights, strict=True)],
+        unpack_biases(biases, weights), options.activation, options.keep_gathered, out_dtype=options.out_dtype,
+        packed=packed,
     )  # fmt: skip
     signature = Signature(
-        "all_gather_matmul", x.dtype, x.device.type, layout, sum(packed), implementation, out_dtype=out_dtype,
-        activation=activation,
+        "all_gather_matmul", x.dtype, x.device.type, layout, sum(packed), options.implementation,
+        out_dtype=options.out_dtype, activation=options.activation,
     )  # fmt: skip
     result = calling.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
-    shape = gathered_shape(x, dim, layout)
     outputs = [fresh(out, (*shape[:-1], out.shape[1])) for out in result.outs]
-    if keep_gathered:
+    if options.keep_gathered:
         parts = fp8.split(result.whole, packed)
         numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts], 1).view(fp8.DTYPE)
         scales = torch.cat([part.scale for part in parts], 1)
@@ -241,29 +197,13 @@ def _gather_kernel(
     return outputs
 
 
-def _gather_fake(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    scale_x: Tensor,
-    scale_weights: list[Tensor],
-    name: str,
-    out_dtype: torch.dtype,
-    activation: str | None,
-    gather_dim: int,
-    shard_sizes: list[int] | None,
-    keep_gathered: bool,
-    implementation: str,
-) -> list[Tensor]:
-    pg = process_group(name)
-    dim, layout = _gather_layout(
-        x, weights, unpack_biases(biases, weights), scale_x, scale_weights, pg.rank(), pg.size(), out_dtype, activation,
-        gather_dim, shard_sizes, implementation,
-    )  # fmt: skip
-    shape = gathered_shape(x, dim, layout)
-    of = weights[:1] if activation in GATED else weights
-    outputs = [x.new_empty(*shape[:-1], w.shape[0], dtype=out_dtype) for w in of]
-    if keep_gathered:
+def _gather_fake(operands: _Several, options: ScaledGather) -> list[Tensor]:
+    x, weights, *_ = operands
+    pg = process_group(options.group_name)
+    shape, layout = operands.check(options, pg.rank(), pg.size())
+    of = weights[:1] if options.activation in GATED else weights
+    outputs = [x.new_empty(*shape[:-1], w.shape[0], dtype=options.out_dtype) for w in of]
+    if options.keep_gathered:
         scales = len(layout.sizes) if layout.feature else 1
         outputs += [x.new_empty(shape), x.new_empty(*shape[:-1], scales, dtype=torch.float32)]
     return outputs
@@ -272,148 +212,88 @@ def _gather_fake(
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _scatter_layout(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale_x: Tensor,
-    scale_weight: Tensor,
-    size: int,
-    out_dtype: torch.dtype,
-    dim: int,
-    sizes: Sequence[int] | None,
-    implementation: str,
-) -> tuple[int, list[int], Layout]:
-    """(dim, shape of the product, its layout)"""
-    check_common("matmul_reduce_scatter", x, implementation, scaled=True)
-    dim = check_dim("scatter_dim", dim, x.dim())
-    _check("matmul_reduce_scatter", x, None, [weight], [bias], scale_x, [scale_weight], out_dtype, implementation)
-    product = [*x.shape[:-1], weight.shape[0]]
-    check_shard_sizes(sizes, size, total=product[dim])
-    return dim, product, Layout.of(product, dim, sizes if sizes is not None else array_split_sizes(product[dim], size))
+class _Operands(NamedTuple):
+    """The tensors of a call with one weight."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale_x: Tensor
+    scale_weight: Tensor
+
+    def check(self, op: str, options: ScaledScatter | ScaledReduce) -> None:
+        check_common(op, self.x, options.implementation, scaled=True)
+        check_out_dtype(options.out_dtype)
+        check_weights(self.x, self.x.shape[-1], [self.weight], [self.bias], out_dtype=options.out_dtype)
+        check_scales(self.x, [self.weight], self.scale_x, [self.scale_weight])
+
+    def factors(self) -> tuple[Scaled, Scaled]:
+        """What the GEMM takes: rows of x, and the transposed weight."""
+        rows = flat(self.x)
+        return Scaled(rows, fp8.scale_rows(self.scale_x, rows.shape[0])), _matrix(self.weight, self.scale_weight)
+
+    def signature(self, op: str, layout: Layout, options: ScaledScatter | ScaledReduce) -> Signature:
+        x, columns = self.x, self.weight.shape[0]
+        return Signature(
+            op, x.dtype, x.device.type, layout, columns, options.implementation, out_dtype=options.out_dtype
+        )  # fmt: skip
 
 
-def _scatter_kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale_x: Tensor,
-    scale_weight: Tensor,
-    name: str,
-    out_dtype: torch.dtype,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    implementation: str,
-) -> Tensor:
-    group = resolve(name)
+def _check_scatter(operands: _Operands, options: ScaledScatter, rank: int, size: int) -> tuple[list[int], Layout]:
+    """Shape of this rank's part of the product, and the layout of the whole."""
+    operands.check("matmul_reduce_scatter", options)
+    return check_scatter(operands.x, operands.weight, options.scatter_dim, options.shard_sizes, rank, size)
+
+
+def _scatter_kernel(operands: _Operands, options: ScaledScatter) -> Tensor:
+    group = resolve(options.group_name)
     try:
-        dim, shape, layout = _scatter_layout(
-            x, weight, bias, scale_x, scale_weight, group.size, out_dtype, scatter_dim, shard_sizes, implementation
-        )
+        shape, layout = _check_scatter(operands, options, group.rank, group.size)
     except ValueError as error:
         agreement.refuse(group, "matmul_reduce_scatter", str(error))
         raise
+    x, bias = operands.x, operands.bias
     if bias is not None and layout.feature:
         low, high = layout.columns(group.rank)
         bias = bias[low:high]
-    x2d = flat(x)
-    rows = Scaled(x2d, fp8.scale_rows(scale_x, x2d.shape[0]))
-    arguments = MatmulReduceScatter([rows], [_matrix(weight, scale_weight)], layout, bias, out_dtype=out_dtype)
-    signature = Signature(
-        "matmul_reduce_scatter", x.dtype, x.device.type, layout, weight.shape[0], implementation, out_dtype=out_dtype
-    )
-    y: Tensor = calling.run(group, signature, x.shape[-1], arguments, x.device)
-    shape[dim] = layout.sizes[group.rank]
-    return fresh(y, shape)
+    rows, matrix = operands.factors()
+    arguments = MatmulReduceScatter([rows], [matrix], layout, bias, out_dtype=options.out_dtype)
+    signature = operands.signature("matmul_reduce_scatter", layout, options)
+    return fresh(calling.run(group, signature, x.shape[-1], arguments, x.device), shape)
 
 
-def _scatter_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale_x: Tensor,
-    scale_weight: Tensor,
-    name: str,
-    out_dtype: torch.dtype,
-    scatter_dim: int,
-    shard_sizes: list[int] | None,
-    implementation: str,
-) -> Tensor:
-    pg = process_group(name)
-    dim, shape, layout = _scatter_layout(
-        x, weight, bias, scale_x, scale_weight, pg.size(), out_dtype, scatter_dim, shard_sizes, implementation
-    )
-    shape[dim] = layout.sizes[pg.rank()]
-    return x.new_empty(shape, dtype=out_dtype)
+def _scatter_fake(operands: _Operands, options: ScaledScatter) -> Tensor:
+    pg = process_group(options.group_name)
+    shape, _ = _check_scatter(operands, options, pg.rank(), pg.size())
+    return operands.x.new_empty(shape, dtype=options.out_dtype)
 
 
-def _reduce_kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale_x: Tensor,
-    scale_weight: Tensor,
-    name: str,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    group = resolve(name)
+def _reduce_kernel(operands: _Operands, options: ScaledReduce) -> Tensor:
+    group, x = resolve(options.group_name), operands.x
     try:
-        _check("matmul_all_reduce", x, None, [weight], [bias], scale_x, [scale_weight], out_dtype, implementation)
+        operands.check("matmul_all_reduce", options)
     except ValueError as error:
         agreement.refuse(group, "matmul_all_reduce", str(error))
         raise
-    x2d = flat(x)
-    rows = Scaled(x2d, fp8.scale_rows(scale_x, x2d.shape[0]))
-    layout = Layout(1, array_split_sizes(x2d.shape[0], group.size), 1)
-    signature = Signature(
-        "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation, out_dtype=out_dtype
-    )
-    arguments = MatmulAllReduce([rows], [_matrix(weight, scale_weight)], bias, out_dtype=out_dtype)
+    rows, matrix = operands.factors()
+    arguments = MatmulAllReduce([rows], [matrix], operands.bias, out_dtype=options.out_dtype)
+    signature = operands.signature("matmul_all_reduce", rows_layout(x.shape[:-1].numel(), group.size), options)
     y: Tensor = calling.run(group, signature, x.shape[-1], arguments, x.device)
-    return fresh(y, (*x.shape[:-1], weight.shape[0]))
+    return fresh(y, (*x.shape[:-1], operands.weight.shape[0]))
 
 
-def _reduce_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale_x: Tensor,
-    scale_weight: Tensor,
-    name: str,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    _check("matmul_all_reduce", x, None, [weight], [bias], scale_x, [scale_weight], out_dtype, implementation)
-    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype)
+def _reduce_fake(operands: _Operands, options: ScaledReduce) -> Tensor:
+    operands.check("matmul_all_reduce", options)
+    return operands.x.new_empty(*operands.x.shape[:-1], operands.weight.shape[0], dtype=options.out_dtype)
 
 
 def _no_gradient(ctx: Any, *grads: Any) -> NoReturn:
     raise RuntimeError(f"{_NO_GRADIENT}: quantise inside of a torch.autograd.Function of yours")
 
 
-_SCALED = "Tensor scale_x, {} str group_name, ScalarType out_dtype,"
-for _name, _schema, _kernel, _fake in (
-    (
-        "all_gather_scaled_matmul",
-        f"(Tensor x, Tensor[] weights, Tensor[] biases, {_SCALED.format('Tensor[] scale_weights,')} str? activation, "
-        "int gather_dim, SymInt[]? shard_sizes, bool keep_gathered, str implementation) -> Tensor[]",
-        _gather_kernel,
-        _gather_fake,
-    ),
-    (
-        "scaled_matmul_reduce_scatter",
-        f"(Tensor x, Tensor weight, Tensor? bias, {_SCALED.format('Tensor scale_weight,')} int scatter_dim, "
-        "SymInt[]? shard_sizes, str implementation) -> Tensor",
-        _scatter_kernel,
-        _scatter_fake,
-    ),
-    (
-        "scaled_matmul_all_reduce",
-        f"(Tensor x, Tensor weight, Tensor? bias, {_SCALED.format('Tensor scale_weight,')} str implementation) "
-        "-> Tensor",
-        _reduce_kernel,
-        _reduce_fake,
-    ),
+for _name, _kernel, _fake in (
+    ("all_gather_scaled_matmul", _gather_kernel, _gather_fake),
+    ("scaled_matmul_reduce_scatter", _scatter_kernel, _scatter_fake),
+    ("scaled_matmul_all_reduce", _reduce_kernel, _reduce_fake),
 ):
-    define(_name, _schema, kernel=_kernel, fake=_fake, backward=_no_gradient)
+    define(_name, kernel=_kernel, fake=_fake, backward=_no_gradient)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm.groups import Group
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
-from tpkernels.ops.contract import AllGather
-from tpkernels.partition import Layout
+from tpkernels.partition import Layout, array_split_sizes
 
 __all__ = [
     "flat",
     "fresh",
     "gather_layout",
     "gathered_shape",
+    "has_bias",
     "only_row",
     "pack_biases",
+    "rows_layout",
+    "scatter_layout",
     "shard_shape",
-    "start_gather",
     "unpack_biases",
 ]
 
@@ -40,9 +39,25 @@ def unpack_biases(biases: Sequence[Tensor], weights: Sequence[Tensor]) -> list[T
     return [None if bias.shape == (0, 0) else bias for bias in biases]
 
 
+def has_bias(biases: Sequence[Tensor]) -> list[bool]:
+    """Which of the packed ones are there."""
+    return [bias.shape != (0, 0) for bias in biases]
+
+
 def gather_layout(x: Tensor, dim: int, sizes: Sequence[int] | None, group_size: int) -> Layout:
     """Layout of the whole whose shard is ``x``; without sizes all shards are like ours."""
     return Layout.of(x.shape, dim, sizes if sizes is not None else [x.shape[dim]] * group_size)
+
+
+def scatter_layout(shape: Sequence[int], dim: int, sizes: Sequence[int] | None, group_size: int) -> Layout:
+    """Layout of a whole of ``shape`` that is cut along ``dim``; without sizes as evenly as possible."""
+    return Layout.of(shape, dim, sizes if sizes is not None else array_split_sizes(shape[dim], group_size))
+
+
+@lru_cache(maxsize=256)
+def rows_layout(rows: int, group_size: int) -> Layout:
+    """Which rows each rank sums when all ranks need the whole."""
+    return Layout(1, array_split_sizes(rows, group_size), 1)
 
 
 def gathered_shape(x: Tensor, dim: int, layout: Layout) -> list[int]:
@@ -76,16 +91,3 @@ def only_row(y: Tensor) -> Tensor:
 def shard_shape(x: Tensor, dim: int, size: int) -> list[int]:
     """Shape of a shard of ``size`` of the whole ``x``."""
     return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
-
-
-def start_gather(
-    group: Group, x2d: Tensor, layout: Layout, implementation: str, detail: str = ""
-) -> Callable[[], Tensor]:
-    """Post an all-gather; returns the function that waits for it.  See :class:`~tpkernels.ops.contract.AllGather`.
-
-    ``detail``: what else the ranks must have in common.
-    """
-    signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation, detail)
-    if layout.feature:
-        signature = signature._replace(columns=sum(layout.sizes))
-    return cast(Callable[[], Tensor], calling.start(group, signature, 0, AllGather(x2d, layout), x2d.device))

@@ -1,0 +1,19 @@
+"""What a call says beside its tensors, for ops of more than one file; other files have a class of their own.
+
+Its fields are arguments of the op in ``torch.ops.tpkernels``, in this order: see :mod:`tpkernels.ops.registration`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Scatter"]
+
+
+class Scatter(NamedTuple):
+    """A sum over the ranks that is cut along ``scatter_dim``; without sizes as evenly as possible."""
+
+    group_name: str
+    scatter_dim: int
+    shard_sizes: list[int] | None
+    implementation: str
