@@ -26,7 +26,7 @@ from tpkernels.ops.collectives import shard
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.registration import PLAIN, is_watched
-from tpkernels.ops.repeated import again
+from tpkernels.ops.repeated_all_reduce import again
 from tpkernels.ops.shapes import only_row
 
 __all__ = ["RowParallelLinear"]

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import Group, resolve
 from tpkernels.nn.digests import bytes_of, distinct_elements, fingerprint
-from tpkernels.ops.first_rank import broadcast, exchange_bytes, exchange_over
+from tpkernels.ops.mesh_exchange import broadcast, exchange_bytes, exchange_over
 
 __all__ = ["Comparison", "check_mode", "compare", "compared", "equal_on_ranks", "init_weights"]
 

@@ -25,7 +25,7 @@ from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.gradients import of_linear
 from tpkernels.ops.main_grad import sink_of
 from tpkernels.ops.registration import define, is_plain
-from tpkernels.ops.repeated import again, remember
+from tpkernels.ops.repeated_all_reduce import again, remember
 from tpkernels.ops.residual_norm import Norm, add_norm, matmul_all_reduce_norm, wanted
 from tpkernels.ops.scaled_matmul import ScaledReduce, scaled_reduction
 from tpkernels.ops.shapes import flat, fresh, rows_layout

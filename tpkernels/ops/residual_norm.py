@@ -39,7 +39,7 @@ from tpkernels.ops.gradients import of_linear
 from tpkernels.ops.main_grad import sink_of
 from tpkernels.ops.options import Scatter
 from tpkernels.ops.registration import call, define, is_plain
-from tpkernels.ops.repeated import again, remember
+from tpkernels.ops.repeated_all_reduce import again, remember
 from tpkernels.ops.shapes import flat, fresh, rows_layout
 from tpkernels.partition import Layout
 
@@ -124,7 +124,7 @@ def matmul_all_reduce_norm(
 def _again(
     group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, implementation: str
 ) -> tuple[Tensor, Tensor] | None:
-    """The op like an earlier small call (:mod:`tpkernels.ops.repeated`); None where this is none."""
+    """The op like an earlier small call (:mod:`tpkernels.ops.repeated_all_reduce`); None where this is none."""
     residual, norm_weight, eps = norm
     for given in (residual, norm_weight):
         if given.dtype is not x.dtype or not given.is_cpu or not given.is_contiguous():

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import CommunicationError
 from tpkernels.nn.digests import MODULUS, digest_of
-from tpkernels.ops.first_rank import exchange_over
+from tpkernels.ops.mesh_exchange import exchange_over
 from tpkernels.state.originals import Original, meshes_of
 
 __all__ = ["Ranks", "add_up", "check_same"]
