@@ -147,7 +147,7 @@ def _hugging_face(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str,
 
 
 def _first_inputs(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What the modules of the model take, in their order: one of them is the first to run."""
+    """Inputs that the modules of the model take, in their order: one of these modules is the first to run."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             yield "int", (BATCH, LENGTH)

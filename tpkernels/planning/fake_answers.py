@@ -33,7 +33,7 @@ MOST_ANSWERS = 50_000
 
 @dataclass(frozen=True)
 class Guess:
-    """``rows``: how many elements satisfy a condition; ``number``: what a scalar is; ``truth``: a condition."""
+    """``rows`` is how many elements satisfy a condition, ``number`` a scalar's value, ``truth`` a condition's."""
 
     rows: int
     number: int
@@ -52,7 +52,7 @@ GUESSES = (
 
 
 class Answers(TorchDispatchMode):
-    """Answers what fake tensors cannot while ``session`` is inside of an opaque module."""
+    """Answers for fake tensors that have no values, while ``session`` is inside an opaque module."""
 
     supports_higher_order_operators = True
 
@@ -187,7 +187,7 @@ def _index(guess: Guess, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor 
 
 
 def _split(guess: Guess, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor] | None:
-    """Sizes that are guesses themselves need not add up: the last one takes what is left."""
+    """Split by sizes that are guesses themselves and need not add up: the last part takes what is left."""
     total, before = x.shape[dim], sum(sizes[:-1])
     if sum(sizes) == total or not sizes or before > total:
         return None

@@ -65,7 +65,7 @@ class Requiring:
 
 @contextmanager
 def code_of_gradients(session: Session) -> Iterator[None]:
-    """Within: custom functions and hooks tell ``session``, and what they make is taken for activations."""
+    """Within it, custom functions and hooks report to ``session``, and their results count as activations."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def told(name: str, tensors: list[Tensor], made: list[Tensor]) -> None:
@@ -96,7 +96,7 @@ def code_of_gradients(session: Session) -> Iterator[None]:
 
 @contextmanager
 def _hooks_told(told: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iterator[None]:
-    """Within: a hook on a tensor is told, and not installed."""
+    """Within it, a hook on a tensor is reported, and not installed."""
     before = {name: getattr(Tensor, name) for name in _HOOKS}
 
     def hooking(name: str) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ def _hooks_told(told: Callable[[str, list[Tensor], list[Tensor]], None]) -> Iter
 
 @contextmanager
 def _requiring_gradients(session: Session) -> Iterator[None]:
-    """Within: to the model's code, tensors require a gradient as they would in a real run."""
+    """Within it, the model's code sees tensors require a gradient as they would in a real run."""
     base: Any = torch._C.TensorBase.requires_grad
 
     def asked(self: Tensor) -> bool:

@@ -98,7 +98,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def unswappable(module: nn.Module) -> str | None:
-    """Why a swap would lose something of ``module``, or None."""
+    """What a swap would lose of ``module``, as a reason not to swap it; None if it loses nothing."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for hook in kinds if getattr(module, hook, None)]
     if hooks or getattr(module, "parametrizations", None):

@@ -48,7 +48,7 @@ class LocalCall:
 
     @property
     def cut(self) -> Split:
-        """That of the first tensor that is cut, and of what the module gives."""
+        """How the first tensor that is cut, and the module's result, are cut."""
         return next(self.cuts[id(leaf)] for leaf in tree_leaves((self.args, self.kwargs)) if id(leaf) in self.cuts)
 
 
@@ -119,7 +119,7 @@ class _Short(Session):
         return out
 
     def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
-        """That the op is the one that ran on the whole."""
+        """Check that the op is the one that ran on the whole sequence."""
         if self._at == len(self._call.steps):
             raise self._unproven("runs more ops")
         step, packet = self._call.steps[self._at], canonical(func)

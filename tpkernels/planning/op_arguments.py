@@ -38,7 +38,7 @@ def without_sizes(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def same_scalars(whole: Any, local: Any) -> bool:
-    """Equal but for the shapes of tensors."""
+    """Whether the arguments are equal, apart from the shapes of tensors."""
     if isinstance(whole, Shape) or isinstance(local, Shape):
         return isinstance(whole, Shape) and isinstance(local, Shape)
     if isinstance(whole, list | tuple):

@@ -108,7 +108,7 @@ def _agreed(shadow: Shadow, args: Any, kwargs: Any) -> Recording:
 
 
 def _run(shadow: Shadow, guess: Guess, args: Any, kwargs: Any) -> Recording:
-    """The recording under ``guess``; for ever if it need not be guessed.
+    """The recording under ``guess``.
 
     Raises:
         _Close, _GuessFailed, and whatever the model raises without a guess.

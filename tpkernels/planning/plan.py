@@ -195,7 +195,7 @@ class ShardingPlan:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f'a sharding plan must say "format": {FORMAT!r}')
         if document.get("version") != VERSION:
-            raise ValueError(f"this plan has version {document.get('version')!r}, version {VERSION} is read here")
+            raise ValueError(f"this plan has version {document.get('version')!r}; version {VERSION} is needed")
         body = document.get("plan")
         if not isinstance(body, dict) or _digest(body) != document.get("digest"):
             raise ValueError("the plan's contents do not match its digest: the file was changed or damaged")

@@ -151,7 +151,7 @@ class _Planner:
         )
 
     def _check_captured(self) -> None:
-        """Parameters are new objects afterwards: code that keeps the old ones would go on with these, untrained."""
+        """Refuse code that keeps parameters outside of modules: it would go on with the old, untrained ones."""
         recordings = self.observation.recordings if self.observation is not None else []
         captured = sorted({name for _, recording in recordings for name in recording.captured})
         if captured:
@@ -207,7 +207,7 @@ class _Planner:
                 self.chosen[name] = Chosen(Replicate(), "default", why)
 
     def _is_seen(self, name: str) -> bool:
-        """The data flow shows what becomes of the module's output."""
+        """Whether the data flow shows what becomes of the module's output."""
         if self.observation is None or self.observation.recording is None:
             return False
         return name not in self.layers or name in self.observation.recording.layer_rows
@@ -224,7 +224,7 @@ class _Planner:
         return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
 
     def _kept(self) -> dict[str, str]:
-        """Layers that stay whole whatever surrounds them, and why."""
+        """Layers that stay whole in any surroundings, and why."""
         kept: dict[str, str] = {}
         recording = self.observation.recording if self.observation is not None else None
         tied = self._tied()
@@ -356,7 +356,7 @@ class _Planner:
             self.chosen[name] = Chosen(style, "data flow", reason)
 
     def _check_heads(self) -> None:
-        """More ranks than heads is a mistake, unless the model has other attention that can be cut."""
+        """Refuse more ranks than heads, unless the model has other attention that can be cut."""
         if any(proof.heads for proof in self.decision.proven.values()):
             return
         for group, error in self.decision.refused.items():
@@ -386,7 +386,7 @@ class _Planner:
         return Chosen(Column(gather_output=True), "rule", f"{word}: by its output, gathered" + why)
 
     def _tied(self) -> dict[str, list[str]]:
-        """Modules that share a parameter with others, and those."""
+        """Modules that share a parameter with others, each with these others."""
         owners: dict[int, list[str]] = {}
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
@@ -394,7 +394,7 @@ class _Planner:
         return {name: names for names in owners.values() if len(names) > 1 for name in names}
 
     def _untie(self) -> None:
-        """Tied weights are cut alike, by vocabulary, or stay whole; a layer may have several ties (weight and bias)."""
+        """Cut tied weights alike, by vocabulary, or keep them whole; a layer may have two ties (weight, bias)."""
         while self._untie_once():
             pass
 
@@ -423,7 +423,7 @@ class _Planner:
         return before != {name: chosen.style for name, chosen in self.chosen.items()}
 
     def _idle(self, name: str) -> bool:
-        """The module holds parameters that only layers read, as far as the data flow shows."""
+        """Whether only layers read the parameters that the module holds, as far as the data flow shows."""
         if not self.traced:
             return False
         assert self.observation is not None and self.observation.recording is not None

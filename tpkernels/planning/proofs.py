@@ -112,12 +112,12 @@ class _Decider:
         return waiting
 
     def _contradicts(self, group: Group) -> bool:
-        """The user wants one of the layers to be the other thing."""
+        """Whether the user wants one of the layers to be the opposite, a row for a column."""
         kinds = dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
         return any(name in self.forced and self.forced[name].kind != kind for name, kind in kinds.items())
 
     def _prove_together(self, waiting: Mapping[Any, list[Group]]) -> None:
-        """Groups that depend on each other, such as blocks that hand a bias per head to the next, all at once."""
+        """Prove groups that depend on each other all at once, such as blocks that hand a bias per head to the next."""
         for groups in waiting.values():
             used = {name for group in self.decision.proven for name in (*group.columns, *group.rows)}
             error = self.decision.refused[groups[0]]
@@ -143,7 +143,7 @@ class _Decider:
                 break
 
     def _prove_whole(self) -> None:
-        """Everything at once; groups that are blamed are given up until the rest holds."""
+        """Replay all groups at once, and give up those that are blamed until the rest holds."""
         while True:
             groups = list(self.decision.proven)
             try:
@@ -179,7 +179,7 @@ class _Decider:
         return {index for index in blamed if index < len(self.decision.proven)}
 
     def _replay(self, proofs: Mapping[Group, Proof]) -> Replay:
-        """Of the whole model, in every mode; what the last one knows, all know.
+        """Replay the whole model in every mode; the result knows what all of these replays have found.
 
         Raises:
             _Blamed: it does not hold.
@@ -224,7 +224,7 @@ class _Decider:
         return merged
 
     def _random_pairs(self) -> list[tuple[str, str]]:
-        """Where dropout works on parts: from the first column that runs to the row that ends its group."""
+        """Where dropout works on parts: pairs of the first column that runs and the row that ends its group."""
         noisy = {group for group in self.decision.proven if group.random}
         if not self.observation.mode.training:
             noisy = {group for group in self.decision.proven if self._may_drop(group)}
@@ -265,7 +265,7 @@ def _size(group: Group) -> int:
 
 
 def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Proof:
-    """A proof for one group, said of another one that is the same but for where it stands."""
+    """The proof of one group, restated for another group that differs only in its place."""
     first, old, proof = known
     names = dict(zip((*first.columns, *first.rows), (*group.columns, *group.rows), strict=True))
 

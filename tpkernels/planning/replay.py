@@ -67,7 +67,7 @@ class Role:
 
 
 def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
-    """The first of all ranks that have equal sizes: what holds for them holds for all."""
+    """One rank for each set of ranks with equal sizes, the first: a proof for these holds for all."""
     cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.segments})
     shares = [share(size, world_size, pieces) for size, pieces in cuts]
     firsts = {tuple(sizes[rank] for sizes in shares): rank for rank in reversed(range(world_size))}
@@ -217,7 +217,7 @@ class Replay(Session):
         return out
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        """Between a column and its row ranks draw different numbers, everywhere else the same."""
+        """Check random ops: ranks draw different numbers between a column and its row, and the same everywhere else."""
         if is_random(func, args) and any(id(tensor) in self._splits for tensor in tensors) != self._open:
             where = "outside of" if not self._open else "between layers of"
             raise Unproven(f"{canonical(func)} draws random numbers for something {where} the group")
@@ -225,7 +225,7 @@ class Replay(Session):
     def _answers(
         self, func: Any, event: Event, local: Any, splits: list[Any], arguments: Any
     ) -> list[Split | None] | None:
-        """How the results are cut; None for a constant, whose shape alone tells."""
+        """How the results are cut; None for a constant, for which its shape suffices."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         both = ((event.whole, event.kwargs), local)
         if not same_scalars(*(without_sizes(event.packet, *arguments) for arguments in both)):
@@ -346,7 +346,7 @@ class Replay(Session):
         return out
 
     def _mixed(self, tensor: Tensor) -> None:
-        """A whole tensor meets parts: ranks have different shares of its gradient."""
+        """A whole tensor meets parts, so that ranks have different shares of its gradient."""
         if not self.has_origin(tensor):
             return
         origin = self.origin(tensor)
@@ -357,7 +357,7 @@ class Replay(Session):
             self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | self.blame
 
     def _completed(self, tensors: list[Tensor]) -> None:
-        """Whole tensors meet: parameters among them get their whole gradient, where activations take part."""
+        """Whole tensors meet; where activations take part, the parameters among them get their whole gradient."""
         origins = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
         if None in origins:
             self._complete |= {name for origin in origins if origin is not None for name in origin}

@@ -51,7 +51,7 @@ class Call:
         return arguments[index] if index < len(arguments) else kwargs.get(name, default)
 
     def same(self, *names: tuple[int, str]) -> None:
-        """The arguments named must be the same whole and local."""
+        """Check that the named arguments are the same in the whole and in the local call."""
         for index, name in names:
             if self.value(index, name, None) != self.value(index, name, None, local=True):
                 raise Unproven(f"argument {name} depends on the number of features of one rank")
@@ -65,7 +65,7 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None], mix: Callable[[int], None]) -> Split:
-    """Broadcast arguments: those that are cut agree, those that are whole have size 1 where the others are cut."""
+    """Broadcast arguments: the cut ones must agree, and the whole ones have size 1 where the others are cut."""
     ndim = max(len(shape) for shape in shapes)
     cuts = {s.at(ndim - len(shape) + s.dim) for shape, s in zip(shapes, splits, strict=True) if s is not None}
     if len(cuts) != 1:

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Copies:
-    """Key-value heads that do not divide: ``heads`` of them, each computed on several ranks, ``total`` in all."""
+    """Key-value heads that do not divide: ``heads`` heads, each computed on several ranks, ``total`` copies in all."""
 
     heads: int
     total: int
@@ -95,7 +95,7 @@ class Search:
         return self._calls[".".join(common)]
 
     def signature(self, group: Group, scope: Scope) -> tuple[Any, ...]:
-        """Equal for groups that are the same up to where they stand in the model."""
+        """A key that is equal for groups that differ only in their place in the model."""
         cut = len(scope.name) + 1 if scope.name else 0
         names = tuple(name[cut:] for name in (*group.columns, *group.rows))
         sizes = tuple(self.shadow.layers[name] for name in (*group.columns, *group.rows))
@@ -155,7 +155,7 @@ class Search:
                 return proof
 
     def _named(self, scope: Scope) -> list[int]:
-        """What the modules themselves call numbers of heads."""
+        """Attributes of modules whose names say that they are numbers of heads."""
         prefix = f"{scope.name}." if scope.name else ""
         inside = [
             module for name, module in self.shadow.modules.items() if name == scope.name or name.startswith(prefix)

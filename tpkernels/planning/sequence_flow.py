@@ -75,7 +75,7 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
                 flows.append(_Flow(observation.shadow, stacks, roles, others))
                 flows[-1].run(observation.args, observation.kwargs)
                 if not flows[0].stream.same(flows[-1].stream):
-                    raise Unproven(f"it takes another way in {mode} than in {observation.mode}")
+                    raise Unproven(f"it takes another path in {mode} than in {observation.mode}")
         except Unproven as error:
             name = flows[-1].stack or next(iter(stacks))
             notes.append(f"the residual of {name} is not cut along the sequence: {error.reason}")
@@ -228,7 +228,7 @@ class _Flow(Session):
         return not layers and (own or isinstance(module, nn.Dropout))
 
     def _suspend(self, tensors: list[Tensor]) -> None:
-        """Inside of a module that takes everything whole."""
+        """Suspend the proof inside a module that takes everything whole."""
         before = dict(self._splits)
         cut = [tensor for tensor in tensors if self._splits.pop(id(tensor), None) is not None]
         for tensor in cut:

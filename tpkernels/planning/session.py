@@ -89,7 +89,7 @@ class Event:
     """The numbers of a tensor that Python made (``torch.tensor(...)``)."""
 
     def anywhere(self) -> Event:
-        """Without the identity of the recording in its sources."""
+        """The event without the identity of its recording, for comparison with another one."""
         sources = tuple((0, *source[1:]) if isinstance(source, tuple) else source for source in self.sources)
         return replace(self, sources=sources)
 
@@ -145,7 +145,7 @@ def as_given(value: Any) -> Any:
 
 
 class Session(TorchDispatchMode):
-    """What recordings and replays share: layers are single steps, and so are opaque modules; tensors have an origin."""
+    """The base of recordings and replays: layers and opaque modules are single steps, and tensors have an origin."""
 
     supports_higher_order_operators = True
 
@@ -180,7 +180,7 @@ class Session(TorchDispatchMode):
         else:
             for tensor in tensors:
                 if self._born and (name := self._born.get(storage_of(tensor))) is not None:
-                    raise NotOpaque(name, "hands tensors on by another way than its results")
+                    raise NotOpaque(name, "passes tensors on by other means than its results")
             out = self.op(func, args, kwargs, tensors)
         self.kept.append(out)
         self.requiring.passed(func, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
@@ -278,7 +278,7 @@ class Session(TorchDispatchMode):
         return id(tensor) in self.shadow.names or tensor.requires_grad or storage_of(tensor) in self.origins
 
     def origin(self, tensor: Tensor) -> Origin:
-        """Of a tensor that has one."""
+        """The origin of a tensor that has one."""
         if id(tensor) in self.shadow.names:
             return frozenset([self.shadow.names[id(tensor)]])
         return self.origins.get(storage_of(tensor))  # None also for parameters that the model does not register
@@ -293,7 +293,7 @@ class Session(TorchDispatchMode):
         return () if packet is aten.lift_fresh else tuple(map(self.source, tensors))
 
     def pass_origins(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
-        """Outputs come from where the inputs do."""
+        """Give outputs the origins of the inputs."""
         if func.overloadpacket in _BLANK:
             return
         found = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
@@ -338,7 +338,7 @@ def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:
 
 
 def is_random(func: Any, args: Any) -> bool:
-    """Attention kernels count as random in torch even where they drop nothing."""
+    """Whether the op draws random numbers; torch counts attention kernels even where they drop nothing."""
     attention = "scaled_dot_product" in func._schema.name
     drops = not attention or (len(args) > 3 and isinstance(args[3], float) and args[3] > 0)
     return torch.Tag.nondeterministic_seeded in func.tags and drops

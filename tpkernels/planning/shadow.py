@@ -108,12 +108,12 @@ class Shadow:
                 module.register_forward_hook(self._leaving(name))
 
     def set_mode(self, mode: Mode) -> None:
-        """Of the runs that follow."""
+        """Set the mode of the runs that follow."""
         self.model.train(mode.training)
         self.gradients = mode.gradients
 
     def make_opaque(self, name: str) -> None:
-        """From now on the module is one step: what happens inside is neither recorded nor followed."""
+        """Make the module one step from now on: what happens inside is neither recorded nor followed."""
         self.opaque.add(name)
         module = self.modules[name]
         module.forward = self._quietly(name, module.forward)
@@ -159,7 +159,7 @@ class Shadow:
             session.met_real_cache = self.caches.empty()
 
     def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Fake tensors shaped like those given, which are not read; those on the meta device are made to fit."""
+        """Fake tensors shaped like those given, whose values are not read; those on meta are made to fit."""
         parameters = list(self.model.parameters())
 
         def fake(tensor: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class Shadow:
 
 @contextmanager
 def _fake_as_real() -> Iterator[None]:
-    """Within: what torch does not do for fake tensors.
+    """Within it, fake tensors do what torch would do only for real ones.
 
     A scalar is formatted as its value (``experts[f"expert_{index}"]``).  ``module.to(dtype)`` in a forward leaves the
     parameters that they are, where torch would swap them and refuses, because they are referred to.
@@ -255,7 +255,7 @@ def _fake_as_real() -> Iterator[None]:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same kind; of one on the meta device, as if it were on the CPU."""
+    """An empty tensor of the same kind, on the CPU for one on the meta device."""
     device = "cpu" if tensor.is_meta else tensor.device
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 

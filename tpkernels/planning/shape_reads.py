@@ -23,7 +23,7 @@ _SAME_FOR_PARTS = frozenset({
 
 
 class ShapesAsked(TorchFunctionMode):
-    """Within: every use of a layer's parameter outside of the layer is noted.
+    """Within it, every use of a layer's parameter outside of the layer is noted.
 
     Args:
         owners: layers by the ids of their parameters.

@@ -26,7 +26,7 @@ NAMES = frozenset({"weight", "bias", "in_proj_weight", "in_proj_bias"})
 
 @dataclass(frozen=True)
 class Reads:
-    """What the methods of one class read: weights of attributes of these names; of something else, too."""
+    """What the methods of one class read: the weights of attributes of these names, and whether others as well."""
 
     names: frozenset[str]
     other: bool
@@ -70,7 +70,7 @@ def _reads_of(cls: type[nn.Module]) -> Reads:
 
 @lru_cache(maxsize=512)
 def _methods_of(cls: type) -> tuple[ast.FunctionDef, ...] | None:
-    """The methods that the class itself defines; None where its source is not to be had."""
+    """The methods that the class itself defines; None if its source cannot be found."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, SyntaxError):

@@ -116,7 +116,7 @@ def _unflatten(run: int, pieces: int, first: int, sizes: Sequence[int], world_si
 
 
 def _why_not(count: int, world_size: int) -> str:
-    """Why these heads are not cut unevenly either."""
+    """Why these heads cannot be cut unevenly either."""
     sizes = chunk_sizes(count, world_size)
     empty = 0 in sizes and count >= world_size
     return f" ({'/'.join(map(str, sizes))}, as torch.chunk cuts, leaves some without any)" if empty else ""

@@ -107,7 +107,7 @@ class Recording(Session):
         return out
 
     def _note_readers(self, tensors: list[Tensor]) -> None:
-        """Who reads parameters past the modules that own them."""
+        """Note code that reads parameters past the modules that own them."""
         shadow = self.shadow
         self.direct |= {shadow.owners[id(tensor)] for tensor in tensors if id(tensor) in shadow.owners}
         attentions = {shadow.attentions[id(tensor)] for tensor in tensors if id(tensor) in shadow.attentions}
@@ -192,7 +192,7 @@ class Recording(Session):
         return node is not None and self.nodes[node].is_input
 
     def _link(self, tensors: list[Tensor], outputs: list[Tensor], random: bool) -> None:
-        """Add the op to the graph; noise is what random ops made and no activation went into."""
+        """Add the op to the graph; noise is the result of random ops that no activation went into."""
         noisy = any(storage_of(tensor) in self._noise for tensor in tensors)
         inputs = [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
         if inputs:

@@ -137,7 +137,7 @@ def nothing_left() -> Iterator[Watch]:
 
 @contextmanager
 def _thawed() -> Iterator[None]:
-    """Within the block ``gc`` sees all objects; those that somebody froze are frozen again afterwards."""
+    """Let ``gc`` see all objects within the block; those that were frozen are frozen again afterwards."""
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     try:
@@ -148,7 +148,7 @@ def _thawed() -> Iterator[None]:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """What the frames of a traceback hold is no leftover: it goes, and the lines stay."""
+    """Clear what the frames of a traceback hold, which is no leftover; the lines stay."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -218,7 +218,7 @@ def _keys_of(holder: Any, item: Any) -> list[Any]:
 
 
 def _take_out_of_list(holder: list[Any], inside: list[Any]) -> list[str]:
-    """What was appended, run after run, goes; a list that is the value of a dict goes with its entry.
+    """Remove what was appended, run after run; a list that is the value of a dict goes with its entry.
 
     A list of one tensor is a place for one: it would be empty, and the model count on what is in it.
     """

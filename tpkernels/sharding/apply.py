@@ -180,7 +180,7 @@ def _explicit(plan: Mapping[str, object], model: nn.Module, modules: Mapping[str
 
 
 def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> Layer:
-    """Everything that building the replacement could refuse."""
+    """Check everything that building the replacement could refuse."""
     kind = type(style).__name__.lower()
     layer = layer_of(module)
     wanted = "nn.Embedding" if isinstance(style, Vocabulary | Features) else "nn.Linear"
@@ -233,7 +233,7 @@ def _check_sharing(
     layers: Mapping[str, Layer],
     idle: set[str],
 ) -> None:
-    """A shared module is swapped under all its names or none; tied parameters are cut alike."""
+    """Check that a shared module is swapped under all its names or none, and that tied parameters are cut alike."""
     styles: dict[int, tuple[str, Style]] = {}
     for name, style in swaps.items():
         other, before = styles.setdefault(id(modules[name]), (name, style))
@@ -261,7 +261,7 @@ def _check_sharing(
 
 
 def _tie_kind(style: Style, layer: Layer) -> str | None:
-    """Layers of one kind can have one weight."""
+    """The kind of a layer for ties: layers of one kind can share one weight."""
     rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
     return "rows" if rows and layer.kind != "conv1d" else None
 

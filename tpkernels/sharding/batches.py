@@ -30,7 +30,7 @@ __all__ = ["compare_batches"]
 
 
 def compare_batches(model: nn.Module, mesh: DeviceMesh) -> None:
-    """From now on every call of ``model`` compares what the ranks of ``mesh`` call it with.
+    """Compare the arguments that the ranks of ``mesh`` pass, at every call of ``model`` from now on.
 
     The call raises ValueError on every rank, before anything is computed, and names the first argument that differs.
     """

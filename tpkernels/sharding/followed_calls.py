@@ -31,9 +31,9 @@ _HOOKS = {
     "_backward_pre_hooks": ("output",),
     "_backward_hooks": ("output", "input"),
 }
-"""And what of a module's they see, or the gradients of what."""
+"""Kinds of hooks, and which of a module's tensors (or of their gradients) they see."""
 _OURS = ("tpkernels.", "torch.", "transformers.utils.output_capturing")
-"""Whose hooks may see parts; what transformers captures leaves through the model's output."""
+"""Packages whose hooks may see parts; what transformers captures leaves through the model's output."""
 
 
 @dataclass
@@ -74,14 +74,14 @@ class Followed(AbstractContextManager["Followed"]):
             self._check_hooks(module, args, kwargs, output)
 
     def _check_row(self, module: RowParallelLinear, x: Tensor, **_: object) -> None:
-        """The plan's proof is of calls like the traced ones; another may give a row what its weight is not cut for."""
+        """Refuse an input that a row's weight is not cut for: the plan's proof holds for calls like the traced ones."""
         mark, name = self.parts.of(x), self.names[id(module)]
         if not mark:
             self.unknown.append(name)
         elif Split(x.dim() - 1, (x.shape[-1],)) not in mark:
             self.other_ways.append(
                 f"this call gives {name!r}, a row of the plan, a part that is not cut by features as its weight is: it "
-                "takes another way than the calls that the plan was proven for; make the plan with example_inputs like "
+                "takes another path than the calls that the plan was proven for; make the plan with example_inputs as "
                 'those of this call, or with overrides={...: "replicate"}'
             )
 
@@ -106,7 +106,7 @@ class Followed(AbstractContextManager["Followed"]):
         return self.parts.of(leaf.tensor) is not None
 
     def check_attributes(self) -> None:
-        """Modules must not keep parts, which somebody could read."""
+        """Refuse modules that keep parts, because other code could read them."""
         for module in self.model.modules():
             if type(module).__module__.startswith("tpkernels.") or getattr(module, "takes_parts", False):
                 continue

@@ -41,12 +41,12 @@ _depth = _Depth()
 
 
 def enter() -> None:
-    """A model runs: objects show their parts."""
+    """Note that a model runs, so that objects show their parts."""
     _depth.value += 1
 
 
 def leave() -> None:
-    """It has returned."""
+    """Note that the model has returned."""
     _depth.value -= 1
 
 
@@ -80,8 +80,8 @@ class Kept:
         cut = self.cuts[name]
         if cut is None or not isinstance(part, Tensor):
             raise RuntimeError(
-                f"{owner}.{name} holds this rank's part of something, and how it is cut is not known: it can be given "
-                "back to the model, but not be read"
+                f"{owner}.{name} holds this rank's part of a tensor, and no rule knows how it is cut: you can pass it "
+                "back to the model, but not read it"
             )
         dim, total = cut
         shape = torch.Size((*part.shape[:dim], total, *part.shape[dim + 1 :]))
@@ -108,7 +108,7 @@ def kept_by(holder: Any) -> Kept | None:
 
 
 def guard(holder: Any, kept: Kept) -> None:
-    """Hide the parts that ``holder`` keeps from everybody but models and its own methods."""
+    """Hide the parts that ``holder`` keeps from all code but models and its own methods."""
     before = kept_by(holder)
     if before is not None and (before.cuts == kept.cuts or before.cuts.keys() >= kept.cuts.keys()):
         return

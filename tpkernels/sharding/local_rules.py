@@ -65,7 +65,7 @@ def _same_runs(runs: int, run: int, after: Sequence[int], dims: range, last: int
 
 
 def _squeeze(call: Call) -> set[Split]:
-    """A cut dimension has more than one element in the whole tensor, whatever it has here."""
+    """Refuse to squeeze a cut dimension, which has more than one element in the whole tensor, whatever it has here."""
     split, shape = call.cut(), call.whole[0]
     given = call.value(1, "dim", None)
     wanted = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
@@ -98,7 +98,7 @@ def _copy(call: Call) -> set[Split]:
 
 
 def _index_copy(call: Call) -> set[Split]:
-    """Rows are written along a dimension that is not the cut one."""
+    """Allow rows that are written along another dimension than the cut one."""
     dim, source = call.whole[1] % len(call.whole[0]), call.splits[3]
     if not isinstance(source, Split) or source.dim == dim or call.splits[0] not in (None, source):
         raise Unproven("rows of another layout are written")

@@ -170,7 +170,7 @@ class _Guard:
             del self._kinds[key]
             raise ValueError(
                 "this call returned other things than earlier ones with the same arguments and the same configuration, "
-                "so that it is not known which of them are parts: call again, and it will be found out"
+                "so the ranks do not know which of them are parts: call again, and that call will be followed"
             )
         for path, holders in kind.keepers:
             around = nested_tensors.look((args, kwargs, output), path)
@@ -201,7 +201,7 @@ class _Guard:
         return model.training, torch.is_grad_enabled(), tuple(map(_fact, args)), given, tuple(flags)
 
     def _foreign(self, model: nn.Module) -> frozenset[int]:
-        """Other people's hooks, looked for when some hook has been made since the last time."""
+        """Hooks of other code; the model is searched again only if a hook has been made since the last time."""
         if RemovableHandle.next_id != self._handles:
             self._handles = RemovableHandle.next_id
             modules = (module for module in model.modules() if module is not model)
@@ -224,9 +224,9 @@ class _Guard:
         if followed.unknown and not is_compared() and self._mesh.get_local_rank() == 0:
             rows = sorted(set(followed.unknown))
             warnings.warn(
-                f"it is not known whether what {', '.join(rows[:4])}{' and others' if len(rows) > 4 else ''} took in "
-                "this call is cut as their weights are: if the call takes another way than those that the plan was "
-                "proven for, its result may be wrong. tpk.verify with its arguments tells",
+                f"no rule can tell whether the inputs of {', '.join(rows[:4])}{' and others' if len(rows) > 4 else ''} "
+                "in this call are cut as their weights are: if the call takes a path that the plan was not proven for, "
+                "its result may be wrong. Run tpk.verify with these arguments to find out",
                 UnprovenCallWarning,
                 stacklevel=2,
             )
@@ -237,7 +237,7 @@ class _Guard:
         return kind
 
     def _agree(self, parts: Parts, problems: list[str], values: tuple[Any, Any, Any]) -> _Kind:
-        """What is to be done, from what all ranks have seen."""
+        """Decide what is to be done, from what all ranks have seen."""
         seen = list(_parts_in(parts, values))
         paths = [nested_tensors.name_of(leaf.path) for leaf, _ in seen]
         mine = {"problems": problems, "paths": paths, "cuts": [_said(mark) for _, mark in seen]}
@@ -287,7 +287,7 @@ _CACHED = (".keys", ".values")
 
 
 def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[nested_tensors.Leaf, Mark]]:
-    """What is no whole tensor in ``(args, kwargs, output)``, once where an object is among both."""
+    """Tensors in ``(args, kwargs, output)`` that are not whole, once if an object is among both."""
     known: set[int] = set()
     for place in (_OUTPUT, 1, 0):
         for leaf in nested_tensors.leaves(values[place]):
@@ -300,7 +300,7 @@ def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[nest
 
 
 def _said(mark: Mark) -> list[list[Any]]:
-    """A mark for the other ranks."""
+    """A mark in the form in which it is sent to the other ranks."""
     return [[split.dim, list(split.segments)] for split in sorted(mark, key=lambda split: (split.dim, split.segments))]
 
 
@@ -344,7 +344,7 @@ def _whole_dim(tensor: Tensor, dim: int) -> Split:
 
 
 def _fact(value: Any) -> Any:
-    """What may decide which way a model goes, and not how large its tensors are."""
+    """Facts of an argument that may decide which path a model takes, apart from the sizes of its tensors."""
     kind = value.__class__
     if value is None or kind is bool or kind is str:
         return value

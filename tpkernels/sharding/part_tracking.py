@@ -119,7 +119,7 @@ class Parts(TorchDispatchMode):
             self._uniform.setdefault(storage._cdata, {})[_place(out, storage)] = same
 
     def _is_constant(self, tensor: Tensor) -> bool:
-        """Whether it is one number over and over."""
+        """Whether the tensor repeats one number."""
         storage = _storage(tensor)
         same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
         return tensor.dim() > 0 and len(same) == tensor.dim()

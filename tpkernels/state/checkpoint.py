@@ -114,7 +114,7 @@ def load_pretrained(model: nn.Module, path: str | Path, *, ignore: Sequence[str]
 
 
 class Source(Protocol):
-    """Where tensors come from: names with their shapes and dtypes, digests of some, and parts of any."""
+    """A place that tensors come from: names with shapes and dtypes, digests of some, and parts of any."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]

@@ -61,7 +61,7 @@ class Ranks:
             raise type(error)(f"{error}\n{_ADVICE}", ranks=error.ranks) from error
 
     def step(self, what: str, work: Callable[[], None]) -> None:
-        """``work`` on all ranks, or ValueError on all."""
+        """Run ``work`` on all ranks; if it fails on one, raise ValueError on all."""
         self.together(what, lambda: (work(), {}))  # type: ignore[func-returns-value]
 
     def together(self, what: str, work: Callable[[], tuple[T, Facts]]) -> tuple[T, list[Facts]]:
@@ -120,7 +120,7 @@ def add_up(said: Sequence[Facts]) -> dict[str, int]:
 
 
 def check_same(what: str, said: Sequence[Facts], things: str) -> None:
-    """Refuse ranks that say different things under ``"same"``."""
+    """Refuse ranks whose facts under ``"same"`` differ."""
     if len({facts["same"] for facts in said}) > 1:
         raise ValueError(f"{what}: the ranks have different {things}: {[facts['same'][:8] for facts in said]}")
 

@@ -69,7 +69,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor, with the original's dimensions."""
+        """The tensor's shape, with the original's dimensions."""
         return self._merged(self.tensor.shape)
 
     @property
@@ -119,7 +119,7 @@ class Original:
 
     @property
     def is_held_whole(self) -> bool:
-        """One tensor of the parallel model has its shape: a DTensor, or one that is not cut."""
+        """Whether one tensor of the parallel model has its shape: a DTensor, or one that is not cut."""
         return len(self.parts) == 1 and self.parts[0].units is None
 
     def box(self, part: Part) -> Box:
@@ -139,7 +139,7 @@ class Original:
 
 @contextmanager
 def as_held() -> Iterator[None]:
-    """Within it ``state_dict`` and ``load_state_dict`` of modules speak of the tensors that they hold, locally."""
+    """Within it, ``state_dict`` and ``load_state_dict`` of modules use the tensors that they hold, locally."""
     token = _AS_HELD.set(True)
     try:
         yield

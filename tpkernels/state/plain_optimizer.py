@@ -123,7 +123,7 @@ class _Held:
 
 
 def _make_slots(model: nn.Module, optimizer: Optimizer) -> None:
-    """As torch's function does, which leaves an optimizer alone whose parameters have gradients."""
+    """Make slots as torch's function does, which leaves an optimizer alone whose parameters have gradients."""
     gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -135,7 +135,7 @@ def _make_slots(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _checked(held: _Held, model: nn.Module, given: Mapping[str, Any]) -> list[Any]:
-    """What must be the same on all ranks; raises where ``given`` is not this optimizer's."""
+    """What must be the same on all ranks; raises if ``given`` is not the state of this optimizer."""
     state, groups = given.get("state"), given.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list | tuple):
         raise ValueError('an optimizer\'s state dict has "state" and "param_groups"')

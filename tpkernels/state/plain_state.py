@@ -74,18 +74,18 @@ def _speaking(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_spoken_for(module: nn.Module, prefix: str) -> bool:
-    """Whether the model, or the part of it that was called, is above ``module``; it has done what there is to do."""
+    """Whether the model, or the part that was called, is above ``module``, and has done the work for it."""
     return holds_as_held() or (prefix != "" and not getattr(type(module), "_speaks_originals", False))
 
 
 def _meet(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Before ``state_dict``: all ranks are here, or it raises."""
+    """A hook before ``state_dict``: all ranks are here, or it raises."""
     if not _is_spoken_for(module, prefix) and meshes_of(module):
         Ranks.of(module).exchange(f"state_dict() of {type(module).__name__}", {})
 
 
 def _gather(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """After ``state_dict`` of a module that holds something else than the originals."""
+    """A hook after ``state_dict`` of a module that holds other tensors than the originals."""
     if holds_as_held():
         return
     originals, keys, _ = keys_of(module)
@@ -96,7 +96,7 @@ def _gather(module: nn.Module, destination: dict[str, Any], prefix: str, local_m
 
 
 def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before ``load_state_dict`` of a part of the model, or of a module that holds it."""
+    """A hook before ``load_state_dict`` of a part of the model, or of a module that holds it."""
     if not _is_spoken_for(module, prefix) and meshes_of(module):
         _Load(module, state_dict, prefix, strict=False, assign=True).into(state_dict)
 
@@ -104,7 +104,7 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
 def _load_state_dict(
     self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> _IncompatibleKeys:
-    """As ``nn.Module.load_state_dict``, all or nothing: see :mod:`tpkernels.state.plain_state`.
+    """``nn.Module.load_state_dict``, but all or nothing: see :mod:`tpkernels.state.plain_state`.
 
     Raises:
         StateMismatch: names that are missing or unexpected (if ``strict``), other shapes, tensors that differ between
@@ -214,7 +214,7 @@ class _Load:
         ]  # fmt: skip
 
     def _is_own(self, key: str) -> bool:
-        """Torch's ``set_model_state_dict`` adds what the model holds to a full state dict."""
+        """Whether torch's ``set_model_state_dict`` has added this to a full state dict, from what the model holds."""
         value = self._given[self._prefix + key]
         if not isinstance(value, DTensor):
             return False

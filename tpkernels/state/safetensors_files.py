@@ -62,7 +62,7 @@ class SafetensorsFiles:
         return sum(torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items())
 
     def _open(self, file: Path, index: Mapping[str, str]) -> bytes:
-        """Take in one file; what identifies it."""
+        """Read the header of one file; returns what identifies the file."""
         with needed("safetensors", _PURPOSE):
             from safetensors import SafetensorError, safe_open
         try:
@@ -123,7 +123,7 @@ def file_name(number: int, count: int) -> str:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
-    """One file, put into place whole."""
+    """Write one file, and put it into place whole."""
     with needed("safetensors", _PURPOSE):
         from safetensors.torch import save_file
     said = json.dumps({name: digests[name] for name in tensors})
@@ -133,7 +133,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, 
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
-    """Which tensor is in which file."""
+    """Write which tensor is in which file."""
     partial = folder / f"{INDEX}.partial"
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2)
     partial.write_text(text, encoding="utf-8")

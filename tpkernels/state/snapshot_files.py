@@ -66,7 +66,7 @@ def as_written(original: Original) -> Tensor:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Collective over all ranks of the job.
+    """Write the tensors.  Collective over all ranks of the job.
 
     Raises:
         ValueError: some rank could not write.

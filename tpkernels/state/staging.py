@@ -52,7 +52,7 @@ def targets_of(originals: Sequence[Original], device: torch.device) -> list[Targ
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model on the meta device goes: to the device of its mesh."""
+    """The device that a model on the meta device goes to: that of its mesh."""
     kind = meshes_of(model)[0].device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 

@@ -29,7 +29,7 @@ FACTOR = 8.0
 
 
 def allowed(plain: Tensor, exact: Tensor) -> Tensor:
-    """What ``FACTOR`` is to be multiplied with, for each element."""
+    """The error of each element that, times ``FACTOR``, is allowed."""
     error, exact = (plain.detach().double() - exact.detach()), exact.detach()
     unit = torch.finfo(plain.dtype).eps / 2
     spread = _rms(error)

@@ -33,7 +33,7 @@ class Expected:
     """All parameters that could have a gradient."""
 
     def widened(self, other: Expected) -> Expected:
-        """What either allows; both are of the same exact pass."""
+        """Bounds that allow what either does; both are of the same exact pass."""
 
         def both(mine: Bounds, others: Bounds) -> Bounds:
             return {name: bound.widened(others[name]) if name in others else bound for name, bound in mine.items()}
@@ -88,7 +88,7 @@ def _is_parted(path: str, tensor: Tensor) -> bool:
 
 
 def _loss_bound(exact: Pass, plain: Pass, outputs: Mapping[str, Bound]) -> Bound | None:
-    """One error is luck, so that of the loss is also what errors of the outputs could make of it, to first order."""
+    """The bound of the loss also counts what the outputs' errors make of it, to first order: one error is luck."""
     if exact.loss is None or plain.loss is None:
         return None
     value = exact.loss.double().reshape(())

@@ -27,7 +27,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """That of the first parameter of floating point."""
+    """The dtype of the first parameter of floating point."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
@@ -63,7 +63,7 @@ def copy_of(model: nn.Module, device: torch.device, dtype: torch.dtype | None = 
 
 
 def _as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Complex buffers stay as they are (``nn.Module.to`` would take their real part)."""
+    """Cast, but for complex buffers (``nn.Module.to`` would take their real part)."""
     model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     for module in model.modules():
         for name, value in vars(module).items():

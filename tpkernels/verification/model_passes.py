@@ -28,7 +28,7 @@ _compared = ContextVar("tpkernels_compared", default=False)
 
 @contextmanager
 def compared() -> Iterator[None]:
-    """Within: what calls compute is compared with the unsharded model, which tells more than that it may be wrong."""
+    """Within it, calls are compared with the unsharded model, so a warning that they may be wrong is superfluous."""
     token = _compared.set(True)
     try:
         yield
@@ -43,7 +43,7 @@ def is_compared() -> bool:
 
 @dataclass
 class Pass:
-    """What a pass gave."""
+    """The results of a pass."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None

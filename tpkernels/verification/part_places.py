@@ -43,7 +43,7 @@ def part_at(
 
 
 def _columns(style: Style | None, features: int, rank: int, world_size: int) -> list[int] | None:
-    """Of the ``features`` that the unsharded layer gives, those of this rank."""
+    """This rank's part of the ``features`` that the unsharded layer gives."""
     if isinstance(style, Column):
         sizes = style.segments or (features,)
         units = style.units or (style.unit,) * len(sizes)
@@ -64,7 +64,7 @@ def _columns(style: Style | None, features: int, rank: int, world_size: int) -> 
 
 
 def _rows(style: Style | None, features: int, rank: int, world_size: int) -> list[int] | None:
-    """Of the ``features`` that the unsharded layer takes, those of this rank."""
+    """This rank's part of the ``features`` that the unsharded layer takes."""
     if isinstance(style, Row) and not style.split_input:
         return _chunk(features, style.unit, rank, world_size)
     return None

@@ -84,7 +84,7 @@ class Verification:
 
     @property
     def gradients(self) -> float:
-        """That of the gradients of parameters and of inputs."""
+        """The largest error of the gradients of parameters and inputs, in the same units."""
         return max(self._worst("gradient"), self._worst("gradient of input"))
 
     @property

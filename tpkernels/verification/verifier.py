@@ -173,7 +173,7 @@ class Verifier:
         return expect((exact.model, exact.found), (plain.model, plain.found), dtype)
 
     def _wider(self, expected: Expected) -> Expected:
-        """What the unsharded model's errors are when each weight is off by a rounding: other switches switch."""
+        """The unsharded model's errors when each weight is off by a rounding, so that other relus jump."""
         exact = self._unsharded(torch.float64)
         for seed in range(1, NUDGES + 1):
             nudged = self._unsharded(self.coarse or self.dtype, nudge=seed)
@@ -289,7 +289,7 @@ def _wrong_gradients(rows: tuple[Row, ...]) -> dict[str, float]:
 
 
 def _first_parameter(events: list[Event], wrong: Mapping[str, float]) -> str | None:
-    """Of the parameters whose gradients differ, the one whose module the backward pass reaches first."""
+    """The parameter, among those whose gradients differ, whose module the backward pass reaches first."""
     for event in reversed(events):
         if event.leaves and event.turn == 0:
             for name in wrong:
