@@ -10,9 +10,9 @@ import torch
 
 import tpkernels  # noqa: F401  (registers the implementations)
 from tpkernels import dispatch
+from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.native import native
 from tpkernels.comm.resources import Standing
-from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.dispatch import OPS, Costs, Implementation, Problem
 from tpkernels.errors import TpKernelsError, UnsupportedProblem
 
@@ -159,7 +159,7 @@ def test_the_explanation_is_a_table_of_what_was_weighed() -> None:
 
 
 def test_chunks_on_a_gpu_are_large_enough_to_fill_it() -> None:
-    from tpkernels.backends import chunked
+    from tpkernels.backends.point_to_point import chunked
 
     for device, rows, expected in (
         ("cpu", (64, 1024, 8192), [8, 8, 8]),
@@ -171,7 +171,7 @@ def test_chunks_on_a_gpu_are_large_enough_to_fill_it() -> None:
 
 def test_a_cut_that_costs_more_than_it_hides_is_not_made() -> None:
     """The transfer takes half as long as the GEMM of a rank's own rows, or four times as long; a cut little or 4 s."""
-    from tpkernels.backends import chunked
+    from tpkernels.backends.point_to_point import chunked
 
     gather = problem()  # 4096 x 8192 x 2048 on two ranks: 687 ms, 343 of them for the rank's own rows; 8 MB to send
     for gbytes, relay_gbytes, expected in ((0.049, 4.0, 1), (0.0061, 4.0, 8), (0.0061, 0.004, 1)):

@@ -26,7 +26,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from tpkernels.comm import cuda_native, native
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.comm import native
 from tpkernels.packages import PIP_LINES
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gpu_steps.lab import Lab
 from gpu_steps.outcome import Recorder, Row, times_of
-from tpkernels.comm import cuda_native
+from tpkernels.backends.symmetric import cuda_native
 
 NUM_BYTES = 1 << 28  # of each copy
 QUERY = (

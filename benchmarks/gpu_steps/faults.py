@@ -10,10 +10,10 @@ import torch
 from gpu_steps.lab import Lab, LoneRank
 from gpu_steps.outcome import Recorder, Row
 from gpu_steps.roofline import KERNEL_S, TORCH_CALL_S, TRITON_LAUNCH_S
-from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_group import Group, OneShot
-from tpkernels.comm.cuda_native import Dtype, Kind
-from tpkernels.comm.residency import waiting_blocks
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.backends.symmetric.cuda_group import Group, OneShot
+from tpkernels.backends.symmetric.cuda_native import Dtype, Kind
+from tpkernels.backends.symmetric.residency import waiting_blocks
 from tpkernels.kernels import all_gather_matmul as gather
 
 TIMEOUT_S = 0.02

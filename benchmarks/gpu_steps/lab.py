@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gpu_steps.roofline import Card, card_of
-from tpkernels.comm import cuda_group, cuda_native
-from tpkernels.comm.cuda_native import Library
-from tpkernels.comm.residency import gemm_programs, waiting_blocks
+from tpkernels.backends.symmetric import cuda_group, cuda_native
+from tpkernels.backends.symmetric.cuda_native import Library
+from tpkernels.backends.symmetric.residency import gemm_programs, waiting_blocks
 from tpkernels.kernels import schedule
 from tpkernels.kernels.config import GemmConfig, configure
 from tpkernels.kernels.signals import group_table

@@ -27,8 +27,8 @@ from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
 from gpu_steps.overlap import Forecast
 from tpkernels import partition
-from tpkernels.comm.cuda_group import Call, Pipeline
-from tpkernels.comm.cuda_native import Chunk, Dtype, Raise, Steps
+from tpkernels.backends.symmetric.cuda_group import Call, Pipeline
+from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Raise, Steps
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.config import GemmConfig

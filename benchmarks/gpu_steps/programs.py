@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from gpu_steps.outcome import Recorder, Row
-from tpkernels.comm import cuda_native
+from tpkernels.backends.symmetric import cuda_native
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "gpu"

@@ -8,7 +8,7 @@ import torch
 
 from gpu_steps.lab import Lab, LoneRank
 from gpu_steps.outcome import Recorder, Row, times_of
-from tpkernels.comm.cuda_native import Dtype
+from tpkernels.backends.symmetric.cuda_native import Dtype
 
 DTYPES = {torch.bfloat16: Dtype.BF16, torch.float32: Dtype.F32}
 

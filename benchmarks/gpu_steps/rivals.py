@@ -15,8 +15,8 @@ import tpkernels as tpk
 from gpu_steps.outcome import Recorder, Row, times_of
 from gpu_steps.roofline import loop_share
 from gpu_steps.sharing import share_gpu
+from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.measure.cases import Case, Shape
 from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.timing import Measurement, measure

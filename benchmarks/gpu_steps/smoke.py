@@ -17,10 +17,10 @@ from gpu_steps.gemm import departures_of
 from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row
 from tpkernels import partition
-from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_group import Group, OneShot, Pipeline
-from tpkernels.comm.cuda_native import Dtype
-from tpkernels.comm.residency import waiting_blocks
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.backends.symmetric.cuda_group import Group, OneShot, Pipeline
+from tpkernels.backends.symmetric.cuda_native import Dtype
+from tpkernels.backends.symmetric.residency import waiting_blocks
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 

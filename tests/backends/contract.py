@@ -29,9 +29,9 @@ from tests.ops.support import (
     own_part,
 )
 from tpkernels import dispatch
+from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.native import why_not
 from tpkernels.comm.resources import Standing
-from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.dispatch import OPS, Problem
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.faults import poisoned_memory

@@ -31,14 +31,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tpkernels as tpk
 from tests.ops.support import _write_environment
-from tpkernels.backends import symmetric
-from tpkernels.comm import agreement, symmetric_channels
-from tpkernels.comm.cuda_native import Library
+from tpkernels.backends.pools import outside_of_pools
+from tpkernels.backends.symmetric import channels as symmetric_channels
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric.channels import SymmetricChannels
+from tpkernels.backends.symmetric.cuda_native import Library
+from tpkernels.backends.symmetric.memory import Allocation
+from tpkernels.backends.symmetric.resource import SymmetricMemory
+from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, resolve
-from tpkernels.comm.pools import outside_of_pools
-from tpkernels.comm.symmetric_channels import SymmetricChannels
-from tpkernels.comm.symmetric_memory import Allocation
-from tpkernels.comm.symmetric_resource import SymmetricMemory
 
 POLLS_PER_SECOND = 5000  # of an interpreted kernel, about
 

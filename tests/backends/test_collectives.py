@@ -17,8 +17,8 @@ import torch
 
 from tests.backends.contract import BASE, judge_all
 from tests.ops.support import GATHER, SCATTER, Case
-from tpkernels.backends import collectives
-from tpkernels.comm import copy_engines, groups
+from tpkernels.backends.point_to_point import collectives, copy_engines
+from tpkernels.comm import groups
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.testing.spawn import Pools, RanksFailed
 

@@ -13,7 +13,7 @@ import torch
 import tpkernels as tpk
 from tests.backends.contract import BASE, COLLECTIVES, exact_cases, judge_all, ops_of, refusals
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case, new_group
-from tpkernels.backends import chunked
+from tpkernels.backends.point_to_point import chunked
 from tpkernels.comm.native import why_not
 from tpkernels.dispatch import OPS, Costs, Problem
 from tpkernels.ops.contract import GATED
@@ -95,7 +95,7 @@ def test_real_numbers_are_within_the_bound_of_fp64(ranks: Pools, world: int, nam
 @every_implementation
 @few_worlds
 def test_nothing_of_an_earlier_call_is_left(ranks: Pools, world: int, name: str) -> None:
-    """Small buffers, and ones that are reused (`tpkernels/comm/workspace.py`): the calls before had NaN in them."""
+    """Small buffers, and ones that are reused (`backends/point_to_point/workspace.py`): the calls before had NaN."""
     cases = []
     for number, op in enumerate(ops_of(name)):
         for shape, ns in (((12, 24), (10,)), ((1200, 64), (80,))):

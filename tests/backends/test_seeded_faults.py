@@ -30,10 +30,11 @@ from tests.backends.contract import (
 from tests.backends.test_contract import every_implementation, few_worlds
 from tests.ops.support import GATHER, Case, new_group
 from tpkernels import dispatch
-from tpkernels.backends import blocks, unfused
+from tpkernels.backends import blocks
+from tpkernels.backends.point_to_point import unfused
+from tpkernels.backends.shared_memory.segments import SharedMemory, SharedSegments
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import native
-from tpkernels.comm.shared_segments import SharedMemory, SharedSegments
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Implementation
 from tpkernels.ops import calling

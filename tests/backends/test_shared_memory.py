@@ -13,12 +13,12 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tests.backends.contract import exact_cases, judge_all
 from tests.ops.support import GATHER, SCATTER, new_group
-from tpkernels.backends import shared_memory
-from tpkernels.comm import shared_segments
+from tpkernels.backends.shared_memory import implementations as shared_memory
+from tpkernels.backends.shared_memory import segments as shared_segments
+from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import native, why_not
 from tpkernels.comm.resources import Standing
-from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.testing.spawn import Pools
 

@@ -25,10 +25,10 @@ from tests.backends.emulated import Emulation
 from tests.cuda.test_far import copy_rows
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case
-from tpkernels.backends import moves, symmetric
-from tpkernels.comm import cuda_native
+from tpkernels.backends.symmetric import cuda_native, moves
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.dispatch import OPS
 from tpkernels.ops import calling
 from tpkernels.ops.calling import Signature

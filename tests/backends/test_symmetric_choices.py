@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from tests.ops.support import GATHER, REDUCE, SCATTER
-from tpkernels.backends import symmetric
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric.memory import is_consistent
+from tpkernels.backends.symmetric.resource import MULTICAST, SymmetricMemory, common_refusal
 from tpkernels.comm.resources import Standing
-from tpkernels.comm.symmetric_memory import is_consistent
-from tpkernels.comm.symmetric_resource import MULTICAST, SymmetricMemory, common_refusal
 from tpkernels.dispatch import OPS, Costs, Problem
 
 pytestmark = pytest.mark.cpu

@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 from tests.backends.emulated import Emulation
 from tests.backends.test_symmetric_choices import PROBLEM
 from tests.ops.support import GATHER, REDUCE
-from tpkernels.backends import symmetric, symmetric_costs
+from tpkernels.backends.symmetric import costs as symmetric_costs
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric.calibration import call_costs
+from tpkernels.backends.symmetric.resource import SymmetricMemory, channels_of
 from tpkernels.comm import calibration
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.resources import Standing
-from tpkernels.comm.symmetric_calibration import call_costs
-from tpkernels.comm.symmetric_resource import SymmetricMemory, channels_of
 from tpkernels.dispatch import Costs
 from tpkernels.ops import calling
 from tpkernels.testing.spawn import Pools

@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 import tpkernels as tpk
 from tests.backends.emulated import Emulation
 from tests.ops import test_gated
-from tpkernels.backends import tuning
-from tpkernels.backends.tuning import Gemm
+from tpkernels.backends.symmetric import tuning
+from tpkernels.backends.symmetric.resource import channels_of
+from tpkernels.backends.symmetric.tuning import Gemm
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.partition import Layout
 from tpkernels.testing.numeric import BoundExceeded
 from tpkernels.testing.spawn import Pools

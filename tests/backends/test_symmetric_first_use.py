@@ -21,9 +21,10 @@ from tests.backends.test_symmetric import FAULTS as FORGOTTEN
 from tests.backends.test_symmetric import case_of, preferred
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER
-from tpkernels.backends import first_use, symmetric
+from tpkernels.backends.symmetric import first_use
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.dispatch import OPS
 from tpkernels.testing.spawn import Pools
 

@@ -25,11 +25,11 @@ from tests.backends.emulated import EmulatedDevice, Emulation
 from tests.backends.test_symmetric import case_of
 from tests.backends.test_symmetric_order import Recorder
 from tests.ops.support import GATHER, REDUCE, SCATTER
+from tpkernels.backends.symmetric.channels import Channel, SymmetricChannels
+from tpkernels.backends.symmetric.cuda_native import FailureRecord, Kind
+from tpkernels.backends.symmetric.resource import SymmetricMemory, channels_of
 from tpkernels.comm import monitor
-from tpkernels.comm.cuda_native import FailureRecord, Kind
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
-from tpkernels.comm.symmetric_resource import SymmetricMemory, channels_of
 from tpkernels.dispatch import OPS
 from tpkernels.testing.spawn import Pools
 

@@ -18,13 +18,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tpkernels.backends import launches, symmetric
-from tpkernels.comm import symmetric_channels
-from tpkernels.comm.cuda_native import CallRecord, Raise, Steps
+from tpkernels.backends.symmetric import channels as symmetric_channels
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric import launches
+from tpkernels.backends.symmetric.channels import SymmetricChannels
+from tpkernels.backends.symmetric.cuda_native import CallRecord, Raise, Steps
+from tpkernels.backends.symmetric.memory import Allocation
+from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm.resources import Standing
-from tpkernels.comm.symmetric_channels import SymmetricChannels
-from tpkernels.comm.symmetric_memory import Allocation
-from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.ops.contract import (
     AllGather,

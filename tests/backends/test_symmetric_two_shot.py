@@ -20,9 +20,9 @@ from tests.backends.emulated import Emulation
 from tests.backends.test_symmetric import DTYPES, FORCED, case_of, judge_all
 from tests.backends.test_symmetric_first_use import one_more
 from tests.ops.support import REDUCE
-from tpkernels.backends import symmetric
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools

@@ -23,11 +23,12 @@ pytest.importorskip("triton")
 
 from tests.backends.test_symmetric_order import Recorder
 from tpkernels import config
-from tpkernels.backends import launches, symmetric, tile_cache, tuning
-from tpkernels.backends.tile_cache import Entry, TileCache
-from tpkernels.backends.tuning import Gemm
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric import launches, tile_cache, tuning
+from tpkernels.backends.symmetric.resource import SymmetricMemory
+from tpkernels.backends.symmetric.tile_cache import Entry, TileCache
+from tpkernels.backends.symmetric.tuning import Gemm
 from tpkernels.comm.agreement import Record
-from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.dispatch import Problem
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.kernels.config import Tiles

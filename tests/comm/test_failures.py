@@ -322,7 +322,7 @@ def raise_inside(victim: int) -> tuple[BaseException | None, float]:
     CALLS["matmul_reduce_scatter"](group)
     dist.barrier()
     if dist.get_rank() == victim:
-        from tpkernels.backends import chunked
+        from tpkernels.backends.point_to_point import chunked
 
         def fail(*_: Any) -> None:
             raise MemoryError("out of memory")
@@ -354,7 +354,7 @@ def leave_while_the_peer_computes(seconds: float) -> str:
     CALLS["all_gather_matmul"](group)
     dist.barrier()
     if dist.get_rank() == 0:
-        from tpkernels.backends import chunked
+        from tpkernels.backends.point_to_point import chunked
 
         original = chunked.place_rows
 

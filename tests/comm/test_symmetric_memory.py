@@ -24,12 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpkernels as tpk
 from tests.backends.test_symmetric_order import Recorder
 from tests.ops.support import new_group
-from tpkernels.comm import cuda_native, resources, symmetric_memory, symmetric_resource
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.backends.symmetric import memory as symmetric_memory
+from tpkernels.backends.symmetric import resource as symmetric_resource
+from tpkernels.backends.symmetric.memory import CudaDevice
+from tpkernels.backends.symmetric.residency import waiting_blocks
+from tpkernels.backends.symmetric.resource import SymmetricMemory, channels_of
+from tpkernels.comm import resources
 from tpkernels.comm.groups import Group, resolve
-from tpkernels.comm.residency import waiting_blocks
 from tpkernels.comm.resources import UNTRIED
-from tpkernels.comm.symmetric_memory import CudaDevice
-from tpkernels.comm.symmetric_resource import SymmetricMemory, channels_of
 from tpkernels.ops import calling
 from tpkernels.testing.spawn import Pools
 
@@ -279,7 +282,7 @@ def test_nobody_goes_where_the_driver_waits_before_all_ranks_have_come(ranks: Po
 
 STUCK = """
 import ctypes
-from tpkernels.comm import symmetric_memory
+from tpkernels.backends.symmetric import memory as symmetric_memory
 with symmetric_memory._process_ends_after({seconds}):
     ctypes.PyDLL(None).sleep(2)  # as torch: with the interpreter's lock
 print("came back")

@@ -328,7 +328,7 @@ def waits_for_the_device_inside_a_call(victim: int) -> tuple[BaseException | Non
             group.synchronize(2 * SOON)
 
         start = time.monotonic()
-        with mock.patch("tpkernels.backends.exchange.wait_all", and_read):
+        with mock.patch("tpkernels.backends.point_to_point.exchange.wait_all", and_read):
             try:
                 call(group)
             except CommunicationError as error:
@@ -351,7 +351,8 @@ def fails_on_the_host(victim: int, looks: bool) -> tuple[BaseException | None, b
             if not looks:
                 resolve(group).works = None
             call(group)
-            out_of_memory = mock.patch("tpkernels.backends.exchange.exchange", side_effect=MemoryError("out of memory"))
+            posting = "tpkernels.backends.point_to_point.exchange.exchange"
+            out_of_memory = mock.patch(posting, side_effect=MemoryError("out of memory"))
             with out_of_memory, pytest.raises(MemoryError):
                 call(group)
             error, free = what_later_calls_say(group)[0], group.synchronize(3.0)

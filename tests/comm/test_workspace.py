@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpkernels.comm.workspace import MIN_BYTES, Workspace
+from tpkernels.backends.point_to_point.workspace import MIN_BYTES, Workspace
 
 pytestmark = pytest.mark.cpu
 

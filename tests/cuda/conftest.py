@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.comm import cuda_native
+from tpkernels.backends.symmetric import cuda_native
 
 ROOT = Path(__file__).parents[2]
 # What pip calls. Of the CPU core there is a refusal at once: another test builds it.

@@ -19,8 +19,8 @@ import torch
 
 from tests.test_build_native import Tree
 from tpkernels import doctor
-from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_native import CudaError
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.backends.symmetric.cuda_native import CudaError
 
 pytestmark = pytest.mark.cpu
 

@@ -23,13 +23,14 @@ pytest.importorskip("triton")
 
 from tests.backends.test_symmetric_order import Recorder
 from tests.cuda import emulator
-from tpkernels.backends import launches, moves, symmetric
-from tpkernels.comm.cuda_group import Call, Group, Pipeline
-from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, STATE_BYTES, Chunk, Library, Raise, Steps
+from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric import launches, moves
+from tpkernels.backends.symmetric.channels import SymmetricChannels
+from tpkernels.backends.symmetric.cuda_group import Call, Group, Pipeline
+from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, PAD_BYTES, STATE_BYTES, Chunk, Library, Raise, Steps
+from tpkernels.backends.symmetric.memory import Allocation
+from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm.resources import Standing
-from tpkernels.comm.symmetric_channels import SymmetricChannels
-from tpkernels.comm.symmetric_memory import Allocation
-from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.ops.contract import AllGather, AllGatherMatmul, AllReduce, Context, MatmulReduceScatter, ReduceScatter
 from tpkernels.partition import Layout

@@ -14,8 +14,8 @@ import torch
 from tests.cuda.emulator import build
 from tests.cuda.test_ranks import ONE_SHOT, REDUCE, TWO_SHOT, compiler, copy_of_the_source, run
 from tests.kernels.sparse_memory import sparse_matrix
-from tpkernels.comm.cuda_group import Call, Group, Pipeline
-from tpkernels.comm.cuda_native import PAD_BYTES, STATE_BYTES, Chunk, CudaError, Library, Steps
+from tpkernels.backends.symmetric.cuda_group import Call, Group, Pipeline
+from tpkernels.backends.symmetric.cuda_native import PAD_BYTES, STATE_BYTES, Chunk, CudaError, Library, Steps
 
 pytestmark = pytest.mark.cpu
 

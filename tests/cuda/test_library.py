@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from tpkernels import errors
-from tpkernels.comm import cuda_group, cuda_native, native
-from tpkernels.comm.cuda_group import Failure, Norm, OneShot
-from tpkernels.comm.cuda_native import Chunk, CudaError, Dtype, Kind
+from tpkernels.backends.symmetric import cuda_group, cuda_native
+from tpkernels.backends.symmetric.cuda_group import Failure, Norm, OneShot
+from tpkernels.backends.symmetric.cuda_native import Chunk, CudaError, Dtype, Kind
+from tpkernels.comm import native
 
 pytestmark = pytest.mark.cpu
 

@@ -1,8 +1,9 @@
 """No grid that waits locks out what it waits for: on each of these GPUs, wherever the hardware puts its blocks.
 
 Registers and shared memory are those of the built library, read from its machine code; no GPU is needed.  The rule that
-cuts the grids is `tpkernels/comm/residency.py`, and why it has these numbers stands in csrc/cuda/README.md.  The grids
-that the library had before, and kernels of one warp with a few more registers, must fail.
+cuts the grids is `tpkernels/backends/symmetric/residency.py`, and why it has these numbers stands in
+csrc/cuda/README.md.  The grids that the library had before, and kernels of one warp with a few more registers, must
+fail.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch
 from tests.cuda import emulator
 from tests.cuda.occupancy import LIMITS, Gpu, Kernel, Limits, least_room, room
 from tests.cuda.test_ranks import compiler
-from tpkernels.backends.tuning import Gemm
-from tpkernels.comm.cuda_group import Group, Norm, OneShot
-from tpkernels.comm.cuda_native import PAD_BYTES, STATE_BYTES, Dtype, Library
-from tpkernels.comm.residency import NCCL_CTAS, gemm_programs, waiting_blocks
-from tpkernels.comm.symmetric_channels import MAX_LANES
+from tpkernels.backends.symmetric.channels import MAX_LANES
+from tpkernels.backends.symmetric.cuda_group import Group, Norm, OneShot
+from tpkernels.backends.symmetric.cuda_native import PAD_BYTES, STATE_BYTES, Dtype, Library
+from tpkernels.backends.symmetric.residency import NCCL_CTAS, gemm_programs, waiting_blocks
+from tpkernels.backends.symmetric.tuning import Gemm
 
 pytestmark = pytest.mark.cpu
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import ranks as scenarios
-from tpkernels.comm import cuda_native
+from tpkernels.backends.symmetric import cuda_native
 from tpkernels.testing.spawn import WorkerPool
 
 Shared = Callable[[int], WorkerPool]

@@ -23,9 +23,9 @@ from tests.backends.contract import JUDGES
 from tests.ops.scaled import ScaledCase, judge_cases
 from tests.ops.support import PLACE, Case, new_group
 from tpkernels import errors
+from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm import groups
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.symmetric_resource import SymmetricMemory
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import exact_matmul, integer_payload, payload

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tpkernels import partition
-from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_group import Call, Group, OneShot, Pipeline
-from tpkernels.comm.cuda_native import Chunk, Dtype, Kind, Library, Raise, Steps
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.backends.symmetric.cuda_group import Call, Group, OneShot, Pipeline
+from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Kind, Library, Raise, Steps
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tpkernels.comm.cuda_group import Group
+from tpkernels.backends.symmetric.cuda_group import Group
 
 PROPERTIES = SimpleNamespace(multi_processor_count=4, total_memory=1 << 30, L2_cache_size=1 << 20)
 

@@ -31,8 +31,8 @@ from gpu_steps.roofline import card_of
 from gpu_steps.sets import STEPS
 
 from tests.measure import fake_cuda
-from tpkernels.comm import cuda_native
-from tpkernels.comm.cuda_group import Group
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.backends.symmetric.cuda_group import Group
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.measure.cases import Shape

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.cuda import emulator
-from tpkernels.comm import cuda_native
+from tpkernels.backends.symmetric import cuda_native
 from tpkernels.measure.timing import Measurement
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

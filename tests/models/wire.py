@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.nn.reference import tp_mesh, without_shared_memory
-from tpkernels.backends import chunked, exchange
+from tpkernels.backends.point_to_point import chunked, exchange
 from tpkernels.comm import transport
 from tpkernels.comm.groups import resolve
 

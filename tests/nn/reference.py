@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tpkernels as tpk
+from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.groups import Group, resolve
-from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.partition import array_split_sizes, chunk_sizes, offsets
 
 LIMIT_S = 180.0

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.nn.reference import LIMIT_S, close, whole, without_shared_memory
-from tpkernels.backends import exchange
+from tpkernels.backends.point_to_point import exchange
 from tpkernels.comm import transport
 from tpkernels.comm.groups import resolve
 from tpkernels.errors import GroupMismatch

@@ -67,7 +67,7 @@ def test_a_large_all_reduce_in_two_phases_is_exact(ranks: Pools, world: int) -> 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_chunked_gives_the_bits_of_unfused_in_bf16(ranks: Pools, world: int) -> None:
-    """bf16 rows do not depend on how many rows a GEMM has; fp32 ones may (see backends/chunked.py)."""
+    """bf16 rows do not depend on how many rows a GEMM has; fp32 ones may (see point_to_point/chunked.py)."""
     ranks(world).run(compare_implementations, torch.bfloat16)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tests.ops.support import GATHER, REDUCE, SCATTER, new_group
 from tpkernels import dispatch
-from tpkernels.comm import shared_segments
+from tpkernels.backends.shared_memory import segments as shared_segments
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import why_not
 from tpkernels.dispatch import OPS, Costs, Explanation, Implementation

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tests.ops.support import IMPLEMENTATIONS
-from tpkernels.comm import workspace
+from tpkernels.backends.point_to_point import workspace
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

@@ -24,7 +24,7 @@ from tests.backends.emulated import Emulation
 from tests.cuda import emulator
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.reliability.outcome import Outcome
-from tpkernels.backends import tuning
+from tpkernels.backends.symmetric import tuning
 from tpkernels.comm.groups import resolve
 from tpkernels.testing.spawn import WorkerPool
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from tests.reliability.calls import SHARED, make_all
 from tests.reliability.crew import Crew, CrewError, Link, Raised, Said, caught
 from tests.reliability.outcome import Outcome
-from tpkernels.comm import agreement, rendezvous, shared_segments
+from tpkernels.backends.shared_memory import rendezvous
+from tpkernels.backends.shared_memory import segments as shared_segments
+from tpkernels.comm import agreement
 
 SETTLE_S = 30.0  # starting ranks and their first calls, on a busy machine
 TIMEOUT_S = 10.0

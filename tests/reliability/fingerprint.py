@@ -15,9 +15,9 @@ import tpkernels as tpk
 from tests.reliability.calls import SHARED
 from tests.reliability.crew import Link, together
 from tests.reliability.outcome import Outcome
+from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.native import native
-from tpkernels.comm.shared_segments import SharedMemory
 
 GATE_US = 1.0
 GATE_SHARE = 0.02

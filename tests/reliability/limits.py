@@ -18,9 +18,9 @@ import tpkernels as tpk
 from tests.reliability.calls import SHARED, all_gather_matmul, all_reduce, make_all
 from tests.reliability.crew import Crew, CrewError, Link, Raised, caught, together
 from tests.reliability.outcome import Outcome
-from tpkernels.comm import rendezvous
+from tpkernels.backends.shared_memory import rendezvous
+from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.native import native
-from tpkernels.comm.shared_segments import SharedMemory
 
 NOBODY = 65534
 TIMEOUT_S = 8.0

@@ -15,7 +15,8 @@ import tpkernels
 from tests.reliability.calls import SHARED, make_all
 from tests.reliability.crew import CrewError, Link, caught, together
 from tests.reliability.outcome import Outcome
-from tpkernels.comm import agreement, rendezvous
+from tpkernels.backends.shared_memory import rendezvous
+from tpkernels.comm import agreement
 
 TIMEOUT_S = 8.0
 RUBBISH = (

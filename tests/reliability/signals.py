@@ -16,8 +16,8 @@ import tpkernels as tpk
 from tests.reliability.calls import CALLS, SHARED, make_all
 from tests.reliability.crew import Crew, CrewError, Link, Raised, Said, caught, group_of
 from tests.reliability.outcome import Outcome
+from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.shared_segments import SharedMemory
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout
 

@@ -1,8 +1,8 @@
-"""Implementations of the ops; importing this package registers them, in the order in which ``explain`` lists them."""
+"""Implementations of the ops, a folder per transport; importing this package registers them, in the order in which
+``explain`` lists them.  A folder has all that its backend owns."""
 
-from tpkernels.backends import unfused  # noqa: I001  (the order is that of the listing)
-from tpkernels.backends import chunked
+from tpkernels.backends import point_to_point  # noqa: I001  (the order is that of the listing)
 from tpkernels.backends import shared_memory
 from tpkernels.backends import symmetric
 
-__all__ = ["chunked", "shared_memory", "symmetric", "unfused"]
+__all__ = ["point_to_point", "shared_memory", "symmetric"]

@@ -1,9 +1,9 @@
 """The traffic of ``chunked`` as one collective per chunk, which NCCL can hand to copy engines.
 
 :class:`CollectiveGather` and :class:`CollectivePartials` are what ``ShardExchange`` and ``PartialExchange`` of
-:mod:`tpkernels.backends.exchange` are, for equal shards of consecutive rows: a collective moves equal parts.  Which of
-the two is used is decided by facts that are equal on all ranks (:func:`fits`).  They cost a copy of the shard, and
-memory for one gathered tensor in each direction.
+:mod:`tpkernels.backends.point_to_point.exchange` are, for equal shards of consecutive rows: a collective moves equal
+parts.  Which of the two is used is decided by facts that are equal on all ranks (:func:`fits`).  They cost a copy of
+the shard, and memory for one gathered tensor in each direction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tpkernels.comm import copy_engines, timeline
+from tpkernels.backends.point_to_point import copy_engines
+from tpkernels.comm import timeline
 from tpkernels.comm.groups import Group
 from tpkernels.comm.transport import Transfer, TransportFailure, wait_all, watch
 from tpkernels.ops.contract import Context

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, fp8
-from tpkernels.backends import tile_cache
-from tpkernels.backends.tile_cache import Entry
+from tpkernels.backends.symmetric import tile_cache
+from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, STATE_BYTES
+from tpkernels.backends.symmetric.memory import Device
+from tpkernels.backends.symmetric.residency import gemm_programs
+from tpkernels.backends.symmetric.resource import channels_of
+from tpkernels.backends.symmetric.tile_cache import Entry
 from tpkernels.comm import agreement
-from tpkernels.comm.cuda_native import MAX_CHUNKS, STATE_BYTES
 from tpkernels.comm.groups import Group
-from tpkernels.comm.residency import gemm_programs
-from tpkernels.comm.symmetric_memory import Device
-from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.dispatch import Problem
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.kernels.config import GemmConfig, Tiles, candidates, configure

@@ -43,12 +43,17 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
-from tpkernels.backends import first_use, symmetric_costs, tuning
 from tpkernels.backends.blocks import Epilogue, earlier_products, product
-from tpkernels.backends.exchange import whole_like
-from tpkernels.backends.first_use import Way
-from tpkernels.backends.launches import Launch, gather_launches, scatter_launch
-from tpkernels.backends.moves import (
+from tpkernels.backends.point_to_point.exchange import whole_like
+from tpkernels.backends.symmetric import costs as symmetric_costs
+from tpkernels.backends.symmetric import first_use, tuning
+from tpkernels.backends.symmetric.channels import Channel
+from tpkernels.backends.symmetric.cuda_group import Norm
+from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, Steps
+from tpkernels.backends.symmetric.first_use import Way
+from tpkernels.backends.symmetric.launches import Launch, gather_launches, scatter_launch
+from tpkernels.backends.symmetric.memory import Device
+from tpkernels.backends.symmetric.moves import (
     DTYPES,
     Matrix,
     largest_shard,
@@ -59,13 +64,9 @@ from tpkernels.backends.moves import (
     reduce,
     staged,
 )
+from tpkernels.backends.symmetric.resource import MULTICAST, SymmetricMemory, channels_of
 from tpkernels.comm import resources
-from tpkernels.comm.cuda_group import Norm
-from tpkernels.comm.cuda_native import MAX_CHUNKS, Steps
 from tpkernels.comm.groups import Group
-from tpkernels.comm.symmetric_channels import Channel
-from tpkernels.comm.symmetric_memory import Device
-from tpkernels.comm.symmetric_resource import MULTICAST, SymmetricMemory, channels_of
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.kernels.config import Tiles

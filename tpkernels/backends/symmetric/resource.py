@@ -1,7 +1,7 @@
 """Whether a group's GPUs can share memory, and what the group then has: its :class:`SymmetricMemory`.
 
 The set-up is collective and happens once per group.  The group then has a
-:class:`~tpkernels.comm.symmetric_channels.SymmetricChannels`, or every rank the same reason why there is none.
+:class:`~tpkernels.backends.symmetric.channels.SymmetricChannels`, or every rank the same reason why there is none.
 
 Assumes nothing of the ranks: what each one's GPU is, they tell each other through the group's store.  Refuses what was
 not proved: other hosts, two ranks on one GPU without torch's consent (``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``),
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from tpkernels import config
-from tpkernels.comm import agreement, cuda_native, symmetric_calibration
+from tpkernels.backends.symmetric import calibration as symmetric_calibration
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.backends.symmetric.channels import SymmetricChannels
+from tpkernels.backends.symmetric.memory import CudaDevice, kind_of
+from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
 from tpkernels.comm.resources import UNTRIED, Resource
-from tpkernels.comm.symmetric_channels import SymmetricChannels
-from tpkernels.comm.symmetric_memory import CudaDevice, kind_of
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CommunicationError, UnsupportedProblem
 

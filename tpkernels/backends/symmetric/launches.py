@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tpkernels.backends.blocks import Epilogue
-from tpkernels.backends.moves import Matrix
-from tpkernels.backends.tuning import gemm_of
-from tpkernels.comm.cuda_native import MAX_CHUNKS
-from tpkernels.comm.symmetric_channels import Channel
+from tpkernels.backends.symmetric.channels import Channel
+from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS
+from tpkernels.backends.symmetric.moves import Matrix
+from tpkernels.backends.symmetric.tuning import gemm_of
 from tpkernels.fp8 import Operand, Scaled
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.ops.contract import AllGatherMatmul, Context, MatmulReduceScatter

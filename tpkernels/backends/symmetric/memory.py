@@ -2,7 +2,7 @@
 
 Owns what is private to torch (``torch.distributed._symmetric_memory``, 2.11 to 2.15) and hides it: everybody else asks
 a :class:`Device` for an :class:`Allocation`, a table of plain addresses.  Whether a group can have such memory is
-found out by :mod:`tpkernels.comm.symmetric_resource`.
+found out by :mod:`tpkernels.backends.symmetric.resource`.
 
 Assumes that all ranks run on one host.  Refuses an allocation whose addresses are not what torch says they are.
 """
@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tpkernels.comm import agreement, cuda_native
+from tpkernels.backends.pools import outside_of_pools
+from tpkernels.backends.symmetric import cuda_native
+from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
-from tpkernels.comm.pools import outside_of_pools
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import UnsupportedProblem
 

@@ -1,8 +1,8 @@
-"""A rank's end of a group of GPUs, on the library of :mod:`tpkernels.comm.cuda_native`: calls, failures, side streams.
+"""A rank's end of a group of GPUs, on the library of :mod:`.cuda_native`: calls, failures, side streams.
 
 Owns the Python form of ``struct tpk_group`` and ``tpk_pipeline``; knows nothing of torch: addresses and streams are
 integers.  Everything only enqueues.  What may be enqueued when is the protocol of ``csrc/cuda/README.md``; who keeps to
-it is :class:`tpkernels.comm.symmetric_channels.Channel`.
+it is :class:`tpkernels.backends.symmetric.channels.Channel`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tpkernels import errors
-from tpkernels.comm.cuda_native import (
+from tpkernels.backends.symmetric.cuda_native import (
     FLAG_RAISED,
     CallRecord,
     Chunk,

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.comm.cuda_group import Call
-from tpkernels.comm.cuda_native import Chunk, Dtype, Steps
-from tpkernels.comm.symmetric_channels import Channel
+from tpkernels.backends.symmetric.channels import Channel
+from tpkernels.backends.symmetric.cuda_group import Call
+from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Steps
 from tpkernels.partition import Layout, chunk_ranges, offsets, peers_after
 
 __all__ = [

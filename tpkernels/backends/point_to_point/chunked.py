@@ -4,7 +4,7 @@ All-gather: every chunk is posted at once, the local shard is multiplied first, 
 into its rows of the output.  Reduce-scatter: the rows that other ranks own are computed first and leave chunk by chunk,
 our own rows last; partials are summed in fp32 in rank order.  On gloo the sockets' thread moves bytes while this
 thread computes; on CUDA the group's own stream does, with events between chunks; or copy engines do, see
-:mod:`tpkernels.comm.copy_engines`.
+:mod:`tpkernels.backends.point_to_point.copy_engines`.
 
 Costs memory: receive buffers of one shard per peer; the gathered tensor exists only if it was asked for.  The chunk
 count does not change results where the library's GEMM computes a row independently of how many rows there are, which
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.backends.blocks import Epilogue, partial_rows, place_rows, reduce_rows
-from tpkernels.backends.collectives import CollectiveGather, CollectivePartials, fits
-from tpkernels.backends.exchange import PartialExchange, ShardExchange, whole_like
+from tpkernels.backends.point_to_point.collectives import CollectiveGather, CollectivePartials, fits
+from tpkernels.backends.point_to_point.copy_engines import CopyEngines
+from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange, whole_like
 from tpkernels.comm import resources, timeline, transport
-from tpkernels.comm.copy_engines import CopyEngines
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import AllGatherMatmul, Context, Gathered, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.partition import Layout, array_split_sizes, chunk_ranges

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tpkernels.comm import workspace
+from tpkernels.backends.point_to_point import workspace
 from tpkernels.comm.transport import Transfer, exchange, wait_all
 from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout, chunk_ranges, peers_after

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from tpkernels import fp8
+from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
-from tpkernels.comm.symmetric_resource import channels_of
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.dispatch import Costs, Problem, dtype_text
 from tpkernels.errors import UnsupportedProblem

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.comm import agreement, few_rows, presence, rendezvous
+from tpkernels.backends.shared_memory import rendezvous
+from tpkernels.comm import agreement, few_rows, presence
 from tpkernels.comm.groups import Group
 from tpkernels.comm.native import ABI, native, native_dtype, why_not
 from tpkernels.comm.resources import UNTRIED, Resource

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from tpkernels.comm.cuda_native import Chunk, Dtype, Steps
-from tpkernels.comm.symmetric_channels import Channel, SymmetricChannels
+from tpkernels.backends.symmetric.channels import Channel, SymmetricChannels
+from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Steps
 from tpkernels.errors import UnsupportedProblem
 
 __all__ = ["call_costs"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import config
-from tpkernels.comm.pools import outside_of_pools
+from tpkernels.backends.pools import outside_of_pools
 from tpkernels.comm.resources import Resource
 from tpkernels.errors import UnsupportedProblem
 

@@ -22,12 +22,21 @@ from typing import Any
 import torch
 
 from tpkernels import config
-from tpkernels.comm import cuda_group, cuda_native
-from tpkernels.comm.cuda_group import Call, Failure, OneShot
-from tpkernels.comm.cuda_native import MAX_CHUNKS, PAD_BYTES, SLOTS, STATE_BYTES, Chunk, Kind, Raise, Steps
+from tpkernels.backends.symmetric import cuda_group, cuda_native
+from tpkernels.backends.symmetric.cuda_group import Call, Failure, OneShot
+from tpkernels.backends.symmetric.cuda_native import (
+    MAX_CHUNKS,
+    PAD_BYTES,
+    SLOTS,
+    STATE_BYTES,
+    Chunk,
+    Kind,
+    Raise,
+    Steps,
+)
+from tpkernels.backends.symmetric.memory import Allocation, Device
+from tpkernels.backends.symmetric.residency import waiting_blocks
 from tpkernels.comm.groups import Group
-from tpkernels.comm.residency import waiting_blocks
-from tpkernels.comm.symmetric_memory import Allocation, Device
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, GroupMismatch, PeerLost, UnsupportedProblem
 
@@ -46,7 +55,7 @@ _BEGIN, _JOIN = int(Steps.BEGIN), int(Steps.JOIN)
 
 
 class SymmetricChannels:
-    """What a group has once its GPUs share memory: see :class:`.symmetric_resource.SymmetricMemory`."""
+    """What a group has once its GPUs share memory: see :class:`.resource.SymmetricMemory`."""
 
     def __init__(self, group: Group, device: Device) -> None:
         """Collective: every rank makes its end."""
@@ -61,7 +70,7 @@ class SymmetricChannels:
         self.side = Channel(group, device, pads, PAD_BYTES, self._alarm, self.how)
         self.checks_first_use = True
         self.first_uses: dict[Hashable, str | None] = {}
-        """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.first_use`."""
+        """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.symmetric.first_use`."""
 
     def share_gpu(self, num_sms: int) -> None:
         """Keep to so many SMs, before the first op and alike on every rank: ranks that share a GPU, for tests."""

@@ -1,0 +1,6 @@
+"""``unfused`` and ``chunked``: chunks between pairs of ranks, over any process group of c10d."""
+
+from tpkernels.backends.point_to_point import unfused  # noqa: I001  (the order is that of the listing)
+from tpkernels.backends.point_to_point import chunked
+
+__all__ = ["chunked", "unfused"]

@@ -1,0 +1,5 @@
+"""``shared_memory``: segments of memory that the ranks of one host share, on CPUs."""
+
+from tpkernels.backends.shared_memory import implementations
+
+__all__ = ["implementations"]

@@ -1,0 +1,5 @@
+"""``symmetric``: memory that all GPUs of a host address, kernels and copy engines that work on it."""
+
+from tpkernels.backends.symmetric import implementations
+
+__all__ = ["implementations"]
