@@ -66,7 +66,7 @@ typedef struct tpk_group {
     uint64_t* alarm;      /* NULL, or what this rank's other kernels set and look at when a wait fails: 0 is no alarm */
     uint64_t timeout_ns;
     /* Blocks that a kernel of this rank may wait with, the same on every rank: so many SMs it may occupy, and what it
-     * waits for must find room on the rest (tpkernels/comm/residency.py). */
+     * waits for must find room on the rest (tpkernels/backends/symmetric/residency.py). */
     int32_t max_blocks;
 } tpk_group;
 
