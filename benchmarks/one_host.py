@@ -36,7 +36,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tpkernels as tpk
-from tpkernels.comm import few_rows, gloo_threads
+from tpkernels.comm import gloo_threads
+from tpkernels.gemm import few_rows
 from tpkernels.measure import report
 from tpkernels.measure.cases import Case, Shape
 from tpkernels.measure.timing import Measurement, measure

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tpkernels.comm import launch as launch_module
+from tpkernels.launching import local_ranks as launch_module
 from tpkernels.measure import netlab
 from tpkernels.testing.spawn import Pools, fork_server
 

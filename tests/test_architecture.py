@@ -25,7 +25,8 @@ SOURCES = (".py", ".cpp", ".cc", ".cu", ".cuh", ".h")
 PUBLIC_SURFACE = "the public surface"  # tpkernels/__init__.py, what `import tpkernels as tpk` gives
 FLOORS = (
     ("errors", "packages", "launchers", "config"),
-    ("partition", "fp8"),
+    ("partition",),
+    ("launching", "gemm"),
     ("comm",),
     ("dispatch",),
     ("ops",),
@@ -51,7 +52,7 @@ JUDGES_FROM = FLOOR_OF["measure"]
 
 # Launchers tell torch.distributed in their children who they are; the functions that may, and they may not read.
 ENVIRONMENT_WRITERS = {
-    ("comm/rank_process.py", "write_rank_environment"),
+    ("launching/rank_process.py", "write_rank_environment"),
     ("measure/netlab.py", "_children_inherit"),
 }
 
@@ -247,7 +248,7 @@ def test_the_house_rules_hold(rule: object) -> None:
 
 def test_the_rules_see_this_tree() -> None:
     paths = {path.as_posix() for path, _, _ in modules(REPOSITORY)}
-    assert {"tpkernels/__init__.py", "tpkernels/config.py", "tpkernels/comm/launch.py"} <= paths
+    assert {"tpkernels/__init__.py", "tpkernels/config.py", "tpkernels/launching/local_ranks.py"} <= paths
     assert Path(__file__) in set(source_files(REPOSITORY))
     tree = ast.parse((REPOSITORY / "tpkernels/testing/expected.py").read_text())
     found = {
@@ -284,7 +285,7 @@ HOUSE = {
     "partition.py": "",
     "comm/__init__.py": "from . import groups\n",
     "comm/groups.py": "from tpkernels import config\nfrom ..partition import x\n",
-    "comm/rank_process.py": "import os\ndef write_rank_environment():\n    os.environ.update(RANK='0')\n",
+    "launching/rank_process.py": "import os\ndef write_rank_environment():\n    os.environ.update(RANK='0')\n",
     "ops/__init__.py": "def matmul():\n    from tpkernels.comm import groups\n",
     "kernels/gemm.py": "from tpkernels.partition import x\nfrom .tiles import y\n",
     "kernels/tiles.py": "",
@@ -376,10 +377,10 @@ def test_a_file_that_is_too_long_is_found(tmp_path: Path, name: str) -> None:
         ({"ops__matmul": "import os\ndef f():\n    return os.getenv('DEBUG')\n"}, "ops/matmul.py:3"),
         ({"ops__matmul": "from os import environ\n"}, "ops/matmul.py:1"),
         ({"ops__matmul": "import os\nos.environ['DEBUG'] = '1'\n"}, "ops/matmul.py:2"),
-        ({"comm__rank_process": "import os\nos.environ.update(RANK='0')\n"}, "comm/rank_process.py:2"),
+        ({"launching__rank_process": "import os\nos.environ.update(RANK='0')\n"}, "launching/rank_process.py:2"),
         (
-            {"comm__rank_process": "import os\ndef write_rank_environment():\n    return os.environ.get('RANK')\n"},
-            "comm/rank_process.py:3",
+            {"launching__rank_process": "import os\ndef write_rank_environment():\n    os.environ.get('RANK')\n"},
+            "launching/rank_process.py:3",
         ),
     ],
 )

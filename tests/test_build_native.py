@@ -295,7 +295,7 @@ def test_without_a_compiler_pip_install_succeeds_and_doctor_says_what_is_missing
     code = (
         # An editable installation of this environment would lend its core to a package that has none.
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
-        "import tpkernels, tpkernels.doctor as d, tpkernels.comm.native as n\n"
+        "import tpkernels, tpkernels.doctor as d, tpkernels.gemm.native as n\n"
         "print(tpkernels.__file__, n.native(), *d._core(), sep='\\n')"
     )
     seen = tree.python("-P", "-c", code, PYTHONPATH=str(target))

@@ -11,9 +11,9 @@ import pytest
 
 import tpkernels as tpk
 from tpkernels import cli, doctor, errors, packages
-from tpkernels.comm import launch as launch_module
-from tpkernels.comm.launch import LaunchError
-from tpkernels.comm.rank_process import RankFailure
+from tpkernels.launching import local_ranks as launch_module
+from tpkernels.launching.local_ranks import LaunchError
+from tpkernels.launching.rank_process import RankFailure
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120

@@ -11,10 +11,10 @@ import torch
 import tpkernels  # noqa: F401  (registers the implementations)
 from tpkernels import dispatch
 from tpkernels.backends.shared_memory.segments import SharedMemory
-from tpkernels.comm.native import native
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import OPS, Costs, Implementation, Problem
 from tpkernels.errors import TpKernelsError, UnsupportedProblem
+from tpkernels.gemm.native import native
 
 pytestmark = pytest.mark.cpu
 

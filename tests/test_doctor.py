@@ -8,7 +8,7 @@ import types
 import pytest
 
 from tpkernels import doctor
-from tpkernels.comm import native
+from tpkernels.gemm import native
 
 pytestmark = pytest.mark.cpu
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import tpkernels
-from tpkernels.comm import native
+from tpkernels.gemm import native
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())

@@ -19,7 +19,7 @@ import pytest
 
 import tpkernels as tpk
 from tpkernels import cli
-from tpkernels.comm import launch
+from tpkernels.launching import local_ranks
 from tpkernels.testing.spawn import fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ def be_the_script(script: Path, output: Path) -> None:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     os.chdir(script.parent)
-    with mock.patch.object(launch, "_new_interpreters", lambda: multiprocessing.get_context("fork")):
+    with mock.patch.object(local_ranks, "_new_interpreters", lambda: multiprocessing.get_context("fork")):
         runpy.run_path(str(script), run_name="__main__")
 
 

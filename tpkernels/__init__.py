@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpkernels import backends, errors  # noqa: F401  (importing backends registers the implementations)
 from tpkernels.comm.groups import init
-from tpkernels.comm.launch import launch
 from tpkernels.dispatch import Explanation
 from tpkernels.errors import VerificationError
-from tpkernels.fp8 import quantize_fp8
+from tpkernels.gemm.fp8 import quantize_fp8
+from tpkernels.launching.local_ranks import launch
 from tpkernels.ops import (
     all_gather,
     all_gather_matmul,

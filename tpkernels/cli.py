@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _explain_error(error: Exception) -> tuple[str, int]:
     """What to tell the user about an error, and the exit code. Of a failed rank, its own message counts."""
-    from tpkernels.comm.launch import LaunchError
+    from tpkernels.launching.local_ranks import LaunchError
 
     if isinstance(error, LaunchError) and error.failures:
         first = error.failures[0]
@@ -170,7 +170,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_explain(options: argparse.Namespace) -> int:
     from tpkernels import config
-    from tpkernels.comm.launch import launch
+    from tpkernels.launching.local_ranks import launch
 
     ops = (options.op,) if options.op else FUSED_OPS
     question = (ops, options.m, options.n, options.k, DTYPES[options.dtype])

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import fp8, partition
+from tpkernels import partition
 from tpkernels.comm import resources
 from tpkernels.comm.resources import Standing
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.gemm import fp8
 
 __all__ = [
     "FACTS",
@@ -138,7 +139,7 @@ class Costs:
     ``copy_gbytes`` and ``signal_us`` are those of memory that ranks of one host share (built-in values elsewhere).
 
     ``few_rows_gbytes`` and ``sixteen_rows_gbytes`` are the rates at which the compiled kernel for few rows
-    (:mod:`tpkernels.comm.few_rows`) goes through a weight with one row and with sixteen; 0 where it is not taken.
+    (:mod:`tpkernels.gemm.few_rows`) goes through a weight with one row and with sixteen; 0 where it is not taken.
 
     ``own`` has what the group's resources were measured to cost by names that their backends alone know
     (:meth:`tpkernels.comm.resources.Resource.link_costs`).

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.backends.symmetric import cuda_native
-from tpkernels.comm import native
+from tpkernels.gemm import native
 from tpkernels.packages import PIP_LINES
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]
@@ -208,7 +208,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def _exchange() -> str:
-    from tpkernels.comm.launch import launch
+    from tpkernels.launching.local_ranks import launch
 
     latencies = launch(exchange_on_rank, 2, timeout=EXCHANGE_TIMEOUT_S)
     return f"all-reduce of 8 bytes takes {max(latencies):.0f} us"

@@ -17,7 +17,8 @@ from torch import Tensor
 from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
 from gpu_steps.roofline import waiting_share
-from tpkernels import fp8, partition
+from tpkernels import partition
+from tpkernels.gemm import fp8
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.config import LOOPS as ALL_LOOPS

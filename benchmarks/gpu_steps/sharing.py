@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from gpu_steps.outcome import Recorder
-from tpkernels.comm.launch import LaunchError
+from tpkernels.launching.local_ranks import LaunchError
 
 RANKS_S = 40.0
 SHARING = {

@@ -30,9 +30,9 @@ from tests.ops.support import (
 )
 from tpkernels import dispatch
 from tpkernels.backends.shared_memory.segments import SharedMemory
-from tpkernels.comm.native import why_not
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import OPS, Problem
+from tpkernels.gemm.native import why_not
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.faults import poisoned_memory
 from tpkernels.testing.numeric import assert_bitwise_equal

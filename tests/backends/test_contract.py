@@ -14,8 +14,8 @@ import tpkernels as tpk
 from tests.backends.contract import BASE, COLLECTIVES, exact_cases, judge_all, ops_of, refusals
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case, new_group
 from tpkernels.backends.point_to_point import chunked
-from tpkernels.comm.native import why_not
 from tpkernels.dispatch import OPS, Costs, Problem
+from tpkernels.gemm.native import why_not
 from tpkernels.ops.contract import GATED
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools

@@ -19,9 +19,9 @@ import tpkernels as tpk
 from tests.backends.test_repeated_calls import agree, operands
 from tests.nn.reference import tp_mesh
 from tests.ops.support import new_group
-from tpkernels.comm import few_rows
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.native import native, why_not
+from tpkernels.gemm import few_rows
+from tpkernels.gemm.native import native, why_not
 from tpkernels.nn import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.testing.numeric import Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import payload

@@ -11,7 +11,7 @@ import torch
 from tests.backends.contract import BASE, COLLECTIVES, judge_all
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case
 from tests.reliability.crew import Link, together
-from tpkernels.comm.native import native, why_not
+from tpkernels.gemm.native import native, why_not
 from tpkernels.partition import array_split_sizes
 
 pytestmark = [

@@ -22,10 +22,10 @@ import tpkernels as tpk
 from tests.nn.reference import tp_mesh
 from tests.ops.support import new_group
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.native import native, why_not
 from tpkernels.errors import CollectiveTimeout, GroupMismatch, GroupPoisoned
+from tpkernels.gemm.native import native, why_not
 from tpkernels.nn import ParallelMLP, RowParallelLinear
-from tpkernels.ops import calling
+from tpkernels.ops import agreed_call
 from tpkernels.testing.numeric import Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
 from tpkernels.testing.spawn import Pools
@@ -40,13 +40,13 @@ pytestmark = [
 def long_ways() -> Iterator[list[str]]:
     """The ops that do not take the short way."""
     ops: list[str] = []
-    run_known = calling.run_known
+    run_known = agreed_call.run_known
 
     def counted(group: Any, known: Any, *rest: Any) -> Any:
         ops.append(known.signature.op)
         return run_known(group, known, *rest)
 
-    with mock.patch.object(calling, "run_known", counted):
+    with mock.patch.object(agreed_call, "run_known", counted):
         yield ops
 
 

@@ -30,14 +30,14 @@ from tests.backends.contract import (
 from tests.backends.test_contract import every_implementation, few_worlds
 from tests.ops.support import GATHER, Case, new_group
 from tpkernels import dispatch
-from tpkernels.backends import blocks
+from tpkernels.backends import row_gemms
 from tpkernels.backends.point_to_point import unfused
 from tpkernels.backends.shared_memory.segments import SharedMemory, SharedSegments
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.native import native
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Implementation
-from tpkernels.ops import calling
+from tpkernels.gemm.native import native
+from tpkernels.ops import agreed_call
 from tpkernels.ops.contract import AllReduce, Context
 from tpkernels.testing.faults import corrupt_receives
 from tpkernels.testing.numeric import BoundExceeded
@@ -115,7 +115,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
     """What rank 1 puts into its segment for its peers, before they are told: copies, products, and summands."""
     core: Any = native()
     copy_rows, mm, addmm = core.copy_rows, torch.mm, torch.addmm
-    all_reduce, sum_again = SharedSegments.all_reduce, calling.sum_again
+    all_reduce, sum_again = SharedSegments.all_reduce, agreed_call.sum_again
 
     def own_segment() -> torch.UntypedStorage:
         shared = resolve(group).resources[SharedMemory.name].segments
@@ -156,7 +156,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
         mock.patch.object(torch, "mm", multiplied(mm)),
         mock.patch.object(torch, "addmm", multiplied(addmm)),
         mock.patch.object(SharedSegments, "all_reduce", summed),
-        mock.patch.object(calling, "sum_again", summed_again),
+        mock.patch.object(agreed_call, "sum_again", summed_again),
     ):
         yield
 
@@ -164,7 +164,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
 @contextmanager
 def in_gemms(strike: Strike, group: Any) -> Iterator[None]:
     """The GEMMs of rank 0."""
-    gemm = blocks.gemm
+    gemm = row_gemms.gemm
 
     def changed(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         gemm(x, matrix, out, strike.bias_of_gemm(bias))
@@ -172,7 +172,7 @@ def in_gemms(strike: Strike, group: Any) -> Iterator[None]:
     if dist.get_rank(group) != 0:
         yield
         return
-    with mock.patch.object(blocks, "gemm", changed):
+    with mock.patch.object(row_gemms, "gemm", changed):
         yield
 
 

@@ -17,9 +17,9 @@ from tpkernels.backends.shared_memory import implementations as shared_memory
 from tpkernels.backends.shared_memory import segments as shared_segments
 from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.native import native, why_not
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import Costs, Problem
+from tpkernels.gemm.native import native, why_not
 from tpkernels.testing.spawn import Pools
 
 pytestmark = [

@@ -25,13 +25,13 @@ from tests.backends.emulated import Emulation
 from tests.cuda.test_far import copy_rows
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER, Case
-from tpkernels.backends.symmetric import cuda_native, moves
+from tpkernels.backends.symmetric import copy_engine_traffic, cuda_native
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.contract import GATED, AllGather
 from tpkernels.partition import Layout
 from tpkernels.testing.numeric import BoundExceeded, assert_bitwise_equal
@@ -237,7 +237,7 @@ def gather_beside_ops(emulation: Emulation) -> None:
         pending = []
         for call in range(3):
             x = shards[call][group.rank].clone()
-            pending.append(calling.start(group, signature, 0, AllGather(x, layout), x.device))
+            pending.append(agreed_call.start(group, signature, 0, AllGather(x, layout), x.device))
             JUDGES["values"](EVEN.but(op=SCATTER, call=call), made)
         for call in (1, 0, 2):
             assert_bitwise_equal(pending[call](), torch.cat(shards[call]), f"gather {call}")
@@ -303,7 +303,7 @@ def error_of(fault: str, group: Any) -> BaseException | None:
 @contextmanager
 def forgotten(attribute: str) -> Iterator[None]:
     """Copies of which one field names nobody."""
-    original = moves._chunk
+    original = copy_engine_traffic._chunk
 
     def changed(number: int, *arguments: Any, **settings: Any) -> cuda_native.Chunk:
         made = original(number, *arguments, **settings)
@@ -311,7 +311,10 @@ def forgotten(attribute: str) -> Iterator[None]:
             setattr(made, attribute, 0)
         return made
 
-    with mock.patch.object(moves, "_chunk", changed), mock.patch.object(symmetric.Channel, "remember", anew):
+    with (
+        mock.patch.object(copy_engine_traffic, "_chunk", changed),
+        mock.patch.object(symmetric.Channel, "remember", anew),
+    ):
         yield
 
 

@@ -21,8 +21,8 @@ from tests.backends.test_symmetric import FAULTS as FORGOTTEN
 from tests.backends.test_symmetric import case_of, preferred
 from tests.ops import scaled
 from tests.ops.support import GATHER, REDUCE, SCATTER
-from tpkernels.backends.symmetric import first_use
 from tpkernels.backends.symmetric import implementations as symmetric
+from tpkernels.backends.symmetric import self_check
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
@@ -35,7 +35,7 @@ PATIENCE_S = 180.0
 
 def checked(emulation: Emulation, dtypes: list[torch.dtype]) -> tuple[list[Any], int]:
     """The kinds that were tried, all of them with success, and how often; the calls behind them are judged."""
-    with emulation.group() as made, mock.patch.object(first_use, "_verdict_of", wraps=first_use._verdict_of) as tried:
+    with emulation.group() as made, mock.patch.object(self_check, "_verdict_of", wraps=self_check._verdict_of) as tried:
         for dtype in dtypes:
             for op in OPS:
                 JUDGES["values"](case_of(op, dtype=dtype), made)

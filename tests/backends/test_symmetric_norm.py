@@ -20,8 +20,8 @@ from tests.backends.test_symmetric import DTYPES, FORCED
 from tests.backends.test_symmetric_first_use import one_more
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.resource import channels_of
-from tpkernels.comm import residual_norm
 from tpkernels.comm.groups import resolve
+from tpkernels.gemm import residual_norm
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload

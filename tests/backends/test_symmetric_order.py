@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from tpkernels.backends.symmetric import channels as symmetric_channels
 from tpkernels.backends.symmetric import implementations as symmetric
-from tpkernels.backends.symmetric import launches
+from tpkernels.backends.symmetric import kernel_launches
 from tpkernels.backends.symmetric.channels import SymmetricChannels
 from tpkernels.backends.symmetric.cuda_native import CallRecord, Raise, Steps
 from tpkernels.backends.symmetric.memory import Allocation
@@ -149,7 +149,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    monkeypatch.setattr(launches, "_rehearse", lambda *arguments: None)
+    monkeypatch.setattr(kernel_launches, "_rehearse", lambda *arguments: None)
     monkeypatch.setattr(symmetric, "ONE_SHOT_BYTES", 64)
     monkeypatch.setattr(symmetric, "TWO_SHOT_BYTES", 600)
     yield Recorder()

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from tests.backends.test_symmetric_order import Recorder
 from tpkernels import config
 from tpkernels.backends.symmetric import implementations as symmetric
-from tpkernels.backends.symmetric import launches, tile_cache, tuning
+from tpkernels.backends.symmetric import kernel_launches, tile_cache, tuning
 from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.backends.symmetric.tile_cache import Entry, TileCache
 from tpkernels.backends.symmetric.tuning import Gemm
@@ -289,7 +289,7 @@ def launched(agreed: Tiles | None, n: int, dtype: torch.dtype = torch.bfloat16) 
     )  # fmt: skip
     channel: Any = SimpleNamespace(device=Recorder())
     x, weight = torch.empty(4096, 1024, dtype=dtype), torch.empty(n, 1024, dtype=dtype)
-    return launches._config(context, channel, (weight,), x, launches._num_chunks(context, channel))
+    return kernel_launches._config(context, channel, (weight,), x, kernel_launches._num_chunks(context, channel))
 
 
 def test_agreed_tiles_reach_the_gemm_that_they_were_measured_for_and_chunks_follow_from_them() -> None:

@@ -219,7 +219,7 @@ def chosen() -> tuple[str, bool]:
 
 BETWEEN = (
     "comm/agreement.py", "comm/calibration.py", "comm/groups.py", "comm/monitor.py", "comm/resources.py", "dispatch.py",
-    "ops/calling.py", "ops/contract.py", "ops/explain.py",
+    "ops/agreed_call.py", "ops/contract.py", "ops/explain.py",
 )  # fmt: skip
 NAMES = re.compile("symmetric|shared_|copy_engine|multicast")
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tpkernels.comm import monitor
-from tpkernels.comm.rank_process import RankDied
 from tpkernels.comm.transport import Transfer
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, GroupPoisoned, PeerLost
+from tpkernels.launching.rank_process import RankDied
 from tpkernels.testing.spawn import WorkerPool
 
 pytestmark = pytest.mark.gloo

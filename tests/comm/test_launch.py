@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import config, launchers
-from tpkernels.comm import launch as launch_module
-from tpkernels.comm.launch import LaunchError, RankTeam, launch, pack_call
-from tpkernels.comm.rank_process import RankDied, RankRaised, RankStuck
+from tpkernels.launching import local_ranks as launch_module
+from tpkernels.launching.local_ranks import LaunchError, RankTeam, launch, pack_call
+from tpkernels.launching.rank_process import RankDied, RankRaised, RankStuck
 
 pytestmark = pytest.mark.gloo
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_sent_to_a_rank_is_refused_before_any_starts() -> None:
 
 SCRIPT = """
     import os, sys, time
-    from tpkernels.comm.launch import launch
+    from tpkernels.launching.local_ranks import launch
 
     def work(seconds):
         os.write(1, f"rank pid={os.getpid()}\\n".encode())  # one write, so that lines of two ranks do not mix

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.comm import native
+from tpkernels.gemm import native
 
 pytestmark = pytest.mark.cpu
 NAME = "tpkernels._native"

@@ -33,7 +33,7 @@ from tpkernels.backends.symmetric.resource import SymmetricMemory, channels_of
 from tpkernels.comm import resources
 from tpkernels.comm.groups import Group, resolve
 from tpkernels.comm.resources import UNTRIED
-from tpkernels.ops import calling
+from tpkernels.ops import agreed_call
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -231,9 +231,9 @@ def test_the_first_call_on_a_group_is_refused_in_capture_by_its_name() -> None:
 
 def raises_unsupported(group: Any, device: torch.device) -> str:
     """What a new kind of call is refused with before the ranks talk to each other."""
-    with mock.patch.object(calling.agreement, "meet", side_effect=ZeroDivisionError):
+    with mock.patch.object(agreed_call.agreement, "meet", side_effect=ZeroDivisionError):
         try:
-            calling._agree(group, 0, "all_reduce(columns=7)", 0, device)  # type: ignore[arg-type]
+            agreed_call._agree(group, 0, "all_reduce(columns=7)", 0, device)  # type: ignore[arg-type]
         except ZeroDivisionError:
             return ""
         except tpk.errors.UnsupportedProblem as error:

@@ -22,9 +22,9 @@ import tpkernels as tpk
 from tests.comm.fake_nccl import COMM_ERROR, SUCCESS, TIMEOUT, FakeNccl, FakeWork, new_group
 from tpkernels.comm import monitor, transport
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.rank_process import RankDied
 from tpkernels.comm.works import Works
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupPoisoned, PeerLost
+from tpkernels.launching.rank_process import RankDied
 from tpkernels.testing.spawn import Pools, WorkerPool
 
 LIMIT_S = 6.0  # of a test that measures how exactly it is kept

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.csrc.exercises import DTYPES, run
-from tpkernels.comm import residual_norm
-from tpkernels.comm.native import native, why_not
+from tpkernels.gemm import residual_norm
+from tpkernels.gemm.native import native, why_not
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(native() is None, reason=why_not())]
 

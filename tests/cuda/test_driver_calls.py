@@ -23,8 +23,8 @@ pytest.importorskip("triton")
 
 from tests.backends.test_symmetric_order import Recorder
 from tests.cuda import emulator
+from tpkernels.backends.symmetric import copy_engine_traffic, kernel_launches
 from tpkernels.backends.symmetric import implementations as symmetric
-from tpkernels.backends.symmetric import launches, moves
 from tpkernels.backends.symmetric.channels import SymmetricChannels
 from tpkernels.backends.symmetric.cuda_group import Call, Group, Pipeline
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, PAD_BYTES, STATE_BYTES, Chunk, Library, Raise, Steps
@@ -74,7 +74,7 @@ def counter_of(size: int) -> Iterator[tuple[Counter, Any]]:
     group.resources = {SymmetricMemory.name: SymmetricMemory(SymmetricChannels(group, device))}
     device.count()
     try:
-        with mock.patch.object(launches, "_rehearse", lambda *arguments: None):
+        with mock.patch.object(kernel_launches, "_rehearse", lambda *arguments: None):
             yield device, group
     finally:
         device.count(only=False)
@@ -173,8 +173,8 @@ def test_one_more_event_per_chunk_is_over_the_budget() -> None:
 
 
 def test_a_flag_per_copy_is_over_the_budget_where_neighbours_share() -> None:
-    alone = lambda channel, chunks: [(peer,) for peer in moves.peers_after(channel.rank, channel.size)]  # noqa: E731
-    with mock.patch.object(moves, "_runs", alone):
+    alone = lambda channel, chunks: [(peer,) for peer in copy_engine_traffic.peers_after(channel.rank, channel.size)]  # noqa: E731
+    with mock.patch.object(copy_engine_traffic, "_runs", alone):
         assert counted("all_gather_matmul", 8, 4)["stream writes"] == 28
         assert budget("all_gather_matmul", 8, 4)["stream writes"] == 16
 

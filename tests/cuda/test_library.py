@@ -21,7 +21,7 @@ from tpkernels import errors
 from tpkernels.backends.symmetric import cuda_group, cuda_native
 from tpkernels.backends.symmetric.cuda_group import Failure, Norm, OneShot
 from tpkernels.backends.symmetric.cuda_native import Chunk, CudaError, Dtype, Kind
-from tpkernels.comm import native
+from tpkernels.gemm import native
 
 pytestmark = pytest.mark.cpu
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tpkernels.comm.launch import LaunchError
-from tpkernels.comm.native import native
 from tpkernels.comm.timeline import Event
+from tpkernels.gemm.native import native
+from tpkernels.launching.local_ranks import LaunchError
 from tpkernels.measure import bench, netlab, report, suites
 from tpkernels.measure.cases import FUSED_OPS, Case, Shape
 from tpkernels.measure.rivals import RIVALS, Problem, Rival

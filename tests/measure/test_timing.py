@@ -89,7 +89,7 @@ def _time_a_straggler() -> tuple[float, float]:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_a_repeat_counts_as_its_slowest_rank() -> None:
-    from tpkernels.comm.launch import launch
+    from tpkernels.launching.local_ranks import launch
 
     results = launch(_time_a_straggler, 2, timeout=120)
     assert [delay for _, delay in results] == [0.0, 0.03]

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 import tpkernels as tpk
 from tests.ops.support import GATHER, PLACE, REDUCE, SCATTER, Case, new_group, operands
-from tpkernels import fp8
-from tpkernels.fp8 import DTYPE
+from tpkernels.gemm import fp8
+from tpkernels.gemm.fp8 import DTYPE
 from tpkernels.ops.contract import GATED
 from tpkernels.testing.expected import (
     expected_all_gather_matmul,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tpkernels as tpk
-from tpkernels.comm.native import native
+from tpkernels.gemm.native import native
 from tpkernels.ops.contract import GATED
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.expected import (

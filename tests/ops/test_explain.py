@@ -17,9 +17,9 @@ from tests.ops.support import GATHER, REDUCE, SCATTER, new_group
 from tpkernels import dispatch
 from tpkernels.backends.shared_memory import segments as shared_segments
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.native import why_not
 from tpkernels.dispatch import OPS, Costs, Explanation, Implementation
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
+from tpkernels.gemm.native import why_not
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
 

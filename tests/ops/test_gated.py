@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ops.support import GATHER, IMPLEMENTATIONS, Case, call, check_values, new_group, operands, own_part
-from tpkernels.backends import blocks
+from tpkernels.backends import row_gemms
 from tpkernels.testing.expected import check_bias_gradient, check_input_gradient, check_weight_gradient
 from tpkernels.testing.numeric import Bounded, BoundExceeded
 from tpkernels.testing.payload import payload
@@ -104,7 +104,7 @@ def exchanged_gradient(good: Callable[..., tuple[Tensor, Tensor]]) -> Callable[.
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "gate and up exchanged": (blocks.Epilogue, "_fill_gated", exchanged_value),
+    "gate and up exchanged": (row_gemms.Epilogue, "_fill_gated", exchanged_value),
     "their gradients exchanged": (OP, "gate_backward", exchanged_gradient),
 }
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import tpkernels as tpk
 from tests.ops.support import DTYPES, IMPLEMENTATIONS, new_group
-from tpkernels.comm import residual_norm
 from tpkernels.errors import GroupMismatch
+from tpkernels.gemm import residual_norm
 from tpkernels.ops.contract import ResidualNorm
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.numeric import assert_bitwise_equal

@@ -17,7 +17,7 @@ from tests.reliability.crew import Link, together
 from tests.reliability.outcome import Outcome
 from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.native import native
+from tpkernels.gemm.native import native
 
 GATE_US = 1.0
 GATE_SHARE = 0.02

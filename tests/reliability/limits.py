@@ -20,7 +20,7 @@ from tests.reliability.crew import Crew, CrewError, Link, Raised, caught, togeth
 from tests.reliability.outcome import Outcome
 from tpkernels.backends.shared_memory import rendezvous
 from tpkernels.backends.shared_memory.segments import SharedMemory
-from tpkernels.comm.native import native
+from tpkernels.gemm.native import native
 
 NOBODY = 65534
 TIMEOUT_S = 8.0

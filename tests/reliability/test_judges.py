@@ -15,7 +15,7 @@ import tpkernels as tpk
 from tests.reliability import calls, deaths, mismatches, signals
 from tests.reliability.crew import Crew, CrewError, Link, Raised, Said
 from tests.reliability.outcome import Outcome
-from tpkernels.comm.native import native, why_not
+from tpkernels.gemm.native import native, why_not
 
 pytestmark = pytest.mark.cpu
 

@@ -17,10 +17,10 @@ import torch
 import tpkernels as tpk
 from tpkernels import cli, ops, selftest
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.native import native
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Costs
-from tpkernels.ops import calling
+from tpkernels.gemm.native import native
+from tpkernels.ops import agreed_call
 from tpkernels.selftest.compare import Row, implementations_of, merge
 from tpkernels.testing.faults import corrupt_receives
 from tpkernels.testing.numeric import Bounded
@@ -89,7 +89,7 @@ def run_with_fault(options: selftest.Options) -> list[Row]:
     # Whatever this machine measures: what the backward pass of "shared_memory" gathers by itself sends no messages.
     memory_wins = Costs(copy_gbytes=1e3, signal_us=0.01, link_gbytes=1e-3, link_latency_us=1e5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calling, "_agreed_costs", lambda *args: memory_wins)
+        patch.setattr(agreed_call, "_agreed_costs", lambda *args: memory_wins)
         patch.setattr(state, "agreed", OrderedDict())
         patch.setattr(state, "checked", {})
         with corrupt_receives(lose) if state.rank == 1 else nullcontext():

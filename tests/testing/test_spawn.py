@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpkernels.comm.rank_process import RankDied, RankStuck
+from tpkernels.launching.rank_process import RankDied, RankStuck
 from tpkernels.testing.spawn import Pools, RanksFailed, WorkerPool
 
 pytestmark = pytest.mark.gloo

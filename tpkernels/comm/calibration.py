@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels import fp8
 from tpkernels.comm import transport
 from tpkernels.comm.groups import Group
-from tpkernels.fp8 import Scaled
+from tpkernels.gemm import fp8
+from tpkernels.gemm.fp8 import Scaled
 
 __all__ = ["gemm_rates", "link_rates"]
 

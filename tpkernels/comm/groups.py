@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from tpkernels import config
 from tpkernels.comm import gloo_threads
 from tpkernels.comm.device_backends import DeviceBackends
-from tpkernels.comm.first_meeting import meet_at
+from tpkernels.comm.job_store import meet_at
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Works
 from tpkernels.errors import CommunicationError, GroupPoisoned

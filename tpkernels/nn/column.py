@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 
-from tpkernels.comm import few_rows
 from tpkernels.comm.groups import GroupLike
+from tpkernels.gemm import few_rows
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_gated, run_together

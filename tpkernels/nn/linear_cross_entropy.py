@@ -38,8 +38,8 @@ from tpkernels.nn.cross_entropy import (
     reduce,
 )
 from tpkernels.nn.parameters import local
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_shard_sizes, check_weights
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.ops.gradients import of_linear
@@ -170,7 +170,7 @@ class _Tokens:
         layout = _layout(ranges)
         arguments = AllGatherMatmul(mine, layout, [weight.t()], [bias], None, keep)
         signature = self._signature("all_gather_matmul", layout, mine.shape[1])
-        gathered = cast(Gathered, calling.run(self.group, signature, weight.shape[0], arguments, mine.device))
+        gathered = cast(Gathered, agreed_call.run(self.group, signature, weight.shape[0], arguments, mine.device))
         return gathered.outs[0], cast(Tensor, gathered.whole) if keep else mine
 
     def input_gradient(self, ranges: Sequence[slice], dl: Tensor, weight: Tensor, meanwhile: Any) -> Tensor:
@@ -185,7 +185,7 @@ class _Tokens:
             layout, op = rows_layout(dl.shape[0], self.group.size), "matmul_all_reduce"
             arguments = MatmulAllReduce([dl], [weight], None, meanwhile)
         signature = self._signature(op, layout, weight.shape[1])
-        return cast(Tensor, calling.run(self.group, signature, weight.shape[0], arguments, dl.device))
+        return cast(Tensor, agreed_call.run(self.group, signature, weight.shape[0], arguments, dl.device))
 
     def _signature(self, op: str, layout: Layout, columns: int) -> Signature:
         dtype, device = self.rows.dtype, self.rows.device.type

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, group_size, process_group, resolve
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import (
     as_list,
     check_common,
@@ -231,7 +231,7 @@ def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Gat
         "all_gather_matmul", x.dtype, x.device.type, layout, shape[-1], options.implementation,
         activation=options.activation,
     )  # fmt: skip
-    result = calling.run(group, signature, sum([w.shape[0] for w in weights]), arguments, x.device)
+    result = agreed_call.run(group, signature, sum([w.shape[0] for w in weights]), arguments, x.device)
     outputs = [fresh(out, (*shape[:-1], out.shape[1])) for out in (*result.outs, *result.preactivations)]
     if options.keep_gathered:
         outputs.append(fresh(result.whole, shape))
@@ -331,7 +331,7 @@ def _backward_kernel(
             "gradient of a gather",
         )  # fmt: skip
         local = sum([weight.shape[0] for weight in weights])
-        dx = calling.run(group, signature, local, arguments, x.device)
+        dx = agreed_call.run(group, signature, local, arguments, x.device)
         results.append(dx.view(shard_shape(x, options.gather_dim % x.dim(), layout.sizes[group.rank])))
     else:
         meanwhile()

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpkernels import dispatch, fp8
+from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.gemm import fp8
 from tpkernels.ops.contract import ACTIVATIONS, GATED
 from tpkernels.ops.main_grad import linear
 from tpkernels.ops.registration import PLAIN, is_dtensor

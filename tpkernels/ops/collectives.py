@@ -24,8 +24,8 @@ from torch import Tensor
 from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, GroupLike, group_name, group_size, process_group, resolve
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
 from tpkernels.ops.contract import AllGather, AllReduce, ReduceScatter
 from tpkernels.ops.registration import call, define, is_plain
@@ -212,7 +212,7 @@ def start_gather(
     signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation, detail)
     if layout.feature:
         signature = signature._replace(columns=sum(layout.sizes))
-    return cast(Callable[[], Tensor], calling.start(group, signature, 0, AllGather(x2d, layout), x2d.device))
+    return cast(Callable[[], Tensor], agreed_call.start(group, signature, 0, AllGather(x2d, layout), x2d.device))
 
 
 def _reduce_scatter(
@@ -229,7 +229,7 @@ def _reduce_scatter(
     rows = _as_rows(x)
     layout = scatter_layout(rows.shape, dim, sizes, group.size)
     signature = Signature("reduce_scatter", x.dtype, x.device.type, layout, rows.shape[-1], implementation)
-    y = calling.run(group, signature, 0, ReduceScatter(flat(rows), layout), x.device)
+    y = agreed_call.run(group, signature, 0, ReduceScatter(flat(rows), layout), x.device)
     return fresh(y, shard_shape(x, dim, sizes[group.rank]))
 
 
@@ -258,7 +258,7 @@ def _all_reduce(x: Tensor, group_name: str, implementation: str = "auto") -> Ten
 
 
 def _run_all_reduce(group: Group, x: Tensor, implementation: str) -> Tensor:
-    facts = calling.facts_of("all_reduce", implementation, x)
+    facts = agreed_call.facts_of("all_reduce", implementation, x)
     known = group.checked.get(facts)
     rows = flat(_as_rows(x)) if x.dim() else x  # refused below
     if known is None:
@@ -268,9 +268,11 @@ def _run_all_reduce(group: Group, x: Tensor, implementation: str) -> Tensor:
             agreement.refuse(group, "all_reduce", str(error))
             raise
         layout = rows_layout(rows.shape[0], group.size)
-        known = calling.Known(Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation))
+        known = agreed_call.Known(
+            Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation)
+        )
         group.checked[facts] = known
-    return fresh(calling.run_known(group, known, 0, AllReduce(rows), x.device), x.shape)
+    return fresh(agreed_call.run_known(group, known, 0, AllReduce(rows), x.device), x.shape)
 
 
 def _contiguous_like(x: Tensor, *_: Any) -> Tensor:

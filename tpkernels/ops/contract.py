@@ -3,8 +3,8 @@
 Ops check their arguments, agree with the other ranks and flatten every tensor to two dimensions; a backend sees only
 the dataclasses below.  Matrices are ``[contraction, columns]`` views (the transpose of an ``nn.Linear`` weight in the
 forward pass, the weight itself in the gradient), with whatever strides they have.  In fp8 calls they are
-:class:`~tpkernels.fp8.Scaled`, as are the ``xs`` of reducing ops, and ``out_dtype`` stands where else the dtype of x
-does: results, biases and what is sent of partials have it.
+:class:`~tpkernels.gemm.fp8.Scaled`, as are the ``xs`` of reducing ops, and ``out_dtype`` stands where else the dtype
+of x does: results, biases and what is sent of partials have it.
 
 All implementations must: leave their inputs alone; return fresh tensors; accumulate over ranks in fp32 (fp64 for
 fp64), in rank order, rounding once; accept shards of zero rows; and report a failed wait as
@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels import fp8
-from tpkernels.comm import residual_norm
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Problem
-from tpkernels.fp8 import Operand, Scaled
+from tpkernels.gemm import fp8, residual_norm
+from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -88,8 +87,8 @@ class AllGatherMatmul:
     An activation of :data:`GATED` makes one output of two matrices of one shape, gate and up:
     outs[0] = act(whole @ matrices[0] + biases[0]) * (whole @ matrices[1] + biases[1]).
 
-    ``run`` returns a :class:`Gathered`.  An fp8 ``x`` has the rows of bytes that :func:`tpkernels.fp8.pack` makes, and
-    so has the whole, whose ``layout`` is in bytes where it is one of features; see :meth:`operand`.
+    ``run`` returns a :class:`Gathered`.  An fp8 ``x`` has the rows of bytes that :func:`tpkernels.gemm.fp8.pack`
+    makes, and so has the whole, whose ``layout`` is in bytes where it is one of features; see :meth:`operand`.
     """
 
     x: Tensor
@@ -133,7 +132,7 @@ class ResidualNorm:
 
     ``out`` of the call becomes ``sums = out + residual`` in its place, and ``normed`` is filled beside it: by
     :meth:`fill`, once for every row, in any order and in blocks of the backend's choice, as soon as the block's sums
-    are there.  Equations and rounding: :mod:`tpkernels.comm.residual_norm`.
+    are there.  Equations and rounding: :mod:`tpkernels.gemm.residual_norm`.
     """
 
     def __init__(self, residual: Tensor, weight: Tensor, eps: float) -> None:

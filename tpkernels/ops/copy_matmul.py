@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels.comm import few_rows
 from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.gemm import few_rows
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
@@ -157,7 +157,7 @@ def _backward_kernel(
             "matmul_all_reduce", x.dtype, x.device.type, layout, x2d.shape[1], implementation, "gradient of a copy"
         )
         local = sum([weight.shape[0] for weight in weights])
-        results.append(calling.run(group, signature, local, arguments, x.device).view(x.shape))
+        results.append(agreed_call.run(group, signature, local, arguments, x.device).view(x.shape))
     else:
         meanwhile()
     results += dws

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels import dispatch, fp8
+from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.dispatch import Explanation
-from tpkernels.ops import calling
+from tpkernels.gemm import fp8
+from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import DTYPES, check_out_dtype
 
 __all__ = ["explain"]
@@ -51,7 +52,7 @@ def explain(
         device = group.device_type if isinstance(group, DeviceMesh) else state.backends.own_device
     if dtype == fp8.DTYPE:
         out_dtype = out_dtype or torch.bfloat16
-    return calling.explain(op, m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, group=state, device=device)
+    return agreed_call.explain(op, m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, group=state, device=device)
 
 
 def _check(

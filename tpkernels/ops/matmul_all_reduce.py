@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, GroupLike, group_name, group_size, resolve
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.gradients import of_linear
@@ -151,13 +151,13 @@ def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implement
             agreement.refuse(group, "matmul_all_reduce", str(error))
             raise
         layout = rows_layout(x.shape[:-1].numel(), group.size)
-        known = calling.Known(
+        known = agreed_call.Known(
             Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
         )
         group.checked[facts] = known
     arguments = MatmulAllReduce([x if x.dim() == 2 and x.is_contiguous() else flat(x)], [weight.t()], bias)
     first = known.plan is None
-    y: Tensor = calling.run_known(group, known, x.shape[-1], arguments, x.device)
+    y: Tensor = agreed_call.run_known(group, known, x.shape[-1], arguments, x.device)
     if first:
         remember(group, known, arguments, x, weight, implementation)
     return fresh(y, (*x.shape[:-1], weight.shape[0]))

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, group_size, process_group, resolve
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import (
     check_common,
     check_dim,
@@ -180,7 +180,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, options: Scatter) ->
         bias = bias[low:high]
     arguments = MatmulReduceScatter([flat(x)], [weight.t()], layout, bias)
     signature = Signature("matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, options.implementation)
-    return fresh(calling.run(group, signature, x.shape[-1], arguments, x.device), shape)
+    return fresh(agreed_call.run(group, signature, x.shape[-1], arguments, x.device), shape)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, options: Scatter) -> Tensor:
@@ -222,7 +222,7 @@ def _backward_kernel(
             "all_gather_matmul", x.dtype, x.device.type, layout, columns, options.implementation,
             "gradient of a scatter",
         )  # fmt: skip
-        gathered = cast(Gathered, calling.run(group, signature, weight.shape[1], arguments, x.device))
+        gathered = cast(Gathered, agreed_call.run(group, signature, weight.shape[1], arguments, x.device))
         results.append(gathered.outs[0].view(x.shape))
         whole = gathered.whole
     elif needs_w or needs_b:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement, monitor, transport
 from tpkernels.comm.groups import Group
-from tpkernels.ops.calling import _guarded, exchange
+from tpkernels.ops.agreed_call import _guarded, exchange
 
 __all__ = ["broadcast", "exchange_bytes", "exchange_over"]
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, process_group, resolve
 from tpkernels.errors import CommunicationError
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import check_common, check_weights
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
@@ -111,7 +111,7 @@ def _gather_matmul(
     layout = cut.layout(x.shape[0])
     arguments = AllGatherMatmul(x, layout, [matrix], [bias], None, keep)
     signature = _signature("all_gather_matmul", x, layout, sum(cut.x_sizes), cut.implementation)
-    gathered = cast(Gathered, calling.run(group, signature, matrix.shape[1], arguments, x.device))
+    gathered = cast(Gathered, agreed_call.run(group, signature, matrix.shape[1], arguments, x.device))
     return gathered.outs[0], cast(Tensor, gathered.whole) if keep else x
 
 
@@ -182,7 +182,7 @@ def _matmul_scatter(
     layout = Layout(u.shape[0], tuple(sizes), 1, feature=True)
     signature = _signature("matmul_reduce_scatter", u, layout, matrix.shape[1], implementation)
     arguments = MatmulReduceScatter([u], [matrix], layout, bias)
-    return cast(Tensor, calling.run(group, signature, u.shape[1], arguments, u.device))
+    return cast(Tensor, agreed_call.run(group, signature, u.shape[1], arguments, u.device))
 
 
 def weight_gradient(rows: Tensor, columns: Tensor, cut: Cut, sink: Sink | None) -> Tensor | None:
@@ -196,7 +196,7 @@ def weight_gradient(rows: Tensor, columns: Tensor, cut: Cut, sink: Sink | None) 
         layout = Layout.of(shape, cut.w_dim, cut.y_sizes)
         signature = _signature("matmul_reduce_scatter", left, layout, shape[1], cut.implementation)
         arguments = MatmulReduceScatter([left], [columns], layout)
-        total = cast(Tensor, calling.run(group, signature, left.shape[1], arguments, left.device))
+        total = cast(Tensor, agreed_call.run(group, signature, left.shape[1], arguments, left.device))
     if sink is None:
         return total
     sink.main_grad.add_(total)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpkernels.comm import timeline
 from tpkernels.comm.groups import Group
-from tpkernels.ops import calling
+from tpkernels.ops import agreed_call
 from tpkernels.ops.contract import MatmulAllReduce
 
 __all__ = ["again", "remember"]
@@ -35,19 +35,19 @@ def again(
         if weight.dtype is not x.dtype or not weight.is_cpu or weight.stride(1) != 1:
             return None
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        calling.sum_again(group, repeated, y, bias, (x, weight))
+        agreed_call.sum_again(group, repeated, y, bias, (x, weight))
         return y
     try:
         y = F.linear(x, weight)
     except RuntimeError:
         return None
-    calling.sum_again(group, repeated, y, bias)
+    agreed_call.sum_again(group, repeated, y, bias)
     return y
 
 
 def remember(
     group: Group,
-    known: calling.Known,
+    known: agreed_call.Known,
     arguments: MatmulAllReduce,
     x: Tensor,
     weight: Tensor,
@@ -55,7 +55,7 @@ def remember(
     then: Hashable = None,
 ) -> None:
     """After the first call of its kind: the next ones may be made by :func:`again`, if the backend offers that."""
-    repeated = calling.repeatable(group, known, arguments._replace(tail=None))
+    repeated = agreed_call.repeatable(group, known, arguments._replace(tail=None))
     if repeated is not None:
         group.repeated[_repetition(x, weight, arguments.bias, implementation, then)] = repeated
 

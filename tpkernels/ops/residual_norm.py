@@ -29,10 +29,11 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor
 
-from tpkernels.comm import agreement, residual_norm
+from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.gemm import residual_norm
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import check_common, check_local, check_scatter, check_weights
 from tpkernels.ops.contract import AllReduce, MatmulAllReduce, MatmulReduceScatter, ResidualNorm
 from tpkernels.ops.gradients import of_linear
@@ -190,7 +191,7 @@ def _norm_backward_kernel(
             "all_reduce", whole.dtype, whole.device.type, rows_layout(1, group.size), whole.shape[1], "auto",
             "gradient of a norm's weight",
         )  # fmt: skip
-        dweight = cast(Tensor, calling.run(group, signature, 0, AllReduce(whole), whole.device)).view(-1)
+        dweight = cast(Tensor, agreed_call.run(group, signature, 0, AllReduce(whole), whole.device)).view(-1)
     return fresh(d, sums.shape), fresh(dweight.to(norm_weight.dtype), norm_weight.shape)
 
 
@@ -207,10 +208,8 @@ def _reduce_kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, group_name: str, implementation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = resolve(group_name)
-    facts = (
-        calling.facts_of("matmul_all_reduce_norm", implementation, x, weight, bias, norm.residual, norm.norm_weight),
-        norm.eps,
-    )
+    tensors = (x, weight, bias, norm.residual, norm.norm_weight)
+    facts = (agreed_call.facts_of("matmul_all_reduce_norm", implementation, *tensors), norm.eps)
     known = group.checked.get(facts)
     if known is None:
         try:
@@ -219,7 +218,7 @@ def _reduce_kernel(
             agreement.refuse(group, "matmul_all_reduce", str(error))
             raise
         layout = rows_layout(shape[:-1].numel(), group.size)
-        known = group.checked[facts] = calling.Known(
+        known = group.checked[facts] = agreed_call.Known(
             Signature(
                 "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation, norm.detail()
             )
@@ -227,7 +226,7 @@ def _reduce_kernel(
     tail = norm.tail()
     arguments = MatmulAllReduce([flat(x)], [weight.t()], bias, tail=tail)
     first = known.plan is None
-    sums: Tensor = calling.run_known(group, known, x.shape[-1], arguments, x.device)
+    sums: Tensor = agreed_call.run_known(group, known, x.shape[-1], arguments, x.device)
     if first:
         remember(group, known, arguments, x, weight, implementation, norm.eps)
     return _results(tail, sums, norm.residual.shape)
@@ -281,7 +280,7 @@ def _scatter_kernel(
     signature = Signature(
         "matmul_reduce_scatter", x.dtype, x.device.type, layout, weight.shape[0], options.implementation, norm.detail()
     )
-    sums: Tensor = calling.run(group, signature, x.shape[-1], arguments, x.device)
+    sums: Tensor = agreed_call.run(group, signature, x.shape[-1], arguments, x.device)
     return _results(tail, sums, norm.residual.shape)
 
 

@@ -9,7 +9,7 @@ On rank r of W, with x~ = x * scale_x and w~ = w * scale_weight::
 Owns the schemas of these ops, to which the public functions of the other files hand calls with scales.  Products are
 exact and summed over K in fp32, scales are applied to the sums; y is rounded once to ``out_dtype``, as are the partials
 p_r where they travel.  A gather moves one byte per element, and each row's scale behind it in the same chunk
-(:mod:`tpkernels.fp8`).  Ranks may differ in their kind of scale: per tensor is per row with equal scales.
+(:mod:`tpkernels.gemm.fp8`).  Ranks may differ in their kind of scale: per tensor is per row with equal scales.
 
 Refuses gradients: rounding to fp8 has none of use.  To train, quantise inside of a ``torch.autograd.Function`` whose
 backward calls the ops on the dtypes of its choice.
@@ -25,12 +25,12 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from tpkernels import fp8
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import process_group, resolve
-from tpkernels.fp8 import Scaled
-from tpkernels.ops import calling
-from tpkernels.ops.calling import Signature
+from tpkernels.gemm import fp8
+from tpkernels.gemm.fp8 import Scaled
+from tpkernels.ops import agreed_call
+from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import (
     check_common,
     check_gate,
@@ -187,7 +187,7 @@ def _gather_kernel(operands: _Several, options: ScaledGather) -> list[Tensor]:
         "all_gather_matmul", x.dtype, x.device.type, layout, sum(packed), options.implementation,
         out_dtype=options.out_dtype, activation=options.activation,
     )  # fmt: skip
-    result = calling.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
+    result = agreed_call.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
     outputs = [fresh(out, (*shape[:-1], out.shape[1])) for out in result.outs]
     if options.keep_gathered:
         parts = fp8.split(result.whole, packed)
@@ -259,7 +259,7 @@ def _scatter_kernel(operands: _Operands, options: ScaledScatter) -> Tensor:
     rows, matrix = operands.factors()
     arguments = MatmulReduceScatter([rows], [matrix], layout, bias, out_dtype=options.out_dtype)
     signature = operands.signature("matmul_reduce_scatter", layout, options)
-    return fresh(calling.run(group, signature, x.shape[-1], arguments, x.device), shape)
+    return fresh(agreed_call.run(group, signature, x.shape[-1], arguments, x.device), shape)
 
 
 def _scatter_fake(operands: _Operands, options: ScaledScatter) -> Tensor:
@@ -278,7 +278,7 @@ def _reduce_kernel(operands: _Operands, options: ScaledReduce) -> Tensor:
     rows, matrix = operands.factors()
     arguments = MatmulAllReduce([rows], [matrix], operands.bias, out_dtype=options.out_dtype)
     signature = operands.signature("matmul_all_reduce", rows_layout(x.shape[:-1].numel(), group.size), options)
-    y: Tensor = calling.run(group, signature, x.shape[-1], arguments, x.device)
+    y: Tensor = agreed_call.run(group, signature, x.shape[-1], arguments, x.device)
     return fresh(y, (*x.shape[:-1], operands.weight.shape[0]))
 
 

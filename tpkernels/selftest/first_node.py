@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from tpkernels import config
-from tpkernels.comm.launch import LaunchError, launch
-from tpkernels.comm.rank_process import RankStuck
+from tpkernels.launching.local_ranks import LaunchError, launch
+from tpkernels.launching.rank_process import RankStuck
 from tpkernels.measure import report
 from tpkernels.measure.suites import FIRST_NODE
 from tpkernels.selftest import first_node_steps as steps

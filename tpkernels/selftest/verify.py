@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     from tpkernels import config
-    from tpkernels.comm.launch import launch
+    from tpkernels.launching.local_ranks import launch
 
     if options.layers is not None and options.layers < 1:
         raise ValueError(f"--layers must be at least 1, got {options.layers}")

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from tpkernels.comm.groups import resolve
 from tpkernels.nn.digests import digest_of
 from tpkernels.ops import all_gather
-from tpkernels.ops.calling import exchange
+from tpkernels.ops.agreed_call import exchange
 
 __all__ = ["compare_batches"]
 

@@ -43,7 +43,7 @@ from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops import all_gather
-from tpkernels.ops.calling import exchange
+from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.splits import Split

@@ -26,8 +26,8 @@ from typing import Any, Literal, Self, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from tpkernels.comm.launch import LaunchError, Outcome, RankTeam, check_nproc, pack_call
-from tpkernels.comm.rank_process import MASTER_ADDR, RankStuck
+from tpkernels.launching.local_ranks import LaunchError, Outcome, RankTeam, check_nproc, pack_call
+from tpkernels.launching.rank_process import MASTER_ADDR, RankStuck
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.backends.toy.mailbox import Mailbox
 from tpkernels import dispatch
-from tpkernels.backends.blocks import Epilogue, gemm, product, reduce_rows, take_rows
+from tpkernels.backends.row_gemms import Epilogue, gemm, product, reduce_rows, take_rows
 from tpkernels.comm import resources
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import (

@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch
-from tpkernels.backends.blocks import Epilogue, gemm, partial_rows, place_rows
 from tpkernels.backends.point_to_point.exchange import whole_like
+from tpkernels.backends.row_gemms import Epilogue, gemm, partial_rows, place_rows
 from tpkernels.backends.shared_memory.segments import SharedMemory, SharedSegments
-from tpkernels.comm import agreement, few_rows, resources, timeline
+from tpkernels.comm import agreement, resources, timeline
 from tpkernels.comm.groups import Group
-from tpkernels.comm.native import native, native_dtype
 from tpkernels.dispatch import Costs, Implementation, Problem
-from tpkernels.fp8 import Operand
+from tpkernels.gemm import few_rows
+from tpkernels.gemm.fp8 import Operand
+from tpkernels.gemm.native import native, native_dtype
 from tpkernels.ops.contract import (
     AllGather,
     AllGatherMatmul,

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from tpkernels.backends.shared_memory import rendezvous
-from tpkernels.comm import agreement, few_rows, presence
+from tpkernels.comm import agreement, presence
 from tpkernels.comm.groups import Group
-from tpkernels.comm.native import ABI, native, native_dtype, why_not
 from tpkernels.comm.resources import UNTRIED, Resource
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
+from tpkernels.gemm import few_rows
+from tpkernels.gemm.native import ABI, native, native_dtype, why_not
 
 __all__ = ["SharedMemory", "SharedSegments"]
 

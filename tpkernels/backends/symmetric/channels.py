@@ -70,7 +70,7 @@ class SymmetricChannels:
         self.side = Channel(group, device, pads, PAD_BYTES, self._alarm, self.how)
         self.checks_first_use = True
         self.first_uses: dict[Hashable, str | None] = {}
-        """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.symmetric.first_use`."""
+        """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.symmetric.self_check`."""
 
     def share_gpu(self, num_sms: int) -> None:
         """Keep to so many SMs, before the first op and alike on every rank: ranks that share a GPU, for tests."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels import fp8
 from tpkernels.dispatch import Costs, Problem
+from tpkernels.gemm import fp8
 
 __all__ = ["of_copies", "of_one_kernel"]
 

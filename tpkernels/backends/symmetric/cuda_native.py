@@ -15,7 +15,7 @@ from enum import IntEnum, IntFlag
 from pathlib import Path
 
 from tpkernels import config, errors
-from tpkernels.comm import native
+from tpkernels.gemm import native
 
 __all__ = [
     "ABI",

@@ -43,17 +43,12 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
-from tpkernels.backends.blocks import Epilogue, earlier_products, product
 from tpkernels.backends.point_to_point.exchange import whole_like
+from tpkernels.backends.row_gemms import Epilogue, earlier_products, product
 from tpkernels.backends.symmetric import costs as symmetric_costs
-from tpkernels.backends.symmetric import first_use, tuning
+from tpkernels.backends.symmetric import self_check, tuning
 from tpkernels.backends.symmetric.channels import Channel
-from tpkernels.backends.symmetric.cuda_group import Norm
-from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, Steps
-from tpkernels.backends.symmetric.first_use import Way
-from tpkernels.backends.symmetric.launches import Launch, gather_launches, scatter_launch
-from tpkernels.backends.symmetric.memory import Device
-from tpkernels.backends.symmetric.moves import (
+from tpkernels.backends.symmetric.copy_engine_traffic import (
     DTYPES,
     Matrix,
     largest_shard,
@@ -64,7 +59,12 @@ from tpkernels.backends.symmetric.moves import (
     reduce,
     staged,
 )
+from tpkernels.backends.symmetric.cuda_group import Norm
+from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, Steps
+from tpkernels.backends.symmetric.kernel_launches import Launch, gather_launches, scatter_launch
+from tpkernels.backends.symmetric.memory import Device
 from tpkernels.backends.symmetric.resource import MULTICAST, SymmetricMemory, channels_of
+from tpkernels.backends.symmetric.self_check import Way
 from tpkernels.comm import resources
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Implementation, Problem
@@ -379,7 +379,7 @@ def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, 
     if everywhere:
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
     fused = problem.facts.multiplies and not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS
-    first_use.check(work, group, call, problem, _way(sums, fused, problem))
+    self_check.check(work, group, call, problem, _way(sums, fused, problem))
     if sums is not None or not fused:
         return None
     if not _has_kernel(channels_of(group).device, problem.out_dtype):
@@ -394,7 +394,7 @@ def _way(sums: _Sums | None, fused: bool, problem: Problem) -> Way:
         return Way("beside the GEMM" if fused else "by itself", rows)
     if sums is _one_shot:
         return Way("in one step", norm=problem.facts.multiplies)
-    row_bytes = first_use.K * (problem.out_dtype or problem.dtype).itemsize
+    row_bytes = self_check.K * (problem.out_dtype or problem.dtype).itemsize
     in_one_step = _one_shot_bytes(problem.world_size)
     if sums is _two_shot:
         return Way("in one kernel of two steps", 1, 1 + in_one_step // row_bytes)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels import config, fp8
+from tpkernels import config
 from tpkernels.backends.symmetric import tile_cache
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, STATE_BYTES
 from tpkernels.backends.symmetric.memory import Device
@@ -32,6 +32,7 @@ from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Problem
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
+from tpkernels.gemm import fp8
 from tpkernels.kernels.config import GemmConfig, Tiles, candidates, configure
 from tpkernels.ops.contract import GATED
 from tpkernels.partition import Layout

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.backends.blocks import Epilogue
+from tpkernels.backends.row_gemms import Epilogue
 from tpkernels.backends.symmetric.channels import Channel
+from tpkernels.backends.symmetric.copy_engine_traffic import Matrix
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS
-from tpkernels.backends.symmetric.moves import Matrix
 from tpkernels.backends.symmetric.tuning import gemm_of
-from tpkernels.fp8 import Operand, Scaled
+from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.ops.contract import AllGatherMatmul, Context, MatmulReduceScatter
 from tpkernels.partition import Layout

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.comm.native import native, native_dtype
+from tpkernels.gemm.native import native, native_dtype
 
 __all__ = ["backward", "forward", "of_scales", "who"]
 

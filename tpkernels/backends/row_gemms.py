@@ -12,9 +12,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from tpkernels import fp8
 from tpkernels.comm import timeline
-from tpkernels.fp8 import Operand, Scaled
+from tpkernels.gemm import fp8
+from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulReduceScatter, activation_forward
 from tpkernels.partition import Layout
 

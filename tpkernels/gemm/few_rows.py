@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels import config
-from tpkernels.comm.native import native, native_dtype
+from tpkernels.gemm.native import native, native_dtype
 
 __all__ = ["Times", "linear", "multiply", "name", "rates", "serves", "wins"]
 

@@ -29,8 +29,15 @@ from typing import Self, TypeVar
 import torch.distributed as dist
 
 from tpkernels import config
-from tpkernels.comm.rank_process import MASTER_ADDR, STOP_TIMEOUT_S, RankFailure, RankProcess, RankSetup, StartContext
 from tpkernels.errors import TpKernelsError
+from tpkernels.launching.rank_process import (
+    MASTER_ADDR,
+    STOP_TIMEOUT_S,
+    RankFailure,
+    RankProcess,
+    RankSetup,
+    StartContext,
+)
 
 T = TypeVar("T")
 

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels import fp8
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.dispatch import Costs, Problem, dtype_text
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.fp8 import Operand, Scaled
+from tpkernels.gemm import fp8
+from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.ops.contract import (
     AllGather,
     AllGatherMatmul,

@@ -1,0 +1,1 @@
+"""Starting local ranks, and watching the processes that they run in."""
