@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import tpkernels as tpk
 from tests.backends.emulated import Emulation
 from tests.backends.test_symmetric import DTYPES, FORCED
-from tests.backends.test_symmetric_first_use import one_more
+from tests.backends.test_symmetric_self_check import one_more
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve

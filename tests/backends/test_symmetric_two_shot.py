@@ -18,7 +18,7 @@ import tpkernels as tpk
 from tests.backends.contract import exact_cases, parts_of, run
 from tests.backends.emulated import Emulation
 from tests.backends.test_symmetric import DTYPES, FORCED, case_of, judge_all
-from tests.backends.test_symmetric_first_use import one_more
+from tests.backends.test_symmetric_self_check import one_more
 from tests.ops.support import REDUCE
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.resource import channels_of

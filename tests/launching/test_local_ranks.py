@@ -179,7 +179,7 @@ def test_a_failing_rank_is_named_and_the_others_report_their_own_errors(
     assert sorted(failure.rank for failure in caught.value.failures) == [0, 1, 2]
     assert "rank 1 raised RuntimeError" in message and "rank 2 raised RuntimeError" in message
     if how in ("raises", "segfaults"):
-        assert 'test_launch.py", line' in caught.value.failures[0].details
+        assert 'test_local_ranks.py", line' in caught.value.failures[0].details
         assert "in rank_zero_fails" in caught.value.failures[0].details
 
 
