@@ -362,6 +362,7 @@ def test_the_script_still_parses_on_old_pythons_so_that_the_message_appears() ->
 
 
 def test_failures_of_one_check_do_not_hide_the_others(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout.make_environment()
     module = checkout.load()
     codes = {"ruff": 1, "clang-format": 0, "mypy": 0, "python": 5}
     ran = []
