@@ -79,7 +79,7 @@ def test_a_module_that_does_more_than_take_and_give_tensors_is_not_traced_around
     """The module around takes its place; here that is the model itself, which has no data flow then."""
     observation = Observation(Asking(how), X)
     assert observation.recording is None
-    assert {"size": "depend", "writes": "writes", "leaks": "hands"}[how] in observation.problem
+    assert {"size": "depend", "writes": "writes", "leaks": "passes"}[how] in observation.problem
     # That is no fault of the inputs: its layers are gathered, as they are without.
     plan = tpk.make_plan(Asking(how), 2, example_inputs=X)
     assert plan.notes[0].startswith("no data flow")

@@ -127,16 +127,16 @@ def a_call_that_takes_another_way_than_the_proven_one_is_told() -> None:
         model(x)
         model(x, "weights")
     rank = tp_mesh().get_local_rank()
-    with pytest.warns(UnprovenCallWarning, match="what proj took .* tpk.verify") if rank == 0 else nullcontext():
+    with pytest.warns(UnprovenCallWarning, match="the inputs of proj .* tpk.verify") if rank == 0 else nullcontext():
         model(x, way="mixed")
     square = torch.randn(3, model.num_heads * WIDTH // 4, WIDTH, dtype=torch.float64)
-    with refused("gives 'proj', a row of the plan, a part that is not cut by features", "another way"):
+    with refused("gives 'proj', a row of the plan, a part that is not cut by features", "another path"):
         model(square, way="turned")
 
 
 def gradients_that_a_call_would_leave_incomplete_are_refused() -> None:
     plain, model, x = built()
-    with refused("another way", "a gradient would be incomplete, that of aten.mul of a tensor of []"):
+    with refused("another path", "a gradient would be incomplete, that of aten.mul of a tensor of []"):
         model(x, way="scaled")
     with torch.no_grad():
         assert differs(model(x, way="scaled"), plain(x, way="scaled"), 1e-11) is None

@@ -241,7 +241,7 @@ class ParallelAttention(nn.Module):
         return self._out(context, shard_sizes)
 
     def _refuse(self, message: str) -> NoReturn:
-        """Raise, and tell the peers, who may be in the call already."""
+        """Raise, and tell the peers, which may be in the call already."""
         if self.mesh.size() > 1:
             agreement.refuse(resolve(self.mesh), "attention", message)
         raise ValueError(message)
@@ -258,7 +258,7 @@ class ParallelAttention(nn.Module):
         return cast("list[Tensor]", all_gather_matmul(x, weights, mesh, **options))
 
     def _rows(self, part: _Heads, mesh: DeviceMesh) -> tuple[Tensor, Tensor | None]:
-        """This rank's rows of a projection; of one that is whole everywhere, those of the heads that it needs."""
+        """This rank's rows of a projection; if every rank has the whole, the rows of the heads that this one needs."""
         weight, bias = cast(Tensor, local(part.weight)), local(part.bias)
         if part is self.query or self._kv_is_cut(mesh.size()):
             return _flat(weight), None if bias is None else _flat(bias)
@@ -315,13 +315,13 @@ class ParallelAttention(nn.Module):
 
 
 def _flat(tensor: Tensor, dim: int = 0) -> Tensor:
-    """Heads and their features as one dimension."""
+    """View heads and their features as one dimension."""
     shape = [*tensor.shape[:dim], -1 if tensor.numel() else 0, *tensor.shape[dim + 2 :]]
     return tensor.reshape(shape)
 
 
 def _with_heads(tensor: Tensor | None, dim: int, heads: int) -> Tensor | None:
-    """One dimension of features as heads and features; a plain tensor that knows whether it is trained."""
+    """View one dimension of features as heads and features; the result is plain and keeps ``requires_grad``."""
     if tensor is None:
         return None
     with_heads: Tensor = tensor.detach().unflatten(dim, (heads, -1))

@@ -155,7 +155,7 @@ class ColumnParallelLinear(ParallelLinear):
         return [(self._matrix(), self._vector())]
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
-        """The output: as it is, or gathered."""
+        """The output, gathered if the layer is to gather it."""
         (y,) = outputs
         if not self.gather_output or self.mesh.size() == 1:
             return y
@@ -294,7 +294,7 @@ class ColumnParallelLinears(nn.Module):
         return run_together(layers, x, layers[0].mesh, shard_sizes)
 
     def _inferred(self, x: Tensor, shard_sizes: Sequence[int] | None) -> list[Tensor] | Tensor | None:
-        """As of one layer; None where one of them says so."""
+        """As :meth:`ColumnParallelLinear._inferred` for every layer; None if one of them gives None."""
         outputs = []
         for layer in self.layers:
             y = layer._inferred(x, shard_sizes)
@@ -305,7 +305,7 @@ class ColumnParallelLinears(nn.Module):
 
 
 def _gated(activation: str | None, out_features: Mapping[str, int]) -> str | None:
-    """The gated activation, if it is one, and there are two layers of one size for it."""
+    """The activation if it is gated and there are two layers of one size for it."""
     if activation not in GATED:
         return None
     if len(out_features) != 2 or len(set(out_features.values())) != 1:

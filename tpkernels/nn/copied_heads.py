@@ -116,7 +116,7 @@ class CopiedHeadsLinear(nn.Module):
         return [(weight, self._rows(self.bias, mesh))]
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
-        """The output as it is."""
+        """The output, unchanged."""
         return outputs[0]
 
     def _rows(self, parameter: nn.Parameter | None, mesh: DeviceMesh) -> Tensor | None:

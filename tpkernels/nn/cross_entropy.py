@@ -43,7 +43,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class Settings(NamedTuple):
-    """What the loss is made of; equal on all ranks."""
+    """The options of the loss; equal on all ranks."""
 
     ignore_index: int
     label_smoothing: float
@@ -160,7 +160,7 @@ def _check(
 
 
 class TokenSums(NamedTuple):
-    """What all ranks know of every token once they have met: fp32 or fp64, ``[N]`` each."""
+    """What all ranks know of every token after the all-gather: fp32 or fp64, ``[N]`` each."""
 
     losses: Tensor
     largest: Tensor
@@ -203,7 +203,7 @@ def _own(target: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def combine(sums: Tensor, target: Tensor, name: str, sizes: Sequence[int], settings: Settings, what: str) -> TokenSums:
-    """Meet: all ranks' sums ``[N, 4 or 5]`` of N tokens, checked, as losses.  Raises alike on all ranks."""
+    """Gather and check all ranks' sums ``[N, 4 or 5]`` of N tokens; their losses.  Raises alike on all ranks."""
     group, count = resolve(name), sums.shape[0]
     if group.size > 1:
         layout = Layout.of(sums.shape, 0, [count] * group.size)

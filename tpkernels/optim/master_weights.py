@@ -65,7 +65,7 @@ class _Entry:
 
     @property
     def is_more_exact(self) -> bool:
-        """Whether the master knows what the parameter does not."""
+        """Whether the master has digits that the parameter does not have."""
         return self.master.dtype != self.parameter.dtype
 
 
@@ -143,7 +143,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Take the parameters' values for the masters', as after loading weights without optimizer state."""
+        """Set the masters to the parameters' values, as after loading weights without optimizer state."""
         for entry in self._all_entries():
             if not entry.is_own_master:
                 _local(entry.master).copy_(_mine(entry, entry.parameter))
@@ -182,7 +182,7 @@ class MasterWeights(Optimizer):
         return [entry for entries in self._entries for entry in entries]
 
     def _show_state(self) -> None:
-        """Optimizers may rebind what is in their state (``state["step"] += 1``), so it is read anew."""
+        """Read the state anew, because optimizers may rebind what is in it (``state["step"] += 1``)."""
         for entry in self._all_entries():
             if entry.master in self.optimizer.state:
                 state = dict(self.optimizer.state[entry.master])
@@ -277,7 +277,7 @@ def _gradient(entry: _Entry) -> Tensor | None:
 
 
 def _write_back(entries: Sequence[_Entry]) -> None:
-    """Parameters from their masters; those that are cut, of one group and dtype, in one all-gather."""
+    """Write masters to their parameters; those that are cut, of one group and dtype, in one all-gather."""
     gathers: dict[tuple[DeviceMesh, torch.dtype], list[tuple[_Entry, _Cut]]] = {}
     for entry in entries:
         if entry.cut is None:

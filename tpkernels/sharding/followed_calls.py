@@ -44,7 +44,7 @@ class Followed(AbstractContextManager["Followed"]):
     parts: Parts = field(default_factory=Parts)
     problems: list[str] = field(default_factory=list)
     other_ways: list[str] = field(default_factory=list)
-    """What shows that the call goes another way than those that the plan was proven for."""
+    """Signs that the call takes another path than those that the plan was proven for."""
     unknown: list[str] = field(default_factory=list)
     """Rows that took what no rule could follow."""
     stack: ExitStack = field(default_factory=ExitStack)

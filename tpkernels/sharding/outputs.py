@@ -212,8 +212,8 @@ class _Guard:
         """The kind of a call that was followed; a kind that all ranks know costs no word between them."""
         followed.check_attributes()
         incomplete = [
-            f"this call goes another way than those that the plan was proven for: a gradient would be incomplete, that "
-            f"of {where}; make the plan with example_inputs like those of this call"
+            "this call takes another path than those that the plan was proven for: a gradient would be incomplete, "
+            f"that of {where}; make the plan with example_inputs like those of this call"
             for where in followed.parts.incomplete
         ]
         problems = followed.problems + ([] if is_compared() else followed.other_ways + incomplete)

@@ -94,7 +94,7 @@ class Parts(TorchDispatchMode):
             self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def _shape(self, tensor: Tensor) -> Shape:
-        """With 1 for the dimensions along which a whole tensor repeats."""
+        """The shape, with 1 for the dimensions along which a whole tensor repeats."""
         storage = _storage(tensor)
         same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
         return Shape(1 if dim in same else size for dim, size in enumerate(tensor.shape))
@@ -173,7 +173,7 @@ class Parts(TorchDispatchMode):
         return out
 
     def _forget_uniform(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
-        """Before what the op wrote to is marked; the places of constants of which that was a view."""
+        """Forget constants that the op wrote to, before marks are set; the places of those of which that was a view."""
         places: list[Any] = []
         for written in _written(func, args, kwargs) if self._uniform else ():
             storage = _storage(written)
@@ -212,7 +212,7 @@ class Parts(TorchDispatchMode):
                 self.incomplete[f"{packet} of a tensor of {list(tensor.shape)} with this rank's part of another"] = None
 
     def _fused(self, name: str, args: Any, tensors: Sequence[Tensor], out: Any) -> None:
-        """The package's own ops say themselves what they give."""
+        """Mark the results of this package's own ops, each of which determines how they are cut."""
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if name in _WHOLE:
             return
@@ -246,7 +246,7 @@ def _place(tensor: Tensor, storage: Any) -> Any:
 
 
 def _around(place: Any, mark: Mark, around: Any) -> Mark:
-    """How a tensor is cut of which the one at ``place`` is a view: in the dimension with the same steps and size."""
+    """How a tensor is cut whose view at ``place`` is a part: in the dimension with the same steps and size."""
     (_, _, shape, stride, dtype), (_, _, shape_around, stride_around, dtype_around) = place, around
     steps = list(zip(shape_around, stride_around, strict=True))
     if dtype != dtype_around or any(steps.count((shape[split.dim], stride[split.dim])) != 1 for split in mark):
@@ -260,7 +260,7 @@ def _cut(tensor: Tensor, dim: int) -> Mark:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Arguments that the op writes into."""
+    """The arguments that the op writes to."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return

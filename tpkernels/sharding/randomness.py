@@ -25,7 +25,7 @@ SEEDS = 2**62
 
 
 class Fork:
-    """The shared stream, while this rank's own one runs."""
+    """Keeps the shared stream while this rank's own one runs."""
 
     def __init__(self) -> None:
         self.shared: Tensor | None = None
@@ -36,7 +36,7 @@ class Fork:
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
     def enter(self, device: torch.device, rank: int) -> None:
-        """Go on with this rank's stream."""
+        """Switch to this rank's stream."""
         seed = _mix(int(torch.randint(SEEDS, ())), rank)  # from the CPU's generator, which all ranks have seeded alike
         self.device = device
         if device.type == "cuda":
@@ -48,7 +48,7 @@ class Fork:
             torch.default_generator.manual_seed(seed)
 
     def leave(self) -> None:
-        """Go on with the shared stream."""
+        """Switch back to the shared stream."""
         if self.shared is None:
             return
         if self.device.type == "cuda":
@@ -58,15 +58,15 @@ class Fork:
         self.shared = None
 
     def forget(self) -> None:
-        """Not to be left any more: checkpointing sets the generator back itself when it stops in the middle."""
+        """Do not switch back any more: checkpointing sets the generator back itself when it stops in the middle."""
         self.shared = None
 
     def pause(self) -> None:
-        """The shared stream for a while; :meth:`resume` goes on with this rank's."""
+        """Switch to the shared stream for a while; :meth:`resume` continues this rank's."""
         self.own = self._swap(self.shared)
 
     def resume(self) -> None:
-        """This rank's stream again; the shared one has moved on."""
+        """Switch to this rank's stream again; the shared one has moved on."""
         self.shared = self._swap(self.own)
 
     def _swap(self, state: Tensor | None) -> Tensor:
@@ -81,7 +81,7 @@ class Fork:
 
 
 def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> Fork:
-    """From the end of ``opener`` to the start of ``closer``, in training, each rank draws its own random numbers."""
+    """Let each rank draw its own random numbers from the end of ``opener`` to the start of ``closer``, in training."""
     fork = Fork()
     if mesh.size() == 1:
         return fork

@@ -70,7 +70,7 @@ def _groups(mesh: GroupLike) -> list[Group]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a rank computes with, by name; a tensor of several names once."""
+    """The tensors that a rank computes with, by name; a tensor with several names appears once."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():

@@ -43,14 +43,14 @@ class _Stack:
         return chunk_sizes(self.shape[1], self.mesh.size())
 
     def cut(self, x: Tensor) -> DTensor:
-        """A whole tensor ``[B, S, ...]``, or ``[B * S, ...]``, as this rank's part."""
+        """This rank's part of a whole tensor ``[B, S, ...]``, or ``[B * S, ...]``."""
         batch, length = self.shape[:2]
         rows = x if tuple(x.shape[:2]) == (batch, length) else x.reshape(batch, length, *x.shape[1:])
         part = self.wrap(shard(rows, self.mesh, dim=1, shard_sizes=self.sizes))
         return part if rows is x else cast(DTensor, part.reshape(x.shape))
 
     def wrap(self, part: Tensor) -> DTensor:
-        """A part ``[B, S_r, ...]`` as the whole that it is of."""
+        """A DTensor of the whole, of a part ``[B, S_r, ...]``."""
         shape = torch.Size((part.shape[0], self.shape[1], *part.shape[2:]))
         strides = [1]
         for size in reversed(shape[1:]):
@@ -126,7 +126,7 @@ def _leave(stack: _Stack) -> Any:
 
 
 def _join(stack: _Stack, layer: nn.Module) -> None:
-    """A column takes the part and gives all rows; a row takes all rows and gives the part."""
+    """Let a column take the part and give all rows, and a row take all rows and give the part."""
     is_row = isinstance(layer, RowParallelLinear)
     flat = False
 
@@ -151,7 +151,7 @@ def _join(stack: _Stack, layer: nn.Module) -> None:
 
 
 def _keep_local(stack: _Stack, module: nn.Module) -> None:
-    """A norm, or dropout, works on the part as it would on the whole."""
+    """Let a norm, or dropout, work on the part as it would on the whole."""
     flat: list[bool | None] = []
     rank = stack.mesh.get_local_rank()
 
@@ -178,7 +178,7 @@ def _keep_local(stack: _Stack, module: nn.Module) -> None:
 
 
 def _make_whole(stack: _Stack, module: nn.Module) -> None:
-    """What could not be cut works on the whole sequence, with the random numbers that all ranks share."""
+    """Let a module that could not be cut work on the whole sequence, with the random numbers that all ranks share."""
     depth: list[bool] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:

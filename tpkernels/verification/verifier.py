@@ -189,7 +189,7 @@ class Verifier:
         return lambda: self._run(model, call, recorder), [] if recorder is None else recorder.open
 
     def _compare(self) -> tuple[str | None, tuple[Row, ...]]:
-        """What the parallel model raises, or its rows; of all ranks."""
+        """What the parallel model raises on any rank, or the rows of all ranks."""
         expected, _ = self.ranks.together("verify: the unsharded model", lambda: (self._expected(), {}))
         assert expected is not None
         go, _ = self._parallel()
