@@ -195,7 +195,7 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def _look_up(self, ids: Tensor, mesh: DeviceMesh) -> Tensor:
-        """This rank's rows, and zeros for the others'."""
+        """This rank's rows of the table, and zeros for ids whose row another rank has."""
         rank, sizes = mesh.get_local_rank(), self.shard_sizes
         start, rows = offsets(sizes)[rank], sizes[rank]
         index, foreign = call("own_ids", ids, self.num_embeddings, start, rows, group_name(mesh))
@@ -229,7 +229,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _own_ids(ids: Tensor, total: int, start: int, rows: int, name: str) -> tuple[Tensor, Tensor]:
-    """Ids as rows of this rank's shard, 0 where another rank has the row, and where that is."""
+    """Ids as rows of this rank's shard, 0 where another rank has the row; and a mask of those places."""
     valid = (ids >= 0) & (ids < total)
     if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()) and not bool(valid.all()):
         _refuse_ids(ids, valid, total, name)

@@ -128,7 +128,7 @@ class _Plan(NamedTuple):
 
 
 class _Tokens:
-    """Rows of x in the order of the cut dimension, and how they are walked through.
+    """Rows of x in the order of the cut dimension, and the chunks in which they are computed.
 
     A chunk takes the same range of rows of every rank's part; ``places`` are where they stand among all tokens.
     """
@@ -174,7 +174,7 @@ class _Tokens:
         return gathered.outs[0], cast(Tensor, gathered.whole) if keep else mine
 
     def input_gradient(self, ranges: Sequence[slice], dl: Tensor, weight: Tensor, meanwhile: Any) -> Tensor:
-        """Of this rank's rows of a chunk, summed over the ranks."""
+        """The gradient of this rank's rows of a chunk, summed over the ranks."""
         if self.group.size == 1:
             meanwhile()
             return dl @ weight

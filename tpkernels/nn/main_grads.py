@@ -30,7 +30,7 @@ def use_main_grads(module: nn.Module, *, dtype: torch.dtype = torch.float32) -> 
 
 @torch.no_grad()
 def _move(parameter: Tensor) -> None:
-    """Add what autograd has accumulated and no GEMM has added, and drop it."""
+    """Add the gradient that autograd has accumulated and no GEMM has added to ``main_grad``, and drop it."""
     added = getattr(parameter, "grad_added_to_main_grad", False) and not getattr(parameter, "zero_out_wgrad", False)
     if parameter.grad is not None and not added:
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]

@@ -88,7 +88,7 @@ class _Part(nn.Module):
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:
-    """One as it is; several in a new first dimension, trained if the first is."""
+    """One tensor unchanged; several stacked in a new first dimension, which is trained if the first one is."""
     if len(parameters) == 1:
         return parameters[0]
     for parameter in parameters:
@@ -233,7 +233,7 @@ class MeshMLP2D(nn.Module):
         return y
 
     def _auto_slices(self, itemsize: int, mesh: DeviceMesh) -> int:
-        """From sizes that all ranks know: as an op's chunks, of what one rank of Y sends."""
+        """The number of slices, from sizes that all ranks know: that of chunks for what one rank of Y sends."""
         if mesh.size(0) == 1:
             return 1
         shares = -(-self.d_model // mesh.size(0)), -(-self.d_ff // mesh.size(1))

@@ -112,7 +112,7 @@ def _replicate(module: nn.Module, source: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shared(parameters: Sequence[nn.Parameter | None], sum_gradients: bool) -> list[Tensor | None]:
-    """Local tensors; with ``sum_gradients`` one all-reduce sums the gradients of all of them."""
+    """The local tensors of parameters; with ``sum_gradients`` one all-reduce sums all their gradients."""
     tensors = [local(parameter) for parameter in parameters]
     used = [tensor for tensor in tensors if tensor is not None]
     if not sum_gradients or not used or not any(tensor.requires_grad for tensor in used):

@@ -29,7 +29,7 @@ __all__ = ["PackedColumnParallelLinear"]
 
 
 class PackedParameter(Tensor):
-    """What can be said of a parameter whose parts are parameters: shape, dtype and device; it has no values.
+    """Stands for a parameter whose parts are parameters: it has a shape, a dtype and a device, and no values.
 
     Raises:
         TypeError: any op on it.
@@ -40,7 +40,7 @@ class PackedParameter(Tensor):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], part: Tensor) -> Self:
-        """That of ``shape`` whose parts are like ``part``."""
+        """The one of ``shape`` whose parts are like ``part``."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
@@ -126,14 +126,14 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     @property
     def weight(self) -> PackedParameter:
-        """For code that asks a layer for its shape, dtype or device."""
+        """The weight's shape, dtype and device, for code that asks a layer for them."""
         first = self.layers[0]
         shape = sum(self.segments), first.in_features
         return PackedParameter.of("weight", shape[::-1] if first.transposed else shape, first.weight)
 
     @property
     def bias(self) -> PackedParameter | None:
-        """As the weight."""
+        """The bias's shape, dtype and device."""
         bias = self.layers[0].bias
         return None if bias is None else PackedParameter.of("bias", (sum(self.segments),), bias)
 

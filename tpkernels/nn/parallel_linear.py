@@ -84,7 +84,7 @@ class ParallelLinear(nn.Module):
         return self.train(linear.training)
 
     def _stored(self, dim: int) -> int:
-        """Where dimension ``dim`` of ``[out, in]`` is in the weight."""
+        """The weight's dimension that is dimension ``dim`` of ``[out, in]``."""
         return 1 - dim if self.transposed else dim
 
     def _shard(self, full: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
@@ -112,7 +112,7 @@ class ParallelLinear(nn.Module):
         return weight.t() if self.transposed else weight
 
     def _vector(self) -> Tensor | None:
-        """What this rank adds: its part of a bias that is cut."""
+        """The bias that this rank adds: all of it, or its part where it is cut."""
         bias = local(self.bias)
         return bias if bias is None or self.cut_dim == 1 else self._flat(bias, 0)
 

@@ -71,7 +71,7 @@ def _device(of: nn.Module | torch.device | str | None) -> str:
 
 
 def check_unit(what: str, total: int, unit: int) -> None:
-    """Refuse a cut in multiples of ``unit`` (a head's features) of what is not made of them."""
+    """Refuse a cut in multiples of ``unit`` (a head's features) where the size is no multiple of it."""
     if unit < 1 or total % unit:
         raise ValueError(f"{what} ({total}) must be a multiple of unit ({unit})")
 
@@ -100,7 +100,7 @@ def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool =
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """What this rank computes with; its gradient becomes the parameter's, with the parameter's placement."""
+    """The tensor that this rank computes with; its gradient becomes the parameter's, with its placement."""
     if not isinstance(parameter, DTensor):
         return parameter
     if not torch.is_grad_enabled():

@@ -34,7 +34,7 @@ _MASK = (1 << 64) - 1
 
 @contextmanager
 def sharded_rng(group: GroupLike) -> Iterator[None]:
-    """Inside, torch's default generators (CPU, and the current CUDA device) are this rank's own; outside, all alike.
+    """Inside, torch's default generators (CPU, current CUDA device) are this rank's own; outside, ranks share them.
 
     All ranks of the group must enter it in the same order.  With one rank it does nothing, so that results equal those
     of the model without tensor parallelism.  Not for regions that are compiled or captured into a CUDA graph.

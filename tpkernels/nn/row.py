@@ -141,7 +141,7 @@ class RowParallelLinear(ParallelLinear):
         )
 
     def _repeated(self, x: Tensor) -> Tensor | None:
-        """Inference on few rows, as it was done before: straight to the op.  None where it is anything else.
+        """Repeat an earlier call of inference on few rows, straight through the op.  None for any other call.
 
         For a plain x, when no gradient is recorded and nobody watches (:func:`is_watched`).
         """

@@ -77,7 +77,7 @@ def init_weights(mode: str) -> Iterator[None]:
 
 @contextmanager
 def compared() -> Iterator[None]:
-    """What is cut inside is known to be equal on all ranks: modules do not compare it again."""
+    """Inside, modules do not compare what they cut, because it is known to be equal on all ranks."""
     before = _mode.set(None)
     try:
         yield
@@ -86,7 +86,7 @@ def compared() -> Iterator[None]:
 
 
 class _Said(NamedTuple):
-    """What each rank says first, in as many bytes as any other."""
+    """What each rank sends first, in a fixed number of bytes."""
 
     rank: int
     failed: bool
@@ -264,7 +264,7 @@ def _refuse_layouts(what: str, layouts: Mapping[int, Mapping[str, str]]) -> None
 
 
 def _refuse_generators(what: str, said: Mapping[int, _Said], groups: Sequence[Group], out_of_step: bool) -> None:
-    """On every rank if the ranks of any tensor-parallel group are out of step."""
+    """Raise on every rank if the generators of any tensor-parallel group are out of step."""
     if len({one.generators for one in said.values()}) == 1:
         return
     if any(one["of"] for one in exchange_over(groups, what, {"of": out_of_step}).values()):
@@ -287,7 +287,7 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _generator_state(on_gpu: bool) -> Tensor:
-    """Of torch's default generator, and on GPUs of the current device's behind it."""
+    """The state of torch's default generator, followed on GPUs by that of the current device's."""
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state()]) if on_gpu else state
 

@@ -32,7 +32,7 @@ __all__ = ["ColumnLike", "SharedInput", "run_gated", "run_together"]
 
 
 class ColumnLike(Protocol):
-    """What a column layer says of itself; layers that run together agree in all but their weights."""
+    """What a column layer must offer to run with others; such layers agree in all but their weights."""
 
     sequence_parallel: bool
     sequence_dim: int
@@ -134,11 +134,11 @@ class SharedInput:
         return outputs[index]
 
     def forget(self) -> None:
-        """Drop what waits: nobody will come for it."""
+        """Drop the results that wait, because no call will take them."""
         self._key, self._waiting = (), {}
 
     def _is_worth_it(self, layer: ColumnLike, mesh: DeviceMesh) -> bool:
-        """Something is sent, and every layer's weights are there (FSDP2 may hold them in parts until their call)."""
+        """Whether data is sent, and all layers have their weights (FSDP2 may hold them in parts until their call)."""
         sends = layer.sequence_parallel or torch.is_grad_enabled()
         return sends and all(other.mesh == mesh for other in self.layers)
 
@@ -153,6 +153,6 @@ class SharedInput:
 
 
 def _key(source: Tensor) -> tuple[Any, ...]:
-    """What must be the same for a result to be of this call; the compiler sees writes to a tensor by itself."""
+    """The facts that a result and a call must share; the compiler sees writes to a tensor by itself."""
     tracked = not torch.compiler.is_compiling() and not source.is_inference()
     return source, source._version if tracked else 0, torch.is_grad_enabled()

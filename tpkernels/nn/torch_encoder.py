@@ -34,7 +34,7 @@ def call_cut_layers(model: nn.Module, cut: Collection[nn.Module]) -> None:
 
 
 def _fill_padding(encoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], y: Tensor) -> Tensor | None:
-    """Zeros, or what the last norm makes of zeros, in the places of padded tokens."""
+    """Put zeros, or what the last norm makes of zeros, in the places of padded tokens."""
     given = dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)) | dict(kwargs)
     src, mask, padding = (given.get(name) for name in ("src", "mask", "src_key_padding_mask"))
     assert isinstance(encoder, nn.TransformerEncoder) and isinstance(src, Tensor)
