@@ -112,6 +112,18 @@ def length_violations(root: Path) -> list[str]:
     return found
 
 
+def folder_violations(root: Path) -> list[str]:
+    """A backend has what it owns in its own folder, and knows none of the others."""
+    found = []
+    for path, module, tree in modules(root):
+        own = module.split(".")[1:2] if top_name(module) == "backends" else []
+        for line, target in imports(root, path, module, tree) if own else ():
+            other = target.split(".")[1:2] if top_name(target) == "backends" else []
+            if other and other != own and (root / PACKAGE / "backends" / other[0]).is_dir():
+                found.append(f"{path}:{line}: backends/{own[0]} must not import {other[0]}, which is another backend")
+    return found
+
+
 def environment_violations(root: Path) -> list[str]:
     found = []
     for path, module, tree in modules(root):
@@ -236,7 +248,8 @@ def written_environments(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 RULES = (
-    import_violations, circle_violations, kernel_violations, length_violations, environment_violations,
+    import_violations, circle_violations, kernel_violations, folder_violations, length_violations,
+    environment_violations,
     backend_violations,
 )  # fmt: skip
 
@@ -357,6 +370,18 @@ def test_a_kernel_that_imports_anything_else_is_found(tmp_path: Path, line: str)
 def test_a_judge_that_imports_anything_else_is_found(tmp_path: Path) -> None:
     root = house(tmp_path, testing__numeric="from tpkernels.comm import groups\n")
     assert "judges import only partition" in kernel_violations(root)[0]
+
+
+@pytest.mark.parametrize("line", ["from tpkernels.backends.two import x", "from ..two import x", "from .. import two"])
+@pytest.mark.parametrize("who", ["backends__one__ops", "backends__blocks"])
+def test_a_backend_that_imports_another_one_is_found(tmp_path: Path, who: str, line: str) -> None:
+    line = line if who.count("__") == 2 else line.replace("..", ".")
+    own = {"backends__one__gemm": "from tpkernels.backends import pools\nfrom .other import x\n"}
+    root = house(tmp_path, **own, backends__one__other="", backends__two__gemm="", backends__pools="")
+    assert folder_violations(root) == []
+    root = house(tmp_path, **{who: line + "\n"})
+    (violation,) = folder_violations(root)
+    assert "must not import two" in violation
 
 
 @pytest.mark.parametrize("name", ["tpkernels/ops/long.py", "csrc/long.cu", "tests/test_long.py", "csrc/cpu/long.h"])

@@ -1,4 +1,4 @@
-"""Pieces that the c10d backends share: row-wise GEMMs into the whole, rows taken from it, the ordered sum.
+"""Pieces that backends share: row-wise GEMMs into the whole, rows taken from it, the ordered sum.
 
 Rows of a chunk are consecutive in the shard but, for a sharded dimension that is not the first, fall into several
 *segments* of the whole; a few segments are computed in place, many small ones through one GEMM and an indexed copy.
@@ -28,6 +28,7 @@ __all__ = [
     "product",
     "reduce_rows",
     "take_rows",
+    "whole_like",
 ]
 
 # Above this many segments per chunk, one GEMM plus an indexed copy beats a GEMM per segment.
@@ -219,6 +220,12 @@ def reduce_rows(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def whole_like(x: Tensor, layout: Layout) -> Tensor:
+    """An uninitialised gathered tensor for shards like ``x``."""
+    columns = sum(layout.sizes) if layout.feature else x.shape[1]
+    return torch.empty(layout.total_rows, columns, dtype=x.dtype, device=x.device)
 
 
 def _whole_index(layout: Layout, rank: int, start: int, stop: int, device: torch.device) -> Tensor:

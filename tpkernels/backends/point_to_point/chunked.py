@@ -23,8 +23,8 @@ from torch import Tensor
 from tpkernels import dispatch
 from tpkernels.backends.point_to_point.collectives import CollectiveGather, CollectivePartials, fits
 from tpkernels.backends.point_to_point.copy_engines import CopyEngines
-from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange, whole_like
-from tpkernels.backends.row_gemms import Epilogue, partial_rows, place_rows, reduce_rows
+from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange
+from tpkernels.backends.row_gemms import Epilogue, partial_rows, place_rows, reduce_rows, whole_like
 from tpkernels.comm import resources, timeline, transport
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import AllGatherMatmul, Context, Gathered, MatmulAllReduce, MatmulReduceScatter

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from tpkernels.backends.point_to_point import workspace
@@ -172,9 +171,3 @@ class PartialExchange:
 
     def _columns(self, owner: int) -> int:
         return self.layout.sizes[owner] if self.layout.feature else self.columns
-
-
-def whole_like(x: Tensor, layout: Layout) -> Tensor:
-    """An uninitialised gathered tensor for shards like ``x``."""
-    columns = sum(layout.sizes) if layout.feature else x.shape[1]
-    return torch.empty(layout.total_rows, columns, dtype=x.dtype, device=x.device)

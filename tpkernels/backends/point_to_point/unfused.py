@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
-from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange, whole_like
-from tpkernels.backends.row_gemms import Epilogue, gemm, reduce_rows, take_rows
+from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange
+from tpkernels.backends.row_gemms import Epilogue, gemm, reduce_rows, take_rows, whole_like
 from tpkernels.comm import timeline
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import (

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch
-from tpkernels.backends.point_to_point.exchange import whole_like
-from tpkernels.backends.row_gemms import Epilogue, gemm, partial_rows, place_rows
+from tpkernels.backends.row_gemms import Epilogue, gemm, partial_rows, place_rows, whole_like
 from tpkernels.backends.shared_memory.segments import SharedMemory, SharedSegments
 from tpkernels.comm import agreement, resources, timeline
 from tpkernels.comm.groups import Group

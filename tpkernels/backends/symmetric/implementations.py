@@ -43,8 +43,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
-from tpkernels.backends.point_to_point.exchange import whole_like
-from tpkernels.backends.row_gemms import Epilogue, earlier_products, product
+from tpkernels.backends.row_gemms import Epilogue, earlier_products, product, whole_like
 from tpkernels.backends.symmetric import costs as symmetric_costs
 from tpkernels.backends.symmetric import self_check, tuning
 from tpkernels.backends.symmetric.channels import Channel
