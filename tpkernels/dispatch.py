@@ -79,7 +79,8 @@ class Problem:
     device: str = "cpu"
     backend: str = "gloo"
     co_located: bool = False
-    resources: tuple[Standing, ...] = field(default=(), hash=False)  # hashed in calls, and hardly ever different
+    # Calls hash a problem, and these hardly ever differ; errors list the reasons of the implementations instead.
+    resources: tuple[Standing, ...] = field(default=(), hash=False, repr=False)
     """What the group has of the things that backends own, see :mod:`tpkernels.comm.resources`."""
     out_dtype: torch.dtype | None = None
     """Of the result and of partials, if it is another one: of fp8 calls."""
