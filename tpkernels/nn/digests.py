@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: ranks add up those of parts, and compare those of wholes.
+"""Fingerprints of tensors: of parts, which ranks add up, and of wholes, which they compare; and of values in JSON.
 
 ::
 
@@ -12,12 +12,15 @@ mistakes, not a signature: whoever can write the tensors can write their digests
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["MODULUS", "bytes_of", "digest_of", "distinct_elements", "fingerprint"]
+__all__ = ["MODULUS", "bytes_of", "digest_of", "json_digest", "distinct_elements", "fingerprint"]
 
 BLOCK = 1 << 20
 """Elements that are worked on at a time: a product of 8 bytes for each.  Smaller blocks start threads too often."""
@@ -79,3 +82,8 @@ def distinct_elements(tensor: Tensor) -> Tensor:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def json_digest(value: Any) -> str:
+    """The same for values that JSON cannot tell apart, such as lists and tuples: as they are read from a file."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode()).hexdigest()

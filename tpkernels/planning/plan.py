@@ -9,7 +9,6 @@ was changed or cut off.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpkernels.nn.digests import json_digest
 from tpkernels.planning.layers import kind_of
 from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Style, style_from_dict, style_to_dict
 
@@ -179,7 +179,7 @@ class ShardingPlan:
         body = asdict(self)
         body["entries"] = [asdict(entry) | {"style": style_to_dict(entry.style)} for entry in self.entries]
         head = {"format": FORMAT, "version": VERSION}
-        return json.dumps(head | {"digest": _digest(body), "plan": body}, indent=1)
+        return json.dumps(head | {"digest": json_digest(body), "plan": body}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ShardingPlan:
@@ -197,16 +197,12 @@ class ShardingPlan:
         if document.get("version") != VERSION:
             raise ValueError(f"this plan has version {document.get('version')!r}; version {VERSION} is needed")
         body = document.get("plan")
-        if not isinstance(body, dict) or _digest(body) != document.get("digest"):
+        if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
             raise ValueError("the plan's contents do not match its digest: the file was changed or damaged")
         try:
             return _plan_from(body)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
-
-
-def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:

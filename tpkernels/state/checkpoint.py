@@ -8,8 +8,6 @@ Every rank needs the same checkpoint or state dict; differences between ranks ar
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpkernels.nn.digests import MODULUS, digest_of
+from tpkernels.nn.digests import MODULUS, digest_of, json_digest
 from tpkernels.state.collective_errors import Ranks, add_up, check_same
 from tpkernels.state.originals import Box, Original, check_real, originals_of, unique
 from tpkernels.state.safetensors_files import SafetensorsFiles
@@ -52,7 +50,7 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, T
     def prepare() -> tuple[dict[str, Original], dict[str, Any]]:
         originals = originals_of(model)
         check_real(originals)
-        return originals, {"same": _hash([(name, one.shape) for name, one in originals.items()])}
+        return originals, {"same": json_digest([(name, one.shape) for name, one in originals.items()])}
 
     originals, said = Ranks.of(model).together("full_state_dict", prepare)
     check_same("full_state_dict", said, "models")
@@ -137,7 +135,7 @@ class _Given:
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         self.digests: dict[str, int] = {}
         parts = [(name, str(t.dtype), digest_of(t, [0] * t.dim())) for name, t in sorted(self.tensors.items())]
-        self.fingerprint = _hash(parts)
+        self.fingerprint = json_digest(parts)
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.tensors[name][box.slices]
@@ -256,7 +254,3 @@ def _match(
 def _few(what: str, names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{what} {', '.join(names[:3])}{more}" if names else f"nothing {what}"
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

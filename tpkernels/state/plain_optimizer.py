@@ -9,8 +9,6 @@ that torch's functions use for the unsharded model, so that one checkpoint serve
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tpkernels.nn.digests import digest_of
+from tpkernels.nn.digests import digest_of, json_digest
 from tpkernels.nn.gathering import gathered
 from tpkernels.state.collective_errors import Ranks, check_same
 from tpkernels.state.optimizer_state import Slot, groups_of, options_for, plain, slots_of
@@ -81,7 +79,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
 
     def prepare() -> tuple[_Held, dict[str, Any]]:
         held = _Held(model, optimizer)
-        return held, {"same": _hash([held.facts(), _checked(held, model, state_dict)])}
+        return held, {"same": json_digest([held.facts(), _checked(held, model, state_dict)])}
 
     held, said = ranks.together(what, prepare)
     check_same(what, said, "optimizers or state dicts")
@@ -119,7 +117,7 @@ class _Held:
 
     def facts(self) -> str:
         tensors = [[slot.of.name, slot.name, slot.tensor.shape, str(slot.tensor.dtype)] for slot in self.slots]
-        return _hash([tensors, [group["params"] for group in self.groups]])
+        return json_digest([tensors, [group["params"] for group in self.groups]])
 
 
 def _make_slots(model: nn.Module, optimizer: Optimizer) -> None:
@@ -215,7 +213,3 @@ def _own(value: Any) -> Any:
 def _difference(theirs: set[str], mine: set[str]) -> str:
     lacks, has = sorted(mine - theirs), sorted(theirs - mine)
     return f"; it lacks {lacks[:3]}, and has {has[:3]} besides" if lacks or has else ""
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

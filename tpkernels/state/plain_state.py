@@ -13,8 +13,6 @@ before anything changes, and torch checks names afterwards.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from tpkernels.errors import StateMismatch
-from tpkernels.nn.digests import digest_of
+from tpkernels.nn.digests import digest_of, json_digest
 from tpkernels.nn.gathering import gathered
 from tpkernels.nn.parameters import as_parameter
 from tpkernels.state.checkpoint import full_state_dict
@@ -150,9 +148,10 @@ class _Load:
         self._module, self._given, self._prefix, self._assign = module, given, prefix, assign
         self.originals, self.keys, self._others = keys_of(module)
         seen = self._look(strict)
+        facts = json_digest(seen.facts)
         said = Ranks.of(module).exchange(
             f"load_state_dict() of {type(module).__name__}",
-            {"rank": dist.get_rank(), "wrong": seen.wrong[:4], "count": len(seen.wrong), "facts": _hash(seen.facts)},
+            {"rank": dist.get_rank(), "wrong": seen.wrong[:4], "count": len(seen.wrong), "facts": facts},
         )
         blamed = {one["rank"]: one for one in said if one["wrong"]}
         if blamed:
@@ -298,7 +297,3 @@ def _saver(cls: type[Any]) -> Any:
         Ranks.all().step("save_pretrained", write)
 
     return save_pretrained
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

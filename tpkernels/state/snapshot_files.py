@@ -10,7 +10,6 @@ Nothing is pickled.  The manifest carries a digest of itself, and is put into pl
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.digests import json_digest
 from tpkernels.nn.parameters import shard_parameter
 from tpkernels.nn.same_weights import compared
 from tpkernels.packages import needed
@@ -150,7 +150,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write_manifest(folder: Path, body: Mapping[str, Any]) -> None:
-    text = json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(body), "snapshot": body}, indent=1)
+    text = json.dumps({"format": FORMAT, "version": VERSION, "digest": json_digest(body), "snapshot": body}, indent=1)
     partial = folder / f"{MANIFEST}.partial"
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -175,11 +175,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise ValueError(f'{MANIFEST} must say "format": {FORMAT!r} and "version": {VERSION}')
     body = document.get("snapshot")
-    if not isinstance(body, dict) or _digest(body) != document.get("digest"):
+    if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
         raise ValueError(f"the contents of {MANIFEST} do not match its digest: the file was changed or damaged")
     return body
-
-
-def _digest(body: Any) -> str:
-    # Through JSON once, so that tuples and lists are one.
-    return hashlib.sha256(json.dumps(json.loads(json.dumps(body)), sort_keys=True).encode()).hexdigest()

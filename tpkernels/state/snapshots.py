@@ -10,7 +10,6 @@ model, and an optimizer with other groups or of another kind.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from tpkernels.nn.digests import MODULUS, digest_of
+from tpkernels.nn.digests import MODULUS, digest_of, json_digest
 from tpkernels.state.collective_errors import Ranks, add_up, check_same
 from tpkernels.state.optimizer_state import Slot, described, groups_of, new_slots, options_for, revived, slots_of
 from tpkernels.state.originals import Original, check_real, originals_of, unique
@@ -106,7 +105,7 @@ def _prepare_save(
         tensors |= {slot.tensor.name: (slot.tensor, described(slot)) for slot in slots}
         about = {"kind": type(optimizer).__name__, "groups": groups_of(optimizer, originals), "values": values}
     names = [(key, original.shape, dtype_name(original.dtype)) for key, (original, _) in tensors.items()]
-    return _Save(tensors, about), {"same": _hash([names, about])}
+    return _Save(tensors, about), {"same": json_digest([names, about])}
 
 
 def load_snapshot(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> Any:
@@ -172,7 +171,7 @@ def _prepare_load(model: nn.Module, optimizer: Optimizer | None, folder: Path) -
     for slot in slots:
         where = device if slot.parameters[0].is_meta else slot.parameters[0].device
         targets += [(slot.tensor.name, target) for target in targets_of([slot.tensor], where)]
-    return _Load(manifest, originals, targets, slots, buffers), {"same": _hash(manifest)}
+    return _Load(manifest, originals, targets, slots, buffers), {"same": json_digest(manifest)}
 
 
 def _check_model(originals: Mapping[str, Original], saved: Mapping[str, Mapping[str, Any]]) -> None:
@@ -236,7 +235,3 @@ def _optimizer_state(plan: _Load, optimizer: Optimizer) -> dict[str, Any]:
         groups.append({**options_for(group, saved), "params": list(range(start, start + count))})
         start += count
     return {"state": state, "param_groups": groups}
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
