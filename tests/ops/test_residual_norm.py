@@ -290,6 +290,23 @@ def test_bad_arguments_are_refused_on_every_rank_and_the_group_goes_on(ranks: Po
     ranks(2).run(refusals)
 
 
+def default_eps_under_autocast(op: str) -> None:
+    """So small are the sums that the norm is that of eps, which is 65,536 times as large in bf16 as in fp32."""
+    given = Operands(op, (4, 8, 16), torch.float32)
+    x, w, _, residual, norm_weight = (tensor * 1e-4 for tensor in given.mine())
+    with new_group() as group, torch.autocast("cpu", torch.bfloat16):
+        options = {"residual": residual.bfloat16(), "norm_weight": torch.ones_like(norm_weight).bfloat16()}
+        normed, sums = getattr(tpk, op)(x, w, group, **options)
+    close = F.rms_norm(sums.double(), sums.shape[-1:], eps=torch.finfo(torch.bfloat16).eps)
+    assert normed.dtype == torch.bfloat16
+    assert (normed.double() - close).abs().max() <= 2**-7 * close.abs().max(), (normed, close)
+
+
+@pytest.mark.parametrize("op", [SCATTER, REDUCE])
+def test_the_default_eps_is_that_of_the_dtype_that_autocast_computes_in(ranks: Pools, op: str) -> None:
+    ranks(2).run(default_eps_under_autocast, op)
+
+
 def other_eps() -> None:
     x, w, _, residual, norm_weight = Operands(REDUCE, (4, 8, 16), torch.float32).mine()
     with new_group() as group, pytest.raises(GroupMismatch, match=r"residual and RMS norm, eps=0\.1"):

@@ -127,7 +127,7 @@ def matmul_all_reduce(
         check_common("matmul_all_reduce", x, implementation)
         y = plain_linear(x, weight, bias)
     elif pair is not None:
-        return matmul_all_reduce_norm(x, weight, bias, Norm.of(*pair, eps, x.dtype), group, implementation)
+        return matmul_all_reduce_norm(x, weight, bias, Norm.of(*pair, eps), group, implementation)
     else:
         y = torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation)
     return y if pair is None else add_norm(y, *pair, eps)

@@ -151,7 +151,7 @@ def matmul_reduce_scatter(
     else:
         options = Scatter(group_name(group), scatter_dim, sizes, implementation)
         if pair is not None:
-            norm = Norm.of(*pair, eps, x.dtype)
+            norm = Norm.of(*pair, eps)
             normed, sums, _ = call("matmul_reduce_scatter_norm", x, weight, bias, norm, options)
             return normed, sums
         y = call("matmul_reduce_scatter", x, weight, bias, options)

@@ -55,10 +55,10 @@ class Norm(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, residual: Tensor, norm_weight: Tensor, eps: float | None, dtype: torch.dtype) -> Self:
-        """``dtype``: of what is normalised; without eps as ``F.rms_norm`` has it."""
-        if eps is None and dtype.is_floating_point:
-            eps = torch.finfo(dtype).eps
+    def of(cls, residual: Tensor, norm_weight: Tensor, eps: float | None) -> Self:
+        """Without ``eps`` that of the sums' dtype, as ``F.rms_norm`` has it; the residual has that dtype."""
+        if eps is None and residual.is_floating_point():
+            eps = torch.finfo(residual.dtype).eps
         return cls(residual, norm_weight, float(eps or 0.0))
 
     def check(self, shape: Sequence[int], like: Tensor) -> None:
@@ -105,7 +105,7 @@ def wanted(
 
 def add_norm(y: Tensor, residual: Tensor, norm_weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """(normed, sums) of a y that exists."""
-    norm = Norm.of(residual, norm_weight, eps, y.dtype)
+    norm = Norm.of(residual, norm_weight, eps)
     norm.check(y.shape, y)
     normed, sums, _ = call("add_norm", y, norm)
     return normed, sums
