@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.gpu import ranks as scenarios
 from tests.gpu.test_symmetric import cases_of, scaled_cases_of
@@ -11,7 +14,7 @@ from tests.ops import test_gated
 from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
-from tpkernels.ops import residual_norm
+from tpkernels.ops.residual_norm import Norm
 from tpkernels.testing.spawn import Pools, RanksFailed, WorkerPool
 
 pytestmark = pytest.mark.gloo
@@ -49,11 +52,11 @@ def test_sums_with_a_norm_are_judged(ranks: Pools) -> None:
 
 
 def _norm_with_another_eps() -> None:
-    eps, residual_norm._eps = residual_norm._eps, lambda eps, dtype: 10.0
-    try:
+    def of(residual: Tensor, norm_weight: Tensor, eps: float | None) -> Norm:
+        return Norm(residual, norm_weight, 10.0)
+
+    with mock.patch.object(Norm, "of", of):
         scenarios.sums_with_a_norm(STAND_IN, (7,))
-    finally:
-        residual_norm._eps = eps
 
 
 def test_gradients_of_as_many_rows_as_on_a_gpu_are_within_the_bound(ranks: Pools) -> None:
