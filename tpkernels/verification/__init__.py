@@ -1,0 +1,1 @@
+"""Verification: a parallel model compared with the unsharded one, and the first module that differs."""
