@@ -1,0 +1,1 @@
+"""The site of documents, and the examples."""
