@@ -1,7 +1,7 @@
-"""Turn result files into the tables of this README.md and the project's, so that no number there is typed by hand.
+"""Turn result files into the tables of this README.md, the project's and docs/benchmarks.md: no number is typed there.
 
 python benchmarks/summarise.py            print the tables
-python benchmarks/summarise.py --write    put them between the markers of both README.md files
+python benchmarks/summarise.py --write    put them between the markers of these three files
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _every_value(setup: dict[str, Any]) -> dict[tuple[str, int], tuple[int, int]
 
 
 def one_host_overview() -> str:
-    """The second table of the project's README.md."""
+    """The table of docs/benchmarks.md: what ranks of one host pay."""
     lines = ["| CPU | problem | GEMM, us | torch, us | `shared_memory`, us | torch / ours | ours / GEMM |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|"]
     for path in sorted(HERE.glob("results/*one-host*.json")):
@@ -230,7 +230,7 @@ def main() -> int:
     for readme, mark, tables in (
         (README, "results", sections()),
         (project, "results", overview()),
-        (project, "one host", one_host_overview()),
+        (HERE.parent / "docs" / "benchmarks.md", "one host", one_host_overview()),
     ):
         begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
         before, rest = readme.read_text(encoding="utf-8").split(begin)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import ast
-import multiprocessing
-import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import tpkernels as tpk
+from tests.forked_scripts import run_forked
 from tpkernels import cli
-from tpkernels.launching import local_ranks
-from tpkernels.testing.spawn import fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+PAGES = tuple(sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *PAGES)
+README_LINES = 200
+FOLDERS = "tpkernels|tests|benchmarks|docs|csrc|examples"
 TIMEOUT_S = 300  # seconds of work; minutes beside other jobs on two cores
 
 
@@ -50,43 +49,88 @@ def run_python(*args: str, cwd: Path) -> str:
     return done.stdout
 
 
-def run_forked(script: Path) -> str:
-    """Run a script, and the ranks that it launches, in forks of processes that have imported torch; its output."""
-    output = script.with_suffix(".txt")
-    process = fork_server().Process(target=be_the_script, args=(script, output))
-    process.start()
-    process.join(TIMEOUT_S)
-    if process.is_alive():
-        process.kill()
-    assert process.exitcode == 0, output.read_text()
-    return output.read_text()
+@pytest.mark.cpu
+def test_the_readme_is_short() -> None:
+    lines = ROOT.joinpath("README.md").read_text().splitlines()
+    assert len(lines) <= README_LINES, f"{len(lines)} lines; what else there is to say has a page in docs/"
 
 
-def be_the_script(script: Path, output: Path) -> None:
-    with output.open("wb") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    os.chdir(script.parent)
-    with mock.patch.object(local_ranks, "_new_interpreters", lambda: multiprocessing.get_context("fork")):
-        runpy.run_path(str(script), run_name="__main__")
-
-
+@pytest.mark.cpu
 def test_every_document_with_code_is_seen() -> None:
     assert len([name for name, _ in snippets("python") if name.startswith("README")]) >= 2
     assert {name.split("-")[0] for name, _ in snippets("bash")} >= {"README.md", "CONTRIBUTING.md"}
 
 
+def programs() -> list[tuple[str, str]]:
+    """Snippets that start their own ranks."""
+    return [(name, text) for name, text in snippets("python") if "__main__" in text]
+
+
+def pages() -> list[tuple[str, list[str]]]:
+    """The documents whose other snippets make one program together, run by each rank of a job."""
+    found: dict[str, list[str]] = {}
+    for name, text in snippets("python"):
+        if "__main__" not in text:
+            found.setdefault(name.rpartition("-")[0], []).append(text)
+    return list(found.items())
+
+
 @pytest.mark.gloo
-@parametrise(snippets("python"))
+@parametrise(programs())
 def test_python_snippets_run_on_two_ranks_and_differ_by_rounding_only(text: str, tmp_path: Path) -> None:
     script = tmp_path / "swap.py"
     script.write_text(text)
-    first = text == snippets("python")[0][1]  # as a reader runs it; the others without waiting for imports
+    first = text == programs()[0][1]  # as a reader runs it; the others without waiting for imports
     output = run_python(str(script), cwd=tmp_path) if first else run_forked(script)
     last = output.strip().splitlines()[-1]
     differences = ast.literal_eval(last[last.index("[") :])
     assert len(differences) == 2
     assert all(0 <= difference < 1e-5 for difference in differences), output
+    shown = shown_output(text)
+    assert shown is None or masked(shown) == masked(output), output
+
+
+PAGE = """
+import contextlib, io
+import tpkernels as tpk
+BLOCKS = {blocks!r}
+def main():
+    names, printed = {{"__name__": "page"}}, []
+    for number, block in enumerate(BLOCKS):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(block, f"block {{number}} of the page", "exec"), names)
+        printed.append(output.getvalue())
+    return printed
+if __name__ == "__main__":
+    print(tpk.launch(main, 2)[0])
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in pages()])
+def test_pages_run_from_top_to_bottom_and_print_what_they_show(blocks: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(PAGE.format(blocks=blocks))
+    printed = ast.literal_eval(run_forked(script).strip().splitlines()[-1])
+    for block, output in zip(blocks, printed, strict=True):
+        shown = shown_output(block)
+        assert shown is None or masked(shown) == masked(output), output
+        assert "print(" not in block or shown is not None, f"a block prints, and the page does not show it:\n{block}"
+
+
+def shown_output(snippet: str) -> str | None:
+    """What a document says that a snippet prints: the block of text that follows it."""
+    for document in DOCUMENTS:
+        content = ROOT.joinpath(document).read_text()
+        if f"```python\n{snippet}```\n\n```text\n" in content:
+            return content.split(f"```python\n{snippet}```\n\n```text\n")[1].split("```")[0]
+    return None
+
+
+def masked(output: str) -> list[str]:
+    """Lines without what another library, CPU or run may change: rounding errors, costs, and who is fastest."""
+    lines = [re.sub(r"\d\.\d+(e-\d+)?\b(?! KiB)", "#", line) for line in output.strip().splitlines()]
+    return [re.sub(r"\b0\.0\b", "#", line.rstrip()).replace("shared_memory", "chunked      ") for line in lines]
 
 
 def command_lines() -> list[tuple[str, str]]:
@@ -116,8 +160,22 @@ def check_tpkernels(args: list[str]) -> None:
 
 
 def check_torchrun(args: list[str]) -> None:
-    assert args[:4] == ["--nproc-per-node", "2", "-m", "tpkernels"], args
-    check_tpkernels(args[4:])
+    torchrun = get_args_parser().parse_args(args)
+    if torchrun.module:
+        assert torchrun.training_script == "tpkernels", args
+        check_tpkernels(torchrun.training_script_args)
+    else:
+        check_python([torchrun.training_script, *torchrun.training_script_args])
+
+
+def check_python(args: list[str]) -> None:
+    """A script of the project with options that it has, or one that a page has told the reader to save."""
+    if "/" not in args[0]:
+        assert any(f"`{args[0]}`" in ROOT.joinpath(document).read_text() for document in DOCUMENTS), args
+        return
+    source = ROOT.joinpath(args[0]).read_text()
+    for option in (argument for argument in args[1:] if argument.startswith("--")):
+        assert f'"{option}"' in source, f"{args[0]} has no {option}"
 
 
 def check_pip(args: list[str]) -> None:
@@ -137,10 +195,41 @@ def check_tool(args: list[str]) -> None:
         assert ROOT.joinpath(path).exists(), path
 
 
+def check_export(args: list[str]) -> None:
+    for assignment in args:
+        name = assignment.partition("=")[0]
+        assert name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"), name
+
+
+def check_launcher(args: list[str]) -> None:
+    """``srun`` and ``mpirun``, which need not be here: what they start."""
+    check_python(args[args.index("python") + 1 :])
+
+
+def check_mkdocs(args: list[str]) -> None:
+    assert args in (["serve"], ["build", "--strict"]), args
+
+
+def check_sbatch(args: list[str]) -> None:
+    (script,) = args
+    done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    lines = [shlex.split(line) for line in ROOT.joinpath(script).read_text().splitlines() if line.startswith("srun")]
+    assert lines
+    for line in lines:
+        check_launcher(line[1:])
+
+
 CHECKS = {
     "./quickstart": check_quickstart,
     "tpkernels": check_tpkernels,
     "torchrun": check_torchrun,
+    "python": check_python,
+    "srun": check_launcher,
+    "mpirun": check_launcher,
+    "sbatch": check_sbatch,
+    "mkdocs": check_mkdocs,
+    "export": check_export,
     "pip": check_pip,
     ".venv/bin/ruff": check_tool,
     ".venv/bin/mypy": check_tool,
@@ -149,8 +238,8 @@ CHECKS = {
 
 
 @pytest.mark.gloo
-def test_the_torchrun_line_of_the_readme_runs(tmp_path: Path) -> None:
-    (line,) = (line for _, line in command_lines() if line.startswith("torchrun"))
+def test_the_first_torchrun_line_of_the_documents_runs(tmp_path: Path) -> None:
+    line = next(line for _, line in command_lines() if line.startswith("torchrun"))
     argv = shlex.split(line)
     output = run_python("-m", "torch.distributed.run", "--standalone", *argv[1:], cwd=ROOT)
     assert output.count("-> ") == 3, f"one answer per op, printed by one rank only:\n{output}"
@@ -172,11 +261,14 @@ def test_files_that_the_documents_name_exist() -> None:
         if document == "ARCHITECTURE.md" and re.fullmatch(r"(\w+/)*\w+\.(py|h|cpp)", name):
             if not any(path.as_posix().endswith(f"/{name}") for path in sources):
                 missing.append(f"{document}: {name}")
-        if re.fullmatch(r"(tpkernels|tests|benchmarks|docs|csrc)/[\w./-]*", name) and not ROOT.joinpath(name).exists():
+        if (
+            re.fullmatch(r"(tpkernels|tests|benchmarks|docs|csrc|examples)/[\w./-]*", name)
+            and not ROOT.joinpath(name).exists()
+        ):
             missing.append(f"{document}: {name}")
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)\)", ROOT.joinpath(document).read_text()):
-            if "://" not in target and not ROOT.joinpath(target).exists():
+            if "://" not in target and not ROOT.joinpath(document).parent.joinpath(target).exists():
                 missing.append(f"{document}: {target}")
     assert not missing, missing
 
