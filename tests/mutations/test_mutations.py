@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutations.faults import FAULTS
+from tests.mutations.floors import check
 from tests.mutations.search import killers, run_all
 from tests.mutations.unreachable import UNREACHABLE
 from tpkernels.testing.spawn import Pools
@@ -45,3 +46,8 @@ def test_every_fault_can_be_seeded() -> None:
     for seeded in FAULTS.values():
         with seeded():
             pass
+
+
+@pytest.mark.cpu
+def test_every_edit_of_a_floor_finds_its_line() -> None:
+    check()

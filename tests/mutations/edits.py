@@ -1,0 +1,304 @@
+"""Seeded faults of every floor, as edits of one line, and the tests of the quick run that have to notice each."""
+
+# ruff: noqa: E501 - a fault is one line, as long as the lines that it changes
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["EDITS", "Edit"]
+
+
+class Edit(NamedTuple):
+    file: str
+    """Below ``tpkernels/``."""
+    old: str
+    """Stands in the file once."""
+    new: str
+    tests: str
+    """Arguments of pytest."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.new.strip()}"
+
+
+PARTITION, CONTRACT = "tests/test_partition.py", "tests/backends/test_contract.py"
+CHUNKED, UNFUSED = f"{CONTRACT} -k chunked", f"{CONTRACT} -k unfused"
+SHARED = f"{CONTRACT} -k shared_memory"
+EXCHANGE, ROWS = "backends/point_to_point/exchange.py", "backends/row_gemms.py"
+POINT = "backends/point_to_point/chunked.py"
+VOCABULARY, MASTERS = "tests/nn/test_vocabulary.py", "tests/optim/test_master_weights.py"
+LINEAR, ATTENTION = "tests/nn/test_linear.py", "tests/nn/test_attention.py"
+VERIFY = "tests/verification/test_verification.py"
+CHECKPOINT = "tests/state/test_checkpoint.py"
+SHARED_FILE, KERNELS = "backends/shared_memory/implementations.py", "tests/kernels/test_interpreted.py"
+FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.py"
+
+EDITS = (
+    # partition
+    Edit("partition.py", "base + 1 if i < rest else base", "base + 1 if i <= rest else base", PARTITION),
+    Edit("partition.py", "size = -(-units // n)", "size = units // n", PARTITION),
+    Edit("partition.py", "accumulate(sizes, initial=0))[:-1]", "accumulate(sizes, initial=0))[1:]", PARTITION),
+    Edit("partition.py", "(rank + step) % world_size", "(rank + step + 1) % world_size", PARTITION),
+    Edit("partition.py", "dim == len(shape) - 1", "dim == len(shape) - 2", PARTITION),
+    Edit("partition.py", "prod(shape[dim + 1 : -1])", "prod(shape[dim:-1])", PARTITION),
+    Edit("partition.py", "outer * stride + shift + low", "outer * stride + low", PARTITION),
+    Edit("partition.py", "(stop - 1) // block + 1", "stop // block", PARTITION),
+    Edit("partition.py", "min(MAX_CHUNKS, by_rows, by_bytes)", "min(MAX_CHUNKS, by_rows)", PARTITION),
+    # messages between ranks
+    Edit("comm/transport.py", "(call % _CALLS) << 8", "0 << 8", FAILURES),
+    Edit("comm/transport.py", "tag + chunk), posted)", "tag), posted)", CHUNKED),
+    Edit("comm/transport.py", "self.target.copy_(self.tensor)", "pass", "tests/comm/test_transport_on_cuda.py"),
+    Edit(EXCHANGE, "low, high = self.rows(mine, chunk)", "low, high = self.rows(mine, 0)", CHUNKED),
+    Edit(EXCHANGE, "for rank in range(self.group.size):", "for rank in reversed(range(self.group.size)):", UNFUSED),
+    Edit(
+        EXCHANGE,
+        "            if transfer is not None:\n                transfer.wait()\n            parts",
+        "            parts",
+        "tests/testing/test_faults_in_transport.py tests/backends/test_contract.py -k chunked",
+    ),
+    # sums, and where rows go
+    Edit(
+        ROWS,
+        "total = parts[0][start : start + step].to(wide, copy=True)",
+        "total = parts[0][start : start + step].clone()",
+        UNFUSED,
+    ),
+    Edit(ROWS, "for part in parts[1:]:", "for part in parts[2:]:", UNFUSED),
+    Edit(ROWS, "                total += bias\n", "                total += 2 * bias\n", UNFUSED),
+    Edit(ROWS, "epilogue.fill(part, segment.dst)", "epilogue.fill(part, segment.start)", CHUNKED),
+    Edit(ROWS, "        bias = out\n", "        bias = None\n", "tests/ops/test_gradients.py"),
+    Edit(
+        ROWS,
+        "torch.mul(activation_forward(GATED[call.activation], gate), up, out=out)",
+        "torch.mul(activation_forward(GATED[call.activation], up), gate, out=out)",
+        "tests/ops/test_gated.py",
+    ),
+    Edit(
+        ROWS,
+        "shift = sum(layout.sizes[:rank]) * layout.inner",
+        "shift = sum(layout.sizes[: rank + 1]) * layout.inner",
+        "tests/ops/test_values.py",
+    ),
+    Edit(POINT, "if arrived == group.size - 1:", "if arrived == 1:", f"{CONTRACT} -k 'chunked and 3'"),
+    Edit(
+        POINT,
+        "reduce_rows(outgoing.parts(chunk, own), own[start:stop], call.bias)",
+        "reduce_rows(outgoing.parts(chunk, own), own[start:stop])",
+        CHUNKED,
+    ),
+    Edit(POINT, "places[peer] = starts[peer] + low, starts[peer] + high", "places[peer] = low, high", CHUNKED),
+    Edit("backends/point_to_point/unfused.py", "start = sum(layout.sizes[:rank]) * layout.inner", "start = 0", UNFUSED),
+    Edit(
+        "backends/point_to_point/unfused.py",
+        "all_gather(context._replace(tag=context.tag + 1)",
+        "all_gather(context._replace(tag=context.tag)",
+        f"{CONTRACT} -k unfused",
+    ),
+    # who is to blame
+    Edit("comm/monitor.py", "presence.tell(self.group, verdict, self.store)", "pass", "tests/comm/test_works.py"),
+    Edit(
+        "comm/monitor.py",
+        "            transport.abort(self.group)\n\n    def _compare_order",
+        "\n    def _compare_order",
+        FAILURES,
+    ),
+    Edit(
+        "comm/monitor.py",
+        "age > self.group.timeout - _margin(self.group)",
+        "age > 10 * self.group.timeout",
+        "tests/comm/test_works.py",
+    ),
+    Edit(
+        "ops/agreed_call.py",
+        "        if len(set(values)) > 1:\n",
+        "        if len(set(values)) > 2:\n",
+        f"{AGREEMENT} {FAILURES}",
+    ),
+    Edit(
+        "ops/agreed_call.py",
+        "        group.calls = call + 1\n        if group.trail is not None:\n            group.trail.add(call, signature",
+        "        group.calls = call\n        if group.trail is not None:\n            group.trail.add(call, signature",
+        f"{FAILURES} {AGREEMENT}",
+    ),
+    # choice
+    Edit(
+        "dispatch.py",
+        "able = sorted(able, key=lambda offer: estimates[offer.name])",
+        "able = sorted(able, key=lambda offer: -estimates[offer.name])",
+        "tests/test_dispatch.py",
+    ),
+    Edit(
+        "dispatch.py",
+        "return calls * (one + self.gemm_overhead_us)",
+        "return one + self.gemm_overhead_us",
+        "tests/test_dispatch.py",
+    ),
+    # ops and their gradients
+    Edit(
+        "ops/matmul_reduce_scatter.py",
+        "results.append(whole.sum(0))",
+        "results.append(dy2d.sum(0))",
+        "tests/ops/test_gradients.py",
+    ),
+    Edit(
+        "ops/matmul_reduce_scatter.py",
+        "        low, high = layout.columns(group.rank)\n        bias = bias[low:high]",
+        "        low, high = layout.columns(0)\n        bias = bias[low:high]",
+        "tests/ops/test_values.py",
+    ),
+    Edit(
+        "ops/gradients.py",
+        "results.append(dy2d.sum(0))",
+        "results.append(dy2d.mean(0))",
+        "tests/ops/test_gradients.py tests/ops/test_world_one.py",
+    ),
+    Edit(
+        "ops/residual_norm.py",
+        "eps = torch.finfo(residual.dtype).eps",
+        "eps = torch.finfo(torch.float32).eps",
+        "tests/ops/test_residual_norm.py",
+    ),
+    Edit("ops/registration.py", "arg.dtype != torch.float64 and ", "", "tests/ops/test_autograd_modes.py"),
+    # modules
+    Edit(
+        "nn/cross_entropy.py",
+        "return column.clamp(0, columns - 1).unsqueeze(-1), (column >= 0) & (column < columns)",
+        "return column.clamp(0, columns - 1).unsqueeze(-1), (column >= 0) & (column <= columns)",
+        VOCABULARY,
+    ),
+    Edit(
+        "nn/cross_entropy.py",
+        "losses += settings.z_loss * (largest + log_z).square()",
+        "losses += settings.z_loss * log_z.square()",
+        VOCABULARY,
+    ),
+    Edit("nn/cross_entropy.py", "total / (target != ignore_index).sum()", "total / target.numel()", VOCABULARY),
+    Edit("nn/cross_entropy.py", "largest = table[..., 0].amax(0)", "largest = table[0, ..., 0]", VOCABULARY),
+    Edit(
+        "nn/norm.py",
+        "    packed = copy_to_group(torch.stack(used), mesh)\n",
+        "    packed = torch.stack(used)\n",
+        "tests/nn/test_blocks.py tests/nn/test_as_modules.py",
+    ),
+    Edit(
+        "nn/random.py",
+        "seed = _mix(shared, pg.rank())",
+        "seed = _mix(shared, 0)",
+        "tests/nn/test_blocks.py tests/nn/test_as_modules.py tests/nn/test_random_on_gpu.py",
+    ),
+    Edit(
+        "nn/parallel_linear.py",
+        "chunk_sizes(total, self.mesh.size(), self.unit)",
+        "chunk_sizes(total, self.mesh.size())",
+        f"{LINEAR} {ATTENTION}",
+    ),
+    Edit(
+        "nn/row.py",
+        "x = shard(x, mesh, dim=-1, shard_sizes=self.shard_sizes) if mesh.size() > 1 else x",
+        "x = x[..., : weight.shape[1]]",
+        LINEAR,
+    ),
+    Edit("nn/packed.py", "start += size", "start = size", "tests/sharding/test_apply.py tests/nn/test_same_weights.py"),
+    # optimizers
+    Edit(
+        "optim/master_weights.py",
+        "                entry.master.grad = None\n        self._show_state()",
+        "                pass\n        self._show_state()",
+        MASTERS,
+    ),
+    Edit(
+        "optim/master_weights.py", "grad = parameter.grad if grad is None else grad", "grad = parameter.grad", MASTERS
+    ),
+    Edit(
+        "optim/master_weights.py",
+        "sizes = [sum(counts[i : i + len(members)]) for i in range(0, len(counts), len(members))]",
+        "sizes = [sum(counts) // group.size()] * group.size()",
+        MASTERS,
+    ),
+    Edit("optim/master_weights.py", "_local(entry.master).copy_(_local(masters[key]))", "pass", MASTERS),
+    # state
+    Edit(
+        "state/staging.py",
+        "local.copy_(target.staged.view(local.shape))",
+        "local.copy_(target.staged.view(local.shape).flip(0))",
+        CHECKPOINT,
+    ),
+    Edit("state/clipping.py", "    for axis in dims:\n", "    for axis in dims[1:]:\n", CHECKPOINT),
+    Edit("state/clipping.py", "(max_norm / (norm + 1e-6)).clamp(max=1.0)", "(max_norm / (norm + 1e-6))", CHECKPOINT),
+    Edit("state/huggingface_export.py", "if files[-1] and size + _bytes(original) > limit:", "if False:", CHECKPOINT),
+    # what parallelize does
+    Edit(
+        "sharding/sequence_parallel.py",
+        "stack.fork.enter(x.device, stack.mesh.get_local_rank())",
+        "stack.fork.enter(x.device, 0)",
+        "tests/models/test_training.py",
+    ),
+    Edit(
+        "sharding/sequence_parallel.py",
+        "return chunk_sizes(self.shape[1], self.mesh.size())",
+        "return array_split_sizes(self.shape[1], self.mesh.size())",
+        "tests/models/test_models.py",
+    ),
+    Edit("sharding/apply.py", "summed = style.sequence_parallel", "summed = False", "tests/models/test_models.py"),
+    Edit(
+        "sharding/apply.py",
+        "call_cut_layers(model, [old for old, _ in replacements])",
+        "pass",
+        "tests/sharding/test_torch_encoder.py",
+    ),
+    Edit(
+        "sharding/apply.py",
+        "weights = compare_models(model, mesh, init_weights, check=check_plain)",
+        "weights = compare_models(model, tp, init_weights, check=check_plain)",
+        "tests/sharding/test_replicas.py",
+    ),
+    # what verify finds
+    Edit(
+        "verification/bounds.py",
+        'return float(ratio.nan_to_num(nan=float("inf")).max())',
+        "return float(ratio.nan_to_num(nan=0.0).max())",
+        f"{VERIFY} tests/models/test_grid.py",
+    ),
+    Edit(
+        "verification/bounds.py",
+        "error = (actual.detach().double() - exact).abs()",
+        "error = (actual.detach().double() - exact).abs() / 100",
+        VERIFY,
+    ),
+    # memory that ranks of a host share
+    Edit(
+        SHARED_FILE,
+        "channel.wait(producer, (rank - producer) % size)",
+        "channel.wait(producer, 1)",
+        f"{SHARED} tests/backends/test_seeded_faults.py",
+    ),
+    Edit(SHARED_FILE, "parts[rank] = own.data_ptr()", "pass", SHARED),
+    Edit(SHARED_FILE, "(start + low * stride) * itemsize", "start * itemsize", "tests/ops/test_residual_norm.py"),
+    Edit(
+        SHARED_FILE,
+        "first = start * out.shape[1] * out.element_size()",
+        "first = 0",
+        f"{SHARED} tests/backends/test_many_ranks.py",
+    ),
+    Edit(
+        SHARED_FILE,
+        'return all(record.facts["wins"] for record in records)',
+        'return records[0].facts["wins"]',
+        "tests/backends/test_few_rows.py",
+    ),
+    # fp8
+    Edit("gemm/fp8.py", "total.mul_(x.scale).mul_(matrix.scale)", "total.mul_(x.scale)", "tests/ops/test_fp8.py"),
+    Edit("gemm/fp8.py", "mul_(256.0)", "mul_(255.0)", "tests/ops/test_fp8.py"),
+    Edit("gemm/fp8.py", "        start = stop\n", "        start = k\n", "tests/ops/test_fp8.py"),
+    # kernels, interpreted
+    Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),
+    Edit("kernels/matmul_reduce_scatter.py", "first_column + half * (BLOCK_N // 2)", "first_column", KERNELS),
+    # local ranks
+    Edit(
+        "launching/rank_process.py",
+        "LOCAL_RANK=str(setup.rank)",
+        "LOCAL_RANK=str(0)",
+        "tests/launching/test_local_ranks.py",
+    ),
+)

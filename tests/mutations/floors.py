@@ -1,0 +1,83 @@
+"""``python -m tests.mutations.floors``: each fault of every floor in a copy of this tree, and the tests that kill it.
+
+Exit code 1 if any survives.  ``--check``: whether each edit still finds its line, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutations.edits import EDITS, Edit
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 600
+
+
+def edited(text: str, edit: Edit) -> str:
+    if text.count(edit.old) != 1:
+        raise ValueError(f"{edit.file} has {edit.old!r} {text.count(edit.old)} times, not once: mend the edit")
+    return text.replace(edit.old, edit.new)
+
+
+def check() -> None:
+    for edit in EDITS:
+        edited((ROOT / "tpkernels" / edit.file).read_text(), edit)
+
+
+def copy_tree(to: Path) -> None:
+    """What git tracks, and what was built."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    built = [str(path.relative_to(ROOT)) for end in ("*.so", "_*_build.json") for path in ROOT.glob(f"tpkernels/{end}")]
+    for name in [*filter(None, listed.split("\0")), *built]:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, to / name)
+
+
+def outcome(tree: Path, edit: Edit) -> str:
+    path = tree / "tpkernels" / edit.file
+    original = path.read_text()
+    path.write_text(edited(original, edit))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(edit.tests)]
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        code = subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=TIMEOUT_S).returncode
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    finally:
+        path.write_text(original)
+    return {0: "survives", 1: "killed"}.get(code, f"exit code {code}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations.floors", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of files' names or edits; all by default")
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    check()
+    chosen = [edit for edit in EDITS if not given.names or any(part in edit.name for part in given.names)]
+    if given.check:
+        print(f"{len(EDITS)} edits find their lines")
+        return 0
+    alive = []
+    with tempfile.TemporaryDirectory(prefix="tpkernels-floors-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        for edit in chosen:
+            begun = time.monotonic()
+            found = outcome(tree, edit)
+            alive += [edit.name] if found != "killed" else []
+            print(f"{found:14} {time.monotonic() - begun:5.0f} s  {edit.name}", flush=True)
+    print(f"{len(chosen)} faults, {len(chosen) - len(alive)} killed; not killed: {'; '.join(alive) or 'none'}")
+    return int(bool(alive))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
