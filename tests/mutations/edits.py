@@ -46,7 +46,7 @@ EDITS = (
     Edit("partition.py", "(stop - 1) // block + 1", "stop // block", PARTITION),
     Edit("partition.py", "min(MAX_CHUNKS, by_rows, by_bytes)", "min(MAX_CHUNKS, by_rows)", PARTITION),
     # messages between ranks
-    Edit("comm/transport.py", "(call % _CALLS) << 8", "0 << 8", FAILURES),
+    Edit("comm/transport.py", "(signature_id % MAX_SIGNATURES) << 18", "0 << 18", f"{FAILURES} {AGREEMENT}"),
     Edit("comm/transport.py", "tag + chunk), posted)", "tag), posted)", CHUNKED),
     Edit("comm/transport.py", "self.target.copy_(self.tensor)", "pass", "tests/comm/test_transport_on_cuda.py"),
     Edit(EXCHANGE, "low, high = self.rows(mine, chunk)", "low, high = self.rows(mine, 0)", CHUNKED),
@@ -80,7 +80,7 @@ EDITS = (
         "shift = sum(layout.sizes[: rank + 1]) * layout.inner",
         "tests/ops/test_values.py",
     ),
-    Edit(POINT, "if arrived == group.size - 1:", "if arrived == 1:", f"{CONTRACT} -k 'chunked and 3'"),
+    Edit(POINT, "if arrived == group.size - 1:", "if arrived == group.size - 2:", "tests/ops/test_values.py"),
     Edit(
         POINT,
         "reduce_rows(outgoing.parts(chunk, own), own[start:stop], call.bias)",
@@ -89,14 +89,7 @@ EDITS = (
     ),
     Edit(POINT, "places[peer] = starts[peer] + low, starts[peer] + high", "places[peer] = low, high", CHUNKED),
     Edit("backends/point_to_point/unfused.py", "start = sum(layout.sizes[:rank]) * layout.inner", "start = 0", UNFUSED),
-    Edit(
-        "backends/point_to_point/unfused.py",
-        "all_gather(context._replace(tag=context.tag + 1)",
-        "all_gather(context._replace(tag=context.tag)",
-        f"{CONTRACT} -k unfused",
-    ),
     # who is to blame
-    Edit("comm/monitor.py", "presence.tell(self.group, verdict, self.store)", "pass", "tests/comm/test_works.py"),
     Edit(
         "comm/monitor.py",
         "            transport.abort(self.group)\n\n    def _compare_order",
@@ -201,12 +194,6 @@ EDITS = (
     ),
     Edit("nn/packed.py", "start += size", "start = size", "tests/sharding/test_apply.py tests/nn/test_same_weights.py"),
     # optimizers
-    Edit(
-        "optim/master_weights.py",
-        "                entry.master.grad = None\n        self._show_state()",
-        "                pass\n        self._show_state()",
-        MASTERS,
-    ),
     Edit(
         "optim/master_weights.py", "grad = parameter.grad if grad is None else grad", "grad = parameter.grad", MASTERS
     ),
