@@ -245,7 +245,7 @@ EDITS = (
         "verification/bounds.py",
         'return float(ratio.nan_to_num(nan=float("inf")).max())',
         "return float(ratio.nan_to_num(nan=0.0).max())",
-        f"{VERIFY} tests/models/test_grid.py",
+        "tests/verification/test_bounds.py",
     ),
     Edit(
         "verification/bounds.py",
