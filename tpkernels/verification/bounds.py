@@ -50,7 +50,7 @@ def worst_ratio(actual: Tensor, exact: Tensor, size: Tensor) -> float:
         return 0.0
     error = (actual.detach().double() - exact).abs()
     ratio = torch.where(error == 0, 0.0, error / size)
-    return float(ratio.nan_to_num(nan=float("inf")).max())
+    return float(ratio.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
 
 
 @dataclass(frozen=True)
