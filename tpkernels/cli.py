@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tpkernels import flags
 from tpkernels.errors import TpKernelsError
 from tpkernels.packages import MissingPackage, how_to_install, needed
 
@@ -158,14 +159,13 @@ def _load_explain() -> tuple[Callable[[argparse.ArgumentParser], None], Callable
 
 def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", choices=FUSED_OPS, help="one op (default: all three)")
-    for name, default, meaning in (
-        ("m", 4096, "rows over the whole group"),
-        ("n", 4096, "output features over the whole group"),
-        ("k", 4096, "input features over the whole group"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
+    for name, meaning in (("m", "rows"), ("k", "input features"), ("n", "output features")):
+        parser.add_argument(
+            f"--{name}", type=flags.at_least(0), default=4096, metavar=name.upper(),
+            help=f"{meaning} over the whole group (default 4096)",
+        )  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default bf16")
-    parser.add_argument("--nproc", type=int, default=2, help="local ranks to start (default 2; ignored under torchrun)")
+    flags.add_tp(parser, 2, "local ranks to start (default 2; torchrun says it otherwise)")
 
 
 def _run_explain(options: argparse.Namespace) -> int:
@@ -176,7 +176,7 @@ def _run_explain(options: argparse.Namespace) -> int:
     question = (ops, options.m, options.n, options.k, DTYPES[options.dtype])
     job = config.job_environment()
     if job is None:
-        text = launch(explain_on_rank, options.nproc, *question, timeout=RANK_TIMEOUT_S)[0]
+        text = launch(explain_on_rank, options.tp, *question, timeout=RANK_TIMEOUT_S)[0]
     else:
         text = explain_on_rank(*question)
     if job is None or job.rank == 0:
@@ -207,62 +207,33 @@ def _load_plan() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[a
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        help="a config.json, a folder with one, a name that transformers knows, or package.module:function for a "
-        "function that returns a model",
-    )
-    parser.add_argument("--tp", type=int, required=True, metavar="N", help="number of ranks")
+    from tpkernels.integrations import named_models
+
+    parser.add_argument("model", type=named_models.source, metavar="MODEL", help=named_models.HELP)
+    flags.add_tp(parser, 2, "ranks that share every layer (default 2); none is started")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
-    parser.add_argument(
-        "--override", action="append", default=[], metavar="PATTERN=STYLE", help="for example *.lm_head=replicate"
-    )
+    flags.add_override(parser)
     parser.add_argument("--strategy", choices=("auto", "rules"), default="auto", help="rules: do without tracing")
-    parser.add_argument("--json", metavar="FILE", help="write the plan to a file, too")
+    flags.add_json(parser, "write the plan to a file, too")
 
 
 def _run_plan(options: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from tpkernels.integrations import named_models
     from tpkernels.sharding import make_plan
 
-    overrides = {}
-    for item in options.override:
-        pattern, separator, style = item.partition("=")
-        if not separator:
-            raise ValueError(f"--override takes PATTERN=STYLE, got {item!r}")
-        overrides[pattern] = style
     plan = make_plan(
-        _meta_model(options.model),
+        named_models.meta_model(options.model),
         options.tp,
         strategy=options.strategy,
         sequence_parallel=options.sequence_parallel,
-        overrides=overrides,
+        overrides=dict(options.override),
     )
     print(plan)
     if options.json:
         Path(options.json).write_text(plan.to_json(), encoding="utf-8")
     return 0
-
-
-def _meta_model(source: str) -> torch.nn.Module:
-    """The model that the command line names, on the meta device."""
-    import torch
-
-    module, separator, function = source.partition(":")
-    if not separator or "/" in module:
-        from tpkernels.integrations.transformers import meta_model
-
-        return meta_model(source)
-    sys.path.insert(0, "")  # as python -m does: a module in the current directory
-    make = getattr(importlib.import_module(module), function, None)
-    if make is None:
-        raise ValueError(f"module {module!r} has no function {function!r}")
-    with torch.device("meta"):
-        model = make()
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------

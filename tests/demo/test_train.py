@@ -106,7 +106,6 @@ def test_bf16_goes_on_bit_for_bit_and_what_does_not_fit_is_refused_on_every_rank
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--width", "25", "--heads", "4"], "--width (25) must be a multiple of --heads (4)"),
         (["--heads", "3", "--width", "24"], "--heads (3) must be a multiple of --tp (2)"),
         (["--dp", "2", "--accumulate", "7"], "--batch (12) must be at least --dp x --accumulate (14)"),

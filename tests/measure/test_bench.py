@@ -23,7 +23,7 @@ import tpkernels as tpk
 from tpkernels.comm.timeline import Event
 from tpkernels.gemm.native import native
 from tpkernels.launching.local_ranks import LaunchError
-from tpkernels.measure import bench, netlab, report, suites
+from tpkernels.measure import bench, bench_table, netlab, suites
 from tpkernels.measure.cases import FUSED_OPS, Case, Shape
 from tpkernels.measure.rivals import RIVALS, Problem, Rival
 from tpkernels.measure.trace import RankTrace, trace_overlap
@@ -137,15 +137,15 @@ def test_bench_runs_local_ranks_and_files_every_sample(tmp_path: Path, capsys: p
         assert row["speedup_over_torch"] > 0
         assert row["speedup_over_unfused"] > 0
     printed = capsys.readouterr().out
-    assert "GEMM-only" in printed and "vs unfused" in printed
+    assert "GEMM only" in printed and "vs unfused" in printed
 
 
 @pytest.mark.gloo
 def test_bench_measures_groups_and_uneven_shapes_and_says_who_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "new" / "bench.json"
-    args = _arguments("--nproc", "3", "--tp", "2", "--tp", "3", "--shape", "10x17x19", "--repeats", "2",
+    path = tmp_path / "bench.json"
+    args = _arguments("--tp", "2", "--tp", "3", "--shape", "10x17x19", "--repeats", "2",
                       "--device", "cpu", "--timeout", "200", "--json", str(path))  # fmt: skip
     assert bench.main(args) == 0
     printed = capsys.readouterr().out
@@ -179,7 +179,10 @@ def test_the_standard_suite_runs_end_to_end_under_torchrun(tmp_path: Path) -> No
         assert not row["failures"]
     picture = (tmp_path / "bench-standard" / "bench.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
-    assert "GEMM-only" in (tmp_path / "bench-standard" / "bench.txt").read_text()
+    assert "GEMM only" in (tmp_path / "bench-standard" / "bench.txt").read_text()
+    page = (tmp_path / "bench-standard" / "bench.html").read_text()
+    assert page.count("<svg") == 4 and "<h2>Timeline of one call: " in page
+    assert not any(word in page for word in ("<script", "src=", "<link")), "the page loads nothing"
 
 
 def _broken() -> Rival:
@@ -217,7 +220,7 @@ def test_what_is_wrong_on_one_rank_is_timed_on_none_and_each_says_why(tmp_path: 
         assert result.notes["broken"] == "RuntimeError: no such thing"
         assert result.notes["wrong"].startswith("rank 1: BoundExceeded")
         assert {"torch", "unfused"} <= set(result.times) and not {"chunked", "broken", "wrong"} & set(result.times)
-        assert report.remarks([result])[0].startswith("chunked WRONG: BoundExceeded")
+        assert bench_table.remarks([result])[0].startswith("chunked WRONG: BoundExceeded")
     content = json.loads(path.read_text())
     assert content["complete"] is False and len(content["results"]) == 1, "written after the case"
 
@@ -327,3 +330,10 @@ def test_chunked_moves_its_bytes_while_gemms_run_and_unfused_does_not(
 
 def _is_complete(events: list[Event]) -> bool:
     return {"gemm", "recv"} <= {event.kind for event in events}
+
+
+@pytest.mark.cpu
+def test_what_is_left_is_told_once_something_is_known() -> None:
+    assert bench.remaining(0, 10, 0.0) == ""
+    assert bench.remaining(1, 4, 10.0) == ", about 30 s left"
+    assert bench.remaining(2, 10, 60.0) == ", about 4 min left"

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from tpkernels import flags
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,11 +37,13 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, default=2, help="local ranks to start (default 2; ignored under torchrun)")
-    parser.add_argument("--steps", type=int, default=36, help="training steps (default 36)")
+    flags.add_tp(parser, 2, "local ranks to start (default 2; torchrun says it otherwise)")
+    parser.add_argument("--steps", type=flags.at_least(1), default=36, metavar="N", help="of training (default 36)")
     parser.add_argument("--quick", action="store_true", help="12 steps and fewer repeats")
     parser.add_argument("--only", choices=PARTS, help="one part: swap a pretrained model, or train a small one")
-    parser.add_argument("--seed", type=int, default=0, help="of initial weights and batches (default 0)")
+    parser.add_argument(
+        "--seed", type=flags.at_least(0), default=0, metavar="N", help="of initial weights and batches (default 0)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,12 +57,9 @@ def main(args: argparse.Namespace) -> int:
     from tpkernels import config, launch
     from tpkernels.demo.minilm import Missing, weights_folder
 
-    for name in ("nproc", "steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     console = Console()
     job = config.job_environment()
-    world_size = job.world_size if job else args.nproc
+    world_size = job.world_size if job else args.tp
     if world_size not in HEAD_CUTS:
         raise ValueError(f"{world_size} ranks cannot share 12 attention heads (both models have 12); use {HEAD_CUTS}")
     parts: tuple[str, ...] = (args.only,) if args.only else PARTS
@@ -72,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
     options = Options(parts, min(args.steps, 12) if args.quick else args.steps, 3 if args.quick else 7, args.seed)
     holds = True
     if parts:
-        on_rank = [run_on_rank(options)] if job else launch(run_on_rank, args.nproc, options, timeout=JOB_S)
+        on_rank = [run_on_rank(options)] if job else launch(run_on_rank, world_size, options, timeout=JOB_S)
         holds = all(on_rank)
     if missing and (job is None or job.rank == 0):
         console.print(f"\n[bold red]NOT RUN[/bold red]  the swap of a pretrained model: {missing}", soft_wrap=True)

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpkernels import flags
+
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
@@ -84,22 +86,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("seed", "of initial weights and batches"),
     ):
         value = getattr(default, name)
-        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default {value})")
+        kind = flags.at_least(0 if name == "seed" else 1)
+        parser.add_argument(f"--{name}", type=kind, default=value, metavar="N", help=f"{meaning} (default {value})")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut activations along the sequence, too")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--ddp", dest="fsdp", action="store_false", help="replicas hold all parameters (default)")
-    kind.add_argument("--fsdp", dest="fsdp", action="store_true", help="replicas share the parameters (FSDP2)")
+    replicas = parser.add_mutually_exclusive_group()
+    replicas.add_argument("--ddp", dest="fsdp", action="store_false", help="replicas hold all parameters (default)")
+    replicas.add_argument("--fsdp", dest="fsdp", action="store_true", help="replicas share the parameters (FSDP2)")
     parser.set_defaults(fsdp=False)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="bf16 has fp32 masters (default fp32)")
     parser.add_argument(
         "--shard-replicas", action="store_true", help="cut the optimizer state of replicated parameters over tp"
     )
-    parser.add_argument("--learning-rate", type=float, default=default.learning_rate, metavar="X", help="default 0.002")
-    parser.add_argument("--text", metavar="FILE", help="what to train on (default: this Python's documentation)")
-    parser.add_argument("--folder", metavar="DIR", help="where snapshots go, each to step-N in it")
-    parser.add_argument("--checkpoint-every", type=int, metavar="N", help="a snapshot every N steps; needs --folder")
-    parser.add_argument("--resume", metavar="DIR", help="go on from a snapshot, or from the last one in a --folder")
-    parser.add_argument("--json", metavar="FILE", help="write options, losses, gradient norms and times")
+    parser.add_argument(
+        "--learning-rate", type=flags.positive, default=default.learning_rate, metavar="X", help="default 0.002"
+    )
+    parser.add_argument(
+        "--text",
+        type=flags.existing_file,
+        metavar="FILE",
+        help="what to train on (default: this Python's documentation)",
+    )
+    parser.add_argument(
+        "--folder", type=flags.new_folder, metavar="DIR", help="where snapshots go, each to step-N in it"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=flags.at_least(1), metavar="N", help="a snapshot every N steps; needs --folder"
+    )
+    parser.add_argument(
+        "--resume", type=flags.existing_folder, metavar="DIR",
+        help="go on from a snapshot, or from the last one in a --folder",
+    )  # fmt: skip
+    flags.add_json(parser, "write options, losses, gradient norms and times")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -127,9 +144,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(options: Options) -> None:
     """What can be known before ranks start."""
-    for name in ("steps", "layers", "width", "heads", "length", "batch", "tp", "dp", "accumulate"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.width % options.heads:
         raise ValueError(f"--width ({options.width}) must be a multiple of --heads ({options.heads})")
     if options.heads % options.tp:
@@ -141,8 +155,6 @@ def _check(options: Options) -> None:
         )
     if options.fsdp and options.dp == 1:
         raise ValueError("--fsdp shares parameters between replicas: give --dp 2 or more")
-    if options.checkpoint_every is not None and options.checkpoint_every < 1:
-        raise ValueError(f"--checkpoint-every must be at least 1, got {options.checkpoint_every}")
     if options.checkpoint_every and not options.folder:
         raise ValueError("--checkpoint-every needs --folder DIR to write to")
 

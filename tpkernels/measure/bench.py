@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tpkernels import config
+from tpkernels import config, flags
 from tpkernels.comm import groups, timeline
-from tpkernels.measure import report, suites
+from tpkernels.measure import bench_table, compare, html_report, links, report, suites
 from tpkernels.measure.cases import DTYPES, FUSED_OPS, Case, Shape
 from tpkernels.measure.deadline import deadline
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
@@ -78,7 +78,7 @@ class RankOutput:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", action="append", choices=FUSED_OPS, help="repeatable; default: all three")
     parser.add_argument(
-        "--shape", action="append", metavar="MxKxN", help="global sizes; repeatable; instead of --suite"
+        "--shape", action="append", type=_shape, metavar="MxKxN", help="global sizes; repeatable; instead of --suite"
     )
     parser.add_argument(
         "--suite", choices=(*SUITES, suites.FIRST_NODE), default="small",
@@ -89,25 +89,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true",
         help=f"sizes of the suite / {_QUICK_DIVISOR} and 3 repeats: tries the command, measures nothing worth keeping",
     )  # fmt: skip
-    parser.add_argument("--tp", action="append", type=int, metavar="RANKS", help="group size; repeatable")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--nproc", type=int, help="ranks to start (default: 2 on CPU, all GPUs on CUDA)")
     parser.add_argument(
-        "--netlab", metavar="RATE", help="ranks on hosts of their own, joined at RATE, e.g. 1gbit; root"
-    )
-    parser.add_argument("--delay", metavar="TIME", help="with --netlab: one-way delay of a link, e.g. 0.1ms")
-    parser.add_argument("--repeats", type=int, help="default 9")
-    parser.add_argument("--warmup", type=int, default=2)
+        "--tp", action="append", type=flags.at_least(1), metavar="N",
+        help="ranks of a group; repeatable: as many are started as the largest takes (default: 2, all GPUs on CUDA)",
+    )  # fmt: skip
+    parser.add_argument("--nproc", "--world", type=flags.at_least(1), metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    flags.add_device(parser)
+    links.add_arguments(parser)
+    parser.add_argument("--repeats", type=flags.at_least(1), metavar="N", help="timed calls of each way (default 9)")
+    parser.add_argument("--warmup", type=flags.at_least(0), default=2, metavar="N", help="calls before (default 2)")
     parser.add_argument(
         "--out",
+        type=flags.new_folder,
         metavar="DIR",
-        help="write bench.json (all samples, after every case), bench.txt, bench.png (standard: to bench-standard)",
+        help="write bench.json (all samples, after every case), bench.txt, bench.png and the page bench.html "
+        "(standard: to bench-standard)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all samples with hardware, versions, command and date")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto timeline of one call of each")
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for the whole measurement")
-    parser.add_argument("--case-timeout", type=float, default=300.0, metavar="SECONDS", help="for one case")
+    flags.add_json(parser, "write all samples with hardware, versions, command and date")
+    parser.add_argument(
+        "--trace", type=flags.new_file, metavar="FILE", help="write a Chrome/Perfetto timeline of one call of each"
+    )
+    parser.add_argument(
+        "--compare", type=flags.existing_file, metavar="OLD.json",
+        help="say what became faster or slower than in an earlier --json, beyond noise",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=flags.positive, default=1800.0, metavar="SECONDS", help="for the whole measurement"
+    )
+    parser.add_argument("--case-timeout", type=flags.positive, default=300.0, metavar="SECONDS", help="for one case")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -122,12 +132,11 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("--delay is a property of the network lab; give --netlab RATE too")
     if args.suite == "standard" and not (args.shape or args.out or args.json):
         args.out = "bench-standard"
-    device = _device(args)
-    usual = 2 if device == "cpu" else torch.cuda.device_count()
+    usual = max(args.tp or [2 if args.device == "cpu" else torch.cuda.device_count()])
     nproc = place.world_size if place is not None else usual if args.nproc is None else args.nproc
-    if nproc < 1:
-        raise ValueError(f"--nproc must be at least 1, got {nproc}")
     plan = make_plan(args, nproc)
+    if args.compare:
+        compare.read(args.compare)  # a file that is none is refused before anything is measured
     for folder in [args.out, plan.json and str(Path(plan.json).parent)]:
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -147,12 +156,16 @@ def main(args: argparse.Namespace) -> int:
     return 1 if any(result.failures for result in outputs[0].results) else 0
 
 
-def _device(args: argparse.Namespace) -> str:
-    return args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+def _shape(text: str) -> str:
+    try:
+        Shape.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def make_plan(args: argparse.Namespace, nproc: int) -> Plan:
-    ops, device = tuple(args.op or FUSED_OPS), _device(args)
+    ops, device = tuple(args.op or FUSED_OPS), args.device
     divisor = _QUICK_DIVISOR if args.quick else 1
     given = [(op, Shape.parse(text)) for op in ops for text in args.shape or ()]
     setup = {"nproc": nproc, "device": device, "netlab": args.netlab, "delay": args.delay, "suite": args.suite,
@@ -164,7 +177,7 @@ def make_plan(args: argparse.Namespace, nproc: int) -> Plan:
         device=device,
         repeats=repeats,
         warmup=args.warmup,
-        trace=args.trace is not None,
+        trace=args.trace is not None or args.out is not None,
         timeout_s=args.timeout,
         case_timeout_s=min(args.timeout, args.case_timeout),
         tp=_group_sizes(args, nproc),
@@ -198,11 +211,13 @@ def run_rank(plan: Plan) -> RankOutput:
     device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
     everybody = _store_group(dist.get_world_size(), plan.timeout_s)
     output, count = RankOutput(), len(plan.problems)
+    start, all_cases = time.monotonic(), count * max(1, len(plan.tp))
     for group, control in _groups(plan):
         for index, (op, shape) in enumerate(plan.problems):
             what = f"[{index + 1}/{count}] {op} {shape}, {group.size()} ranks"
             if group.rank() == 0:
-                print(what, file=sys.stderr, flush=True)
+                left = remaining(len(output.results), all_cases, time.monotonic() - start)
+                print(what + left, file=sys.stderr, flush=True)
             with torch.no_grad(), deadline(plan.case_timeout_s, f"rank {group.rank()}: {what}"):
                 case = Case(op, shape, DTYPES[plan.dtype], group, device, seed=index)
                 output.results.append(time_case(case, plan, control))
@@ -211,9 +226,17 @@ def run_rank(plan: Plan) -> RankOutput:
             if group.rank() == 0 and plan.json:
                 report.write_json(plan.json, {**plan.environment, "complete": False}, output.results)
         if group.rank() == 0 and plan.out and len(plan.tp) > 1:
-            report.write_table_and_figure(plan.out, output.results, f"{plan.title} (so far)")
+            bench_table.write_table_and_figure(plan.out, output.results, f"{plan.title} (so far)")
     dist.barrier(everybody)  # ranks of no group wait here for the others, as long as the whole may take
     return output
+
+
+def remaining(done: int, count: int, seconds: float) -> str:
+    """What is left, if the rest takes as long as what was done; nothing where that is not known yet."""
+    if not done:
+        return ""
+    left = seconds / done * (count - done)
+    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
 
 
 def _groups(plan: Plan) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
@@ -354,16 +377,19 @@ def _all_outputs(mine: RankOutput) -> list[RankOutput]:
 
 
 def _report(args: argparse.Namespace, plan: Plan, outputs: Sequence[RankOutput]) -> None:
-    results = outputs[0].results
-    report.print_results(results, plan.title)
+    results, traces = outputs[0].results, [trace for output in outputs for trace in output.traces]
+    bench_table.print_results(results, plan.title)
+    if args.compare:
+        print("\n".join(compare.lines(args.compare, plan.environment, results)))
     if plan.json:
         report.write_json(plan.json, {**plan.environment, "complete": True}, results)
         print(f"samples: {plan.json}")
     if args.out:
-        for written in report.write_table_and_figure(args.out, results, plan.title):
+        for written in bench_table.write_table_and_figure(args.out, results, plan.title):
             print(written)
+        sections = html_report.bench_sections(results, plan.title, traces)
+        print(html_report.write(Path(args.out, "bench.html"), plan.title, plan.environment, sections))
     if args.trace:
-        traces = [trace for output in outputs for trace in output.traces]
         write_chrome_trace(args.trace, traces)
         print(f"timeline: {args.trace} (open in https://ui.perfetto.dev)")
         for trace in traces:

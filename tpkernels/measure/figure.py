@@ -1,7 +1,7 @@
-"""The figure of `tpkernels bench`: how far each way of doing an op is from its roof.
+"""The figures of `tpkernels bench`: time over the roof, speed-up by size, roofline, timeline of one call.
 
-One panel per op, one group of bars per shape and group size. A bar is time over the roof, max(GEMM alone, communication
-alone) of the same run: 1 is communication for free. Bars of several times the roof are cut and carry their number.
+A bar of the first is time over the roof, max(GEMM alone, communication alone) of the same run: 1 is communication for
+free. Bars of several times the roof are cut and carry their number.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tpkernels.measure.report import CaseResult
+from tpkernels.measure.report import CaseResult, Ratio
 
-__all__ = ["draw", "relative_times"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tpkernels.measure.trace import RankTrace
+
+__all__ = ["draw", "relative_times", "roofline", "speedups", "timeline", "times_over_roof"]
 
 # One colour per way in all figures: baselines grey, ours blue to green, others' warm.
 _COLOURS = {
@@ -37,16 +41,21 @@ def relative_times(result: CaseResult) -> dict[str, tuple[float, float]]:
 
 
 def draw(results: Sequence[CaseResult], title: str, path: Path) -> str | None:
-    """Write the figure as PNG; returns why there is none, or None."""
+    """Write :func:`times_over_roof` as PNG; returns why there is none, or None."""
+    if not results:
+        return "there are no results"
     try:
-        from matplotlib.figure import Figure  # no pyplot: no window system, no state
+        times_over_roof(results, title).savefig(path, dpi=130)
     except ImportError:
         return "matplotlib is not installed (pip install matplotlib)"
+    return None
+
+
+def times_over_roof(results: Sequence[CaseResult], title: str) -> Figure:
+    """One panel per op, a group of bars per problem: each way's time over the roof of its run."""
     ops = list(dict.fromkeys(result.op for result in results))
-    if not ops:
-        return "there are no results"
     widest = max(sum(result.op == op for result in results) for op in ops)
-    picture = Figure(figsize=(max(9.0, 1.5 + 1.05 * widest), 3.4 * len(ops)), layout="constrained")
+    picture = _figure(max(9.0, 1.5 + 1.05 * widest), 3.4 * len(ops))
     picture.suptitle(f"time / max(GEMM alone, communication alone): {title}")
     names = [name for name in _order(results) if any(name in relative_times(result) for result in results)]
     for axes, op in zip(picture.subplots(len(ops), 1, squeeze=False)[:, 0], ops, strict=True):
@@ -54,8 +63,92 @@ def draw(results: Sequence[CaseResult], title: str, path: Path) -> str | None:
         axes.set_title(op, loc="left", fontsize=10)
     handles, labels = picture.axes[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(names) + 1, frameon=False)
-    picture.savefig(path, dpi=130)
-    return None
+    return picture
+
+
+def speedups(results: Sequence[CaseResult]) -> Figure:
+    """Unfused / the fastest fused implementation over M x N, a series per op and group size; bars: the quartiles."""
+    picture = _figure(9.0, 4.0)
+    axes = picture.subplots()
+    series: dict[str, list[tuple[float, Ratio]]] = {}
+    for result in results:
+        ratio = Ratio.of(result.times.get("unfused"), result.times.get(result.fused_name or ""))
+        if ratio is not None:
+            m, _, n = result.sizes
+            series.setdefault(f"{result.op}, TP {result.world_size}", []).append((m * n, ratio))
+    for label, points in series.items():
+        points.sort(key=lambda point: point[0])
+        values = [ratio.value for _, ratio in points]
+        below = [max(0.0, ratio.value - ratio.low) for _, ratio in points]
+        above = [max(0.0, ratio.high - ratio.value) for _, ratio in points]
+        axes.errorbar(
+            [x for x, _ in points], values, yerr=[below, above], marker="o", ms=4, lw=1, capsize=2, label=label
+        )
+    axes.axhline(1.0, color="#c0392b", linewidth=1.0)
+    axes.set_xscale("log")
+    axes.set_xlabel("M x N")
+    axes.set_ylabel("unfused / fused")
+    if series:
+        axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return picture
+
+
+def roofline(results: Sequence[CaseResult]) -> Figure:
+    """Floating-point operations per second of a rank over those per byte on its wire, below the measured roofs."""
+    picture = _figure(9.0, 4.4)
+    axes = picture.subplots()
+    compute = max((result.flops / time for result in results if (time := result.median("gemm"))), default=0.0)
+    wire = max((result.wire_bytes / time for result in results if (time := result.median("comm"))), default=0.0)
+    per_byte = [result.flops / result.wire_bytes for result in results if result.wire_bytes]
+    if compute and wire and per_byte:
+        low, high = min(*per_byte, compute / wire) / 2, max(*per_byte, compute / wire) * 2
+        corners = [low, compute / wire, high]
+        axes.plot(corners, [min(compute, wire * x) / 1e9 for x in corners], color="#c0392b", lw=1.2, label="roofs")
+    for name in ("unfused", "chunked", "shared_memory", "symmetric"):
+        points = [(result.flops / result.wire_bytes, result.flops / time / 1e9)
+                  for result in results if result.wire_bytes and (time := result.median(name))]  # fmt: skip
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", ms=5, color=_COLOURS[name], label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations per byte that a rank sends")
+    axes.set_ylabel("GFLOP/s of a rank")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return picture
+
+
+_KINDS = {"gemm": "#2f7ec1", "reduce": "#1fa187", "wait": "#d9534f", "send": "#c9c9c9", "recv": "#9a9a9a"}
+
+
+def timeline(calls: Sequence[RankTrace]) -> Figure:
+    """What each rank did in one call: arithmetic and waits above, transfers (posted to seen complete) below."""
+    rows = [(trace, transfers) for trace in calls for transfers in (False, True)]
+    picture = _figure(9.0, 0.8 + 0.45 * len(rows))
+    axes = picture.subplots()
+    start = min(trace.start_ns for trace in calls)
+    for place, (trace, transfers) in enumerate(rows):
+        for event in trace.events:
+            if (event.kind in ("send", "recv")) == transfers:
+                left, length = (event.start_ns - start) / 1e6, (event.end_ns - event.start_ns) / 1e6
+                axes.barh(
+                    place, length, left=left, height=0.7, color=_KINDS[event.kind], alpha=0.6 if transfers else 1.0
+                )
+    for kind, colour in _KINDS.items():
+        axes.barh(0, 0, color=colour, label=kind)
+    axes.set_yticks(range(len(rows)), [f"rank {t.rank}{' wire' if wire else ''}" for t, wire in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    picture.legend(loc="outside upper right", ncols=len(_KINDS), frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return picture
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # no pyplot: no window system, no state
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _order(results: Sequence[CaseResult]) -> list[str]:

@@ -16,14 +16,16 @@ Topology: one switch namespace with a bridge; each host has `eth0`, whose other 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 CLONE_NEWNET = 0x40000000
@@ -55,6 +57,26 @@ class LinkSpec:
         # 2 ms worth keeps the shaper from idling between timer ticks; below 128 KiB one 64 KiB GSO packet and the
         # next cannot both be in the bucket and throughput drops under the named rate.
         return max(128 * 1024, self.rate_bits // 8 // 500)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--netlab RATE`` and ``--delay TIME``, which a command passes to the network lab as they were written."""
+    parser.add_argument(
+        "--netlab", type=partial(_written, parse_rate), metavar="RATE",
+        help="ranks on hosts of their own, joined at RATE, e.g. 1gbit; root",
+    )  # fmt: skip
+    parser.add_argument(
+        "--delay", type=partial(_written, parse_delay), metavar="TIME",
+        help="with --netlab: one-way delay of a link, e.g. 0.1ms",
+    )  # fmt: skip
+
+
+def _written(parse: Callable[[str], float], text: str) -> str:
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def parse_rate(rate: str) -> int:

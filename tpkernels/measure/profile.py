@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tpkernels import config
-from tpkernels.measure import profile_report, report
+from tpkernels import config, flags
+from tpkernels.measure import links, profile_report, report
 from tpkernels.measure.deadline import deadline
 from tpkernels.measure.gpt import Sizes
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
@@ -34,25 +34,34 @@ _QUICK = Sizes(layers=1, width=64, heads=4, d_ff=160, vocabulary=67, length=61)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=10, help="that are timed, per way of training (default 10)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before those (default 2)")
+    parser.add_argument(
+        "--steps", type=flags.at_least(1), default=10, help="that are timed, per way of training (default 10)"
+    )
+    parser.add_argument("--warmup", type=flags.at_least(0), default=2, help="steps before those (default 2)")
     defaults = Sizes()
     for field in dataclasses.fields(Sizes):
         default = getattr(defaults, field.name)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=f"of the model (default {default})")
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=flags.at_least(1),
+            metavar="N",
+            help=f"of the model (default {default})",
+        )
     parser.add_argument("--quick", action="store_true", help="a tiny model: tries the command, measures nothing")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and data (default bf16)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
-    parser.add_argument("--nproc", type=int, help="ranks to start (default: 2, all GPUs on CUDA)")
+    flags.add_device(parser, "cpu")
+    flags.add_tp(parser, None, "ranks to start (default: 2, all GPUs on CUDA)")
+    links.add_arguments(parser)
     parser.add_argument(
-        "--netlab", metavar="RATE", help="ranks on hosts of their own, joined at RATE, e.g. 1gbit; root"
+        "--seed", type=flags.at_least(0), default=0, metavar="N", help="of weights and data (default 0)"
     )
-    parser.add_argument("--delay", metavar="TIME", help="with --netlab: one-way delay of a link, e.g. 0.1ms")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     parser.add_argument(
-        "--out", metavar="DIR", help="write profile.json, profile.txt, profile.png and profile.trace.json"
+        "--out",
+        type=flags.new_folder,
+        metavar="DIR",
+        help="write profile.json, profile.txt, profile.png and profile.trace.json",
     )
-    parser.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="for the whole run")
+    parser.add_argument("--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="for the whole run")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -61,17 +70,15 @@ def main(args: argparse.Namespace) -> int:
     Raises: ValueError for arguments that contradict each other; what the ranks raise.
     """
     place = config.job_environment()
-    if place is not None and (args.netlab or args.nproc is not None):
-        raise ValueError("--netlab and --nproc start ranks themselves; leave them out under torchrun")
+    if place is not None and (args.netlab or args.tp is not None):
+        raise ValueError("--netlab and --tp start ranks themselves; leave them out under torchrun")
     if args.delay and not args.netlab:
         raise ValueError("--delay is a property of the network lab; give --netlab RATE too")
     if args.netlab and args.device != "cpu":
         raise ValueError(f"--netlab joins CPU ranks; got device {args.device}")
     training = make_training(args)
     usual = 2 if args.device == "cpu" else torch.cuda.device_count()
-    nproc = place.world_size if place is not None else usual if args.nproc is None else args.nproc
-    if nproc < 1:
-        raise ValueError(f"--nproc must be at least 1, got {nproc}")
+    nproc = place.world_size if place is not None else usual if args.tp is None else args.tp
     if args.out:
         Path(args.out).mkdir(parents=True, exist_ok=True)
     if place is not None:

@@ -1,6 +1,6 @@
-"""Benchmark results: what was measured, what follows from it, how it is printed and filed.
+"""Benchmark results: what was measured, what follows from it, how it is filed.
 
-Owns: `CaseResult` and its derived figures, the table, and the description of machine and versions in result files.
+Owns: `CaseResult` and its derived figures, and the description of machine and versions in result files.
 Refuses: figures without their raw samples. Every ratio is between medians of one interleaved run.
 """
 
@@ -10,26 +10,51 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 import torch
 
 from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.timing import Measurement
-from tpkernels.packages import needed
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 # What is neither ours nor a way of doing the op.
 ROOFS = ("gemm", "comm")
 BASELINES = ("torch", "unfused")
 TABLES = "a table of measurements"
+NOISE = "~"
 RIVAL_NAMES = tuple(rival.name for rival in RIVALS)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """``baseline / way``: of the medians, and the quartiles of the rounds' own ratios."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, baseline: Measurement | None, way: Measurement | None) -> Ratio | None:
+        """None where one of them was not measured; rounds are paired."""
+        if baseline is None or way is None:
+            return None
+        ratios = [b / w for b, w in zip(baseline.seconds, way.seconds, strict=True) if w > 0]
+        if not ratios:
+            return None
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return cls(baseline.median / way.median, low, high)
+
+    @property
+    def is_noise(self) -> bool:
+        return self.low <= 1.0 <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x {NOISE if self.is_noise else ' '}"
 
 
 @dataclass
@@ -53,6 +78,18 @@ class CaseResult:
 
     def median(self, name: str) -> float | None:
         return self.times[name].median if name in self.times else None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, K, N over the whole group."""
+        m, k, n = (int(size) for size in self.shape.split("x"))
+        return m, k, n
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one rank."""
+        m, k, n = self.sizes
+        return 2.0 * m * k * n / self.world_size
 
     @property
     def fused_name(self) -> str | None:
@@ -79,17 +116,29 @@ class CaseResult:
 
     @property
     def overlap_efficiency(self) -> float | None:
-        """(T_unfused - T_fused) / (T_unfused - max(T_gemm, T_comm)); None where under 2 % could be won at all."""
-        unfused = self.median("unfused")
-        if unfused is None or self.fused is None or self.roof is None or unfused - self.roof < 0.02 * unfused:
+        """:meth:`overlap_of` the fastest fused implementation."""
+        return None if self.fused_name is None else self.overlap_of(self.fused_name)
+
+    def overlap_of(self, name: str) -> float | None:
+        """(T_unfused - T) / (T_unfused - max(T_gemm, T_comm)), within 0 and 1; None where under 2 % could be won.
+
+        A way that is slower than unfused hides nothing; one below the roof (it reads its peers' memory in place, or
+        the roof is noise) hides all.
+        """
+        unfused, time = self.median("unfused"), self.median(name)
+        if unfused is None or time is None or self.roof is None or unfused - self.roof < 0.02 * unfused:
             return None
-        return (unfused - self.fused) / (unfused - self.roof)
+        return min(1.0, max(0.0, (unfused - time) / (unfused - self.roof)))
 
     @property
     def exposed_seconds(self) -> float | None:
-        """T_fused - T_gemm: communication that was not hidden."""
-        gemm = self.median("gemm")
-        return None if gemm is None or self.fused is None else self.fused - gemm
+        """:meth:`exposed_of` the fastest fused implementation."""
+        return None if self.fused_name is None else self.exposed_of(self.fused_name)
+
+    def exposed_of(self, name: str) -> float | None:
+        """T - T_gemm: communication that was not hidden."""
+        gemm, time = self.median("gemm"), self.median(name)
+        return None if gemm is None or time is None else time - gemm
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -123,100 +172,8 @@ def measurement_to_json(measurement: Measurement) -> dict[str, Any]:
     }
 
 
-def table(results: Sequence[CaseResult], title: str) -> Table:
-    """Times in ms (medians; +- is half the interquartile range); the fused columns are those of the named one."""
-    with needed("rich", TABLES):
-        from rich.table import Table
-    grid = Table(title=title, caption=_CAPTION, caption_justify="left", title_justify="left")
-    grid.add_column("op  MxKxN", no_wrap=True)
-    extra = [name for name in _implementations(results) if name not in BASELINES]
-    for name in ("GEMM-only", "comm-only", "torch", "unfused", *extra, "auto"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for name in ("vs torch", "vs unfused", "overlap", "exposed"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for result in results:
-        cells = [_time_cell(result.times.get(name)) for name in ("gemm", "comm", "torch", "unfused", *extra)]
-        auto = _time_cell(result.times.get("auto")) + f"\n{result.chosen}"
-        efficiency, exposed = result.overlap_efficiency, result.exposed_seconds
-        grid.add_row(
-            f"{result.op}\n{result.shape} {result.dtype} W{result.world_size}",
-            *cells,
-            auto,
-            _number(result.speedup_over("torch"), "{:.2f}x"),
-            _number(result.speedup_over("unfused"), "{:.2f}x"),
-            _number(efficiency, "{:.0%}"),
-            _number(None if exposed is None else exposed * 1e3, "{:.2f}"),
-        )
-    return grid
-
-
-_CAPTION = (
-    "ms: median over interleaved repeats of the slowest rank, below it half the interquartile range.\n"
-    "comm-only: the payload once over the wire, point to point. vs: baseline / fastest fused implementation.\n"
-    "overlap: (unfused - fused) / (unfused - max(GEMM, comm)), '-' where nothing could be won. "
-    "exposed: fused - GEMM-only."
-)
-
-
-def _implementations(results: Sequence[CaseResult]) -> list[str]:
-    names = {name: None for result in results for name in result.times}
-    return [name for name in names if name not in (*ROOFS, "torch", "auto")]
-
-
-def _time_cell(measurement: Measurement | None) -> str:
-    if measurement is None:
-        return "-"
-    digits = 1 if measurement.median >= 0.1 else 2 if measurement.median >= 0.01 else 3
-    spread = measurement.interquartile_range / 2 * 1e3
-    return f"{measurement.median * 1e3:.{digits}f}\n[dim]±{spread:.{digits}f}[/dim]"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if not numerator or not denominator else numerator / denominator
-
-
-def print_results(results: Sequence[CaseResult], title: str, file: TextIO | None = None) -> None:
-    """The table, and who was left out, into ``file`` (default: where this process prints)."""
-    with needed("rich", TABLES):
-        from rich.console import Console
-    console = Console(file=file)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, file=console.file)  # a log or a file: wrapping would cut the columns
-    console.print(table(results, title))
-    for line in remarks(results):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-_WIDTH = 190
-
-
-def remarks(results: Sequence[CaseResult]) -> list[str]:
-    """Wrong results, and who was left out: a line per name and reason, with the problems it concerns."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for result in results:
-        label = f"{result.op} {result.shape} W{result.world_size}"
-        for what, of in (("WRONG", result.failures), ("left out", result.notes)):
-            for name, why in of.items():
-                found.setdefault((name, what, why), []).append(label)
-    return [
-        f"{name} {what}: {why} ({'everywhere' if len(where) == len(results) else ', '.join(where)})"
-        for (name, what, why), where in sorted(found.items(), key=lambda item: item[0][1] != "WRONG")
-    ]
-
-
-def write_table_and_figure(folder: str | Path, results: Sequence[CaseResult], title: str) -> list[str]:
-    """bench.txt, and bench.png where matplotlib is installed; returns what to tell the user."""
-    from tpkernels.measure import figure
-
-    text, picture = Path(folder, "bench.txt"), Path(folder, "bench.png")
-    with text.open("w", encoding="utf-8") as file:
-        print_results(results, title, file)
-    refusal = figure.draw(results, title, picture)
-    return [f"table: {text}", f"figure: {picture}" if refusal is None else f"no figure: {refusal}"]
 
 
 def describe_environment(setup: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpkernels import flags
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -38,15 +40,13 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--world", type=int, metavar="RANKS", help="ranks to start (default: 2, all GPUs on CUDA; not under torchrun)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    flags.add_tp(parser, None, "ranks to start (default: 2, all GPUs on CUDA; not under torchrun)")
+    flags.add_device(parser, "cpu")
     parser.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="repeatable; default: all four")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--quick", action="store_true", help="small shards only, which travel in one chunk")
-    parser.add_argument("--json", metavar="FILE", help="write every row with its failures, versions and hardware")
-    parser.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="for the whole test")
+    flags.add_json(parser, "write every row with its failures, versions and hardware")
+    parser.add_argument("--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="for the whole test")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -60,12 +60,10 @@ def main(args: argparse.Namespace) -> int:
     from tpkernels.measure import report
 
     job = config.job_environment()
-    if job is not None and args.world is not None:
-        raise ValueError("--world starts ranks itself; leave it out under torchrun")
-    if args.world is not None and args.world < 1:
-        raise ValueError(f"--world must be at least 1, got {args.world}")
+    if job is not None and args.tp is not None:
+        raise ValueError("--tp starts ranks itself; leave it out under torchrun")
     options = Options(args.device, tuple(args.dtype or DTYPES), (args.only,) if args.only else PARTS, args.quick)
-    world = job.world_size if job else args.world or _default_world(args.device)
+    world = job.world_size if job else args.tp or _default_world(args.device)
     rows = run_rank(options) if job else launch(run_rank, world, options, timeout=args.timeout)[0]
     right = all(row.verdict != "FAILED" for row in rows)
     if job is not None and job.rank != 0:
@@ -84,8 +82,6 @@ def _default_world(device: str) -> int:
         return 2
     import torch
 
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device, and torch finds none (tpkernels doctor says why)")
     return torch.cuda.device_count()
 
 

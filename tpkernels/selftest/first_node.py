@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises: ValueError for arguments that this suite does not take, or a machine with fewer than two devices.
     """
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = args.device
     nproc = _ranks(args, device)
     setting = Setting(
         device, _QUICK_DIVISOR if args.quick else 1, args.repeats or (3 if args.quick else 9), args.warmup
@@ -94,17 +94,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _ranks(args: argparse.Namespace, device: str) -> int:
-    taken = {"--netlab": args.netlab, "--delay": args.delay, "--op": args.op, "--shape": args.shape, "--tp": args.tp,
-             "--trace": args.trace}  # fmt: skip
+    taken = {"--netlab": args.netlab, "--delay": args.delay, "--op": args.op, "--shape": args.shape,
+             "--trace": args.trace, "--compare": args.compare}  # fmt: skip
     refused = [name for name, value in taken.items() if value]
     if refused:
         raise ValueError(f"--suite {FIRST_NODE} has steps of its own and does not take {', '.join(refused)}")
     if config.job_environment() is not None:
         raise ValueError(f"--suite {FIRST_NODE} starts ranks anew for every step: run it without torchrun")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device, and torch finds none (tpkernels doctor says why)")
     found = torch.cuda.device_count() if device == "cuda" else 2
-    nproc = found if args.nproc is None else args.nproc
+    nproc = max(args.tp or [found]) if args.nproc is None else args.nproc
     if nproc < 2 or (device == "cuda" and nproc > found):
         have = f"{found} GPU(s) were found" if device == "cuda" else "ranks of one host"
         raise ValueError(

@@ -7,11 +7,12 @@ that nothing is downloaded and any configuration will do; `--layers` makes it sh
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tpkernels import flags
+from tpkernels.integrations import named_models
 
 __all__ = ["add_arguments", "main", "verify_on_rank"]
 
@@ -21,33 +22,25 @@ RANK_TIMEOUT_S = 1800.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model",
-        help="a config.json, a folder with one, a name that transformers knows, or package.module:function for a "
-        "function that returns a model, or a model and its inputs (a tensor, a tuple or a dict)",
-    )
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="local ranks to start (default 2)")
+        "model", type=named_models.source, metavar="MODEL",
+        help=f"{named_models.HELP}, or a model and its inputs (a tensor, a tuple or a dict)",
+    )  # fmt: skip
+    flags.add_tp(parser, 2, "local ranks to start (default 2; torchrun says it otherwise)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of weights and inputs (default fp32)")
-    parser.add_argument("--layers", type=int, metavar="N", help="build a configuration with so many hidden layers")
+    parser.add_argument(
+        "--layers", type=flags.at_least(1), metavar="N", help="build a configuration with so many hidden layers"
+    )
     parser.add_argument("--train", action="store_true", help="in training mode (without dropout); default: evaluation")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
-    parser.add_argument(
-        "--override", action="append", default=[], metavar="PATTERN=STYLE", help="for example *.lm_head=replicate"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write what was found to a file, too")
+    flags.add_override(parser)
+    flags.add_json(parser, "write what was found to a file, too")
 
 
 def main(options: argparse.Namespace) -> int:
     from tpkernels import config
     from tpkernels.launching.local_ranks import launch
 
-    if options.layers is not None and options.layers < 1:
-        raise ValueError(f"--layers must be at least 1, got {options.layers}")
-    overrides = {}
-    for item in options.override:
-        pattern, separator, style = item.partition("=")
-        if not separator:
-            raise ValueError(f"--override takes PATTERN=STYLE, got {item!r}")
-        overrides[pattern] = style
+    overrides = dict(options.override)
     question = (
         options.model, DTYPES[options.dtype], options.layers, options.train, options.sequence_parallel, overrides,
     )  # fmt: skip
@@ -79,7 +72,8 @@ def verify_on_rank(
 
     mesh = tpk.init()
     try:
-        model, inputs = _model(source, layers)
+        torch.manual_seed(0)
+        model, inputs = named_models.real_model(source, layers)
         model = model.to(getattr(torch, dtype_name)).train(train)
         if mesh.device_type == "cuda":
             model.cuda()
@@ -90,33 +84,6 @@ def verify_on_rank(
         return found.ok, f"{found}\n({found.seconds:.1f} s)", found.to_json()
     finally:
         dist.destroy_process_group()
-
-
-def _model(source: str, layers: int | None) -> tuple[Any, object]:
-    """The model that the command line names, with weights, and inputs, if it has some."""
-    import torch
-
-    from tpkernels.verification.model_copies import randomise_
-
-    module, separator, function = source.partition(":")
-    torch.manual_seed(0)
-    if not separator or "/" in module:
-        from tpkernels.integrations.transformers import real_model
-
-        model = real_model(source, layers=layers)
-        randomise_(model)
-        return model, None
-    if layers is not None:
-        raise ValueError("--layers is for configurations of transformers")
-    sys.path.insert(0, "")  # as python -m does: a module in the current directory
-    make = getattr(importlib.import_module(module), function, None)
-    if make is None:
-        raise ValueError(f"module {module!r} has no function {function!r}")
-    made = make()
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model, inputs
 
 
 def _with_dtype(inputs: object, dtype: Any) -> object:
