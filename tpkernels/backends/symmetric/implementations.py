@@ -372,7 +372,7 @@ def _one_shot_bytes(size: int) -> int:
 
 
 def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
-    """Nothing is trusted that was not seen to work on this group; then measured tiles, the same on every rank."""
+    """Check the kernels of this problem on this group (self_check), then return measured tiles that all ranks share."""
     everywhere = problem.facts.everywhere
     sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
     if everywhere:

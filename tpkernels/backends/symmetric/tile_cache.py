@@ -4,9 +4,9 @@ Owns the file: ``tiles.json``, a version and at most ``MAX_ENTRIES`` entries, th
 what a measurement depends on (GPU, compiler, shape, dtype, world size); its values are checked when they are read.
 Writers hold a lock file and replace the file as a whole, so readers need none.
 
-Refuses to trust what it finds.  A file that is cut off, of another version, another user's, writable by everybody, too
-large or no file at all, and an entry out of range, are as good as absent; a warning says so.  A cache that cannot be
-written is a warning, too, and so is a package that it lacks: nothing depends on it but time.
+It does not trust what it finds.  It ignores, with a warning, a file that is cut off, too large, of another version, of
+another user or writable by everybody, something that is no file, and an entry whose values are out of range.  It also
+warns when the cache cannot be written or a package is missing.  Without the cache, tiles are measured again.
 """
 
 from __future__ import annotations
