@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
-from tests.nn.reference import LIMIT_S, close_parameters, close_replicas, tp_mesh
+from tests.nn.reference import LIMIT_S, close_replicas, tp_mesh, whole
 from tpkernels import demo
 from tpkernels.demo import minilm, show, text, training
-from tpkernels.demo.gpt import Config, ParallelGPT, PlainGPT
-from tpkernels.demo.training import Curve
-from tpkernels.nn import LayerNorm, RowParallelLinear
-from tpkernels.partition import chunk_sizes
+from tpkernels.measure import gpt
+from tpkernels.measure.curves import Curve
+from tpkernels.measure.gpt import GPT, ParallelGPT, Sizes
+from tpkernels.nn import RowParallelLinear
 from tpkernels.testing.spawn import Pools
 
-SMALL = Config(layers=1, width=24, heads=12, d_ff=29, length=31)
+SMALL = Sizes(layers=1, width=24, heads=12, d_ff=29, vocabulary=text.VOCABULARY, length=31, batch=12)
 
 
 @pytest.mark.cpu
@@ -46,12 +48,10 @@ def test_the_corpus_and_its_batches_are_the_same_every_time() -> None:
 
 @pytest.mark.cpu
 def test_the_sizes_of_the_gpt_do_not_divide_evenly() -> None:
-    config = Config()
-    for world in (2, 4):
-        for size in (config.d_ff, config.length, text.VOCABULARY):
-            assert size % world
-    assert config.d_ff % 3 and config.length % 3 and text.VOCABULARY % 3
-    assert chunk_sizes(config.width, 4, config.head_size) == chunk_sizes(config.width, 4)
+    sizes = training.SIZES
+    for world in (2, 3, 4):
+        assert sizes.d_ff % world and sizes.length % world and sizes.vocabulary % world
+    assert sizes.vocabulary == text.VOCABULARY
 
 
 @pytest.mark.cpu
@@ -66,10 +66,12 @@ def test_the_plot_marks_where_curves_are_equal_and_where_they_part() -> None:
 
 def initial_weights_are_equal() -> None:
     torch.manual_seed(3)
-    plain = PlainGPT(SMALL)
-    torch.manual_seed(3)
-    parallel = ParallelGPT(SMALL, tp_mesh())
-    close_parameters(parallel, plain)
+    plain = GPT(SMALL)
+    parallel = ParallelGPT.from_plain(plain, tp_mesh())
+    expected, actual = dict(plain.named_parameters()), dict(parallel.named_parameters())
+    assert actual.keys() == expected.keys()
+    for name, parameter in actual.items():  # attention has a dimension for its heads
+        assert torch.equal(whole(parameter).view_as(expected[name]), expected[name]), name
     close_replicas(parallel)
     assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters())
 
@@ -80,28 +82,18 @@ def test_both_gpts_start_from_the_same_weights(ranks: Pools, world: int) -> None
     ranks(world).run(initial_weights_are_equal, timeout=LIMIT_S)
 
 
-def no_sum(config: Config, mesh: DeviceMesh) -> nn.Module:
+def train_small(fault: bool, steps: int) -> training.TrainingReport:
     """The fault: norms on parts of the sequence whose gradients are not summed."""
-    model = ParallelGPT(config, mesh)
-    for module in model.modules():
-        if isinstance(module, LayerNorm):
-            module.sequence_parallel = False
-    return model
-
-
-def train_small(build: Callable[[Config, DeviceMesh], nn.Module], steps: int) -> training.TrainingReport:
-    training.Config, kept = lambda: SMALL, training.Config  # type: ignore[assignment,misc]
-    training.ParallelGPT = build  # type: ignore[assignment,misc]
-    try:
-        return training.run_training(tp_mesh(), steps, 0, lambda _: lambda step, loss: None)
-    finally:
-        training.Config, training.ParallelGPT = kept, ParallelGPT  # type: ignore[misc]
+    original = gpt.LayerNorm.from_norm
+    broken = mock.patch.object(gpt.LayerNorm, "from_norm", lambda norm, mesh, **_: original(norm, mesh))
+    with broken if fault else nullcontext():
+        return training.run_training(tp_mesh(), steps, 0, lambda _: lambda step, loss: None, SMALL)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_on_ranks_follows_the_one_process_within_the_bound(ranks: Pools, world: int) -> None:
-    reports = ranks(world).run(train_small, ParallelGPT, 8, timeout=LIMIT_S)
+    reports = ranks(world).run(train_small, False, 8, timeout=LIMIT_S)
     assert all(report == reports[0] for report in reports)
     report = reports[0]
     assert report.holds, (report.difference, report.bound)
@@ -113,19 +105,20 @@ def test_training_on_ranks_follows_the_one_process_within_the_bound(ranks: Pools
 
 @pytest.mark.gloo
 def test_gradients_that_are_not_summed_break_the_bound_of_the_training(ranks: Pools) -> None:
-    report = ranks(2).run(train_small, no_sum, 8, timeout=LIMIT_S)[0]
+    report = ranks(2).run(train_small, True, 8, timeout=LIMIT_S)[0]
     assert not report.holds
     assert report.difference > 10 * report.bound
 
 
 @pytest.mark.cpu
 def test_a_loss_that_does_not_fall_is_noticed() -> None:
-    flat = Curve((5.0,) * 4, (1.0,) * 4, (0.5,) * 4)
-    falling = Curve((5.0, 4.5, 4.0, 3.0), (1.0,) * 4, (0.5, 0.25, 0.5, 9.0))
+    flat = Curve([5.0] * 4, [1.0] * 4, [0.5] * 4)
+    falling = Curve([5.0, 4.5, 4.0, 3.0], [1.0] * 4, [0.5, 0.25, 0.5, 9.0])
     report = training.TrainingReport(1, SMALL, 1, (1,), 1, falling, falling, falling)
     assert report.has_learnt
-    assert report.tokens_per_second(falling) == report.tokens_per_step / 0.5
+    assert report.tokens_per_second(falling) == SMALL.tokens / 0.5
     assert not replace(report, parallel=flat).has_learnt
+    assert report.holds and not replace(report, parallel=Curve([5.0, math.nan, 4.0, 3.0])).holds
 
 
 def swap(fault: bool) -> minilm.MiniLMReport:

@@ -107,6 +107,7 @@ def test_bf16_goes_on_bit_for_bit_and_what_does_not_fit_is_refused_on_every_rank
     ("argv", "message"),
     [
         (["--width", "25", "--heads", "4"], "--width (25) must be a multiple of --heads (4)"),
+        (["--width", "36"], "--width (36) must give each of --heads (12) an even number of features"),
         (["--heads", "3", "--width", "24"], "--heads (3) must be a multiple of --tp (2)"),
         (["--dp", "2", "--accumulate", "7"], "--batch (12) must be at least --dp x --accumulate (14)"),
         (["--fsdp"], "give --dp 2 or more"),

@@ -14,11 +14,12 @@ import tpkernels as tpk
 from tpkernels import cli
 from tpkernels.comm.timeline import Event
 from tpkernels.measure import gpt, profile
+from tpkernels.measure.curves import Curve
 from tpkernels.measure.gpt import Sizes
 from tpkernels.measure.netlab import Sample
 from tpkernels.measure.profile_report import Profile
 from tpkernels.measure.trace import RankTrace
-from tpkernels.measure.training import METHODS, Curve, RankResult, Training
+from tpkernels.measure.training import METHODS, RankResult, Training
 from tpkernels.testing.spawn import Pools
 
 LIMIT_S = 180.0

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tpkernels.demo.minilm import BOUND_FACTOR, MiniLMReport
-from tpkernels.demo.training import BOUND_FACTOR as TRAINING_FACTOR
 from tpkernels.demo.training import TrainingReport
+from tpkernels.measure.curves import FACTOR
 
 __all__ = ["show_minilm", "show_training"]
 
@@ -55,10 +55,10 @@ def show_minilm(console: Console, report: MiniLMReport) -> None:
 
 def show_training(console: Console, report: TrainingReport) -> None:
     """The second part's results."""
-    config, ranks = report.config, _ranks(report.world_size)
+    sizes, ranks = report.sizes, _ranks(report.world_size)
     console.print(
-        f"{config.layers} blocks, width {config.width}, {config.heads} heads, {config.d_ff} hidden features, "
-        f"{config.length} positions, 257 tokens; {report.num_parameters:,} parameters, "
+        f"{sizes.layers} blocks, width {sizes.width}, {sizes.heads} heads, {sizes.d_ff} hidden features, "
+        f"{sizes.length} positions, {sizes.vocabulary} tokens; {report.num_parameters:,} parameters, "
         f"{_counts(report.rank_parameters)} per rank; {report.corpus_bytes / 1e6:.1f} MB of text.\n"
     )
     reference, parallel = report.reference.losses, report.parallel.losses
@@ -85,7 +85,7 @@ def show_training(console: Console, report: TrainingReport) -> None:
         console,
         report.holds,
         f"largest difference of the two curves {report.difference:.2e}, bound {report.bound:.2e}",
-        f"{TRAINING_FACTOR:g} x (what moving each weight by its last bit does to one process, "
+        f"{FACTOR:g} x (what moving each weight by its last bit does to one process, "
         f"{report.sensitivity:.2e},\n      and the rounding of the loss itself)",
     )
 

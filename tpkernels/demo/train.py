@@ -146,6 +146,11 @@ def _check(options: Options) -> None:
     """What can be known before ranks start."""
     if options.width % options.heads:
         raise ValueError(f"--width ({options.width}) must be a multiple of --heads ({options.heads})")
+    if options.width // options.heads % 2:
+        raise ValueError(
+            f"--width ({options.width}) must give each of --heads ({options.heads}) an even number of features: "
+            "positions turn them in pairs"
+        )
     if options.heads % options.tp:
         raise ValueError(f"--heads ({options.heads}) must be a multiple of --tp ({options.tp}): heads stay whole")
     if options.batch < options.dp * options.accumulate:
@@ -237,14 +242,16 @@ def _trainer(mesh: DeviceMesh, options: Options, text: Tensor) -> Trainer:
     import torch
 
     import tpkernels as tpk
-    from tpkernels.demo.gpt import Config, ParallelGPT
     from tpkernels.demo.loop import Recipe, Trainer
-    from tpkernels.demo.text import Batches
+    from tpkernels.demo.text import VOCABULARY, Batches
+    from tpkernels.measure.gpt import GPT, ParallelGPT, Sizes
 
-    config = Config(options.layers, options.width, options.heads, 4 * options.width, options.length)
+    sizes = Sizes(
+        options.layers, options.width, options.heads, 4 * options.width, VOCABULARY, options.length, options.batch
+    )
     recipe = Recipe(options.learning_rate, accumulate=options.accumulate)
     torch.manual_seed(options.seed)
-    model = ParallelGPT(config, mesh["tp"], sequence_parallel=options.sequence_parallel)
+    model = ParallelGPT.from_plain(GPT(sizes), mesh["tp"], sequence_parallel=options.sequence_parallel)
     model.to(getattr(torch, DTYPES[options.dtype]))
     replicas = mesh["dp"] if options.dp > 1 else None
     if replicas is not None:

@@ -1,4 +1,4 @@
-"""A small decoder, in plain torch and made of tpkernels' parts: what `tpkernels profile` trains and `test` compares.
+"""A small GPT, in plain torch and made of tpkernels' parts: what `demo`, `train-demo`, `profile` and `test` run.
 
 Owns: one set of modules and names for both.  `GPT` is plain; `ParallelGPT.from_plain` cuts a copy of it over the ranks
 of a group, with or without sequence parallelism.  Both turn tokens and labels into the mean loss of all tokens.

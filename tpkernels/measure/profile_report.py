@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tpkernels.measure.curves import Curve, bound
 from tpkernels.measure.report import TABLES, measurement_to_json
 from tpkernels.measure.timing import Measurement
 from tpkernels.measure.trace import trace_overlap
-from tpkernels.measure.training import METHODS, NO_TP, OVERLAP, TP, Curve, RankResult, Training, bound
+from tpkernels.measure.training import METHODS, NO_TP, OVERLAP, TP, RankResult, Training
 from tpkernels.packages import needed
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Profile:
         return self.results[0].curves[name]
 
     def bound(self, what: str) -> float:
-        return bound(self.results[0].curves, what)
+        return bound(self.curve(NO_TP), self.results[0].curves["shifted"], what)
 
     def difference(self, name: str, what: str) -> float:
         """The largest difference of any rank's curve from that of the one process."""

@@ -8,10 +8,8 @@ Both keep the gathered input of a column layer for the backward pass, as torch's
 
 Owns: the step, its clock, the peak of memory, the recorded timelines, and the verdict on the curves.
 
-Refuses: times of a training that is not the same.  Losses and global gradient norms of the three must agree.  How far
-rounding may take them apart is measured: rank 0 trains once more with every initial weight moved to a neighbouring
-number of its dtype.  The largest difference that this makes, plus the rounding of the value itself, is the size of a
-difference that means nothing; the ranks may be off by `FACTOR` times that.
+Refuses: times of a training that is not the same.  Losses and global gradient norms of the three must agree, up to what
+rounding does (`curves.py`), for which rank 0 trains once more.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,14 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm import timeline
+from tpkernels.measure.curves import Curve, shifted
 from tpkernels.measure.gpt import GPT, ParallelGPT, Sizes
 from tpkernels.measure.memory import peak_bytes
 from tpkernels.measure.trace import RankTrace
 
-__all__ = ["FACTOR", "METHODS", "Curve", "Training", "train_in_turns"]
+__all__ = ["METHODS", "RankResult", "Training", "train_in_turns"]
 
 NO_TP, TP, OVERLAP = METHODS = ("no TP", "TP", "TP + overlap")
-FACTOR = 8.0
 LEARNING_RATE = 1e-3
 RECORDED = 3
 
@@ -57,35 +54,11 @@ class Training:
 
 
 @dataclass
-class Curve:
-    """One way of training on one rank: of each step the loss, the global norm of its gradient, and the seconds."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    """Of tensors: weights, optimizer state, and the most that a step had alive beside them."""
-
-    def difference(self, other: Curve, what: str) -> float:
-        pairs: Iterable[tuple[float, float]] = zip(getattr(self, what), getattr(other, what), strict=True)
-        differences = [abs(a - b) for a, b in pairs]
-        return math.inf if any(map(math.isnan, differences)) else float(max(differences))
-
-
-@dataclass
 class RankResult:
     """`curves` has "shifted", too, on rank 0, for the bound."""
 
     curves: dict[str, Curve]
     traces: list[RankTrace]
-
-
-def bound(curves: Mapping[str, Curve], what: str) -> float:
-    """How far losses or norms, both fp32, may differ from those of the one process; see the module docstring."""
-    alone = curves[NO_TP]
-    values: list[float] = getattr(alone, what)
-    rounding = torch.finfo(torch.float32).eps * max(map(abs, values))
-    return FACTOR * (alone.difference(curves["shifted"], what) + rounding)
 
 
 class _Trainee:
@@ -121,7 +94,7 @@ def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGr
         TP: _Trainee(ParallelGPT.from_plain(plain, mesh, save_gathered=True, implementation="unfused")),
         OVERLAP: _Trainee(ParallelGPT.from_plain(plain, mesh, save_gathered=True)),
     }
-    shifted = _Trainee(_shifted(copy.deepcopy(plain), training.seed)) if rank == 0 else None
+    moved = _Trainee(shifted(copy.deepcopy(plain), training.seed)) if rank == 0 else None
     if rank == 0:
         trainees[NO_TP] = _Trainee(plain)
     curves, count = {name: Curve() for name in METHODS}, training.warmup + training.steps
@@ -131,10 +104,10 @@ def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGr
         for name in METHODS[first:] + METHODS[:first]:
             dist.barrier(control)
             _timed(curves[name], trainees.get(name), data)
-    if shifted is not None:
+    if moved is not None:
         curves["shifted"] = Curve()
         for number in range(count):
-            _timed(curves["shifted"], shifted, [one.to(device) for one in _batch(training, number)])
+            _timed(curves["shifted"], moved, [one.to(device) for one in _batch(training, number)])
     data = [one.to(device) for one in _batch(training, count)]
     works = {name: functools.partial(trainee.step, *data) for name, trainee in trainees.items()}
     for name in METHODS:
@@ -169,17 +142,6 @@ def _batch(training: Training, number: int) -> tuple[Tensor, Tensor]:
     tokens = torch.arange(shape[1]) * 7 + torch.randint(sizes.vocabulary, (shape[0], 1), generator=generator)
     mixed = torch.where(torch.rand(shape, generator=generator) < 0.1, noise, tokens % sizes.vocabulary)
     return mixed[:, :-1], mixed[:, 1:].contiguous()
-
-
-@torch.no_grad()
-def _shifted(model: nn.Module, seed: int) -> nn.Module:
-    """Each weight moved to a neighbouring number of its dtype, up or down at random."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        up = (torch.rand(parameter.shape, generator=generator) < 0.5).to(parameter.device)
-        target = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
-        parameter.copy_(torch.nextafter(parameter, target))
-    return model
 
 
 def _recorded(label: str, rank: int, work: Callable[[], object], device: torch.device) -> RankTrace:
