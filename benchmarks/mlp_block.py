@@ -20,7 +20,7 @@ from torch import Tensor
 
 import tpkernels as tpk
 from tpkernels.comm import gloo_threads
-from tpkernels.measure.cases import Case, Shape, torch_all_gather, torch_reduce_scatter
+from tpkernels.measure.cases import Shape, TimedCase, torch_all_gather, torch_reduce_scatter
 from tpkernels.testing.numeric import Bounded
 
 _SAMPLED = 32
@@ -72,7 +72,7 @@ class MlpBlock:
         self.w1_shard = self.w1[features].clone().requires_grad_()
         self.w2_shard = self.w2[:, features].clone().requires_grad_()
         # One exchange of shards is one all-gather's or one reduce-scatter's ideal transfer: both move M/W x d.
-        self._transfer = Case("all_gather_matmul", Shape(m, d, 1), dtype, group, torch.device("cpu"))
+        self._transfer = TimedCase("all_gather_matmul", Shape(m, d, 1), dtype, group, torch.device("cpu"))
 
     def _random(self, seed: int, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)

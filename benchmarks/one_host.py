@@ -39,7 +39,7 @@ import tpkernels as tpk
 from tpkernels.comm import gloo_threads
 from tpkernels.gemm import few_rows
 from tpkernels.measure import report
-from tpkernels.measure.cases import Case, Shape
+from tpkernels.measure.cases import Shape, TimedCase
 from tpkernels.measure.timing import Measurement, measure
 from tpkernels.testing.numeric import Bounded
 
@@ -56,7 +56,7 @@ Ratio = tuple[str, str, str, float | None]
 
 
 def fused_case(op: str, group: dist.ProcessGroup, repeats: int) -> dict[str, Any]:
-    case = Case(op, GEMM_SHAPE, DTYPE, group, torch.device("cpu"))
+    case = TimedCase(op, GEMM_SHAPE, DTYPE, group, torch.device("cpu"))
 
     def unfused_shared() -> Tensor:
         if case.gathers:

@@ -17,7 +17,7 @@ from gpu_steps.roofline import loop_share
 from gpu_steps.sharing import share_gpu
 from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm.groups import resolve
-from tpkernels.measure.cases import Case, Shape
+from tpkernels.measure.cases import Shape, TimedCase
 from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.timing import Measurement, measure
 
@@ -55,7 +55,7 @@ def _compare(op: str, shape: str, device: str) -> dict[str, Measurement]:
     """Verify both, then let them take turns."""
     group: Any = dist.group.WORLD
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    case = Case(op, Shape.parse(shape), torch.bfloat16, group, place)
+    case = TimedCase(op, Shape.parse(shape), torch.bfloat16, group, place)
     ours, rival = ("symmetric", RIVAL) if device == "cuda" else ("unfused", "torch")
     with torch.no_grad():
         theirs = next((one.make(case) for one in RIVALS if one.name == rival), case.torch_baseline)

@@ -1,7 +1,7 @@
 """The contract of `tpkernels/ops/contract.py` as checks that run on real ranks, for any implementation of any op.
 
 Owns: which implementations this machine can run on gloo ranks, one call of each of the six ops forced to one of them,
-and the judges: values (exact for integers, the fp64 bound otherwise), bits of ``unfused``, inputs left alone, nothing
+and the judges: values (those of the case's reference), bits of ``unfused``, inputs left alone, nothing
 left of earlier calls, outputs that belong to the caller. Each raises; `test_seeded_faults.py` shows that each does.
 """
 
@@ -14,31 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import tpkernels as tpk
-from tests.ops.support import (
-    DTYPES,
-    GATHER,
-    REDUCE,
-    SCATTER,
-    Case,
-    Operands,
-    call,
-    check_values,
-    new_group,
-    operands,
-    own_part,
-)
+from tests.ops.support import new_group, own_part
 from tpkernels import dispatch
 from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import OPS, Problem
 from tpkernels.gemm.native import why_not
 from tpkernels.partition import array_split_sizes
+from tpkernels.testing.cases import COLLECTIVES, DTYPES, GATHER, REDUCE, SCATTER, Case, Operands, call, operands
 from tpkernels.testing.faults import poisoned_memory
 from tpkernels.testing.numeric import assert_bitwise_equal
-from tpkernels.testing.payload import integer_payload, payload
+from tpkernels.testing.references import check_values
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 BASE = Case(GATHER, (13, 24), ns=(10,), integers=True, bias=True)
 
 
@@ -57,21 +44,6 @@ def ops_of(name: str) -> list[str]:
     return [op for op in OPS if any(offer.name == name for offer in dispatch.implementations(op))]
 
 
-def parts_of(case: Case, world: int) -> Operands:
-    """Operands of all ranks; a collective has no weights."""
-    if case.op not in COLLECTIVES:
-        return operands(case, world)
-    xs = []
-    for rank in range(world):
-        shape = list(case.shape)
-        if case.op == "all_gather":
-            shape[case.axis] = case.cut(world)[rank]
-        settings: dict[str, Any] = {"rank": rank, "call": case.call, "name": "x"}
-        make = integer_payload if case.integers else payload
-        xs.append(make(shape, case.dtype, **settings, **({"largest": 3} if case.integers else {})))
-    return Operands(xs, [[] for _ in xs], [[] for _ in xs])
-
-
 def placed(parts: Operands, rank: int) -> Operands:
     """The same operands, this rank's own ones where it computes."""
     x, ws, bs = own_part(parts, rank)
@@ -88,51 +60,22 @@ def own_tensors(parts: Operands, rank: int) -> list[Tensor]:
 
 def run(case: Case, parts: Operands, group: Any) -> list[Tensor]:
     """One call on this rank: its outputs, the gathered x last if it was asked for."""
-    rank = dist.get_rank(group)
-    own = own_part(parts, rank)
-    if case.op not in COLLECTIVES:
-        outs, gathered = call(case, own, group)
-        return outs if gathered is None else [*outs, gathered]
-    x, cut = own[0], case.cut(dist.get_world_size(group))
-    if case.op == "all_reduce":
-        return [tpk.all_reduce(x, group, implementation=case.implementation)]
-    move = tpk.all_gather if case.op == "all_gather" else tpk.reduce_scatter
-    return [move(x, group, dim=case.dim, shard_sizes=cut, implementation=case.implementation)]
-
-
-def judge(case: Case, parts: Operands, outs: Sequence[Tensor], rank: int) -> None:
-    """Values: exact for integers and for collectives, which round once after a sum in rank order; else the bound."""
-    what = f"rank {rank}, {case}"
-    if case.op not in COLLECTIVES:
-        split = len(case.ns)
-        check_values(case, parts, list(outs[:split]), outs[split] if case.return_gathered else None, rank)
-        return
-    (out,) = outs
-    assert out.is_contiguous(), f"{what}: strides"
-    if case.op == "all_gather":
-        assert_bitwise_equal(out, torch.cat(parts.xs, case.axis), what)
-        return
-    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
-    total = parts.xs[0].to(wide)
-    for part in parts.xs[1:]:
-        total = total + part.to(wide)
-    expected = total.to(case.dtype)
-    if case.op == "reduce_scatter":
-        expected = expected.split(list(case.cut(len(parts.xs))), case.axis)[rank].contiguous()
-    assert_bitwise_equal(out, expected, what, either_zero=True)
+    outs, gathered = call(case, own_part(parts, dist.get_rank(group)), group)
+    return outs if gathered is None else [*outs, gathered]
 
 
 def run_and_judge(case: Case, group: Any) -> list[Tensor]:
     """Values, and inputs left alone."""
     rank = dist.get_rank(group)
-    parts = parts_of(case, dist.get_world_size(group))
+    parts = operands(case, dist.get_world_size(group))
     mine = placed(parts, rank)
     inputs = own_tensors(mine, rank)
     kept = [t.clone() for t in inputs]
     outs = run(case, mine, group)
     for now, before in zip(inputs, kept, strict=True):  # first: values are judged by these inputs
         assert_bitwise_equal(now, before, f"rank {rank}, {case}: an input after the call")
-    judge(case, parts, [out.cpu() for out in outs], rank)
+    values = [out.cpu() for out in outs]
+    check_values(case, parts, values[: case.num_outputs], values[-1] if case.return_gathered else None, rank)
     return outs
 
 
@@ -150,7 +93,7 @@ def judge_after_poison(case: Case, group: Any) -> None:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     with poisoned_memory():
         for _ in range(2):  # slots alternate
-            poisoned = parts_of(case, world)
+            poisoned = operands(case, world)
             poisoned.xs[rank].fill_(float("nan"))
             for out in run(case, poisoned, group):
                 assert bool(out.isnan().all()), f"{case}: NaN did not arrive everywhere"
@@ -161,7 +104,7 @@ def judge_after_poison(case: Case, group: Any) -> None:
 def judge_ownership(case: Case, group: Any) -> None:
     """Outputs are the caller's: writing into one changes nothing inside, and later calls leave them alone."""
     rank = dist.get_rank(group)
-    parts = placed(parts_of(case, dist.get_world_size(group)), rank)
+    parts = placed(operands(case, dist.get_world_size(group)), rank)
     outs = run(case, parts, group)
     first = [out.clone() for out in outs]
     inputs = {t.untyped_storage().data_ptr() for t in own_tensors(parts, rank) if t.numel()}
@@ -172,7 +115,7 @@ def judge_ownership(case: Case, group: Any) -> None:
     for now, before in zip(again, first, strict=True):
         assert_bitwise_equal(now, before, f"{case}: after the previous output was overwritten")
     for turn in range(3):
-        run(case, parts_of(case.but(call=case.call + 1 + turn), dist.get_world_size(group)), group)
+        run(case, operands(case.but(call=case.call + 1 + turn), dist.get_world_size(group)), group)
     for now, before in zip(again, first, strict=True):
         assert_bitwise_equal(now, before, f"{case}: an output after later calls")
 

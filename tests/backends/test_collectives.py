@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests.backends.contract import BASE, judge_all
-from tests.ops.support import GATHER, SCATTER, Case
 from tpkernels.backends.point_to_point import collectives, copy_engines
 from tpkernels.comm import groups
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.testing.cases import GATHER, SCATTER, Case
 from tpkernels.testing.spawn import Pools, RanksFailed
 
 

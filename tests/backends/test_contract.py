@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import tpkernels as tpk
-from tests.backends.contract import BASE, COLLECTIVES, exact_cases, judge_all, ops_of, refusals
-from tests.ops.support import GATHER, REDUCE, SCATTER, Case, new_group
+from tests.backends.contract import BASE, exact_cases, judge_all, ops_of, refusals
+from tests.ops.support import new_group
 from tpkernels.backends.point_to_point import chunked
 from tpkernels.dispatch import OPS, Costs, Problem
 from tpkernels.gemm.native import why_not
 from tpkernels.ops.contract import GATED
+from tpkernels.testing.cases import COLLECTIVES, GATHER, REDUCE, SCATTER, Case
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
 

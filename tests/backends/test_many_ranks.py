@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.backends.contract import BASE, COLLECTIVES, judge_all
-from tests.ops.support import GATHER, REDUCE, SCATTER, Case
+from tests.backends.contract import BASE, judge_all
 from tests.reliability.crew import Link, together
 from tpkernels.gemm.native import native, why_not
 from tpkernels.partition import array_split_sizes
+from tpkernels.testing.cases import COLLECTIVES, GATHER, REDUCE, SCATTER, Case
 
 pytestmark = [
     pytest.mark.gloo,

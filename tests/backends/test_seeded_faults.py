@@ -18,17 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.backends.contract import (
-    BASE,
-    COLLECTIVES,
-    JUDGES,
-    ops_of,
-    parts_of,
-    refusals,
-    run_and_judge,
-)
+from tests.backends.contract import BASE, JUDGES, ops_of, refusals, run_and_judge
 from tests.backends.test_contract import every_implementation, few_worlds
-from tests.ops.support import GATHER, Case, new_group
+from tests.ops.support import new_group
 from tpkernels import dispatch
 from tpkernels.backends import row_gemms
 from tpkernels.backends.point_to_point import unfused
@@ -39,6 +31,7 @@ from tpkernels.dispatch import Implementation
 from tpkernels.gemm.native import native
 from tpkernels.ops import agreed_call
 from tpkernels.ops.contract import AllReduce, Context
+from tpkernels.testing.cases import COLLECTIVES, GATHER, Case, operands
 from tpkernels.testing.faults import corrupt_receives
 from tpkernels.testing.numeric import BoundExceeded
 from tpkernels.testing.spawn import Pools
@@ -187,13 +180,13 @@ TRANSPORTS: dict[str, Callable[[Strike, Any], AbstractContextManager[None]]] = {
 def three_calls(case: Case, fault: str | None, group: Any) -> tuple[str | None, int]:
     """What the judge says of the third call on this rank, and how often a fault struck there."""
     in_transport = fault != "doubled_bias" or case.op != GATHER
-    bias = None if case.op in (GATHER, *COLLECTIVES) else parts_of(case, dist.get_world_size(group)).bs[0][0]
+    bias = None if case.op in (GATHER, *COLLECTIVES) else operands(case, dist.get_world_size(group)).bs[0][0]
     strike = Strike(fault, case.shape[-1])
     said = None
     with (TRANSPORTS[case.implementation] if in_transport else in_gemms)(strike, group):
         for call in range(3):
             if bias is not None:
-                strike.bias = parts_of(case.but(call=call), dist.get_world_size(group)).bs[0][0]
+                strike.bias = operands(case.but(call=call), dist.get_world_size(group)).bs[0][0]
             strike.begin(armed=call == 2)
             try:
                 run_and_judge(case.but(call=call), group)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tests.backends.contract import exact_cases, judge_all
-from tests.ops.support import GATHER, SCATTER, new_group
+from tests.ops.support import new_group
 from tpkernels.backends.shared_memory import implementations as shared_memory
 from tpkernels.backends.shared_memory import segments as shared_segments
 from tpkernels.backends.shared_memory.segments import SharedMemory
@@ -20,6 +20,7 @@ from tpkernels.comm.groups import resolve
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.gemm.native import native, why_not
+from tpkernels.testing.cases import GATHER, SCATTER
 from tpkernels.testing.spawn import Pools
 
 pytestmark = [

@@ -20,11 +20,10 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 import tpkernels as tpk
-from tests.backends.contract import BASE, COLLECTIVES, JUDGES, exact_cases, parts_of, run
+from tests.backends.contract import BASE, JUDGES, exact_cases, run
 from tests.backends.emulated import Emulation
 from tests.cuda.test_far import copy_rows
 from tests.ops import scaled
-from tests.ops.support import GATHER, REDUCE, SCATTER, Case
 from tpkernels.backends.symmetric import copy_engine_traffic, cuda_native
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.resource import channels_of
@@ -34,6 +33,7 @@ from tpkernels.ops import agreed_call
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.contract import GATED, AllGather
 from tpkernels.partition import Layout
+from tpkernels.testing.cases import COLLECTIVES, GATHER, REDUCE, SCATTER, Case, operands
 from tpkernels.testing.numeric import BoundExceeded, assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
@@ -259,7 +259,7 @@ def capture(emulation: Emulation) -> list[str]:
         with mock.patch.object(channels.device, "capturing", lambda: True):
             for case in (EVEN.but(shape=(24, 24)), EVEN.but(op="all_reduce", ns=(), bias=False, shape=(3000, 999))):
                 try:
-                    run(case, parts_of(case, dist.get_world_size(made)), made)
+                    run(case, operands(case, dist.get_world_size(made)), made)
                 except tpk.errors.UnsupportedProblem as error:
                     said.append(str(error))
         JUDGES["values"](EVEN.but(shape=(24, 24)), made)
@@ -294,7 +294,7 @@ def error_of(fault: str, group: Any) -> BaseException | None:
     case = EVEN.but(op=SCATTER if "chunk" in fault else GATHER)
     try:
         for call in range(3):
-            run(case, parts_of(case.but(call=call), dist.get_world_size(group)), group)
+            run(case, operands(case.but(call=call), dist.get_world_size(group)), group)
     except tpk.errors.CommunicationError as error:
         return error
     return None
@@ -385,7 +385,7 @@ def dies(emulation: Emulation) -> tuple[str, list[int], float]:
         start = time.monotonic()
         try:
             for _ in range(3):
-                run(case, parts_of(case, 3), group)
+                run(case, operands(case, 3), group)
         except tpk.errors.CommunicationError as error:
             return type(error).__name__, sorted(error.ranks), time.monotonic() - start
     return "nothing", [], 0.0
@@ -407,7 +407,7 @@ def disagree(emulation: Emulation) -> tuple[str, str]:
         first = cases[dist.get_rank(group) == 1]
         try:
             for _ in range(3):
-                run(first, parts_of(first, dist.get_world_size(group)), group)
+                run(first, operands(first, dist.get_world_size(group)), group)
         except tpk.errors.CommunicationError as error:
             return type(error).__name__, str(error)
     return "nothing", ""

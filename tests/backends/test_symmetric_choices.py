@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ops.support import GATHER, REDUCE, SCATTER
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.memory import is_consistent
 from tpkernels.backends.symmetric.resource import MULTICAST, SymmetricMemory, common_refusal
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import OPS, Costs, Problem
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER
 
 pytestmark = pytest.mark.cpu
 

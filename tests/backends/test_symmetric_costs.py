@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from tests.backends.emulated import Emulation
 from tests.backends.test_symmetric_choices import PROBLEM
-from tests.ops.support import GATHER, REDUCE
 from tpkernels.backends.symmetric import costs as symmetric_costs
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.calibration import call_costs
@@ -23,6 +22,7 @@ from tpkernels.comm.groups import resolve
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import Costs
 from tpkernels.ops import agreed_call
+from tpkernels.testing.cases import GATHER, REDUCE
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.cpu

@@ -20,17 +20,17 @@ pytest.importorskip("triton")
 
 import tpkernels as tpk
 from tests.backends import emulated
-from tests.backends.contract import JUDGES, parts_of, run
+from tests.backends.contract import JUDGES, run
 from tests.backends.emulated import EmulatedDevice, Emulation
 from tests.backends.test_symmetric import case_of
 from tests.backends.test_symmetric_order import Recorder
-from tests.ops.support import GATHER, REDUCE, SCATTER
 from tpkernels.backends.symmetric.channels import Channel, SymmetricChannels
 from tpkernels.backends.symmetric.cuda_native import FailureRecord, Kind
 from tpkernels.backends.symmetric.resource import SymmetricMemory, channels_of
 from tpkernels.comm import monitor
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER, operands
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -114,7 +114,7 @@ def replays(emulation: Emulation, op: str, ranks: str, between: int, grows: bool
                     if ranks == "01":
                         JUDGES["values"](case, made)
                     else:
-                        run(case, parts_of(case, 2), made)
+                        run(case, operands(case, 2), made)
         except tpk.errors.CommunicationError as error:
             return f"{type(error).__name__}: {error}"
         return "no error"

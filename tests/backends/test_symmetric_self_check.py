@@ -15,17 +15,17 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 import tpkernels as tpk
-from tests.backends.contract import JUDGES, parts_of, run
+from tests.backends.contract import JUDGES, run
 from tests.backends.emulated import Emulation
 from tests.backends.test_symmetric import FAULTS as FORGOTTEN
 from tests.backends.test_symmetric import case_of, preferred
 from tests.ops import scaled
-from tests.ops.support import GATHER, REDUCE, SCATTER
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric import self_check
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER, operands
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -97,7 +97,7 @@ def refused(emulation: Emulation, fault: str) -> tuple[list[str], float]:
             for name in ("symmetric", "symmetric", "auto"):
                 case = case_of(op, implementation=name)
                 with pytest.raises(tpk.errors.UnsupportedProblem) as caught:
-                    run(case, parts_of(case, size), made)
+                    run(case, operands(case, size), made)
                 said.append(str(caught.value))
         JUDGES["values"](case_of(op, implementation="unfused"), made)
         other = GATHER if op != GATHER else SCATTER  # another kind is tried by itself
@@ -123,7 +123,7 @@ def hangs(emulation: Emulation) -> str:
         case = case_of(GATHER)
         with FORGOTTEN["the signal of the shard is forgotten"]() if dist.get_rank(made) == 1 else mock.patch.dict({}):
             try:
-                run(case, parts_of(case, dist.get_world_size(made)), made)
+                run(case, operands(case, dist.get_world_size(made)), made)
             except tpk.errors.CommunicationError as error:
                 return f"{type(error).__name__}: {error}"
     return "nothing"

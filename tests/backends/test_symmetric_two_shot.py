@@ -15,14 +15,14 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 import tpkernels as tpk
-from tests.backends.contract import exact_cases, parts_of, run
+from tests.backends.contract import exact_cases, run
 from tests.backends.emulated import Emulation
 from tests.backends.test_symmetric import DTYPES, FORCED, case_of, judge_all
 from tests.backends.test_symmetric_self_check import one_more
-from tests.ops.support import REDUCE
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
+from tpkernels.testing.cases import REDUCE, operands
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
@@ -88,9 +88,9 @@ def abandoned(emulation: Emulation, what: str) -> tuple[str, str, float]:
     """Rank 1 does not come to the second call, or comes to another one."""
     case = case_of("all_reduce", shape=(30, 8))
     with emulation.group() as made:
-        run(case, parts_of(case, 3), made)
+        run(case, operands(case, 3), made)
         other = case_of("all_reduce", shape=(31, 8))
-        run(other, parts_of(other, 3), made)
+        run(other, operands(other, 3), made)
         start = time.monotonic()
         if dist.get_rank(made) == 1:
             if what == "missing":
@@ -99,7 +99,7 @@ def abandoned(emulation: Emulation, what: str) -> tuple[str, str, float]:
             case = other
         try:
             for _ in range(3):
-                run(case, parts_of(case, 3), made)
+                run(case, operands(case, 3), made)
         except tpk.errors.CommunicationError as error:
             return type(error).__name__, str(error), time.monotonic() - start
     return "nothing", "", 0.0
@@ -129,7 +129,7 @@ def first_use(emulation: Emulation, spoiled: bool) -> list[str]:
         case = case_of("all_reduce", shape=(300, 8))
         with one_more("_two_shot", -1) if spoiled and dist.get_rank(made) == 1 else mock.patch.dict({}):
             try:
-                run(case, parts_of(case, 2), made)
+                run(case, operands(case, 2), made)
             except tpk.errors.UnsupportedProblem as error:
                 return [str(error)]
         channels = channels_of(resolve(made))

@@ -20,15 +20,16 @@ from torch import Tensor
 
 import tpkernels as tpk
 from tests.backends import toy
-from tests.backends.contract import BASE, COLLECTIVES, exact_cases, judge_all, ops_of
+from tests.backends.contract import BASE, exact_cases, judge_all, ops_of
 from tests.backends.toy import mailbox
 from tests.backends.toy.ops import OPS as TOY_OPS
-from tests.ops.support import GATHER, REDUCE, Case, new_group
+from tests.ops.support import new_group
 from tpkernels import dispatch
 from tpkernels.comm import resources
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
+from tpkernels.testing.cases import COLLECTIVES, GATHER, REDUCE, Case
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

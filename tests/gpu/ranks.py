@@ -21,12 +21,13 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tests.backends.contract import JUDGES
 from tests.ops.scaled import ScaledCase, judge_cases
-from tests.ops.support import PLACE, Case, new_group
+from tests.ops.support import PLACE, new_group
 from tpkernels import errors
 from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm import groups
 from tpkernels.comm.groups import resolve
 from tpkernels.partition import array_split_sizes
+from tpkernels.testing.cases import Case
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import exact_matmul, integer_payload, payload
 from tpkernels.testing.spawn import WorkerPool

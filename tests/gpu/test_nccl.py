@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.backends.contract import BASE, COLLECTIVES, exact_cases, ops_of
+from tests.backends.contract import BASE, exact_cases, ops_of
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
 from tests.gpu.test_symmetric import scaled_cases_of
-from tests.ops.support import FUSED, GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import check_cases, fp64, within_bounds
+from tpkernels.testing.cases import COLLECTIVES, FUSED, GATHER, REDUCE, SCATTER
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.gpu import ranks as scenarios
 from tests.gpu.test_symmetric import cases_of, scaled_cases_of
 from tests.ops import test_gated
-from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
 from tpkernels.ops.residual_norm import Norm
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER
 from tpkernels.testing.spawn import Pools, RanksFailed, WorkerPool
 
 pytestmark = pytest.mark.gloo

@@ -9,9 +9,9 @@ from tests.backends.test_collectives import even_cases
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
 from tests.gpu.test_symmetric import CALL_S, cases_of
-from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER
 
 pytestmark = pytest.mark.multi_gpu
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.backends.contract import BASE, COLLECTIVES, exact_cases
+from tests.backends.contract import BASE, exact_cases
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
 from tests.ops import test_gated
 from tests.ops.scaled import SCALED, ScaledCase
 from tests.ops.scaled import exact_cases as scaled_exact_cases
-from tests.ops.support import COPY, FUSED, GATHER, REDUCE, SCATTER, Case
 from tests.ops.test_gradients import within_bounds
 from tpkernels.dispatch import OPS
 from tpkernels.ops.contract import GATED
 from tpkernels.partition import array_split_sizes
+from tpkernels.testing.cases import COLLECTIVES, COPY, FUSED, GATHER, REDUCE, SCATTER, Case
 
 pytestmark = pytest.mark.gpu
 

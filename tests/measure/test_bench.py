@@ -24,7 +24,7 @@ from tpkernels.comm.timeline import Event
 from tpkernels.gemm.native import native
 from tpkernels.launching.local_ranks import LaunchError
 from tpkernels.measure import bench, bench_table, netlab, suites
-from tpkernels.measure.cases import FUSED_OPS, Case, Shape
+from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.rivals import RIVALS, Problem, Rival
 from tpkernels.measure.trace import RankTrace, trace_overlap
 
@@ -74,7 +74,7 @@ def _verify_right_and_wrong() -> dict[str, list[str]]:
     mesh = tpk.init(device="cpu", timeout=60)
     caught: dict[str, list[str]] = {op: [] for op in FUSED_OPS}
     for op in FUSED_OPS:
-        case = Case(op, Shape(37, 24, 20), torch.bfloat16, mesh["tp"].get_group(), torch.device("cpu"))
+        case = TimedCase(op, Shape(37, 24, 20), torch.bfloat16, mesh["tp"].get_group(), torch.device("cpu"))
         for name in [*case.implementations(), "auto"]:
             result = case.ours(name)()
             case.verify(name, result)
@@ -194,7 +194,7 @@ def _broken() -> Rival:
 
 def _wrong_on(rank: int) -> Rival:
     def make(case: Problem) -> object:
-        assert isinstance(case, Case)
+        assert isinstance(case, TimedCase)
         return lambda: case.torch_baseline() + (4.0 if case.rank == rank else 0.0)
 
     return Rival("wrong", lambda case: None, make)  # type: ignore[arg-type]
@@ -202,8 +202,8 @@ def _wrong_on(rank: int) -> Rival:
 
 def _with_bad_company(path: str) -> bench.RankOutput:
     bench.RIVALS = (_broken(), _wrong_on(1))  # type: ignore[misc]
-    ours = Case.ours
-    Case.ours = lambda case, name: (  # type: ignore[method-assign]
+    ours = TimedCase.ours
+    TimedCase.ours = lambda case, name: (  # type: ignore[method-assign]
         (lambda: _corrupt(ours(case, name)(), 0)) if name == "chunked" else ours(case, name)
     )
     plan = bench.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), repeats=1, json=path, environment={"setup": {}})
@@ -225,7 +225,7 @@ def test_what_is_wrong_on_one_rank_is_timed_on_none_and_each_says_why(tmp_path: 
     assert content["complete"] is False and len(content["results"]) == 1, "written after the case"
 
 
-def _stuck(case: Case, plan: bench.Plan, control: object) -> None:
+def _stuck(case: TimedCase, plan: bench.Plan, control: object) -> None:
     threading.Event().wait()
 
 
@@ -302,7 +302,7 @@ def _record_calls(op: str, shape: Shape) -> list[RankTrace]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = tpk.init(device="cpu")
     # fp32: with AMX a bf16 GEMM would be over before the link has moved its bytes, and would hide little.
-    case = Case(op, shape, torch.float32, mesh["tp"].get_group(), torch.device("cpu"))
+    case = TimedCase(op, shape, torch.float32, mesh["tp"].get_group(), torch.device("cpu"))
     with torch.no_grad():
         return [bench.record_call(case, name) for _ in range(RECORDED) for name in ("unfused", "chunked")]
 

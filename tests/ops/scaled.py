@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tpkernels as tpk
-from tests.ops.support import GATHER, PLACE, REDUCE, SCATTER, Case, new_group, operands
+from tests.ops.support import PLACE, new_group
 from tpkernels.gemm import fp8
 from tpkernels.gemm.fp8 import DTYPE
 from tpkernels.ops.contract import GATED
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER, Case, operands
 from tpkernels.testing.expected import (
     expected_all_gather_matmul,
     expected_gated_matmul,

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
-from tests.ops.support import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, new_group, operands, own_part
+from tests.ops.support import new_group, own_part
+from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, operands
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools

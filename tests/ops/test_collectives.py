@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tpkernels as tpk
-from tests.ops.support import DTYPES, new_group, strided
+from tests.ops.support import new_group
 from tpkernels.partition import array_split_sizes
+from tpkernels.testing.cases import DTYPES, strided
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools

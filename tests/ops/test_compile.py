@@ -15,8 +15,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tpkernels as tpk
 import tpkernels.nn  # its ops are registered then
-from tests.ops.support import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, new_group, operands, own_part
+from tests.ops.support import new_group, own_part
 from tpkernels.comm.groups import group_name
+from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, operands
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools

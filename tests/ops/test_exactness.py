@@ -11,22 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ops.support import (
-    DTYPES,
-    FUSED,
-    GATHER,
-    IMPLEMENTATIONS,
-    REDUCE,
-    SCATTER,
-    Case,
-    call,
-    check_all,
-    new_group,
-    operands,
-    own_part,
-    run_and_check,
-)
+from tests.ops.support import IMPLEMENTATIONS, check_all, new_group, own_part, run_and_check
 from tpkernels.comm.transport import Transfer
+from tpkernels.testing.cases import DTYPES, FUSED, GATHER, REDUCE, SCATTER, Case, call, operands
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.spawn import Pools
 

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tests.ops.support import GATHER, REDUCE, SCATTER, new_group
+from tests.ops.support import new_group
 from tpkernels import dispatch
 from tpkernels.backends.shared_memory import segments as shared_segments
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS, Costs, Explanation, Implementation
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.gemm.native import why_not
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
 

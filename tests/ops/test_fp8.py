@@ -14,10 +14,11 @@ from torch import Tensor
 import tpkernels as tpk
 from tests.ops import scaled
 from tests.ops.scaled import ScaledCase, exact_cases, judge_all, judge_cases, parts_of, real_cases, run
-from tests.ops.support import GATHER, IMPLEMENTATIONS, REDUCE, SCATTER, new_group
+from tests.ops.support import IMPLEMENTATIONS, new_group
 from tests.ops.test_bad_input import assert_matches, error_of
 from tpkernels.errors import GroupMismatch
 from tpkernels.gemm import fp8
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER
 from tpkernels.testing.expected import check_weight_gradient, expected_matmul_all_reduce
 from tpkernels.testing.numeric import Bounded, BoundExceeded, assert_bitwise_equal
 from tpkernels.testing.payload import payload

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ops.support import GATHER, IMPLEMENTATIONS, Case, call, check_values, new_group, operands, own_part
+from tests.ops.support import IMPLEMENTATIONS, new_group, own_part
 from tpkernels.backends import row_gemms
+from tpkernels.testing.cases import GATHER, Case, call, operands
 from tpkernels.testing.expected import check_bias_gradient, check_input_gradient, check_weight_gradient
 from tpkernels.testing.numeric import Bounded, BoundExceeded
 from tpkernels.testing.payload import payload
+from tpkernels.testing.references import check_values
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

@@ -10,23 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ops.support import (
-    COPY,
-    FUSED,
-    GATHER,
-    IMPLEMENTATIONS,
-    REDUCE,
-    SCATTER,
-    Case,
-    Operands,
-    call,
-    new_group,
-    operands,
-    own_part,
-    unfused_fp64,
-)
+from tests.ops.support import IMPLEMENTATIONS, new_group, own_part
+from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, Operands, call, operands
 from tpkernels.testing.expected import check_bias_gradient, check_input_gradient, check_weight_gradient
 from tpkernels.testing.payload import payload
+from tpkernels.testing.references import unfused_fp64
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

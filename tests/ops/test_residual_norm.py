@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tpkernels as tpk
-from tests.ops.support import DTYPES, IMPLEMENTATIONS, new_group
+from tests.ops.support import IMPLEMENTATIONS, new_group
 from tpkernels.errors import GroupMismatch
 from tpkernels.gemm import residual_norm
 from tpkernels.ops.contract import ResidualNorm
 from tpkernels.partition import array_split_sizes
+from tpkernels.testing.cases import DTYPES
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools, RanksFailed

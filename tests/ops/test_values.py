@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.support import (
-    COPY,
-    DTYPES,
-    FUSED,
-    GATHER,
-    IMPLEMENTATIONS,
-    REDUCE,
-    SCATTER,
-    Case,
-    check_all,
-)
+from tests.ops.support import IMPLEMENTATIONS, check_all
+from tpkernels.testing.cases import COPY, DTYPES, FUSED, GATHER, REDUCE, SCATTER, Case
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tpkernels as tpk
-from tests.ops.support import DTYPES, strided
 from tests.ops.test_compile import op_arguments, opcheck
 from tpkernels.comm.groups import group_name
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.testing.cases import DTYPES, strided
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
 

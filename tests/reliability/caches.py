@@ -22,10 +22,10 @@ import torch.distributed as dist
 from tests.backends.contract import BASE, JUDGES
 from tests.backends.emulated import Emulation
 from tests.cuda import emulator
-from tests.ops.support import GATHER, REDUCE, SCATTER
 from tests.reliability.outcome import Outcome
 from tpkernels.backends.symmetric import tuning
 from tpkernels.comm.groups import resolve
+from tpkernels.testing.cases import GATHER, REDUCE, SCATTER
 from tpkernels.testing.spawn import WorkerPool
 
 GOOD = {"block_m": 32, "block_n": 32, "block_k": 16, "num_warps": 4, "num_stages": 2, "loop": "flat",

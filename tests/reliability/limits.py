@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tests.reliability.calls import SHARED, all_gather_matmul, all_reduce, make_all
+from tests.reliability.calls import CALLS, SHARED, make_all
 from tests.reliability.crew import Crew, CrewError, Link, Raised, caught, together
 from tests.reliability.outcome import Outcome
 from tpkernels.backends.shared_memory import rendezvous
@@ -46,7 +46,7 @@ def other_user(count: int, size: int = 2) -> Outcome:
 def _as_other_user(link: Link) -> tuple[str, str | None]:
     if link.rank == 1:
         os.setuid(NOBODY)
-    error, _ = caught(lambda: all_gather_matmul(dist.group.WORLD, link.rank, link.size, 1, "auto"))
+    error, _ = caught(lambda: CALLS["all_gather_matmul"](dist.group.WORLD, link.rank, link.size, 1, "auto"))
     found = tpk.explain("all_gather_matmul", m=64, n=64, k=32, dtype=torch.float32, group=dist.group.WORLD)
     return str(found), error and error.text
 
@@ -89,7 +89,7 @@ def _disturbed(link: Link, kind: str) -> str:
             original(self, *args)
 
         rendezvous.Spoke.__init__ = late  # type: ignore[method-assign]
-    all_reduce(dist.group.WORLD, link.rank, link.size, 1, SHARED)
+    CALLS["all_reduce"](dist.group.WORLD, link.rank, link.size, 1, SHARED)
     make_all(dist.group.WORLD, link.rank, link.size, 2)
     if link.rank == 0:
         answer = os.read(reader, 1000).decode()
@@ -185,7 +185,7 @@ def _starved(link: Link, victim: int, limit: str, room: int) -> tuple[str, str, 
 
     SharedMemory.ensure = ensure  # type: ignore[method-assign]
     start = time.monotonic()
-    error, at = caught(lambda: all_gather_matmul(dist.group.WORLD, link.rank, link.size, 1, "auto"))
+    error, at = caught(lambda: CALLS["all_gather_matmul"](dist.group.WORLD, link.rank, link.size, 1, "auto"))
     if error is not None:
         return "raised", f"{error.kind}: {error.text}", at - start
     from tpkernels.comm.groups import resolve
@@ -232,7 +232,7 @@ def growth_refused(count: int, size: int = 3) -> Outcome:
 
 def _no_room(link: Link, victim: int) -> tuple[Raised | None, bool]:
     group = dist.group.WORLD
-    all_reduce(group, link.rank, link.size, 1, SHARED)
+    CALLS["all_reduce"](group, link.rank, link.size, 1, SHARED)
     restore = _restrict("FSIZE", 1 << 20) if link.rank == victim else lambda: None
     error, _ = caught(lambda: _gather_much(group, link, 2))
     restore()

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tpkernels as tpk
-from tests.ops.support import Case, call, check_values, new_group, operands, own_part, run_and_check
+from tests.ops.support import new_group, own_part, run_and_check
 from tests.reliability.calls import SHARED
 from tests.reliability.crew import Link, together
 from tests.reliability.outcome import Outcome
-from tpkernels.testing.numeric import assert_within_bound
+from tpkernels.testing.cases import COLLECTIVES, Case, call, operands
 from tpkernels.testing.payload import payload
+from tpkernels.testing.references import check_values
 
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -104,26 +105,10 @@ def _random(link: Link, count: int) -> tuple[int, list[str]]:
 
 
 def _check_collectives(link: Link, group: Any, case: Case) -> None:
-    """The three collectives on the case's x: a sum of W terms, fp32 inside, one rounding at the end."""
-    size, dtype = link.size, case.dtype
-    dim = case.axis
-    xs = [payload(case.shape, dtype, rank=rank, call=case.call, name="sum") for rank in range(size)]
-    exact = sum(x.double() for x in xs)
-    assert isinstance(exact, Tensor)
-    accumulate = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    magnitude = sum(x.double().abs() for x in xs)
-    info = torch.finfo(dtype)
-    bound = exact.abs() * info.eps / 2 + size * accumulate * magnitude + info.tiny * info.eps
-    reduced = tpk.all_reduce(xs[link.rank], group, implementation=SHARED)
-    assert_within_bound(reduced, exact, bound, f"all_reduce of {case}")
-    cut = _cut(random.Random(case.call), case.shape[dim], size)
-    piece = tpk.reduce_scatter(xs[link.rank], group, dim=dim, shard_sizes=cut, implementation=SHARED)
-    shares = [whole.split(list(cut), dim)[link.rank] for whole in (exact, bound)]
-    assert_within_bound(piece, *shares, f"reduce_scatter of {case}")
-    gathered = tpk.all_gather(piece, group, dim=dim, shard_sizes=cut, implementation=SHARED)
-    # Sums take one order on every path, so gathering the scattered sums gives the reduced ones, bit for bit.
-    if not torch.equal(gathered.nan_to_num(), reduced.nan_to_num()):
-        raise AssertionError(f"all_gather(reduce_scatter) is not all_reduce: {case}, cut {cut}")
+    """The three collectives on x of the case's shape, bit for bit: copies, and sums in rank order, rounded once."""
+    cut = _cut(random.Random(case.call), case.shape[case.axis], link.size)
+    for op in COLLECTIVES:
+        run_and_check(case.but(op=op, sizes=cut, activation=None, return_gathered=False, strided=False), group)
 
 
 # ---------------------------------------------------------------- R12

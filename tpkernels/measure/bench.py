@@ -25,7 +25,7 @@ import tpkernels as tpk
 from tpkernels import config, flags
 from tpkernels.comm import groups, timeline
 from tpkernels.measure import bench_table, compare, html_report, links, report, suites
-from tpkernels.measure.cases import DTYPES, FUSED_OPS, Case, Shape
+from tpkernels.measure.cases import DTYPES, FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.deadline import deadline
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
 from tpkernels.measure.report import CaseResult
@@ -219,7 +219,7 @@ def run_rank(plan: Plan) -> RankOutput:
                 left = remaining(len(output.results), all_cases, time.monotonic() - start)
                 print(what + left, file=sys.stderr, flush=True)
             with torch.no_grad(), deadline(plan.case_timeout_s, f"rank {group.rank()}: {what}"):
-                case = Case(op, shape, DTYPES[plan.dtype], group, device, seed=index)
+                case = TimedCase(op, shape, DTYPES[plan.dtype], group, device, seed=index)
                 output.results.append(time_case(case, plan, control))
                 if plan.trace:
                     output.traces += [record_call(case, name) for name in case.implementations()]
@@ -252,7 +252,7 @@ def _store_group(size: int, timeout_s: float) -> Any:
     return dist.new_group(list(range(size)), backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
 
-def time_case(case: Case, plan: Plan, control: dist.ProcessGroup | None = None) -> CaseResult:
+def time_case(case: TimedCase, plan: Plan, control: dist.ProcessGroup | None = None) -> CaseResult:
     """Verify, then time, all ways of doing one op on one shape; on `control` the ranks agree on who takes part."""
     candidates, notes, failures = _verified(case, control or case.group)
     times = measure(
@@ -279,7 +279,7 @@ def time_case(case: Case, plan: Plan, control: dist.ProcessGroup | None = None) 
 
 
 def _verified(
-    case: Case, control: dist.ProcessGroup
+    case: TimedCase, control: dist.ProcessGroup
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str], dict[str, str]]:
     """What can be timed; who was left out and why; whose results were wrong."""
     roofs: dict[str, Callable[[], object]] = {"gemm": case.gemm_only}
@@ -304,7 +304,7 @@ def _verified(
     return right, notes, failures
 
 
-def _try(case: Case, rival: Rival, made: dict[str, Callable[[], object]]) -> str | None:
+def _try(case: TimedCase, rival: Rival, made: dict[str, Callable[[], object]]) -> str | None:
     def run() -> object:
         made[rival.name] = rival.make(case)
         return made[rival.name]()
@@ -312,7 +312,7 @@ def _try(case: Case, rival: Rival, made: dict[str, Callable[[], object]]) -> str
     return _check(case, rival.name, run, _RIVAL_ERRORS)
 
 
-def _check(case: Case, name: str, call: Callable[[], object], errors: tuple[type[Exception], ...]) -> str | None:
+def _check(case: TimedCase, name: str, call: Callable[[], object], errors: tuple[type[Exception], ...]) -> str | None:
     """What is wrong with a first call, or None."""
     try:
         case.verify(name, call())
@@ -329,7 +329,7 @@ def _agreed(reason: str | None, control: dist.ProcessGroup) -> str | None:
                  for rank, one in enumerate(reasons) if one is not None), None)  # fmt: skip
 
 
-def _calls_per_sample(case: Case) -> int:
+def _calls_per_sample(case: TimedCase) -> int:
     """So many that a sample lasts `_MIN_SAMPLE_S`; the slowest rank decides, for all.
 
     One on CUDA, where events resolve half a microsecond and a second call would find the weight in the cache.
@@ -344,7 +344,7 @@ def _calls_per_sample(case: Case) -> int:
     return max(1, min(_MAX_CALLS_PER_SAMPLE, round(_MIN_SAMPLE_S / max(seconds.item(), 1e-6))))
 
 
-def record_call(case: Case, implementation: str) -> RankTrace:
+def record_call(case: TimedCase, implementation: str) -> RankTrace:
     """The timeline of one call, after a warm-up call."""
     call = case.ours(implementation)
     call()

@@ -1,7 +1,7 @@
 """The benchmark's problems: inputs, the ways of doing one fused op that are compared, and the judge of their results.
 
 Owns: for each fused op, the GEMM alone, its ideal transfer alone, what a user would write with torch, and ours.
-Assumes: every rank builds the same `Case` in the same order; inputs come from a seed, so each rank can form any
+Assumes: every rank builds the same `TimedCase` in the same order; inputs come from a seed, so each rank can form any
 other's and check its own result without communication.
 Refuses: timing anything whose result is not within the elementwise fp64 bound. Up to `_FULL_CHECK_FLOP` every row is
 checked, above it `_SAMPLED_ROWS` rows spread over all shards and chunks.
@@ -23,7 +23,9 @@ from torch import Tensor
 import tpkernels as tpk
 from tpkernels import dispatch, partition
 from tpkernels.comm import gloo_threads
+from tpkernels.testing.cases import COPY, REDUCE, Case, Operands
 from tpkernels.testing.numeric import Bounded
+from tpkernels.testing.references import expected_outputs
 
 FUSED_OPS = tuple(op for op, facts in dispatch.FACTS.items() if facts.multiplies)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -53,8 +55,8 @@ class Shape:
 
 
 @dataclass
-class Case:
-    """One op on one shape, on this rank. Tensors are made when first asked for."""
+class TimedCase:
+    """One op on one shape, on this rank: a `tpkernels.testing.cases.Case`. Tensors are made when first asked for."""
 
     op: str
     shape: Shape
@@ -67,18 +69,13 @@ class Case:
         if self.op not in FUSED_OPS:
             raise ValueError(f"op must be one of {FUSED_OPS}, got {self.op!r}")
         self.rank, self.world_size = self.group.rank(), self.group.size()
-
-    @property
-    def gathers(self) -> bool:
-        return dispatch.FACTS[self.op].gathers
-
-    @property
-    def sums_everywhere(self) -> bool:
-        return dispatch.FACTS[self.op].everywhere
-
-    @cached_property
-    def row_sizes(self) -> tuple[int, ...]:
-        return partition.array_split_sizes(self.shape.m, self.world_size)
+        self.row_sizes = partition.array_split_sizes(self.shape.m, self.world_size)
+        facts = dispatch.FACTS[self.op]
+        self.gathers, self.sums_everywhere = facts.gathers, facts.everywhere
+        n = self.shape.n
+        if self.gathers:  # every rank has columns of its own
+            n = partition.array_split_sizes(n, self.world_size)[self.rank]
+        self.whole = Case(self.op, (self.shape.m, self.shape.k), ns=(n,), dtype=self.dtype)
 
     @cached_property
     def explanation(self) -> dispatch.Explanation:
@@ -91,16 +88,10 @@ class Case:
         return self.explanation.problem
 
     def _x_of(self, rank: int) -> Tensor:
-        """x of one rank: a row shard when gathering, a column shard when reducing."""
-        rows = self.row_sizes[rank] if self.gathers else self.shape.m
-        columns = self.shape.k if self.gathers else partition.array_split_sizes(self.shape.k, self.world_size)[rank]
-        return self._random(0, rank, rows, columns)
+        return self._random(0, rank, *self.whole.x_shape(rank, self.world_size))
 
     def _weight_of(self, rank: int) -> Tensor:
-        rows, columns = self.shape.n, self.shape.k
-        if self.gathers:
-            return self._random(1, rank, partition.array_split_sizes(rows, self.world_size)[rank], columns)
-        return self._random(1, rank, rows, partition.array_split_sizes(columns, self.world_size)[rank])
+        return self._random(1, rank, *self.whole.weight_shapes(rank, self.world_size)[0])
 
     def _random(self, what: int, rank: int, rows: int, columns: int) -> Tensor:
         """Drawn where it is used: the largest weights take a CPU half a minute. GPUs of one model draw alike."""
@@ -175,6 +166,7 @@ class Case:
             return partial
 
     def ours(self, implementation: str) -> Callable[[], Tensor]:
+        """The op alone: what a harness does before it calls the op would be timed, too."""
         group: Any = self.group
         if self.gathers:
             sizes = self.row_sizes
@@ -228,26 +220,26 @@ class Case:
 
     @cached_property
     def _bound(self) -> Bounded:
-        return self._sum_of_products(self._partials()).rounded(self.dtype)
+        """Of the checked rows, by the op that gives them without a cut."""
+        return expected_outputs(self.whole.but(op=COPY if self.gathers else REDUCE), self._partials(), 0)[0]
 
     @cached_property
     def _bound_of_torch(self) -> Bounded:
         """torch and other libraries may add partials in the output's dtype, one rounding per rank, in any order."""
         if self.gathers or self.world_size <= 2:
             return self._bound
-        unit = torch.finfo(self.dtype).eps / 2
-        magnitude = sum((a.double() @ b.double().T).abs() for a, b in self._partials())
+        unit, parts = torch.finfo(self.dtype).eps / 2, self._partials()
+        magnitude = sum((a.double() @ w[0].double().T).abs() for a, w in zip(parts.xs, parts.ws, strict=True))
         return Bounded(self._bound.value, self._bound.error + (self.world_size - 2) * unit * magnitude)
 
-    def _partials(self) -> list[tuple[Tensor, Tensor]]:
+    def _partials(self) -> Operands:
+        """The checked rows of all ranks' operands; of a gathering op this rank's alone, with all rows of x."""
         rows = self._checked_rows + (self._output_rows.start if len(self._output_rows) else 0)
         if self.gathers:
-            return [(self._gathered_x()[rows], self.weight)]
-        return [(self._x_of(rank)[rows], self._weight_of(rank)) for rank in range(self.world_size)]
-
-    def _sum_of_products(self, partials: list[tuple[Tensor, Tensor]]) -> Bounded:
-        xs, weights = zip(*partials, strict=True)
-        return Bounded.sum_of_products(xs, weights, dtype=self.dtype, partials_rounded=not self.gathers)
+            return Operands([self._gathered_x()[rows]], [[self.weight]], [[None]])
+        ranks = range(self.world_size)
+        xs, ws = [self._x_of(rank)[rows] for rank in ranks], [[self._weight_of(rank)] for rank in ranks]
+        return Operands(xs, ws, [[None] for _ in ranks])
 
 
 def torch_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -25,7 +25,7 @@ _ONE_SHOT_BYTES = 256 * 1024
 
 
 class Problem(Protocol):
-    """What a rival needs of a :class:`tpkernels.measure.cases.Case`."""
+    """What a rival needs of a :class:`tpkernels.measure.cases.TimedCase`."""
 
     op: str
     shape: Any

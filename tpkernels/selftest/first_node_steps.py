@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tpkernels.dispatch import OPS, implementations
 from tpkernels.measure.bench import Plan, time_case
-from tpkernels.measure.cases import FUSED_OPS, Case, Shape, torch_all_gather
+from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase, torch_all_gather
 from tpkernels.measure.report import measurement_to_json
 from tpkernels.measure.suites import scaled
 from tpkernels.measure.timing import measure
@@ -169,7 +169,7 @@ def beside_a_collective(setting: Setting) -> dict[str, Any]:
     with _ranks(setting) as (mesh, device), torch.no_grad():
         group = mesh["tp"].get_group()
         other = dist.new_group(list(range(dist.get_world_size())))
-        case = Case(
+        case = TimedCase(
             "matmul_reduce_scatter", scaled(Shape(8192, 512, 8192), setting.divisor), torch.bfloat16, group, device
         )
         shard = torch.full((max(1, 4096 // setting.divisor), 8192), float(group.rank()), device=device)
@@ -243,7 +243,7 @@ def speed(setting: Setting, op: str) -> dict[str, Any]:
         medians: dict[str, float] = {}
         wrong: list[str] = []
         for index, text in enumerate(SHAPES[op]):
-            case = Case(op, scaled(Shape.parse(text), setting.divisor), torch.bfloat16, group, device, seed=index)
+            case = TimedCase(op, scaled(Shape.parse(text), setting.divisor), torch.bfloat16, group, device, seed=index)
             result = time_case(case, plan, dist.new_group(backend="gloo"))
             times = dict(result.times)
             if device.type == "cuda":

@@ -51,6 +51,7 @@ __all__ = [
     "SLACK",
     "BoundExceeded",
     "Bounded",
+    "activate",
     "assert_bitwise_equal",
     "assert_within_bound",
 ]
@@ -200,9 +201,9 @@ class Bounded:
             return self
         first = _activation_bounds(name).first
         if name == "relu":  # rounding before or after it is the same, so the caller's rounding is the only one
-            return Bounded(_activate(self.value, name), first * self.error)
+            return Bounded(activate(self.value, name), first * self.error)
         x = self.rounded(dtype) if input_rounded else self
-        return Bounded(_activate(x.value, name), first * x.error + 4 * _accumulation_eps(dtype) * x.largest)
+        return Bounded(activate(x.value, name), first * x.error + 4 * _accumulation_eps(dtype) * x.largest)
 
     def gated(self, name: str, up: Bounded, *, dtype: torch.dtype, input_rounded: bool = True) -> Bounded:
         """f(x) up, see `GATED`, for the gate x that this is; with `input_rounded` every step rounds to `dtype`."""
@@ -219,7 +220,7 @@ class Bounded:
         x, limits = self.rounded(dtype), _activation_bounds(name)
         with torch.enable_grad():
             leaf = x.value.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(_activate(leaf, name).sum(), leaf)
+            (slope,) = torch.autograd.grad(activate(leaf, name).sum(), leaf)
         if limits.second is None:  # relu: the slope is exact, unless x may lie on the other side of the kink
             slope_error = (x.value.abs() <= x.error).double()
         else:
@@ -345,7 +346,7 @@ def _activation_bounds(name: str) -> ActivationBounds:
     return ACTIVATIONS[name]
 
 
-def _activate(x: Tensor, name: str) -> Tensor:
+def activate(x: Tensor, name: str) -> Tensor:
     if name == "relu":
         return F.relu(x)
     if name == "silu":
