@@ -6,7 +6,9 @@ Exit code 1 if any survives.  ``--check``: whether each edit still finds its lin
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -41,36 +43,46 @@ def copy_tree(to: Path) -> None:
         shutil.copy2(ROOT / name, to / name)
 
 
-def code_of(tree: Path, tests: str) -> int | None:
-    """pytest's exit code; None where it took too long."""
+def code_of(tree: Path, tests: str) -> tuple[int | None, str]:
+    """pytest's exit code, None where it took too long, and the first test that failed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        return subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=TIMEOUT_S).returncode
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return None
+        return None, ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else ""
 
 
-def outcome(tree: Path, edit: Edit, sound: dict[str, bool]) -> str:
-    """``sound``: whether tests pass without any fault, else they kill nothing; filled here."""
+def outcome(tree: Path, edit: Edit, sound: dict[str, bool]) -> tuple[str, str]:
+    """How it ended, and the test that killed it. ``sound``: which tests pass without any fault; filled here."""
     if edit.tests not in sound:
-        sound[edit.tests] = code_of(tree, edit.tests) == 0
+        sound[edit.tests] = code_of(tree, edit.tests)[0] == 0
     if not sound[edit.tests]:
-        return "fails anyway"
+        return "fails anyway", ""
     path = tree / "tpkernels" / edit.file
     original = path.read_text()
     path.write_text(edited(original, edit))
     try:
-        code = code_of(tree, edit.tests)
+        code, killer = code_of(tree, edit.tests)
     finally:
         path.write_text(original)
-    return {0: "survives", 1: "killed", None: "hangs"}.get(code, f"exit code {code}")
+    return {0: "survives", 1: "killed", None: "hangs"}.get(code, f"exit code {code}"), killer
+
+
+def file_outcomes(path: Path, told: dict[str, dict[str, str]]) -> None:
+    """Into what earlier runs of other edits filed there; an edit that is no longer in the list leaves the file."""
+    filed = json.loads(path.read_text()) if path.exists() else {}
+    known = {**filed, **told}
+    path.write_text(json.dumps({edit.name: known[edit.name] for edit in EDITS if edit.name in known}, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations.floors", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of files' names or edits; all by default")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add to FILE which test killed which edit")
     given = parser.parse_args()
     check()
     chosen = [edit for edit in EDITS if not given.names or any(part in edit.name for part in given.names)]
@@ -78,15 +90,20 @@ def main() -> int:
         print(f"{len(EDITS)} edits find their lines")
         return 0
     alive: list[str] = []
+    told: dict[str, dict[str, str]] = {}
     sound: dict[str, bool] = {}
     with tempfile.TemporaryDirectory(prefix="tpkernels-floors-") as folder:
         tree = Path(folder)
         copy_tree(tree)
         for edit in chosen:
             begun = time.monotonic()
-            found = outcome(tree, edit, sound)
+            found, killer = outcome(tree, edit, sound)
             alive += [edit.name] if found != "killed" else []
-            print(f"{found:14} {time.monotonic() - begun:5.0f} s  {edit.name}", flush=True)
+            told[edit.name] = {"outcome": found, "by": killer}
+            by = f"  <- {killer}" if killer else ""
+            print(f"{found:14} {time.monotonic() - begun:5.0f} s  {edit.name}{by}", flush=True)
+    if given.out:
+        file_outcomes(given.out, told)
     print(f"{len(chosen)} faults, {len(chosen) - len(alive)} killed; not killed: {'; '.join(alive) or 'none'}")
     return int(bool(alive))
 
