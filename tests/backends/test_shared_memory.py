@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tests.backends.contract import exact_cases, judge_all
+from tests.backends.contract import BASE, exact_cases, judge_all
 from tests.ops.support import new_group
 from tpkernels.backends.shared_memory import implementations as shared_memory
 from tpkernels.backends.shared_memory import segments as shared_segments
@@ -164,6 +166,26 @@ def judge_one_way(cases: list[Any], one_gemm: bool) -> None:
 @pytest.mark.parametrize("one_gemm", [True, False])
 def test_both_ways_are_exact_whatever_the_costs_say(ranks: Pools, op: str, one_gemm: bool) -> None:
     ranks(3).run(judge_one_way, exact_cases(op, "shared_memory", 3), one_gemm)
+
+
+def judge_beside_a_pause(cases: list[Any], slow: int) -> None:
+    """Rank ``slow`` pauses before the second part that it computes for others, when the first can be read."""
+    original, begun = shared_memory.partial_rows, itertools.count()
+
+    def partial_rows(*args: Any) -> None:
+        if next(begun) % dist.get_world_size() == 1 and dist.get_rank() == slow:
+            time.sleep(0.1)
+        original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "partial_rows", partial_rows)
+        judge_one_way(cases, one_gemm=False)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_part_is_read_when_it_is_there_and_not_when_the_first_one_is(ranks: Pools, slow: int) -> None:
+    case = BASE.but(op=SCATTER, implementation="shared_memory")
+    ranks(3).run(judge_beside_a_pause, [case.but(call=number) for number in range(3)], slow)
 
 
 def sums_much() -> list[bool]:

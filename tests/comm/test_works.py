@@ -213,6 +213,30 @@ def test_an_operation_that_fails_is_an_error_in_its_words(ranks: Pools) -> None:
         assert "call 2 on group" in str(error) and "unhandled system error" in str(error)
 
 
+def fails_and_makes_no_further_call(unlucky: int) -> tuple[BaseException | None, float]:
+    """What the other rank says, whose operation waits on the device for one that failed there; and after how long."""
+    with new_group(LONG_S) as group:
+        known(group)
+        error, start = None, time.monotonic()
+        if dist.get_rank() == unlucky:
+            group.fails_with = "NCCL error: unhandled system error"
+            call(group)
+        else:
+            call(group)
+            group.synchronize(2 * SOON)
+            error = what_later_calls_say(group)[0]
+        took = time.monotonic() - start
+        dist.barrier()
+        return error, took
+
+
+@pytest.mark.gloo
+def test_a_rank_whose_host_is_elsewhere_tells_its_peers_of_a_failure_on_its_device(ranks: Pools) -> None:
+    error, took = ranks(2).run(fails_and_makes_no_further_call, 1)[0]
+    assert type(error) is PeerLost and error.ranks == (1,) and took < SOON, (error, took)
+    assert "rank 1 failed first" in str(error) and "unhandled system error" in str(error), error
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

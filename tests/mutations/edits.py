@@ -90,6 +90,7 @@ EDITS = (
     Edit(POINT, "places[peer] = starts[peer] + low, starts[peer] + high", "places[peer] = low, high", CHUNKED),
     Edit("backends/point_to_point/unfused.py", "start = sum(layout.sizes[:rank]) * layout.inner", "start = 0", UNFUSED),
     # who is to blame
+    Edit("comm/monitor.py", "presence.tell(self.group, verdict, self.store)", "pass", "tests/comm/test_works.py"),
     Edit(
         "comm/monitor.py",
         "            transport.abort(self.group)\n\n    def _compare_order",
@@ -258,7 +259,7 @@ EDITS = (
         SHARED_FILE,
         "channel.wait(producer, (rank - producer) % size)",
         "channel.wait(producer, 1)",
-        f"{SHARED} tests/backends/test_seeded_faults.py",
+        "tests/backends/test_shared_memory.py",
     ),
     Edit(SHARED_FILE, "parts[rank] = own.data_ptr()", "pass", SHARED),
     Edit(SHARED_FILE, "(start + low * stride) * itemsize", "start * itemsize", "tests/ops/test_residual_norm.py"),
