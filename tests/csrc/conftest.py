@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.csrc.exercises import SANITIZED, build
+from tests.csrc import exercises
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built() -> Path:
     """The library of all kernels and their drivers."""
-    return build(tmp_path_factory.mktemp("kernels"), "kernels.so", ["-O3"])
+    return exercises.built("kernels.so", ["-O3"])
 
 
 @pytest.fixture(scope="session")
-def exercise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exercise() -> Path:
     """The program that plays random cases, under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    return build(tmp_path_factory.mktemp("exercise"), "exercise", SANITIZED)
+    return exercises.built("exercise", exercises.SANITIZED)

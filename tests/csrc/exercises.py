@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
+
+from tests.builds import built_once, compiler, sources
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = REPOSITORY / "csrc" / "cpu"
@@ -36,19 +36,17 @@ GUARD = 0xA5
 # ---------------------------------------------------------------- building
 
 
-def compiler() -> str:
-    found = os.environ.get("CXX", "").split(" ")[0] or shutil.which("g++") or shutil.which("c++")
-    if not found or shutil.which(found) is None:
-        pytest.skip("needs a C++ compiler (g++)")
-    return found
-
-
-def build(folder: Path, target: str, flags: Sequence[str]) -> Path:
+def built(target: str, flags: Sequence[str]) -> Path:
     """A library or a program of all kernels and their drivers; the objects stay beside it."""
-    sources = (*KERNELS, *DRIVERS)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda source: compile_one(source, folder, flags), sources))
-    return link(folder / target, [folder / f"{source.stem}.o" for source in sources], flags)
+    units = (*KERNELS, *DRIVERS)
+
+    def make(folder: Path) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda unit: compile_one(unit, folder, flags), units))
+        link(folder / target, [folder / f"{unit.stem}.o" for unit in units], flags)
+
+    made_of = sources(CPU.parent, Path(__file__).parent)
+    return built_once(f"csrc {target}", made_of, (flags, FLAGS, ISA_FLAGS), make) / target
 
 
 def compile_one(source: Path, folder: Path, flags: Sequence[str]) -> Path:

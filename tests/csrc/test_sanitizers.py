@@ -12,12 +12,14 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.builds import built_once, compiler, sources
 
 pytestmark = pytest.mark.cpu
 
@@ -90,13 +92,15 @@ FAULTS = {
 
 
 class Tree:
-    """A copy of the source, its objects, and the program built from them."""
+    """A copy of the source, its objects, and the program built from them; what is in the folder already stays."""
 
     def __init__(self, folder: Path, flags: Sequence[str], like: Tree | None = None) -> None:
         self.folder, self.flags = folder, flags
-        self.compiler = _compiler()
-        shutil.copytree(CSRC if like is None else like.folder / "csrc", folder / "csrc")
-        if like is None:
+        self.compiler = compiler()
+        is_new = not (folder / "csrc").exists()
+        if is_new:
+            shutil.copytree(CSRC if like is None else like.folder / "csrc", folder / "csrc")
+        if is_new and like is None:
             shutil.copy(HERE / RACES, folder / "csrc" / RACES)
             for constant, small in SMALL_PIECES.items():
                 self.edit(COLLECTIVES, constant, small)
@@ -131,34 +135,33 @@ class Tree:
         return _run([str(self.folder / "races"), *command.split()])
 
 
-def _compiler() -> str:
-    found = os.environ.get("CXX", "").split(" ")[0] or shutil.which("g++") or shutil.which("c++")
-    if not found or shutil.which(found) is None:
-        pytest.skip("needs a C++ compiler (g++)")
-    return found
-
-
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     options = "halt_on_error=1:exitcode=66:abort_on_error=0"
     environment = {**os.environ, "TSAN_OPTIONS": options, "ASAN_OPTIONS": "exitcode=66", "UBSAN_OPTIONS": options}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
-def _built(folder: Path, flags: Sequence[str]) -> Tree:
-    tree = Tree(folder, flags)
-    tree.compile(tree.units)
-    tree.link()
-    return tree
+def _built(name: str, flags: Sequence[str]) -> Tree:
+    def make(folder: Path) -> None:
+        tree = Tree(folder, flags)
+        tree.compile(tree.units)
+        tree.link()
+
+    return Tree(_built_once(name, flags, None, make), flags)
+
+
+def _built_once(name: str, flags: Sequence[str], edits: object, make: Callable[[Path], None]) -> Path:
+    return built_once(name, [*sources(CSRC), HERE / RACES], (flags, FLAGS, ISA_FLAGS, SMALL_PIECES, edits), make)
 
 
 @pytest.fixture(scope="module")
-def with_thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    return _built(tmp_path_factory.mktemp("tsan"), THREAD)
+def with_thread_sanitizer() -> Tree:
+    return _built("races under TSan", THREAD)
 
 
 @pytest.fixture(scope="module")
-def with_address_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    return _built(tmp_path_factory.mktemp("asan"), ADDRESS)
+def with_address_sanitizer() -> Tree:
+    return _built("races under ASan", ADDRESS)
 
 
 COMMANDS = (
@@ -192,19 +195,21 @@ def _check_clean(tree: Tree, command: str, full: bool) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_seeded_fault_is_caught(
-    name: str, with_thread_sanitizer: Tree, with_address_sanitizer: Tree, tmp_path: Path
-) -> None:
+def test_a_seeded_fault_is_caught(name: str, with_thread_sanitizer: Tree, with_address_sanitizer: Tree) -> None:
     fault = FAULTS[name]
     clean = with_thread_sanitizer if fault.flags == THREAD else with_address_sanitizer
-    tree = Tree(tmp_path, fault.flags, like=clean)
-    for file, replacements in fault.edits.items():
-        for old, new in replacements.items():
-            tree.edit(file, re.escape(old), new)
-    # Only channel.cpp uses what the faults in signals.h change.
-    changed = {CHANNEL if file == SIGNALS else file for file in fault.edits}
-    tree.objects |= {unit: clean.objects[unit] for unit in tree.units if unit not in changed}
-    tree.compile(sorted(changed))
-    tree.link()
-    done = tree.play(fault.command)
+
+    def make(folder: Path) -> None:
+        tree = Tree(folder, fault.flags, like=clean)
+        for file, replacements in fault.edits.items():
+            for old, new in replacements.items():
+                tree.edit(file, re.escape(old), new)
+        # Only channel.cpp uses what the faults in signals.h change.
+        changed = {CHANNEL if file == SIGNALS else file for file in fault.edits}
+        tree.objects |= {unit: clean.objects[unit] for unit in tree.units if unit not in changed}
+        tree.compile(sorted(changed))
+        tree.link()
+
+    seeded = _built_once(f"races, fault {list(FAULTS).index(name)}", fault.flags, fault.edits, make)
+    done = Tree(seeded, fault.flags).play(fault.command)
     assert done.returncode != 0 and re.search(fault.found_by, done.stderr), f"{name}: {done.returncode}, {done.stderr}"

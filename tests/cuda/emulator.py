@@ -7,18 +7,17 @@ several blocks. An edit whose text is no longer there fails: the copy must follo
 
 from __future__ import annotations
 
-import atexit
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
-from tests.cuda.test_ranks import CSRC, compiler
+from tests.builds import built_once, compiler, sources
+from tests.cuda.test_ranks import CSRC
 
 HERE = Path(__file__).parent
+FILE = "emulated.so"
 # One thread per block, so that blocks need no barriers; several blocks for little data; polls that leave the core.
 EDITS: Mapping[str, Mapping[str, str]] = {
     "numbers.h": {"kReduceThreads = 512": "kReduceThreads = 1"},
@@ -29,16 +28,14 @@ LAUNCH = re.compile(r"(\w+(?:<\w+(?:, \w+)?>)?)<<<(.+?), .+?, 0, as_stream\((.+?
 FLAGS = "-std=c++17 -O1 -shared -fPIC -pthread -fvisibility=hidden -Wall -Wextra -Wno-unused-function -Werror".split()
 
 
-@cache
-def library() -> Path:
-    """The library without further edits, built once for all tests and kept as long as this process lives."""
-    folder = Path(tempfile.mkdtemp(prefix="tpkernels-emulated-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return build(folder)
+def library(edits: Mapping[str, Mapping[str, str]] | None = None) -> Path:
+    """The library's file, with more edits (a seeded fault) if given."""
+    name = "emulated" if edits is None else f"emulated, {' '.join(edits)}"
+    made_of = (FLAGS, EDITS, LAUNCH.pattern, edits)
+    return built_once(name, sources(CSRC, HERE), made_of, lambda folder: build(folder, edits)) / FILE
 
 
-def build(folder: Path, edits: Mapping[str, Mapping[str, str]] | None = None) -> Path:
-    """Build in `folder`, with more edits (a seeded fault) if given; the library's file."""
+def build(folder: Path, edits: Mapping[str, Mapping[str, str]] | None) -> None:
     source = folder / "csrc"
     shutil.copytree(CSRC, source)
     for changes in (EDITS, edits or {}):
@@ -61,11 +58,9 @@ def build(folder: Path, edits: Mapping[str, Mapping[str, str]] | None = None) ->
         # The runtime's stand-in knows device.h, as nvcc knows the vocabulary of device code.
         unit.write_text('#include "cuda/device.h"\n' + text)
         units.append(unit)
-    library = folder / "emulated.so"
     includes = [f"-I{source}", f"-I{HERE / 'emulated'}", f"-I{HERE}"]
     done = subprocess.run(
-        [compiler(), *FLAGS, *includes, *map(str, units), "-o", str(library)],
+        [compiler(), *FLAGS, *includes, *map(str, units), "-o", str(folder / FILE)],
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return library

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda.emulator import build
-from tests.cuda.test_ranks import ONE_SHOT, REDUCE, TWO_SHOT, compiler, copy_of_the_source, run
+from tests.builds import built_once, compiler, sources
+from tests.cuda import emulator
+from tests.cuda.test_ranks import CSRC, HERE, ONE_SHOT, REDUCE, TWO_SHOT, copy_of_the_source, run
 from tests.kernels.sparse_memory import sparse_matrix
 from tpkernels.backends.symmetric.cuda_group import Call, Group, Pipeline
 from tpkernels.backends.symmetric.cuda_native import PAD_BYTES, STATE_BYTES, Chunk, CudaError, Library, Steps
@@ -38,9 +39,16 @@ FAULTS = {
 }
 
 
+FLAGS = "-std=c++20 -O0 -Wall -Werror -pthread".split()
+
+
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = copy_of_the_source(tmp_path_factory.mktemp("far"))
+def program() -> Path:
+    return built_once("cuda far", sources(CSRC, HERE), (FLAGS, FAULTS), build_with_faults) / "seeded" / "far"
+
+
+def build_with_faults(parent: Path) -> None:
+    folder = copy_of_the_source(parent / "seeded")
     for number, (file, offset) in enumerate(FAULTS.values(), 1):
         path = folder / file
         text = path.read_text()
@@ -55,10 +63,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     device = folder / DEVICE
     device.write_text(device.read_text().replace("#pragma once", "#pragma once\ninline int seeded_fault = 0;", 1))
     out = folder / "far"
-    flags = ["-std=c++20", "-O0", "-Wall", "-Werror", f"-I{folder / 'csrc'}", f"-I{folder}", "-pthread"]
-    done = run([compiler(), *flags, str(folder / "far.cpp"), "-o", str(out)])
+    includes = [f"-I{folder / 'csrc'}", f"-I{folder}"]
+    done = run([compiler(), *FLAGS, *includes, str(folder / "far.cpp"), "-o", str(out)])
     assert done.returncode == 0, done.stderr
-    return out
 
 
 def test_kernels_reach_past_two_to_the_31_elements(program: Path) -> None:
@@ -104,11 +111,11 @@ FAULTS_OF_COPIES: dict[str, tuple[type[Exception], tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS_OF_COPIES)
-def test_a_fault_of_the_copies_is_caught(tmp_path: Path, name: str, full: bool) -> None:
+def test_a_fault_of_the_copies_is_caught(name: str, full: bool) -> None:
     """Without faults they are tested where the library is built anyway: tests/backends/test_symmetric.py."""
     if not full:
         pytest.skip("--full: builds the library once more")
     error, (old, new) = FAULTS_OF_COPIES[name]
-    library = Library(build(tmp_path / "faulty", {"pipeline.cu": {old: new}}))
+    library = Library(emulator.library({"pipeline.cu": {old: new}}))
     with pytest.raises(error):
         copy_rows(library, (2**29, COLUMNS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ def compile_ptx(built: tuple[Path, str], source: Path) -> str:
     rules = built[0].with_name("build.ninja").read_text()
     nvcc = re.search(r"command = (\S+)", rules)
     assert nvcc is not None
-    out = source.with_suffix(".ptx")
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{source.parents[1]}", "-arch=compute_90", "-ptx"]
-    done = subprocess.run([nvcc[1], *flags, str(source), "-o", str(out)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "unit.ptx")
+        command = [nvcc[1], *flags, str(source), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return out.read_text()
 
 
 def kernels_of(ptx: str) -> dict[str, str]:

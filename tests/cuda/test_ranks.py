@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builds import built_once, compiler, sources
 from tpkernels import partition
 
 pytestmark = pytest.mark.cpu
@@ -149,13 +150,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-def compiler() -> str:
-    found = os.environ.get("CXX", "").split(" ")[0] or shutil.which("g++") or shutil.which("c++")
-    if not found or shutil.which(found) is None:
-        pytest.skip("needs a C++ compiler (g++)")
-    return found
-
-
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:abort_on_error=0"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
@@ -163,7 +157,7 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def copy_of_the_source(folder: Path) -> Path:
     for part in ("common", "cuda"):
-        shutil.copytree(CSRC / part, folder / "csrc" / part)
+        shutil.copytree(CSRC / part, folder / "csrc" / part)  # makes the folder, too
     for file in HERE.glob("*.[ch]*"):
         shutil.copy(file, folder)
     return folder
@@ -198,11 +192,15 @@ class Programs:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    clean, seeded = (copy_of_the_source(tmp_path_factory.mktemp(name)) for name in ("clean", "seeded"))
-    seed_faults(seeded)
-    with ThreadPoolExecutor(2) as pool:
-        return Programs(*pool.map(build, (clean, seeded)))
+def programs() -> Programs:
+    def make(folder: Path) -> None:
+        clean, seeded = (copy_of_the_source(folder / name) for name in ("clean", "seeded"))
+        seed_faults(seeded)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(build, (clean, seeded)))
+
+    folder = built_once("cuda ranks", sources(CSRC, HERE), (FLAGS, FAULTS), make)
+    return Programs(folder / "clean" / "ranks", folder / "seeded" / "ranks")
 
 
 COMMANDS = (

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.builds import compiler
 from tests.cuda import emulator
 from tests.cuda.occupancy import LIMITS, Gpu, Kernel, Limits, least_room, room
-from tests.cuda.test_ranks import compiler
 from tpkernels.backends.symmetric.channels import MAX_LANES
 from tpkernels.backends.symmetric.cuda_group import Group, Norm, OneShot
 from tpkernels.backends.symmetric.cuda_native import PAD_BYTES, STATE_BYTES, Dtype, Library
@@ -325,11 +325,11 @@ def test_no_launch_has_more_blocks_than_the_group_may_wait_with() -> None:
             assert getattr(LoneRank(library, most), name)() == min(most, wanted), name
 
 
-def test_a_launch_that_does_not_ask_is_seen(tmp_path: Path) -> None:
+def test_a_launch_that_does_not_ask_is_seen() -> None:
     uncapped = {
         "reduce.cu": {"a.group->max_blocks": "512"},
         "one_shot.cu": {"std::min(most, group.max_blocks)": "std::min(most, 1000 * group.max_blocks)"},
     }
-    library = Library(emulator.build(tmp_path, uncapped))
+    library = Library(emulator.library(uncapped))
     for name, wanted in LAUNCHES.items():
         assert getattr(LoneRank(library, 2), name)() == wanted, name
