@@ -7,6 +7,7 @@ Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in LAYERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    if hasattr(config, "workerinput"):  # of pytest-xdist; tests look into their process group for what is left
+        os.setpgrp()
 
 
 def missing_for(layer: str) -> str | None:

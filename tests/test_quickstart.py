@@ -368,12 +368,18 @@ def test_failures_of_one_check_do_not_hide_the_others(checkout: Checkout, monkey
     ran = []
 
     def run(argv: list[Path | str], **_: object) -> int:
-        ran.append(Path(argv[0]).name)
-        return codes[ran[-1]]
+        ran.append(argv)
+        return codes[Path(argv[0]).name]
 
     monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "sees_gpu", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
     assert module.run_tests(["-k", "x"]) == 1
-    assert ran == ["ruff", "ruff", "clang-format", "mypy", "python"]
+    assert [Path(argv[0]).name for argv in ran] == ["ruff", "ruff", "clang-format", "mypy", "python"]
+    assert ran[-1][1:] == ["-m", "pytest", "--durations=10", "-n", "3", "--dist", "worksteal", "-k", "x"]
+    monkeypatch.setattr(module, "sees_gpu", lambda: True)
+    module.run_tests([])
+    assert ran[-1][1:] == ["-m", "pytest", "--durations=10"], "tests of one GPU take turns"
 
 
 def test_help_and_a_dry_run_touch_nothing(checkout: Checkout) -> None:
@@ -394,7 +400,8 @@ def test_ci_runs_the_newcomers_command_in_bounded_time() -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
 
 
-def test_in_ci_a_skip_for_what_could_be_installed_is_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", ["-n0", "-n2"])
+def test_in_ci_a_skip_for_what_could_be_installed_is_a_failure(tmp_path: Path, processes: str) -> None:
     tmp_path.joinpath("test_functions.py").write_text(
         "import pytest\n"
         "def test_package(): pytest.importorskip('no_such_package')\n"
@@ -403,10 +410,11 @@ def test_in_ci_a_skip_for_what_could_be_installed_is_a_failure(tmp_path: Path) -
         "def test_known(): pytest.xfail('known')\n"
     )
     tmp_path.joinpath("test_module.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
-    argv = ["-m", "pytest", "-q", "-p", "tests.require_all", "--continue-on-collection-errors", str(tmp_path)]
+    argv = ["-m", "pytest", "-q", processes, "-p", "tests.require_all", "--continue-on-collection-errors"]
     done = subprocess.run(
-        [sys.executable, *argv, "--rootdir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, *argv, "--rootdir", str(tmp_path), str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 1
     assert "1 failed, 2 skipped, 1 xfailed, 1 error" in done.stdout, done.stdout
     assert "FAILED" in done.stdout and "::test_package" in done.stdout and "ERROR" in done.stdout
