@@ -69,6 +69,7 @@ def test_a_wrong_command_line_exits_with_2(argv: list[str], capsys: pytest.Captu
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("forked")
 def test_explain_shows_the_choice_and_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "matmul_reduce_scatter", "--m", "300", "--k", "96", "--n", "64", "--tp", "3"]) == 0
     text = capsys.readouterr().out
@@ -78,6 +79,7 @@ def test_explain_shows_the_choice_and_every_candidate(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("forked")
 def test_a_bad_value_that_only_the_ranks_see_is_one_clean_line(capsys: pytest.CaptureFixture[str]) -> None:
     question = ["verify", "tests.models.zoo:mlp", "--override", "nosuch=replicate"]
     assert cli.main(question) == 2

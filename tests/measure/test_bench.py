@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +23,13 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tpkernels.comm.timeline import Event
 from tpkernels.gemm.native import native
+from tpkernels.launching import local_ranks
 from tpkernels.launching.local_ranks import LaunchError
 from tpkernels.measure import bench, bench_table, netlab, suites
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.rivals import RIVALS, Problem, Rival
 from tpkernels.measure.trace import RankTrace, trace_overlap
+from tpkernels.testing.spawn import fork_server
 
 
 def _arguments(*words: str) -> argparse.Namespace:
@@ -106,7 +109,8 @@ def _on_two_ranks() -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> list[tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]]:
-    return tpk.launch(_on_two_ranks, 2, timeout=120)
+    with mock.patch.object(local_ranks, "_new_interpreters", fork_server):
+        return tpk.launch(_on_two_ranks, 2, timeout=120)
 
 
 @pytest.mark.gloo
@@ -122,6 +126,7 @@ def test_torchs_fused_ops_are_called_with_what_they_take(on_two_ranks: list[Any]
         assert shapes == {"all_gather_matmul": (8, 5), "matmul_reduce_scatter": (4, 10)}
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_bench_runs_local_ranks_and_files_every_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bench.json"
@@ -140,6 +145,7 @@ def test_bench_runs_local_ranks_and_files_every_sample(tmp_path: Path, capsys: p
     assert "GEMM only" in printed and "vs unfused" in printed
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_bench_measures_groups_and_uneven_shapes_and_says_who_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,58 @@
+"""Ranks in which Triton interprets, forked from a server of their own: other ranks must not have read its environment.
+
+Triton and OpenBLAS read the environment when they are loaded, so a fork of the server of all other ranks is too late;
+new interpreters cost each rank seconds of imports.
+"""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from unittest import mock
+
+from tpkernels.launching.local_ranks import RankTeam
+from tpkernels.testing import spawn
+from tpkernels.testing.spawn import Pools, WorkerPool
+
+__all__ = ["InterpretedPools"]
+
+# The product of a row with a matrix must not depend on the row's place (tests/kernels/interpreter.py).
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Prescott"}
+PRELOADED = ["torch", "torch.distributed", "tpkernels", "tpkernels.sharding", "tpkernels.kernels", spawn.__name__]
+_server = forkserver.ForkServer()
+
+
+class _Popen(popen_forkserver.Popen):
+    def _launch(self, process: object) -> None:
+        _server.set_forkserver_preload(PRELOADED)
+        with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
+            super()._launch(process)
+
+
+class InterpretedProcess(ForkServerProcess):
+    @staticmethod
+    def _Popen(process: object) -> _Popen:
+        return _Popen(process)
+
+
+class InterpretedContext(ForkServerContext):
+    Process = InterpretedProcess
+
+
+class InterpretedPool(WorkerPool):
+    def __init__(self, nproc: int, *, forked: bool) -> None:
+        super().__init__(nproc)
+        self._context = InterpretedContext()
+
+    def _started(self) -> RankTeam:
+        with mock.patch.dict(os.environ, ENVIRONMENT):  # which the server and the ranks inherit
+            return super()._started()
+
+
+class InterpretedPools(Pools):
+    """Pools of such ranks."""
+
+    def __call__(self, nproc: int) -> WorkerPool:
+        with mock.patch.object(spawn, "WorkerPool", InterpretedPool):
+            return super().__call__(nproc)
