@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.builds import built_once
 from tests.kernels.ahead_of_time import in_table
 from tests.kernels.index_lint import narrow_products
 from tests.kernels.interpreter import mutant
@@ -31,9 +33,16 @@ TILE_LIMIT = 3500
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 
+@cache
+def compilations() -> Path:
+    """Triton's own cache, where what it has compiled lies under a hash of source, options and compiler."""
+    files = [*sorted((REPOSITORY / "tpkernels" / "kernels").glob("*.py")), *sorted(Path(__file__).parent.glob("*.py"))]
+    return built_once("triton", files, version("triton"), lambda folder: folder.joinpath("cache").mkdir()) / "cache"
+
+
 def compiled(folder: Path, *arguments: str) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    environment["TRITON_CACHE_DIR"] = str(compilations())
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(folder), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.kernels.ahead_of_time", *arguments]
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
