@@ -46,7 +46,7 @@ def built(target: str, flags: Sequence[str]) -> Path:
         link(folder / target, [folder / f"{unit.stem}.o" for unit in units], flags)
 
     made_of = sources(CPU.parent, Path(__file__).parent)
-    return built_once(f"csrc {target}", made_of, (flags, FLAGS, ISA_FLAGS), make) / target
+    return built_once(f"csrc-{target}", made_of, (flags, FLAGS, ISA_FLAGS), make) / target
 
 
 def compile_one(source: Path, folder: Path, flags: Sequence[str]) -> Path:

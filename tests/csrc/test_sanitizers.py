@@ -156,12 +156,12 @@ def _built_once(name: str, flags: Sequence[str], edits: object, make: Callable[[
 
 @pytest.fixture(scope="module")
 def with_thread_sanitizer() -> Tree:
-    return _built("races under TSan", THREAD)
+    return _built("races-thread", THREAD)
 
 
 @pytest.fixture(scope="module")
 def with_address_sanitizer() -> Tree:
-    return _built("races under ASan", ADDRESS)
+    return _built("races-address", ADDRESS)
 
 
 COMMANDS = (
@@ -210,6 +210,6 @@ def test_a_seeded_fault_is_caught(name: str, with_thread_sanitizer: Tree, with_a
         tree.compile(sorted(changed))
         tree.link()
 
-    seeded = _built_once(f"races, fault {list(FAULTS).index(name)}", fault.flags, fault.edits, make)
+    seeded = _built_once(f"races-fault-{list(FAULTS).index(name)}", fault.flags, fault.edits, make)
     done = Tree(seeded, fault.flags).play(fault.command)
     assert done.returncode != 0 and re.search(fault.found_by, done.stderr), f"{name}: {done.returncode}, {done.stderr}"

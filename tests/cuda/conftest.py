@@ -32,7 +32,7 @@ def built() -> tuple[Path, str]:
         except setup["CannotBuild"] as reason:
             nvcc = str(reason)
     made_of = [*(ROOT / name for name in TOP), *sources(ROOT / "csrc")]
-    folder = built_once("cuda wheel", made_of, (nvcc, _settings()), build)
+    folder = built_once("cuda-wheel", made_of, (nvcc, _settings()), build)
     return folder / "build" / "cuda" / "_cuda.so", (folder / "said").read_text()
 
 

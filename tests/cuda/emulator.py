@@ -30,7 +30,7 @@ FLAGS = "-std=c++17 -O1 -shared -fPIC -pthread -fvisibility=hidden -Wall -Wextra
 
 def library(edits: Mapping[str, Mapping[str, str]] | None = None) -> Path:
     """The library's file, with more edits (a seeded fault) if given."""
-    name = "emulated" if edits is None else f"emulated, {' '.join(edits)}"
+    name = "-".join(("emulated", *(edits or ())))
     made_of = (FLAGS, EDITS, LAUNCH.pattern, edits)
     return built_once(name, sources(CSRC, HERE), made_of, lambda folder: build(folder, edits)) / FILE
 

@@ -44,7 +44,7 @@ FLAGS = "-std=c++20 -O0 -Wall -Werror -pthread".split()
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    return built_once("cuda far", sources(CSRC, HERE), (FLAGS, FAULTS), build_with_faults) / "seeded" / "far"
+    return built_once("cuda-far", sources(CSRC, HERE), (FLAGS, FAULTS), build_with_faults) / "seeded" / "far"
 
 
 def build_with_faults(parent: Path) -> None:

@@ -199,7 +199,7 @@ def programs() -> Programs:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(build, (clean, seeded)))
 
-    folder = built_once("cuda ranks", sources(CSRC, HERE), (FLAGS, FAULTS), make)
+    folder = built_once("cuda-ranks", sources(CSRC, HERE), (FLAGS, FAULTS), make)
     return Programs(folder / "clean" / "ranks", folder / "seeded" / "ranks")
 
 
