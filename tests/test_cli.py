@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tpkernels import cli, doctor, errors, packages
 from tpkernels.launching import local_ranks as launch_module
 from tpkernels.launching.local_ranks import LaunchError
 from tpkernels.launching.rank_process import RankFailure
+from tpkernels.selftest import two_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120
@@ -30,6 +33,14 @@ def explain_raises(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(cli, "_run_explain", run)
 
     return arrange
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """The doctor remembers what its two ranks found."""
+    doctor._trials.cache_clear()
+    yield
+    doctor._trials.cache_clear()
 
 
 def in_fresh_python(*args: str) -> subprocess.CompletedProcess[str]:
@@ -124,6 +135,7 @@ def test_an_unknown_error_is_not_hidden(explain_raises) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("forked", "asked_anew")
 def test_doctor_answers_every_question_and_its_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -132,17 +144,45 @@ def test_doctor_answers_every_question_and_its_json_says_the_same(capsys: pytest
     assert cli.main(["doctor", "--json"]) == 0
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings["two local ranks over gloo"]["value"].startswith("works")
-    assert "unfused" in findings["all_gather_matmul"]["value"] and "chunked" in findings["all_gather_matmul"]["value"]
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        assert findings[op]["value"].startswith("unfused, chunked") and findings[op]["status"] == "ok"
+        assert "symmetric: no: symmetric memory serves CUDA tensors" in findings[op]["advice"]
+    assert text.rstrip().splitlines()[-1].startswith("Ready for: CPU ranks of one host, through")
+
+
+def one_is_wrong(*args: object) -> two_ranks.Trial:
+    """Rank 0's answer, with every chunked result off by one."""
+    ours = two_ranks.call
+
+    def wrong(case: Any, *rest: Any) -> Any:
+        outs, gathered = ours(case, *rest)
+        return [out + (case.implementation == "chunked") for out in outs], gathered
+
+    two_ranks.call = wrong  # type: ignore[assignment]
+    return two_ranks.try_everything("cpu", 60.0)
+
+
+@pytest.mark.gloo
+@pytest.mark.usefixtures("forked", "asked_anew")
+def test_doctor_finds_an_implementation_whose_results_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "try_everything", one_is_wrong)
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "chunked fails: BoundExceeded" in text
+    assert text.rstrip().endswith("Broken: all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce")
 
 
 @pytest.mark.cpu
+@pytest.mark.usefixtures("asked_anew")
 def test_doctor_reports_what_is_broken_with_its_reason_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken() -> str:
+    def broken(*args: object, **options: object) -> None:
         raise RuntimeError("connection refused\nby the other rank")
 
-    monkeypatch.setattr(doctor, "_exchange", broken)
+    monkeypatch.setattr(launch_module, "launch", broken)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     assert cli.main(["doctor"]) == 1

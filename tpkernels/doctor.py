@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from tpkernels.backends.symmetric import cuda_native
 from tpkernels.gemm import native
 from tpkernels.packages import PIP_LINES
+from tpkernels.selftest.two_ranks import WORKS, Trial, try_everything
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]
 
@@ -38,6 +40,7 @@ MIN_TORCH = (2, 11)
 # Flags of /proc/cpuinfo that decide how fast a GEMM in some dtype is, strongest first.
 CPU_FLAGS = ("amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "asimd")
 EXCHANGE_TIMEOUT_S = 60.0
+TRIAL_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,12 @@ def _communication() -> Iterator[Finding]:
     except OSError as error:
         advice = "gloo then uses loopback: across hosts set GLOO_SOCKET_IFNAME"
         yield Finding("communication", "host name", f"{host} does not resolve ({error})", "optional", advice)
-    yield _tried("communication", "two local ranks over gloo", _exchange)
+    for trial in _trials():
+        if isinstance(trial, Finding):
+            yield trial
+        else:
+            name = f"two local ranks over {'gloo' if trial.device == 'cpu' else 'nccl'}"
+            yield Finding("communication", name, f"works: all-reduce of 8 bytes takes {trial.all_reduce_us:.0f} us")
 
 
 def _interface_of(address: str) -> str | None:
@@ -207,38 +215,21 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def _exchange() -> str:
+@cache
+def _trials() -> tuple[Trial | Finding, ...]:
+    """What two ranks found on each kind of device that has two here; a finding where they could not run."""
     from tpkernels.launching.local_ranks import launch
 
-    latencies = launch(exchange_on_rank, 2, timeout=EXCHANGE_TIMEOUT_S)
-    return f"all-reduce of 8 bytes takes {max(latencies):.0f} us"
-
-
-def exchange_on_rank() -> float:
-    """Microseconds of a small all-reduce; public because ranks import it."""
-    import tpkernels as tpk
-
-    tpk.init(device="cpu", timeout=EXCHANGE_TIMEOUT_S)
-    try:
-        tensor = torch.ones(2)
-        repeats = 50
-        for _ in range(5):
-            dist.all_reduce(tensor)
-        started = time.perf_counter()
-        for _ in range(repeats):
-            dist.all_reduce(tensor)
-        return (time.perf_counter() - started) / repeats * 1e6
-    finally:
-        dist.destroy_process_group()
-
-
-def _tried(area: str, name: str, attempt: Callable[[], str]) -> Finding:
-    """Run an attempt; the error it raises is the finding."""
-    try:
-        return Finding(area, name, f"works: {attempt()}")
-    except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: torch's errors and all of ours
-        text = str(error).strip().splitlines() or ["no message"]
-        return Finding(area, name, f"fails: {type(error).__name__}: {text[0]}", "broken", "\n".join(text[1:20]))
+    found: list[Trial | Finding] = []
+    for device in ("cpu", "cuda") if torch.cuda.device_count() > 1 else ("cpu",):
+        name = f"two local ranks over {'gloo' if device == 'cpu' else 'nccl'}"
+        try:
+            found.append(launch(try_everything, 2, device, TRIAL_TIMEOUT_S, timeout=TRIAL_TIMEOUT_S)[0])
+        except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: torch's errors and all of ours
+            text = str(error).strip().splitlines() or ["no message"]
+            reason = f"fails: {type(error).__name__}: {text[0]}"
+            found.append(Finding("communication", name, reason, "broken", "\n".join(text[1:20])))
+    return tuple(found)
 
 
 def _core() -> Iterator[Finding]:
@@ -342,27 +333,23 @@ def _network_lab() -> Iterator[Finding]:
     if reason is None:
         yield Finding("network lab", "bench --netlab", "works: network namespaces and rate-limited links can be made")
     else:
-        yield Finding("network lab", "bench --netlab", f"not here: {reason}", "optional", "run it as root to use it")
+        advice = (
+            PIP_LINES["pyroute2"] if "pyroute2" in reason else "" if os.geteuid() == 0 else "run it as root to use it"
+        )
+        yield Finding("network lab", "bench --netlab", f"not here: {reason}", "optional", advice)
 
 
 def _implementations() -> Iterator[Finding]:
-    """Every op's implementations on the devices of this machine."""
-    from tpkernels import dispatch
-
-    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    for op in dispatch.OPS:
-        problem = dispatch.Problem(
-            op, m=4096, n=4096, k=4096, dtype=torch.bfloat16, world_size=2, device=device, backend=backend
-        )
-        offers = []
-        for offer in dispatch.implementations(op):
-            refusal = offer.refuses(problem)
-            offers.append(offer.name if refusal is None else f"{offer.name} (no: {refusal})")
-        listing = ", ".join(offers)
-        if offers:
-            yield Finding("implementations", op, f"{listing} [{device}, {backend}]")
-        else:
-            yield Finding("implementations", op, "none", "broken", "no backend registered: reinstall tpkernels")
+    """Every op in every implementation, as two ranks of this machine have just run it."""
+    for trial in _trials():
+        if isinstance(trial, Finding):
+            continue  # said under "communication" already
+        for op, answers in trial.answers.items():
+            works = ", ".join(name for name, answer in answers.items() if answer == WORKS) or "none"
+            wrong = [f"{name} {answer}" for name, answer in answers.items() if answer.startswith("fails")]
+            refused = [f"{name}: {answer}" for name, answer in answers.items() if answer.startswith("no: ")]
+            status: Status = "broken" if wrong else "ok"
+            yield Finding("implementations", op, f"{works} [{trial.device}]", status, "\n".join(wrong + refused))
 
 
 def _extras() -> Iterator[Finding]:
@@ -398,5 +385,20 @@ def _print(findings: list[Finding]) -> None:
         print(f"  {MARKS[finding.status]}  {finding.name:<36} {finding.value}")
         for line in finding.advice.splitlines():
             print(f"      {'':<36} {line}")
+    print(f"\n{verdict(findings)}")
+
+
+def verdict(findings: list[Finding]) -> str:
+    """The last line: what this machine is ready for, or what is broken."""
     broken = [finding.name for finding in findings if finding.status == "broken"]
-    print("\nEverything that tpkernels needs works here." if not broken else f"\nBroken: {', '.join(broken)}")
+    if broken:
+        return f"Broken: {', '.join(broken)}"
+    works = {finding.name for finding in findings if finding.value.startswith("works")}
+    core = any(finding.name == "compiled core" and finding.value.startswith("works") for finding in findings)
+    ready = [f"CPU ranks of one host, through {'shared memory' if core else 'sockets'}", "CPU ranks of several hosts"]
+    devices = torch.cuda.device_count()
+    if "two local ranks over nccl" in works:
+        ready.append(f"{devices} GPUs of one host")
+    elif devices == 1:
+        ready.append("one GPU (two ranks need two)")
+    return f"Ready for: {'; '.join(ready)}." + ("" if devices else " Not for GPUs: torch finds none.")
