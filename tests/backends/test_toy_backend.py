@@ -193,6 +193,22 @@ def test_ranks_that_registered_different_resources_are_told(ranks: Pools) -> Non
         assert "different resources" in said and "'mailbox'" in said
 
 
+def set_to(*stamps: int) -> str | bool:
+    """What a call says on this rank if the toy's own setting is the rank's one of these; else whether it is right."""
+    own = mock.patch.object(toy.Mailbox, "settings", return_value={"TOY_STAMP": stamps[dist.get_rank()]})
+    with registered(), own, new_group() as group:
+        try:
+            return bool((tpk.all_reduce(torch.ones(3), group, **TOY) == 2).all())
+        except GroupMismatch as error:
+            return str(error)
+
+
+def test_a_setting_of_its_own_that_differs_between_ranks_is_named(ranks: Pools) -> None:
+    for said in ranks(2).run(set_to, 3, 4):
+        assert isinstance(said, str) and "TOY_STAMP differs between ranks: [3, 4]" in said
+    assert ranks(2).run(set_to, 4, 4) == [True, True]
+
+
 @pytest.mark.cpu
 def test_a_name_is_taken_once() -> None:
     with registered(), pytest.raises(ValueError, match="'mailbox' already"):

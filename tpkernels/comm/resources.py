@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tpkernels.comm.groups import Group
 
 __all__ = [
-    "UNTRIED", "Resource", "Standing", "check_kinds", "check_setup", "ensure", "held", "kinds", "register", "standings",
+    "UNTRIED", "Resource", "Standing", "check_kinds", "check_setup", "ensure", "held", "kinds", "register", "settings",
+    "standings",
 ]  # fmt: skip
 
 UNTRIED = "the ranks have not met yet"
@@ -50,6 +51,14 @@ class Resource(ABC):
 
     name: ClassVar[str]
     """Names the kind in ``Group.resources``, ``Problem.resources`` and messages."""
+
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        """What this process has set that must be equal on all ranks, by the names of the variables; as JSON has it.
+
+        Compared at each call that is new to a group: a difference raises ``GroupMismatch`` on every rank.
+        """
+        return {}
 
     def check_setup(self, group: Group, what: str, device: torch.device) -> None:
         """Refuse the call ``what`` before anything is sent, if this is no moment to set the resource up.
@@ -137,6 +146,11 @@ def kinds() -> list[type[Resource]]:
 def held(group: Group) -> list[Resource]:
     """What the group has, in the order of :func:`kinds`, which is the same on all ranks."""
     return [group.resources[kind.name] for kind in kinds() if kind.name in group.resources]
+
+
+def settings() -> dict[str, Any]:
+    """Those of all kinds; see :meth:`Resource.settings`."""
+    return {name: value for kind in kinds() for name, value in kind.settings().items()}
 
 
 def check_setup(group: Group, what: str, device: torch.device) -> None:

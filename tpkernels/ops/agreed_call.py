@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-_SETTINGS = {"chunks": "NUM_CHUNKS", "calibrate": "CALIBRATE", "zero_cta": "NCCL_ZERO_CTA"}
 # A call that names its implementation may still choose how to cut its GEMM, on a CPU. One of so many operations on a
 # rank takes some milliseconds on a core, and a group's costs take a few tens to measure, once.
 _MEASURED_FLOPS = 1e9
@@ -285,18 +284,15 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     agreement.meet(group, call, device)
     monitor.ensure_running()
     settings = config.load()
+    own_settings = {"TPKERNELS_NUM_CHUNKS": settings.num_chunks, "TPKERNELS_CALIBRATE": settings.calibrate}
     facts = {
-        "local": local, "chunks": settings.num_chunks, "calibrate": settings.calibrate,
-        "zero_cta": settings.nccl_zero_cta, "resources": [kind.name for kind in resources.kinds()],
+        "local": local, "settings": own_settings | resources.settings(),
+        "resources": [kind.name for kind in resources.kinds()],
     }  # fmt: skip
     records = agreement.exchange_records(group, call, agreement.Record(str(signature), facts))
-    for name in _SETTINGS:
-        values = [record.facts[name] for record in records]
-        if len(set(values)) > 1:
-            raise GroupMismatch(
-                f"rank {group.rank}, call {call}: TPKERNELS_{_SETTINGS[name]} differs between ranks: {values}"
-            )
-    _set_up(group, call, device, records)
+    resources.check_kinds(group, call, [record.facts["resources"] for record in records])
+    _check_settings(group, call, [record.facts["settings"] for record in records])
+    resources.ensure(group, call, device)
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
     cuts = device.type == "cpu" and problem.flops >= _MEASURED_FLOPS
     measure = (signature.implementation == "auto" or cuts) and settings.calibrate and group.size > 1
@@ -317,10 +313,12 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     return plan
 
 
-def _set_up(group: Group, call: int, device: torch.device, records: Sequence[agreement.Record]) -> None:
-    """What the backends own in the group, where it has none yet.  Collective."""
-    resources.check_kinds(group, call, [record.facts["resources"] for record in records])
-    resources.ensure(group, call, device)
+def _check_settings(group: Group, call: int, settings: Sequence[Mapping[str, Any]]) -> None:
+    """``settings``: each rank's, by the names of the variables."""
+    for name in settings[0]:
+        values = [one[name] for one in settings]
+        if len(set(values)) > 1:
+            raise GroupMismatch(f"rank {group.rank}, call {call}: {name} differs between ranks: {values}")
 
 
 def _problem(group: Group, signature: Signature, local: int, device: torch.device) -> Problem:
@@ -397,7 +395,8 @@ def explain(
         monitor.ensure_running()
         facts = {"resources": [kind.name for kind in resources.kinds()]}
         records = agreement.exchange_records(group, call, agreement.Record(name, facts))
-        _set_up(group, call, target, records)
+        resources.check_kinds(group, call, [record.facts["resources"] for record in records])
+        resources.ensure(group, call, target)
         return _agreed_costs(group, call, dtype, target) if config.load().calibrate else Costs()
 
     costs = _guarded(group, name, work)

@@ -51,6 +51,10 @@ class CopyEngines(Resource):
         self.buffers: Buffers | None = None
         self._wanted: dict[str, bool] = {}
 
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        return {"TPKERNELS_NCCL_ZERO_CTA": config.load().nccl_zero_cta}
+
     def ensure(self, group: Group, call: int, device: torch.device) -> None:
         self._wanted[device.type] = wanted(group, device.type)
 
