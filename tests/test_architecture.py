@@ -122,6 +122,17 @@ def folder_violations(root: Path) -> list[str]:
     return found
 
 
+def shortcut_violations(root: Path) -> list[str]:
+    """Whether a call may leave something out is decided in ops: nothing above asks."""
+    found = []
+    for path, module, tree in modules(root):
+        above = FLOOR_OF.get(top_name(module), 0) > FLOOR_OF["ops"]
+        for line, target in imports(root, path, module, tree) if above else ():
+            if target in ("ops.fast_path", "ops.plain_calls"):
+                found.append(f"{path}:{line}: {top_name(module)} must not import {target}; call the public op")
+    return found
+
+
 def environment_violations(root: Path) -> list[str]:
     found = []
     for path, module, tree in modules(root):
@@ -247,7 +258,7 @@ def written_environments(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 RULES = (
     import_violations, circle_violations, kernel_violations, folder_violations, length_violations,
-    environment_violations,
+    environment_violations, shortcut_violations,
     backend_violations,
 )  # fmt: skip
 
@@ -380,6 +391,13 @@ def test_a_backend_that_imports_another_one_is_found(tmp_path: Path, who: str, l
     root = house(tmp_path, **{who: line + "\n"})
     (violation,) = folder_violations(root)
     assert "must not import two" in violation
+
+
+def test_a_module_that_asks_for_a_shortcut_is_found(tmp_path: Path) -> None:
+    own = {"ops__fast_path": "", "ops__sum": "from tpkernels.ops import fast_path\n"}
+    assert shortcut_violations(house(tmp_path, **own)) == []
+    (violation,) = shortcut_violations(house(tmp_path, nn__row="from tpkernels.ops.fast_path import repeat\n"))
+    assert "nn must not import ops.fast_path" in violation
 
 
 @pytest.mark.parametrize("name", ["tpkernels/ops/long.py", "csrc/long.cu", "tests/test_long.py", "csrc/cpu/long.h"])

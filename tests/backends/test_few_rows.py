@@ -59,7 +59,8 @@ def measured_as(compiled_us: float = 1.0, torch_us: float = 9.0) -> Iterator[lis
 
 def multiplies(group: dist.ProcessGroup) -> list[bool]:
     """Of the calls that the group can repeat: whether the kernel makes their products."""
-    return [repeated.multiply is not None for repeated in resolve(group).repeated.values()]
+    repetitions = [checked.repetition for checked in resolve(group).checked.values()]
+    return [repetition.multiply is not None for repetition in repetitions if repetition is not None]
 
 
 # ---------------------------------------------------------------- matmul_all_reduce

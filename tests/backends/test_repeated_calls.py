@@ -40,13 +40,13 @@ pytestmark = [
 def long_ways() -> Iterator[list[str]]:
     """The ops that do not take the short way."""
     ops: list[str] = []
-    run_known = agreed_call.run_known
+    run_checked = agreed_call.run_checked
 
-    def counted(group: Any, known: Any, *rest: Any) -> Any:
-        ops.append(known.signature.op)
-        return run_known(group, known, *rest)
+    def counted(group: Any, checked: Any, *rest: Any) -> Any:
+        ops.append(checked.signature.op)
+        return run_checked(group, checked, *rest)
 
-    with mock.patch.object(agreed_call, "run_known", counted):
+    with mock.patch.object(agreed_call, "run_checked", counted):
         yield ops
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.backends.contract import BASE, JUDGES, ops_of, refusals, run_and_judge
@@ -29,7 +31,7 @@ from tpkernels.comm.groups import resolve
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Implementation
 from tpkernels.gemm.native import native
-from tpkernels.ops import agreed_call
+from tpkernels.ops import fast_path
 from tpkernels.ops.contract import AllReduce, Context
 from tpkernels.testing.cases import COLLECTIVES, GATHER, Case, operands
 from tpkernels.testing.faults import corrupt_receives
@@ -108,7 +110,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
     """What rank 1 puts into its segment for its peers, before they are told: copies, products, and summands."""
     core: Any = native()
     copy_rows, mm, addmm = core.copy_rows, torch.mm, torch.addmm
-    all_reduce, sum_again = SharedSegments.all_reduce, agreed_call.sum_again
+    all_reduce = SharedSegments.all_reduce
 
     def own_segment() -> torch.UntypedStorage:
         shared = resolve(group).resources[SharedMemory.name].segments
@@ -137,9 +139,10 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
         strike.hit(x)
         all_reduce(self, fingerprint, text, x, out)
 
-    def summed_again(group: Any, repeated: Any, product: Tensor, bias: Tensor | None) -> None:
-        strike.hit(product.view(-1, repeated.signature.columns))
-        sum_again(group, repeated, product, bias)
+    def repeated(x: Tensor, weight: Tensor) -> Tensor:
+        product = F.linear(x, weight)
+        strike.hit(product.view(-1, weight.shape[0]))
+        return product
 
     if dist.get_rank(group) != 1:
         yield
@@ -149,7 +152,7 @@ def in_shared_memory(strike: Strike, group: Any) -> Iterator[None]:
         mock.patch.object(torch, "mm", multiplied(mm)),
         mock.patch.object(torch, "addmm", multiplied(addmm)),
         mock.patch.object(SharedSegments, "all_reduce", summed),
-        mock.patch.object(agreed_call, "sum_again", summed_again),
+        mock.patch.object(fast_path, "F", SimpleNamespace(linear=repeated)),
     ):
         yield
 

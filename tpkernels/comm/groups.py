@@ -70,9 +70,7 @@ class Group:
     calls: int = 1  # call 0 is the one in which the ranks meet
     agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     checked: dict[Hashable, Any] = field(default_factory=dict)
-    """Calls whose arguments this rank has checked, with their plans, by the arguments' facts."""
-    repeated: dict[Hashable, Any] = field(default_factory=dict)
-    """Calls of which a repetition needs no more than the exchange, by all that it may not differ in."""
+    """Calls whose arguments this rank has checked, with what they have settled, by the arguments' facts."""
     agreements: int = 0
     in_flight: InFlight | None = None
     started: dict[int, Hashable] = field(default_factory=dict)
@@ -129,14 +127,12 @@ class Group:
         self.agreed[signature] = plan
         if len(self.agreed) > MAX_AGREED:
             self.agreed.popitem(last=False)
-            self.forget_arguments()  # they must not remember what the ranks have forgotten
-        if len(self.checked) > MAX_AGREED:
-            self.forget_arguments()
+            self.checked.clear()  # they must not remember what the ranks have forgotten
 
-    def forget_arguments(self) -> None:
-        """Have the arguments of the next call of each kind checked again."""
-        self.checked.clear()
-        self.repeated.clear()
+    def keep_checked(self, facts: Hashable, call: Any) -> None:
+        if len(self.checked) >= MAX_AGREED:
+            self.checked.clear()  # the arguments of the next call of each kind are checked again
+        self.checked[facts] = call
 
 
 _groups: dict[str, Group] = {}

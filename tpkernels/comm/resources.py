@@ -186,11 +186,16 @@ def standings(group: Group, device: str) -> tuple[Standing, ...]:
     )
 
 
+def _close(resource: Resource, group: Group) -> None:
+    group.checked.clear()  # what calls have settled may hold the resource
+    resource.close(group)
+
+
 def _all(group: Group) -> list[Resource]:
     """One of each kind, made here where the group has none."""
     for kind in kinds():
         if kind.name not in group.resources:
             made = group.resources[kind.name] = kind()
             # Closed with the process group, even if the monitor still looks at its state.
-            weakref.finalize(group.pg, made.close, group).atexit = False
+            weakref.finalize(group.pg, _close, made, group).atexit = False
     return held(group)

@@ -17,17 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Self, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
-from tpkernels.gemm import few_rows
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_gated, run_together
-from tpkernels.ops import all_gather
-from tpkernels.ops.contract import ACTIVATIONS, GATED, gate_forward
-from tpkernels.ops.registration import is_plain
+from tpkernels.ops import all_gather, copy_matmul
+from tpkernels.ops.contract import ACTIVATIONS, GATED
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 
@@ -138,13 +135,17 @@ class ColumnParallelLinear(ParallelLinear):
 
         ``source``: the tensor that layers of one :class:`SharedInput` were called with, where x was made from it.
         """
-        y = self._inferred(x, shard_sizes)
-        if y is not None:
-            return y
-        self.check(x, shard_sizes)
-        if self.shared is not None:
+        if shard_sizes is not None or x.shape[-1] != self.in_features:
+            self.check(x, shard_sizes)
+        if self.shared is not None and self.shared.has_use(self):
             return self.shared.run(self, x, x if source is None else source, shard_sizes)
-        return run_together([self], x, self.mesh, shard_sizes)[0]
+        if self.sequence_parallel or self.gather_output or x.dim() == 1:
+            return run_together([self], x, self.mesh, shard_sizes)[0]
+        mesh, weight, bias = self._local_parts()
+        y: Tensor = copy_matmul(
+            x, weight, mesh, bias=bias, activation=self.activation, implementation=self.implementation
+        )
+        return y
 
     def check(self, x: Tensor, shard_sizes: Sequence[int] | None) -> None:
         """Refuse an x of other features, on every rank."""
@@ -152,7 +153,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """This rank's part of the weight, ``[out_r, in]``, and of the bias."""
-        return [(self._matrix(), self._vector())]
+        _, weight, bias = self._local_parts()
+        return [(weight, bias)]
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output, gathered if the layer is to gather it."""
@@ -160,29 +162,6 @@ class ColumnParallelLinear(ParallelLinear):
         if not self.gather_output or self.mesh.size() == 1:
             return y
         return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)
-
-    def _inferred(self, x: Tensor, shard_sizes: Sequence[int] | None) -> Tensor | None:
-        """Inference on a plain replicated x: one linear without peers.  None where it is more, or torch refuses.
-
-        Nothing is sent, so each rank takes the GEMM for few rows where it is faster there, whatever its peers do.
-        """
-        if type(x) is not Tensor or shard_sizes is not None or is_grad_enabled():
-            return None
-        if self.sequence_parallel or self.gather_output:
-            return None
-        parts = self._plain_parts()
-        if parts is None or not x.is_contiguous():  # torch might add the bias in a second rounding
-            return None
-        _, weight, bias = parts
-        y = None
-        # The unfused way and a layer that is not cut are what others are compared with: torch's GEMM.
-        if self.implementation != "unfused" and weight.shape[0] != self.out_features:
-            y = few_rows.linear(x, weight, bias) if is_plain(x, weight, weight if bias is None else bias) else None
-        try:
-            y = F.linear(x, weight, bias) if y is None else y
-        except RuntimeError:  # our error says more
-            return None
-        return y if self.activation is None else ACTIVATIONS[self.activation].forward(y)
 
     def _op(self) -> str:
         return "all_gather_matmul" if self.sequence_parallel else "matmul_all_reduce"
@@ -280,28 +259,15 @@ class ColumnParallelLinears(nn.Module):
     @property
     def layers(self) -> list[ColumnParallelLinear]:
         """The layers in the order of the outputs."""
-        return [cast(ColumnParallelLinear, child) for child in self.children()]
+        return [cast(ColumnParallelLinear, child) for child in self._modules.values()]
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> list[Tensor] | Tensor:
         """One output per layer, or the gated one; ``shard_sizes`` as for one layer."""
-        y = self._inferred(x, shard_sizes)
-        if y is not None:
-            return y
         layers = self.layers
         layers[0].check(x, shard_sizes)
         if self.gated:
             return run_gated(layers, self.gated, x, layers[0].mesh, shard_sizes)
         return run_together(layers, x, layers[0].mesh, shard_sizes)
-
-    def _inferred(self, x: Tensor, shard_sizes: Sequence[int] | None) -> list[Tensor] | Tensor | None:
-        """As :meth:`ColumnParallelLinear._inferred` for every layer; None if one of them gives None."""
-        outputs = []
-        for layer in self.layers:
-            y = layer._inferred(x, shard_sizes)
-            if y is None:
-                return None
-            outputs.append(y)
-        return gate_forward(self.gated, *outputs) if self.gated else outputs
 
 
 def _gated(activation: str | None, out_features: Mapping[str, int]) -> str | None:

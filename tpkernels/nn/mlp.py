@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, is_grad_enabled, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.ops.contract import ACTIVATIONS, GATED
-from tpkernels.ops.registration import is_watched
 
 __all__ = ["ParallelMLP"]
 
@@ -165,45 +163,13 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence, needed where they are not all equal."""
-        gated = self.activation in GATED
-        first: Any = self._modules["gate_up" if gated else "up"]
-        down: Any = self._modules["down"]
-        bare = (
-            shard_sizes is None
-            and type(x) is Tensor
-            and not is_grad_enabled()
-            and not is_watched()
-            and _are_bare(first, ColumnParallelLinears if gated else ColumnParallelLinear, down)
-        )
-        hidden = first._inferred(x, None) if bare else None
-        if hidden is None:
-            hidden = first(x, shard_sizes=shard_sizes)
-        y: Tensor | None = down._repeated(hidden) if bare else None
-        return down(hidden, shard_sizes=shard_sizes) if y is None else y
+        layers: Any = self._modules  # attributes of a module cost microseconds in a call that finds cold caches
+        hidden = layers["gate_up" if self.activation in GATED else "up"](x, shard_sizes=shard_sizes)
+        y: Tensor = layers["down"](hidden, shard_sizes=shard_sizes)
+        return y
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
-
-
-def _are_bare(first: nn.Module, kind: type[nn.Module], down: nn.Module) -> bool:
-    """Whether calls of the layers, without gradients, are the ``forward`` of their classes and nothing else.
-
-    Each call of a module costs 5 to 10 us between GEMMs that sweep the caches (AMD EPYC, 2026-11-22).
-    """
-    return not (
-        type(first) is not kind
-        or type(down) is not RowParallelLinear
-        or first._forward_hooks
-        or first._forward_pre_hooks
-        or down._forward_hooks
-        or down._forward_pre_hooks
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or "forward" in first.__dict__
-        or "forward" in down.__dict__
-        or first._compiled_call_impl is not None
-        or down._compiled_call_impl is not None
-    )
 
 
 def _check_activation(activation: str | None) -> None:

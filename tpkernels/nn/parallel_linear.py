@@ -8,7 +8,7 @@ of them is seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self, cast
+from typing import NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,19 @@ from torch.distributed.tensor import DTensor
 from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
-from tpkernels.nn.parameters import check_unit, has_units, local, mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.nn.parameters import (
+    check_unit,
+    has_units,
+    local_parts,
+    mesh_of,
+    replicate_parameter,
+    shard_parameter,
+    tp_mesh,
+)
 from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes
 
 __all__ = ["ParallelLinear", "features_of"]
-
-_ELSEWHERE: Any = object()  # with a parametrisation, which keeps the parameter itself
 
 
 class ParallelLinear(nn.Module):
@@ -103,33 +109,19 @@ class ParallelLinear(nn.Module):
     def _flat(self, tensor: Tensor, dim: int) -> Tensor:
         return tensor.flatten(dim, dim + 1) if self.by_unit else tensor
 
-    def _matrix(self) -> Tensor:
-        """This rank's part of the weight, ``[out, in]``."""
-        weight = local(self.weight)
-        assert weight is not None
-        if self.by_unit:
-            weight = with_sink(self._flat(weight, self._stored(self.cut_dim)), self.weight)
-        return weight.t() if self.transposed else weight
-
-    def _vector(self) -> Tensor | None:
-        """The bias that this rank adds: all of it, or its part where it is cut."""
-        bias = local(self.bias)
-        return bias if bias is None or self.cut_dim == 1 else self._flat(bias, 0)
-
-    def _plain_parts(self) -> tuple[DeviceMesh, Tensor, Tensor | None] | None:
-        """Mesh, this rank's weight ``[out, in]`` and bias, without gradients; None where they are no mere DTensors.
+    def _local_parts(self) -> tuple[DeviceMesh, Tensor, Tensor | None]:
+        """The mesh, this rank's part of the weight, ``[out, in]``, and the bias that it adds: its part where it is cut.
 
         Straight from the dictionary: ``self.weight`` of a module costs 10 us in a call that finds cold caches.
         """
-        parameters: dict[str, Any] = self._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias", _ELSEWHERE)
-        if type(weight) is not DTensor or not (bias is None or type(bias) is DTensor):
-            return None
-        matrix, vector = weight._local_tensor, None if bias is None else bias._local_tensor
+        parameters = self._parameters
+        weight = cast(nn.Parameter, parameters["weight"] if "weight" in parameters else self.weight)  # parametrised
+        bias = parameters["bias"] if "bias" in parameters else self.bias
+        mesh, matrix, vector = local_parts(weight, bias)
         if self.by_unit:
-            matrix = self._flat(matrix, self._stored(self.cut_dim))
+            matrix = with_sink(self._flat(matrix, self._stored(self.cut_dim)), weight)
             vector = vector if vector is None or self.cut_dim == 1 else self._flat(vector, 0)
-        return weight._spec.mesh, matrix.t() if self.transposed else matrix, vector
+        return mesh, matrix.t() if self.transposed else matrix, vector
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, nn
 
-from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
-from tpkernels.nn.parameters import local, tp_mesh
+from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.collectives import shard
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.ops.registration import PLAIN, is_watched
-from tpkernels.ops.repeated_all_reduce import again
 from tpkernels.ops.shapes import only_row
 
 __all__ = ["RowParallelLinear"]
@@ -115,19 +113,16 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``shard_sizes``: every rank's length of the sequence; default ``tpk.array_split``'s (10 over 3: 4, 3, 3)."""
-        if shard_sizes is None and type(x) is Tensor and not is_grad_enabled() and not is_watched():
-            y = self._repeated(x)
-            if y is not None:
-                return y
-        mesh, weight, bias = self.mesh, self._matrix(), local(self.bias)
+        mesh, weight, bias = self._local_parts()
         if x.dim() == 1 and not self.sequence_parallel:  # the ops take rows
             return only_row(self.forward(x.unsqueeze(0)))
         if self.split_input:
             if x.shape[-1] != self.in_features:
                 self._refuse(f"split_input takes all {self.in_features} features, got x of shape {tuple(x.shape)}")
             x = shard(x, mesh, dim=-1, shard_sizes=self.shard_sizes) if mesh.size() > 1 else x
-        why = "it must come from a column layer of as many outputs, not gathered"
-        self._check_input(x, weight.shape[1], why, shard_sizes)
+        if shard_sizes is not None or x.shape[-1] != weight.shape[1]:
+            why = "it must come from a column layer of as many outputs, not gathered"
+            self._check_input(x, weight.shape[1], why, shard_sizes)
         if not self.sequence_parallel:
             return matmul_all_reduce(x, weight, mesh, bias=bias, implementation=self.implementation)
         return matmul_reduce_scatter(
@@ -139,21 +134,6 @@ class RowParallelLinear(ParallelLinear):
             shard_sizes=shard_sizes,
             implementation=self.implementation,
         )
-
-    def _repeated(self, x: Tensor) -> Tensor | None:
-        """Repeat an earlier call of inference on few rows, straight through the op.  None for any other call.
-
-        For a plain x, when no gradient is recorded and nobody watches (:func:`is_watched`).
-        """
-        if self.sequence_parallel or self.split_input:
-            return None
-        parts = self._plain_parts()
-        if parts is None:
-            return None
-        mesh, weight, bias = parts
-        if type(weight) not in PLAIN or not (bias is None or type(bias) in PLAIN):
-            return None
-        return again(resolve(mesh), x, weight, bias, self.implementation)
 
     def _options(self) -> str:
         return ", split_input=True" if self.split_input else ""

@@ -137,10 +137,13 @@ class SharedInput:
         """Drop the results that wait, because no call will take them."""
         self._key, self._waiting = (), {}
 
+    def has_use(self, layer: ColumnLike) -> bool:
+        """Whether a call of ``layer`` sends anything, now or for a gradient."""
+        return layer.sequence_parallel or torch.is_grad_enabled()
+
     def _is_worth_it(self, layer: ColumnLike, mesh: DeviceMesh) -> bool:
         """Whether data is sent, and all layers have their weights (FSDP2 may hold them in parts until their call)."""
-        sends = layer.sequence_parallel or torch.is_grad_enabled()
-        return sends and all(other.mesh == mesh for other in self.layers)
+        return self.has_use(layer) and all(other.mesh == mesh for other in self.layers)
 
     def _part(self) -> None:
         self.apart = True

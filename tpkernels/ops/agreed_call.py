@@ -23,17 +23,17 @@ from tpkernels.ops.contract import Context, RepeatedSum
 from tpkernels.partition import Layout
 
 __all__ = [
-    "Known",
-    "Repeated",
+    "CheckedCall",
     "Signature",
+    "checked_call",
     "exchange",
     "explain",
     "facts_of",
-    "repeatable",
+    "fail",
+    "raise_end",
     "run",
-    "run_known",
+    "run_checked",
     "start",
-    "sum_again",
 ]
 
 _T = TypeVar("_T")
@@ -66,14 +66,6 @@ class Signature(NamedTuple):
         return text + (f", {self.detail})" if self.detail else ")")
 
 
-def facts_of(op: str, implementation: str, *tensors: Tensor | None) -> Hashable:
-    """All that the checks of an op look at: calls of equal facts need no second look."""
-    facts: list[Any] = [op, implementation]
-    for tensor in tensors:
-        facts.append(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
-    return tuple(facts)
-
-
 @dataclass(frozen=True)
 class _Plan:
     id: int
@@ -99,24 +91,48 @@ class _Plan:
         )
 
 
-class Known:
-    """A call whose arguments this rank has checked, and its plan once the ranks have agreed on one."""
+class CheckedCall:
+    """A call whose arguments this rank has checked; ``group.checked`` keeps it for calls of equal facts."""
 
-    __slots__ = ("plan", "signature")
+    __slots__ = ("is_asked", "plan", "repetition", "signature")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.plan: _Plan | None = None
+        """How it runs, once the ranks have agreed on it."""
+        self.repetition: RepeatedSum | None = None
+        """What makes it again with less, see :mod:`tpkernels.ops.fast_path`."""
+        self.is_asked = False
+        """Whether the backend was asked for a repetition."""
 
 
-class Repeated:
-    """A call of which a repetition needs no more than its arithmetic and ``sum``."""
+def facts_of(
+    op: str, implementation: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *rest: object
+) -> Hashable:
+    """All that an op's checks look at in these arguments: calls of equal facts need no second look."""
+    return (
+        op, implementation, x.shape, x.dtype, x.device,
+        None if weight is None else (weight.shape, weight.dtype, weight.device),
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        *[(one.shape, one.dtype, one.device) if isinstance(one, Tensor) else one for one in rest],
+    )  # fmt: skip
 
-    __slots__ = ("finish", "multiply", "signature", "start", "sum")
 
-    def __init__(self, signature: Signature, repeated: RepeatedSum) -> None:
-        self.signature, self.sum = signature, repeated
-        self.start, self.finish, self.multiply = repeated.start, repeated.finish, repeated.multiply
+def checked_call(group: Group, facts: Hashable, op: str, check: Callable[[], Signature]) -> CheckedCall:
+    """The call of equal facts that was made before; else a new one, if its arguments pass ``check``.
+
+    Raises:
+        ValueError: that of ``check``; the peers are told, and the group goes on.
+    """
+    known: CheckedCall | None = group.checked.get(facts)
+    if known is None:
+        try:
+            known = CheckedCall(check())
+        except ValueError as error:
+            agreement.refuse(group, op, str(error))
+            raise
+        group.keep_checked(facts, known)
+    return known
 
 
 def run(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Any:
@@ -130,73 +146,33 @@ def run(group: Group, signature: Signature, local: int, arguments: Any, device: 
         GroupPoisoned: an earlier call on this group failed.
         UnsupportedProblem: the forced implementation cannot run this.
     """
-    return run_known(group, Known(signature), local, arguments, device)
+    return run_checked(group, CheckedCall(signature), local, arguments, device)
 
 
-def run_known(group: Group, known: Known, local: int, arguments: Any, device: torch.device) -> Any:
-    """:func:`run` for a caller that keeps ``known`` in ``group.checked`` for its next call of equal facts."""
-    signature = known.signature
-    if known.plan is None:
-        known.plan = group.agreed.get(signature)
-        if known.plan is None:
+def run_checked(group: Group, checked: CheckedCall, local: int, arguments: Any, device: torch.device) -> Any:
+    """:func:`run` of a call of :func:`checked_call`, which keeps its plan."""
+    signature = checked.signature
+    if checked.plan is None:
+        checked.plan = group.agreed.get(signature)
+        if checked.plan is None:
             _check(group, str(signature), device.type)
     with group.lock:  # what _guarded does, without its calls: each costs microseconds in a call that finds cold caches
         if group.poison is not None or group.verdict is not None:
-            _raise_end(group)
+            raise_end(group)
         outer, call = group.in_flight, group.calls
         group.calls = call + 1
         if group.trail is not None:
-            group.trail.add(call, signature, known.plan.fingerprint if known.plan else fingerprint(str(signature)))
+            group.trail.add(call, signature, checked.plan.fingerprint if checked.plan else fingerprint(str(signature)))
         try:
-            plan = known.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
-            known.plan = plan
+            plan = checked.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
+            checked.plan = plan
             group.enter(call, signature)
             result = plan.implementation.run(plan.context(group, call), arguments)
             if group.verdict is not None:  # the device was stopped: what a wait for it found there is void
-                _raise_end(group)
+                raise_end(group)
             return result
-        except BaseException as error:  # noqa: BLE001 - _fail raises what it means
-            _fail(group, call, signature, error)
-        finally:
-            group.in_flight = outer
-
-
-def repeatable(group: Group, known: Known, arguments: Any) -> Repeated | None:
-    """What repetitions of the call that was just made need instead of :func:`run_known`; None: that very function."""
-    plan = known.plan
-    if plan is None or plan.implementation.repeat is None:
-        return None
-    rest = plan.implementation.repeat(plan.context(group, 0), arguments)
-    return None if rest is None else Repeated(known.signature, rest)
-
-
-def sum_again(
-    group: Group, repeated: Repeated, out: Tensor, bias: Tensor | None, factors: tuple[Tensor, Tensor] | None = None
-) -> None:
-    """:func:`run_known` of a call that was made before, into ``out``: the product, or x and the weight are ``factors``.
-
-    The monitor learns of it only when it waits for a peer: what takes microseconds is never looked at.
-    """
-    with group.lock:
-        if group.poison is not None or group.verdict is not None:
-            _raise_end(group)
-        outer, call = group.in_flight, group.calls
-        group.calls = call + 1
-        if group.trail is not None:
-            group.trail.add(call, repeated.signature, fingerprint(str(repeated.signature)))
-        try:
-            address, extra = out.data_ptr(), 0 if bias is None else bias.data_ptr()
-            if factors is None:
-                ended = repeated.start(address, extra)
-            else:
-                x, w = factors
-                assert repeated.multiply is not None
-                ended = repeated.multiply(x.data_ptr(), w.data_ptr(), w.stride(0), w.shape[1], address, extra)
-            if not ended:
-                group.enter(call, repeated.signature)
-                repeated.finish(address, extra)
-        except BaseException as error:  # noqa: BLE001 - _fail raises what it means
-            _fail(group, call, repeated.signature, repeated.sum.named(error))
+        except BaseException as error:  # noqa: BLE001 - fail raises what it means
+            fail(group, call, signature, error)
         finally:
             group.in_flight = outer
 
@@ -223,7 +199,7 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
     """
     with group.lock:
         if group.poison is not None or group.verdict is not None:
-            _raise_end(group)
+            raise_end(group)
         outer = group.in_flight
         call = group.calls if started is None else started
         group.calls += started is None
@@ -232,22 +208,22 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
         try:
             result = work(call)
             if group.verdict is not None:
-                _raise_end(group)
+                raise_end(group)
             return result
-        except BaseException as error:  # noqa: BLE001 - _fail raises what it means
-            _fail(group, call, signature, error)
+        except BaseException as error:  # noqa: BLE001 - fail raises what it means
+            fail(group, call, signature, error)
         finally:
             group.in_flight = outer
 
 
-def _raise_end(group: Group) -> NoReturn:
+def raise_end(group: Group) -> NoReturn:
     """What a call gets that comes after the group's end, or first hears of it."""
     group.raise_if_poisoned()
     assert group.verdict is not None
     raise agreement.fail(group, group.verdict)
 
 
-def _fail(group: Group, call: int, signature: Hashable, error: BaseException) -> NoReturn:
+def fail(group: Group, call: int, signature: Hashable, error: BaseException) -> NoReturn:
     """Inside ``except``: raise what the user gets for ``error``, and poison the group."""
     try:
         raise error

@@ -28,7 +28,8 @@ from tpkernels.ops import agreed_call
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import DTYPES, check_dim, check_local, check_shard_sizes
 from tpkernels.ops.contract import AllGather, AllReduce, ReduceScatter
-from tpkernels.ops.registration import call, define, is_plain
+from tpkernels.ops.plain_calls import is_plain
+from tpkernels.ops.registration import call, define
 from tpkernels.ops.shapes import (
     flat,
     fresh,
@@ -258,21 +259,16 @@ def _all_reduce(x: Tensor, group_name: str, implementation: str = "auto") -> Ten
 
 
 def _run_all_reduce(group: Group, x: Tensor, implementation: str) -> Tensor:
-    facts = agreed_call.facts_of("all_reduce", implementation, x)
-    known = group.checked.get(facts)
     rows = flat(_as_rows(x)) if x.dim() else x  # refused below
-    if known is None:
-        try:
-            _check("all_reduce", x, 0, implementation)
-        except ValueError as error:
-            agreement.refuse(group, "all_reduce", str(error))
-            raise
+
+    def check() -> Signature:
+        _check("all_reduce", x, 0, implementation)
         layout = rows_layout(rows.shape[0], group.size)
-        known = agreed_call.Known(
-            Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation)
-        )
-        group.checked[facts] = known
-    return fresh(agreed_call.run_known(group, known, 0, AllReduce(rows), x.device), x.shape)
+        return Signature("all_reduce", x.dtype, x.device.type, layout, rows.shape[1], implementation)
+
+    facts = agreed_call.facts_of("all_reduce", implementation, x)
+    checked = agreed_call.checked_call(group, facts, "all_reduce", check)
+    return fresh(agreed_call.run_checked(group, checked, 0, AllReduce(rows), x.device), x.shape)
 
 
 def _contiguous_like(x: Tensor, *_: Any) -> Tensor:

@@ -13,7 +13,7 @@ Backward, with dz = dy * activation'(z)::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from tpkernels.ops.checks import as_list, check_common, check_gate, check_local,
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
-from tpkernels.ops.registration import call_backward, define, is_plain
+from tpkernels.ops.options import Reduce
+from tpkernels.ops.plain_calls import is_plain
+from tpkernels.ops.registration import call_backward, define
 from tpkernels.ops.shapes import flat, fresh, has_bias, pack_biases, rows_layout, unpack_biases
 
 __all__ = ["copy_matmul"]
@@ -60,60 +62,66 @@ def copy_matmul(
     single = isinstance(weight, Tensor)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
-    check_local(None, x=[x], weight=weights, bias=biases)
+    plain = is_plain(x, *weights, *[bias for bias in biases if bias is not None])
+    if not plain:
+        check_local(None, x=[x], weight=weights, bias=biases)
     check_common("matmul_all_reduce", x, implementation, activation)
-    check_gate(activation, weights)
-    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if activation is not None:
+        check_gate(activation, weights)
     alone = group_size(group) == 1
-    if not needs_grad or alone:
-        rows = flat(x)
-        linear = plain_linear if alone or implementation == "unfused" else _linear
-        outs = [_reshaped(linear(rows, w, b), x) for w, b in zip(weights, biases, strict=True)]
+    if alone or not (torch.is_grad_enabled() and x.requires_grad):
+        # The unfused way and one rank are what others are compared with: torch's GEMM.
+        product = _product if plain and not alone and implementation != "unfused" else plain_linear
+        outs = [_by_rows(product, x, w, b) for w, b in zip(weights, biases, strict=True)]
     else:
         packed = pack_biases(biases, x)
-        outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, group_name(group), implementation)
-    if activation in GATED:
-        return gate_forward(activation, *outs)
-    outs = [activation_forward(activation, out) for out in outs]
+        outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, *Reduce(group_name(group), implementation))
+    if activation is not None:
+        if activation in GATED:
+            return gate_forward(activation, *outs)
+        outs = [activation_forward(activation, out) for out in outs]
     return outs[0] if single else outs
 
 
-def _reshaped(y: Tensor, x: Tensor) -> Tensor:
-    """``y`` in the shape of ``x``; where no gradient is recorded no view, which could not be written to later on."""
-    if x.dim() == 2:
-        return y
-    y = y.view(*x.shape[:-1], y.shape[1])
-    return y if torch.is_grad_enabled() else y.detach()
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of a plain call, of few rows by whichever GEMM was measured to be faster.
 
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``, of few rows by whichever GEMM was measured to be faster; the unfused way stays torch's."""
-    y = few_rows.linear(x, weight, bias) if is_plain(x, weight, weight if bias is None else bias) else None
+    Nothing is sent, so each rank decides for itself.
+    """
+    y = few_rows.linear(x, weight, bias)
     return plain_linear(x, weight, bias) if y is None else y
 
 
-def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], implementation: str) -> None:
-    check_common("matmul_all_reduce", x, implementation)
+def _by_rows(product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``product`` of an x of any strides; for a strided N-D x torch would add the bias in a second rounding."""
+    if torch.is_grad_enabled():
+        y = product(flat(x), weight, bias)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+    y = product(x if x.is_contiguous() else flat(x), weight, bias)
+    return fresh(y, (*x.shape[:-1], y.shape[-1]))  # no view, which could not be written to later on
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], options: Reduce) -> None:
+    check_common("matmul_all_reduce", x, options.implementation)
     check_weights(x, x.shape[-1], weights, biases)
 
 
-def _kernel(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], group_name: str, implementation: str
-) -> list[Tensor]:
+def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Reduce) -> list[Tensor]:
     bias_list = unpack_biases(biases, weights)
-    _check(x, weights, bias_list, implementation)
+    _check(x, weights, bias_list, options)
     rows = flat(x)  # for a strided N-D x torch would add the bias in a second rounding
     outs = (F.linear(rows, w, b) for w, b in zip(weights, bias_list, strict=True))
     return [fresh(out, (*x.shape[:-1], out.shape[1])) for out in outs]
 
 
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], group_name: str, implementation: str) -> list[Tensor]:
-    _check(x, weights, unpack_biases(biases, weights), implementation)
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Reduce) -> list[Tensor]:
+    _check(x, weights, unpack_biases(biases, weights), options)
     return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, *ctx.options = inputs
+    x, weights, biases, *options = inputs
+    ctx.options = Reduce(*options)
     ctx.save_for_backward(x, *weights)
     ctx.has_bias = has_bias(biases)
     ctx.sinks = sinks_of(weights)
@@ -127,7 +135,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         for grad, weight in zip(grads, weights, strict=True)
     ]
     needs = needs_of_linears(ctx)
-    results = call_backward("copy_matmul_backward", ctx.sinks, dzs, x, weights, *ctx.options, needs)
+    results = call_backward("copy_matmul_backward", ctx.sinks, dzs, x, weights, ctx.options, needs)
     return of_linears(ctx, needs, results)
 
 
@@ -135,13 +143,12 @@ def _backward_kernel(
     dzs: list[Tensor],
     x: Tensor,
     weights: list[Tensor],
-    group_name: str,
-    implementation: str,
+    options: Reduce,
     needs: list[bool],
     *,
     sinks: Sequence[Sink | None] | None = None,
 ) -> list[Tensor | None]:
-    group = resolve(group_name)
+    group = resolve(options.group_name)
     flat_dzs, x2d = [flat(dz) for dz in dzs], flat(x)
     dws: list[Tensor | None] = []
 
@@ -154,8 +161,9 @@ def _backward_kernel(
         layout = rows_layout(x2d.shape[0], group.size)
         arguments = MatmulAllReduce(flat_dzs, weights, None, meanwhile)
         signature = Signature(
-            "matmul_all_reduce", x.dtype, x.device.type, layout, x2d.shape[1], implementation, "gradient of a copy"
-        )
+            "matmul_all_reduce", x.dtype, x.device.type, layout, x2d.shape[1], options.implementation,
+            "gradient of a copy",
+        )  # fmt: skip
         local = sum([weight.shape[0] for weight in weights])
         results.append(agreed_call.run(group, signature, local, arguments, x.device).view(x.shape))
     else:
@@ -167,7 +175,7 @@ def _backward_kernel(
 
 
 def _backward_fake(
-    dzs: list[Tensor], x: Tensor, weights: list[Tensor], group_name: str, implementation: str, needs: list[bool]
+    dzs: list[Tensor], x: Tensor, weights: list[Tensor], options: Reduce, needs: list[bool]
 ) -> list[Tensor]:
     return fake_of_linears(x, x.shape, weights, needs)
 

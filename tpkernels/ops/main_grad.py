@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import timeline
-from tpkernels.ops.registration import is_dtensor
+from tpkernels.ops.plain_calls import is_dtensor
 
 __all__ = ["Sink", "accumulate", "linear", "sink_of", "sinks_of", "weight_gradients", "with_sink"]
 

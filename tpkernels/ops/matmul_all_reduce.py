@@ -16,16 +16,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from tpkernels.comm import agreement
-from tpkernels.comm.groups import Group, GroupLike, group_name, group_size, resolve
-from tpkernels.ops import agreed_call
-from tpkernels.ops.agreed_call import Signature
+from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
+from tpkernels.ops import agreed_call, fast_path
+from tpkernels.ops.agreed_call import Signature, facts_of
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.gradients import of_linear
 from tpkernels.ops.main_grad import sink_of
-from tpkernels.ops.registration import define, is_plain
-from tpkernels.ops.repeated_all_reduce import again, remember
+from tpkernels.ops.options import Reduce
+from tpkernels.ops.registration import call, define
 from tpkernels.ops.residual_norm import Norm, add_norm, matmul_all_reduce_norm, wanted
 from tpkernels.ops.scaled_matmul import ScaledReduce, scaled_reduction
 from tpkernels.ops.shapes import flat, fresh, rows_layout
@@ -111,13 +110,14 @@ def matmul_all_reduce(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.
     """
-    pair = wanted(group, residual, norm_weight, eps)
-    scaled = scale_x is not None or scale_weight is not None or out_dtype is not None
     size = group_size(group)
-    if size > 1 and not scaled and pair is None and is_plain(x, weight, weight if bias is None else bias):
-        state = resolve(group)
-        repeated = again(state, x, weight, bias, implementation)
-        return _run(state, x, weight, bias, implementation) if repeated is None else repeated
+    scaled = scale_x is not None or scale_weight is not None or out_dtype is not None
+    normed = residual is not None or norm_weight is not None or eps is not None
+    if size > 1 and not scaled and not normed:
+        repeated = fast_path.repeat("matmul_all_reduce", group, implementation, x, weight, bias)
+        if repeated is not None:
+            return repeated
+    pair = wanted(group, residual, norm_weight, eps) if normed else None
     check_local(group, x=[x], weight=[weight], bias=[bias])
     y: Tensor
     if scaled:
@@ -129,44 +129,33 @@ def matmul_all_reduce(
     elif pair is not None:
         return matmul_all_reduce_norm(x, weight, bias, Norm.of(*pair, eps), group, implementation)
     else:
-        y = torch.ops.tpkernels.matmul_all_reduce(x, weight, bias, group_name(group), implementation)
+        y = call("matmul_all_reduce", x, weight, bias, Reduce(group_name(group), implementation))
     return y if pair is None else add_norm(y, *pair, eps)
 
 
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, implementation: str) -> Tensor:
-    return _run(resolve(group_name), x, weight, bias, implementation)
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, options: Reduce) -> Tensor:
+    group = resolve(options.group_name)
 
-
-def _run(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor:
-    facts = (
-        "matmul_all_reduce", implementation, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device,
-        None if bias is None else (bias.shape, bias.dtype, bias.device),
-    )  # fmt: skip
-    known = group.checked.get(facts)
-    if known is None:
-        try:
-            check_common("matmul_all_reduce", x, implementation)
-            check_weights(x, x.shape[-1], [weight], [bias])
-        except ValueError as error:
-            agreement.refuse(group, "matmul_all_reduce", str(error))
-            raise
+    def check() -> Signature:
+        _check(x, weight, bias, options)
         layout = rows_layout(x.shape[:-1].numel(), group.size)
-        known = agreed_call.Known(
-            Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation)
-        )
-        group.checked[facts] = known
-    arguments = MatmulAllReduce([x if x.dim() == 2 and x.is_contiguous() else flat(x)], [weight.t()], bias)
-    first = known.plan is None
-    y: Tensor = agreed_call.run_known(group, known, x.shape[-1], arguments, x.device)
-    if first:
-        remember(group, known, arguments, x, weight, implementation)
+        return Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], options.implementation)
+
+    facts = facts_of("matmul_all_reduce", options.implementation, x, weight, bias)
+    checked = agreed_call.checked_call(group, facts, "matmul_all_reduce", check)
+    arguments = MatmulAllReduce([flat(x)], [weight.t()], bias)
+    y = agreed_call.run_checked(group, checked, x.shape[-1], arguments, x.device)
     return fresh(y, (*x.shape[:-1], weight.shape[0]))
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, implementation: str) -> Tensor:
-    check_common("matmul_all_reduce", x, implementation)
-    check_weights(x, x.shape[-1], [weight], [bias])
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, options: Reduce) -> Tensor:
+    _check(x, weight, bias, options)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, options: Reduce) -> None:
+    check_common("matmul_all_reduce", x, options.implementation)
+    check_weights(x, x.shape[-1], [weight], [bias])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Scatter"]
+__all__ = ["Reduce", "Scatter"]
+
+
+class Reduce(NamedTuple):
+    """A sum over the ranks that every rank gets."""
+
+    group_name: str
+    implementation: str
 
 
 class Scatter(NamedTuple):

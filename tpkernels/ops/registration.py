@@ -14,30 +14,17 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# By name: in a call that finds cold caches each step through a module costs as much as what it leads to.
-from torch import is_grad_enabled as _is_grad_enabled
-from torch._C import (
-    _get_tracing_state,
-    _is_any_autocast_enabled,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling as _is_traced_by_dynamo
+from tpkernels.ops.plain_calls import is_plain
 
-__all__ = ["PLAIN", "call", "call_backward", "define", "is_dtensor", "is_plain", "is_watched", "wants_grad"]
+__all__ = ["call", "call_backward", "define", "wants_grad"]
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _KERNELS: dict[str, Callable[..., Any]] = {}
-PLAIN = (Tensor, torch.nn.Parameter)
-"""The types of tensors that do nothing of their own."""
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
@@ -131,7 +118,7 @@ def _schema(kernel: Callable[..., Any], arguments: _Arguments) -> str:
 
 
 def call(name: str, *args: Any) -> Any:
-    """``torch.ops.tpkernels.<name>``, or its kernel where that is the same (see :func:`is_plain`).
+    """``torch.ops.tpkernels.<name>``, or its kernel where that is the same (:mod:`tpkernels.ops.plain_calls`).
 
     ``args``: those of the kernel, NamedTuples among them.
     """
@@ -155,43 +142,6 @@ def call_backward(name: str, sinks: Sequence[Any], *args: Any) -> Any:
         return _KERNELS[name](*args, sinks=sinks)
     flat = [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
     return getattr(torch.ops.tpkernels, name)(*flat)
-
-
-def is_plain(*tensors: object) -> bool:
-    """Whether a kernel may run without the dispatcher, because nobody could tell the difference.
-
-    Nobody can when no gradient is recorded, nobody watches, and the tensors are plain ones.  Two trips from the
-    interpreter through the dispatcher and back cost 25 us a call, more than an all-reduce between ranks of one host
-    takes (2 us; AMD EPYC, 2026-11-20), and several times as much when a GEMM has swept the caches.
-    """
-    records = _is_grad_enabled()
-    for tensor in tensors:
-        if type(tensor) not in PLAIN or (records and cast(Tensor, tensor).requires_grad):
-            return False
-    return not is_watched()
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether it is one; what no tensor of this process can be is not imported, which would take a second."""
-    if type(value) in PLAIN or not isinstance(value, Tensor):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
-
-
-def is_watched() -> bool:
-    """Whether anybody but autograd sees ops on plain tensors: who traces, profiles, intercepts or transforms them."""
-    return bool(
-        _is_traced_by_dynamo()
-        or _get_tracing_state() is not None
-        or _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _profiler_enabled()
-        or _is_any_autocast_enabled()
-        or forward_ad._current_level >= 0
-        or peek_interpreter_stack() is not None
-    )
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:

@@ -30,17 +30,16 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
+from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.gemm import residual_norm
-from tpkernels.ops import agreed_call
-from tpkernels.ops.agreed_call import Signature
+from tpkernels.ops import agreed_call, fast_path
+from tpkernels.ops.agreed_call import Signature, facts_of
 from tpkernels.ops.checks import check_common, check_local, check_scatter, check_weights
 from tpkernels.ops.contract import AllReduce, MatmulAllReduce, MatmulReduceScatter, ResidualNorm
 from tpkernels.ops.gradients import of_linear
 from tpkernels.ops.main_grad import sink_of
-from tpkernels.ops.options import Scatter
-from tpkernels.ops.registration import call, define, is_plain
-from tpkernels.ops.repeated_all_reduce import again, remember
+from tpkernels.ops.options import Reduce, Scatter
+from tpkernels.ops.registration import call, define
 from tpkernels.ops.shapes import flat, fresh, rows_layout
 from tpkernels.partition import Layout
 
@@ -114,30 +113,14 @@ def add_norm(y: Tensor, residual: Tensor, norm_weight: Tensor, eps: float | None
 def matmul_all_reduce_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, group: GroupLike, implementation: str
 ) -> tuple[Tensor, Tensor]:
-    if is_plain(x, weight, weight if bias is None else bias, norm.residual, norm.norm_weight):
-        found = _again(resolve(group), x, weight, bias, norm, implementation)
-        return found or _reduce_kernel(x, weight, bias, norm, group_name(group), implementation)[:2]
-    op = torch.ops.tpkernels.matmul_all_reduce_norm
-    normed, sums, _ = op(x, weight, bias, *norm, group_name(group), implementation)
+    y = fast_path.repeat("matmul_all_reduce_norm", group, implementation, x, weight, bias, *norm)
+    if y is not None:
+        tail = norm.tail()
+        tail.fill(flat(y), 0)
+        return fresh(tail.normed, y.shape), y
+    options = Reduce(group_name(group), implementation)
+    normed, sums, _ = call("matmul_all_reduce_norm", x, weight, bias, norm, options)
     return normed, sums
-
-
-def _again(
-    group: Group, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, implementation: str
-) -> tuple[Tensor, Tensor] | None:
-    """The op like an earlier small call (:mod:`tpkernels.ops.repeated_all_reduce`); None where this is none."""
-    residual, norm_weight, eps = norm
-    for given in (residual, norm_weight):
-        if given.dtype is not x.dtype or not given.is_cpu or not given.is_contiguous():
-            return None
-    if norm_weight.shape != weight.shape[:1] or residual.shape != (*x.shape[:-1], weight.shape[0]):
-        return None
-    sums = again(group, x, weight, bias, implementation, eps)
-    if sums is None:
-        return None
-    tail = ResidualNorm(flat(residual), norm_weight, eps)
-    tail.fill(flat(sums), 0)
-    return fresh(tail.normed, sums.shape), sums
 
 
 # --- y exists ---------------------------------------------------------------------------------------------------------
@@ -205,36 +188,27 @@ def _norm_backward_fake(
 
 
 def _reduce_kernel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, group_name: str, implementation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, options: Reduce
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = resolve(group_name)
-    tensors = (x, weight, bias, norm.residual, norm.norm_weight)
-    facts = (agreed_call.facts_of("matmul_all_reduce_norm", implementation, *tensors), norm.eps)
-    known = group.checked.get(facts)
-    if known is None:
-        try:
-            shape = _check_reduce(x, weight, bias, norm, implementation)
-        except ValueError as error:
-            agreement.refuse(group, "matmul_all_reduce", str(error))
-            raise
-        layout = rows_layout(shape[:-1].numel(), group.size)
-        known = group.checked[facts] = agreed_call.Known(
-            Signature(
-                "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], implementation, norm.detail()
-            )
+    group = resolve(options.group_name)
+
+    def check() -> Signature:
+        layout = rows_layout(_check_reduce(x, weight, bias, norm, options)[:-1].numel(), group.size)
+        return Signature(
+            "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], options.implementation, norm.detail()
         )
+
+    facts = facts_of("matmul_all_reduce_norm", options.implementation, x, weight, bias, *norm)
+    checked = agreed_call.checked_call(group, facts, "matmul_all_reduce", check)
     tail = norm.tail()
     arguments = MatmulAllReduce([flat(x)], [weight.t()], bias, tail=tail)
-    first = known.plan is None
-    sums: Tensor = agreed_call.run_known(group, known, x.shape[-1], arguments, x.device)
-    if first:
-        remember(group, known, arguments, x, weight, implementation, norm.eps)
+    sums: Tensor = agreed_call.run_checked(group, checked, x.shape[-1], arguments, x.device)
     return _results(tail, sums, norm.residual.shape)
 
 
-def _check_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, implementation: str) -> torch.Size:
+def _check_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, options: Reduce) -> torch.Size:
     """The shape of the result."""
-    check_common("matmul_all_reduce", x, implementation)
+    check_common("matmul_all_reduce", x, options.implementation)
     check_weights(x, x.shape[-1], [weight], [bias])
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     norm.check(shape, x)
@@ -242,9 +216,9 @@ def _check_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, im
 
 
 def _reduce_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, group_name: str, implementation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, options: Reduce
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_results(x, _check_reduce(x, weight, bias, norm, implementation))
+    return _fake_results(x, _check_reduce(x, weight, bias, norm, options))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

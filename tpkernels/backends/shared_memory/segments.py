@@ -190,7 +190,6 @@ class SharedMemory(Resource):
     def close(self, group: Group) -> None:
         """Pages live while anybody maps them."""
         self.segments = None
-        group.repeated.clear()
 
 
 def _set_up(memory: SharedMemory, group: Group, call: int) -> None:
