@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
 
 from tpkernels.launching import local_ranks as launch_module
 from tpkernels.measure import netlab
+from tpkernels.testing import spawn
 from tpkernels.testing.spawn import Pools, fork_server
 
 pytest_plugins = ["pytester"]  # for the tests of this file
+
+# For a run of many tests: what `fork_server` imports, and what many ranks would import themselves.
+PRELOADED = ["torch", "torch.distributed", "tpkernels.sharding", spawn.__name__, "transformers.modeling_utils"]
 
 LAYERS = {
     "cpu": "no process group",
@@ -35,8 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in LAYERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    if hasattr(config, "workerinput"):  # of pytest-xdist; tests look into their process group for what is left
-        os.setpgrp()
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        os.setpgrp()  # tests look into their process group for what is left
+        fork_server().set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()  # it imports while this process collects
 
 
 def missing_for(layer: str) -> str | None:
