@@ -29,6 +29,8 @@ from tpkernels.partition import array_split
 
 if TYPE_CHECKING:
     from tpkernels import nn, optim
+
+    keras: Any  # its module imports from here
     from tpkernels.sharding import (
         ShardingPlan,
         Verification,
@@ -66,6 +68,7 @@ __all__ = [
     "explain",
     "full_state_dict",
     "init",
+    "keras",
     "launch",
     "load_full_state_dict",
     "load_optimizer_state_dict",
@@ -94,6 +97,8 @@ def _later(name: str) -> Any:
     """
     if name in ("nn", "optim"):
         return importlib.import_module(f"tpkernels.{name}")
+    if name == "keras":  # of a floor above: it is named here, and stands on all that is here
+        return importlib.import_module(f"tpkernels.integrations.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'tpkernels' has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module("tpkernels.sharding"), name)

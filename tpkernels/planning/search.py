@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tpkernels.partition import chunk_sizes
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.session import Scope, Shape
@@ -178,7 +177,7 @@ class Search:
 
     def can_be_cut(self, pieces: int) -> bool:
         """Whether ``torch.chunk`` gives every rank some of them, and not all the same."""
-        return pieces > 0 and pieces % self.world_size > 0 and 0 not in chunk_sizes(pieces, self.world_size)
+        return pieces > 0 and pieces % self.world_size > 0 and 0 not in share(pieces, self.world_size)
 
     def hypotheses(
         self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0

@@ -12,14 +12,28 @@ ranks are 12, 12, 12 and 4 features.  However the segment is viewed, it consists
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from tpkernels.partition import chunk_sizes
+from tpkernels.partition import array_split_sizes, chunk_sizes
 
-__all__ = ["Split", "Unproven", "group_of", "share", "through_view"]
+__all__ = ["Split", "Unproven", "as_array_split", "group_of", "share", "through_view"]
+
+_even: ContextVar[bool] = ContextVar("as_array_split", default=False)
+
+
+@contextmanager
+def as_array_split() -> Iterator[None]:
+    """Inside, parts are those of ``numpy.array_split`` (4 over 3: 2, 1, 1), not of ``torch.chunk`` (2, 2, 0)."""
+    before = _even.set(True)
+    try:
+        yield
+    finally:
+        _even.reset(before)
 
 
 class Unproven(Exception):
@@ -72,7 +86,10 @@ class Split:
 
 def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
     """What each rank has of ``size`` elements that are made of ``pieces``."""
-    return chunk_sizes(size, world_size, size // pieces if pieces else 1)
+    unit = size // pieces if pieces else 1
+    if _even.get():
+        return tuple(unit * count for count in array_split_sizes(size // unit, world_size))
+    return chunk_sizes(size, world_size, unit)
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], world_size: int) -> Split:
@@ -117,7 +134,7 @@ def _unflatten(run: int, pieces: int, first: int, sizes: Sequence[int], world_si
 
 def _why_not(count: int, world_size: int) -> str:
     """Why these heads cannot be cut unevenly either."""
-    sizes = chunk_sizes(count, world_size)
+    sizes = share(count, world_size)
     empty = 0 in sizes and count >= world_size
     return f" ({'/'.join(map(str, sizes))}, as torch.chunk cuts, leaves some without any)" if empty else ""
 

@@ -1,0 +1,70 @@
+"""`TensorParallel(model)`, compile and fit: every number is that of the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tests.integrations.keras import models
+from tpkernels.testing.spawn import Pools
+
+pytest.importorskip("keras")
+pytestmark = pytest.mark.gloo
+TIMEOUT = 240.0
+"""Keras takes seconds to import, in each rank once."""
+
+
+def optimizers() -> Iterator[tuple[str, dict[str, Any], Callable[[], Any]]]:
+    """Name, options of the model's Dense layers, optimizer."""
+    keras = models.keras_on_torch()
+    kinds, regularizers, constraints = keras.optimizers, keras.regularizers, keras.constraints
+    schedule = kinds.schedules.ExponentialDecay(1e-2, 3, 0.5)
+    yield "momentum, clipnorm", {}, lambda: kinds.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.01)
+    yield "global_clipnorm", {}, lambda: kinds.SGD(0.1, global_clipnorm=0.05)
+    yield "clipvalue", {}, lambda: kinds.SGD(0.1, clipvalue=0.001)
+    yield (
+        "schedule, decay, average, accumulation",
+        {},
+        lambda: kinds.AdamW(schedule, weight_decay=0.1, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2),
+    )
+    yield "L2", {"kernel_regularizer": "l2"}, lambda: kinds.SGD(0.1)
+    whole = {"kernel_regularizer": regularizers.OrthogonalRegularizer(0.1), "kernel_constraint": constraints.UnitNorm()}
+    yield WHOLE, whole, lambda: kinds.SGD(0.1)
+    yield ACTIVITY, {"activity_regularizer": "l2"}, lambda: kinds.SGD(0.1)
+    yield "Ftrl", {}, lambda: kinds.Ftrl(1e-2)
+    yield "Lion", {}, lambda: kinds.Lion(1e-3)
+    for name in ("RMSprop", "Adam", "Adadelta", "Adagrad", "Adamax", "Nadam"):  # epsilon: not rounding by rounding
+        yield name, {}, lambda name=name: getattr(kinds, name)(1e-2, epsilon=1e-3)
+
+
+WHOLE = "a regularizer and a constraint of the whole"
+ACTIVITY = "an activity regularizer"
+FEW = ("global_clipnorm", "schedule, decay, average, accumulation", WHOLE, "Adam")
+
+
+def every_optimizer(parallel: bool, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    found = {}
+    plan: Any = "auto"
+    for name, options, made in optimizers():
+        if names and name not in names:
+            continue
+        model = models.small(seed=dist.get_rank() if parallel else 0, **options)
+        if parallel:
+            model = tpk.keras.TensorParallel(model, plan="auto" if name == ACTIVITY else plan)
+            plan = plan if name == ACTIVITY else model.tensor_parallel_plan
+        found[name] = models.trained(model if parallel else models.exact(model), made())
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(2, ()), (3, FEW)], ids=["2", "3"])
+def test_optimizers_train_as_on_the_unsharded_model(ranks: Pools, world_size: int, names: tuple[str, ...]) -> None:
+    """Ranks start from different weights, and take rank 0's; the first model's plan serves for all."""
+    (expected,) = ranks(1).run(every_optimizer, False, timeout=TIMEOUT)
+    for found in ranks(world_size).run(every_optimizer, True, names, timeout=TIMEOUT):
+        for name, numbers in found.items():
+            models.assert_equal(numbers, expected[name], name)
+        assert len(found) == len(names or expected)

@@ -1,0 +1,187 @@
+"""Every name of Keras that Keras does not document, in one place, so that a new version breaks here and says so.
+
+It owns how Keras is imported, and all reads and writes of private attributes.  The other files of this folder use what
+keras.io documents, and the functions below.  :data:`PRIVATE_NAMES` lists what is used; :func:`missing_names` says which
+of it a version lacks.  Known to work: Keras 3.13.2, 3.15.1 and 3.16.0.dev (2026-11-23).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from tpkernels.packages import needed
+
+PRIVATE_NAMES = (
+    ("keras.src.backend.torch.trainer", "TorchTrainer|Trainer"),
+    ("keras.src.backend.torch.layer", "TorchLayer|Layer"),
+    ("keras.src.trainers.trainer", "Trainer.get_metrics_result"),
+    ("keras.src.layers.layer", "Layer._flatten_layers"),
+    ("keras.src.optimizers.base_optimizer", "BaseOptimizer._clip_gradients"),
+    ("keras.src.optimizers.base_optimizer", "BaseOptimizer._var_key"),
+    ("keras.src.optimizers.base_optimizer", "clip_by_global_norm"),
+    ("keras.src.layers.core.dense", "Dense.call"),
+    ("keras.src.layers.core.einsum_dense", "EinsumDense.call"),
+    ("keras.src.layers.core.embedding", "Embedding.call"),
+    ("keras.src.backend.torch.core", "to_torch_dtype"),
+    ("keras.src.backend.torch.core", "get_device"),
+    ("keras.src.random.seed_generator", "global_seed_generator"),
+    ("keras.src.backend.common.variables", "KerasVariable._direct_assign|Variable._direct_assign"),
+)
+"""Module and dotted name; ``|`` separates names of which one must exist."""
+
+
+def keras_module() -> Any:
+    """Keras itself, imported when something needs it."""
+    with needed("keras", "tpk.keras"):
+        return importlib.import_module("keras")
+
+
+def missing_names() -> list[str]:
+    """Names of :data:`PRIVATE_NAMES` that the installed Keras does not have, in their order."""
+    keras_module()
+    missing = []
+    for module, names in PRIVATE_NAMES:
+        try:
+            holder: ModuleType | None = importlib.import_module(module)
+        except ModuleNotFoundError:
+            holder = None
+        if not any(_has(holder, name) for name in names.split("|")):
+            missing.append(f"{module}.{names}")
+    return missing
+
+
+def _has(holder: Any, name: str) -> bool:
+    for part in name.split("."):
+        holder = getattr(holder, part, None)
+    return holder is not None
+
+
+def check_backend(wanted: str = "torch") -> None:
+    """Refuse a Keras that runs on another backend."""
+    running = keras_module().config.backend()
+    if running != wanted:
+        raise ValueError(
+            f"Keras runs on the backend {running!r}, and this needs {wanted!r}: set KERAS_BACKEND={wanted} in the "
+            "environment before keras is imported for the first time"
+        )
+
+
+# ---------------------------------------------------------------- layers
+
+
+def bare(instance: Any, name: str, value: Any) -> None:
+    """Set an attribute past Keras, which would track layers and variables among the values."""
+    object.__setattr__(instance, name, value)
+
+
+def overwrite(instance: Any, name: str) -> bool:
+    """Whether the instance itself, not its class, has ``name``."""
+    return name in vars(instance)
+
+
+def all_layers(model: Any) -> list[Any]:
+    """The model and every layer in it, each once."""
+    return list(dict.fromkeys(model._flatten_layers()))
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """The layers that ``layer`` holds directly."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def variables_of(layer: Any) -> list[Any]:
+    """The variables that the layer itself holds, without those of its sublayers."""
+    seeds = [generator.state for generator in getattr(layer, "_seed_generators", [])]
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
+
+
+def weights_of(layer: Any) -> list[Any]:
+    """Those of them that are no states of random generators."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def seed_generators(layer: Any) -> list[Any]:
+    return list(getattr(layer, "_seed_generators", []))
+
+
+def draw_from_state(generator: Any) -> None:
+    """Let a generator without a seed of the user's draw from its state: torch's default generator, from which Keras
+    draws otherwise, would go on differently on each rank."""
+    object.__setattr__(generator, "_initial_seed", 0)
+
+
+def has_training_argument(layer: Any) -> bool:
+    return bool(layer._call_has_training_arg)
+
+
+def retrack(layers: Iterable[Any]) -> None:
+    """Make torch's view of the layers' parameters that of the variables, after values were replaced."""
+    for layer in layers:
+        if hasattr(layer, "_torch_params"):
+            layer._track_variables()
+
+
+# ---------------------------------------------------------------- variables
+
+
+def raw_value(variable: Any) -> Any:
+    """The tensor itself, whatever dtype a layer computes in."""
+    return variable._value
+
+
+def default_device() -> Any:
+    """Where Keras makes tensors."""
+    found = importlib.import_module("keras.src.backend.torch.core").get_device()
+    return "cpu" if str(found) == "meta" else found
+
+
+def device_type() -> str:
+    return str(default_device()).partition(":")[0]
+
+
+def global_seed_state() -> Any:
+    """The state of the generator that serves random ops without a seed."""
+    return importlib.import_module("keras.src.random.seed_generator").global_seed_generator().state
+
+
+def torch_dtype(name: str) -> Any:
+    """torch's dtype of that name."""
+    return importlib.import_module("keras.src.backend.torch.core").to_torch_dtype(name)
+
+
+def plain_shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable._shape)
+
+
+def set_shape(variable: Any, shape: Iterable[int]) -> None:
+    variable._shape = tuple(shape)
+
+
+def put_value(variable: Any, value: Any) -> None:
+    """Replace the tensor of a variable, by one of any shape."""
+    variable._value = value
+    variable._shape = tuple(value.shape)
+
+
+def move(variable: Any, value: Any, layout: Any) -> None:
+    """Give a variable of JAX's the layout that its value has."""
+    variable._layout = layout
+    variable._value = value
+
+
+# ---------------------------------------------------------------- models
+
+
+def base_metrics_result(model: Any) -> Any:
+    """The metrics of this process alone: Keras 3.16 sums them over all processes, which here see the same batch."""
+    trainer = importlib.import_module("keras.src.trainers.trainer")
+    return trainer.Trainer.get_metrics_result(model)
+
+
+def forget_functions(model: Any) -> None:
+    """Forget the functions that earlier training or prediction has made."""
+    for name in ("train_function", "test_function", "predict_function"):
+        setattr(model, name, None)

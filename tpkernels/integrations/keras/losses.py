@@ -1,0 +1,55 @@
+"""Regularizers and constraints of variables that are cut: they mean the whole variable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tpkernels.integrations.keras import backend
+from tpkernels.integrations.keras.cuts import Cut
+from tpkernels.integrations.keras.variables import Shards
+from tpkernels.ops import all_gather, all_reduce
+
+__all__ = ["sum_of_parts", "whole_constraint", "whole_regularizer"]
+
+
+def whole_regularizer(regularizer: Callable[[Any], Any], cut: Cut, shards: Shards) -> Callable[[Any], Any]:
+    """The loss of the whole variable: a sum over the ranks for L1 and L2, and of the gathered variable for others."""
+    keras = backend.keras_module()
+    adds_up = type(regularizer) in (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+    def loss(variable: Any) -> Any:
+        part: Tensor = keras.ops.convert_to_tensor(variable)
+        if part.is_meta:
+            return regularizer(part)
+        if adds_up:
+            return all_reduce(regularizer(part).reshape(1), shards.pg).reshape(())
+        whole = all_gather(part.contiguous(), shards.pg, dim=cut.dim, shard_sizes=cut.sizes, replicated_grad=True)
+        return regularizer(cut.joined(whole))
+
+    return loss
+
+
+def whole_constraint(constraint: Callable[[Any], Any], shards: Shards) -> Callable[[Any], Any]:
+    """What the constraint makes of the whole variable, of which ``assign`` keeps the part."""
+    return lambda variable: constraint(shards.whole(variable))
+
+
+def sum_of_parts(variable: Any, shards: Shards) -> None:
+    """A whole variable that meets parts: its gradient is the sum of the ranks' gradients.
+
+    A regularizer's gradient is whole on every rank, so each contributes its share.
+    """
+    value: Tensor = backend.raw_value(variable)
+    if value.requires_grad:
+        value.register_hook(lambda gradient: all_reduce(gradient.contiguous(), shards.pg))
+    if variable.regularizer is not None:
+        regularizer, count = variable.regularizer, shards.world_size
+
+        def share(whole: Any) -> Any:
+            x = backend.keras_module().ops.convert_to_tensor(whole)
+            return regularizer(x.detach() + (x - x.detach()) / count)
+
+        variable.regularizer = share

@@ -1,0 +1,76 @@
+"""Keras on JAX: one process, N devices, and Keras's own ``ModelParallel`` with the layouts of a plan.
+
+It owns the layout map (:func:`layout_map`), and how an existing model is moved onto the devices.  JAX refuses
+dimensions that do not divide, so such variables stay whole, which is said in a warning.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from tpkernels.integrations.keras import backend
+from tpkernels.integrations.keras.plan import KerasPlan
+from tpkernels.integrations.keras.rules import rules_plan
+
+__all__ = ["layout_map", "on_devices"]
+
+AXES = ("batch", "model")
+
+
+def layout_map(plan: KerasPlan | str, device_mesh: Any) -> Any:
+    """A ``keras.distribution.LayoutMap`` that cuts what ``plan`` cuts, on the axis "model" of ``device_mesh``.
+
+    Args:
+        plan: of :func:`make_plan`, or its JSON, which may have been made on torch.
+
+    Raises:
+        ValueError: the mesh has no axis "model", or as many devices on it as the plan has no ranks.
+    """
+    keras = backend.keras_module()
+    plan = KerasPlan.from_json(plan) if isinstance(plan, str) else plan
+    if AXES[1] not in device_mesh.axis_names:
+        raise ValueError(f"device_mesh must have an axis {AXES[1]!r}, got {list(device_mesh.axis_names)}")
+    devices = device_mesh.shape[list(device_mesh.axis_names).index(AXES[1])]
+    if devices != plan.world_size:
+        raise ValueError(f"the plan is for {plan.world_size} ranks, and the mesh has {devices} devices on 'model'")
+    layouts, whole = keras.distribution.LayoutMap(device_mesh), []
+    for path, cut in plan.cuts.items():
+        if cut.shape[cut.dim] % devices:
+            whole.append(f"{path} ({cut.shape[cut.dim]})")
+            continue
+        axes: list[str | None] = [None] * len(cut.shape)
+        axes[cut.dim] = AXES[1]
+        layouts[f"^{re.escape(path)}$"] = tuple(axes)
+    if whole:
+        warnings.warn(
+            f"these stay whole, because {devices} devices do not divide them: {', '.join(whole)}", stacklevel=2
+        )
+    return layouts
+
+
+def on_devices(
+    model: Any, world_size: int | None, device_ids: Sequence[str] | None, plan: KerasPlan | str
+) -> tuple[KerasPlan, Any]:
+    """Move a model onto the devices; the plan, and the distribution in whose scope it trains."""
+    keras = backend.keras_module()
+    found = keras.distribution.list_devices()
+    if device_ids is not None:
+        if isinstance(device_ids, str) or any(one not in found for one in device_ids):
+            raise ValueError(f"device_ids must be some of {found}, got {device_ids!r}")
+        found = list(device_ids)
+    if world_size is not None and world_size != len(found):
+        raise ValueError(
+            f"world_size is {world_size}, and JAX has {len(found)} devices: leave it out, pass as many device_ids, or "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={world_size} to try it on a CPU"
+        )
+    chosen = plan if isinstance(plan, KerasPlan) else rules_plan(model, len(found))
+    chosen.validate(model, len(found))
+    mesh = keras.distribution.DeviceMesh((1, len(found)), AXES, found)
+    distribution = keras.distribution.ModelParallel(layout_map=layout_map(chosen, mesh), batch_dim_name=AXES[0])
+    for variable in model.variables:
+        layout = distribution.get_variable_layout(variable)
+        backend.move(variable, keras.distribution.distribute_tensor(backend.raw_value(variable), layout), layout)
+    return chosen, distribution

@@ -1,0 +1,331 @@
+"""``TensorParallel(model)``: a built Keras model, cut over the ranks in place, that trains, saves and loads as before.
+
+It owns how a plan is carried out, and the class under which the model goes on: a subclass of
+:class:`TensorParallel` and of the model's own.  Every rank makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.integrations.keras import backend, optimizers
+from tpkernels.integrations.keras.batches import compared
+from tpkernels.integrations.keras.linears import linear
+from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, whole_regularizer
+from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
+from tpkernels.integrations.keras.planner import check_built, make_plan
+from tpkernels.integrations.keras.shadow import equation_of, named_layers
+from tpkernels.integrations.keras.start import check_devices, join, same_generators, same_variables
+from tpkernels.integrations.keras.tables import lookup
+from tpkernels.integrations.keras.variables import Shards, checked_only
+from tpkernels.state.collective_errors import Ranks
+
+__all__ = ["TensorParallel", "TensorParallelKeras"]
+
+_SEED_STEP = 0x1E3779B1
+"""Between the seeds of two ranks, where they drop different features."""
+
+
+@dataclass
+class Parallel:
+    """What a wrapped model remembers."""
+
+    kind: type
+    plan: KerasPlan
+    shards: Shards
+    shard_optimizer_states: bool
+
+
+class TensorParallel:
+    """The same model, cut over the ranks; it stays a ``keras.Model`` with its attributes and methods.
+
+    ::
+
+        model = tpk.keras.TensorParallel(model)     # on every rank, after it is built and before compile
+        model.compile("adam", "mse")
+        model.fit(x, y)
+
+    Args:
+        model: a built Keras model.  Weights, seeds and random generators of rank 0 are everybody's afterwards.
+        world_size: the number of ranks, checked; default: all that run.
+        device_ids: one name per rank, checked against what Keras computes on.
+        distributed_backend: "auto", "gloo", "nccl", "torch" (what fits the devices) or "jax".
+        plan: "auto", or a plan of :func:`make_plan`.
+        shard_optimizer_states: also split the slots of variables that are whole on every rank.
+
+    Raises:
+        ValueError: on every rank, before anything changes; it says which argument, and what to do.
+    """
+
+    def __new__(
+        cls,
+        model: Any,
+        world_size: int | None = None,
+        device_ids: Sequence[str] | None = None,
+        distributed_backend: str = "auto",
+        *,
+        plan: KerasPlan | str = "auto",
+        shard_optimizer_states: bool = True,
+    ) -> Any:
+        if isinstance(model, TensorParallel):
+            raise ValueError("the model is parallel already, and a second time would cut its parts again")
+        check_built(model)
+        _check_uncompiled(model)
+        if not (plan == "auto" or isinstance(plan, KerasPlan)):
+            raise ValueError(f"plan must be 'auto' or a plan of make_plan, got {plan!r}")
+        pg = join(world_size, distributed_backend)
+        check_devices(device_ids, dist.get_world_size(pg))
+        return _wrap(model, pg, plan, shard_optimizer_states)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # the model is made already
+        pass
+
+    @property
+    def tensor_parallel_plan(self) -> KerasPlan:
+        """What was cut, and why."""
+        return _of(self).plan
+
+    # ------------------------------------------------------------------ training
+
+    def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+        state = _of(self)
+        if optimizer is not None and state.shards.world_size > 1:
+            optimizer = backend.keras_module().optimizers.get(optimizer)
+            optimizers.check_optimizer(optimizer)
+        state.kind.compile(self, optimizer, *args, **kwargs)  # type: ignore[attr-defined]
+        if optimizer is not None and state.shards.world_size > 1:
+            optimizers.prepare(self.optimizer, state.shards)  # type: ignore[attr-defined]
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        state = _of(self)
+        same_generators(state.shards.pg)
+        return state.kind.fit(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def make_train_function(self, force: bool = False) -> Any:
+        return _make_function(self, "train_function", force)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        return _make_function(self, "test_function", force)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        return _make_function(self, "predict_function", force)
+
+    def _initialize_ddp(self) -> None:
+        """Keras 3.16 wraps models in DDP here, which would give all ranks the parts of rank 0."""
+
+    def get_metrics_result(self) -> Any:
+        return backend.base_metrics_result(self)
+
+    # ------------------------------------------------------------------ state
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Keras's ``save``, by every rank: whole variables, gathered one at a time, written by rank 0."""
+        _written(self, "save", filepath, *args, **kwargs)
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Keras's ``save_weights``, by every rank; rank 0 writes whole variables."""
+        _written(self, "save_weights", filepath, *args, **kwargs)
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Keras's ``load_weights``, by every rank, which keeps its parts; on an error nothing changes on any rank."""
+        state = _of(self)
+        optimizer: Any = getattr(self, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
+        variables = [*self.variables, *(optimizer.variables if optimizer is not None else ())]  # type: ignore[attr-defined]
+
+        def read() -> None:
+            state.kind.load_weights(self, filepath, *args, **kwargs)  # type: ignore[attr-defined]
+
+        def try_out() -> None:
+            with checked_only(variables):
+                read()
+
+        ranks = Ranks([state.shards.pg])
+        ranks.step(f"load_weights({str(filepath)!r})", try_out)
+        ranks.step(f"load_weights({str(filepath)!r})", read)
+
+    def export(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("a model whose weights are cut cannot be exported: save it, and export what load_model gives")
+
+    def get_config(self) -> Any:
+        with plain(self) as kind:
+            return kind.get_config(self)
+
+    def to_json(self, **kwargs: Any) -> Any:
+        with plain(self) as kind:
+            return kind.to_json(self, **kwargs)
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        """A model that is not parallel."""
+        kind: Any = next(base for base in cls.__mro__ if not issubclass(base, TensorParallel))
+        return kind.from_config(config, custom_objects=custom_objects)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Take whole weights, as ``get_weights`` gives them."""
+        variables = self.weights  # type: ignore[attr-defined]
+        if len(variables) != len(weights):
+            raise ValueError(f"set_weights got {len(weights)} arrays, and {self.name!r} has {len(variables)} weights")  # type: ignore[attr-defined]
+        with _of(self).shards.whole_shapes():
+            for variable, value in zip(variables, weights, strict=True):
+                if tuple(value.shape) != tuple(variable.shape):
+                    raise ValueError(f"{variable.path} has shape {tuple(variable.shape)}, got {tuple(value.shape)}")
+        for variable, value in zip(variables, weights, strict=True):
+            variable.assign(value)
+
+    def summary(self, *args: Any, **kwargs: Any) -> None:
+        """Keras's ``summary``, with the numbers of the whole model."""
+        state = _of(self)
+        with state.shards.whole_shapes():
+            state.kind.summary(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def count_params(self) -> Any:
+        state = _of(self)
+        with state.shards.whole_shapes():
+            return state.kind.count_params(self)  # type: ignore[attr-defined]
+
+
+TensorParallelKeras = TensorParallel
+
+
+def _of(model: Any) -> Parallel:
+    found: Parallel = vars(model)["tensor_parallel"]
+    return found
+
+
+def _check_uncompiled(model: Any) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        raise ValueError(
+            f"{type(model).__name__} is compiled and its optimizer {optimizer.name!r} has state, for whole variables: "
+            "save the weights, build the model, call TensorParallel, compile, and load_weights, which brings the "
+            "optimizer's state along"
+        )
+    if optimizer is not None:
+        optimizers.check_optimizer(optimizer)
+
+
+def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimizer_states: bool) -> Any:
+    world_size = dist.get_world_size(pg)
+    found: list[KerasPlan] = []
+
+    def look() -> None:
+        if isinstance(plan, KerasPlan):
+            plan.validate(model, world_size)
+            found.append(plan)
+        else:
+            found.append(make_plan(model, world_size))
+
+    Ranks([pg]).step("TensorParallel", look)
+    same_variables(model.variables, pg)
+    same_generators(pg)
+    shards = Shards(pg)
+    state = Parallel(type(model), found[0], shards, shard_optimizer_states)
+    if world_size > 1:
+        _apply(model, found[0], shards)
+    kind = type(model)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    model.__class__ = type(kind.__name__, (TensorParallel, kind), names)
+    backend.bare(model, "tensor_parallel", state)
+    backend.forget_functions(model)
+    if getattr(model, "optimizer", None) is not None and world_size > 1:
+        optimizers.prepare(model.optimizer, shards)
+    return model
+
+
+def _apply(model: Any, plan: KerasPlan, shards: Shards) -> None:
+    layers = named_layers(model)
+    equations = {name: equation_of(layer) for name, layer in layers.items()}
+    variables = {variable.path: variable for variable in model.variables}
+    for path, cut in plan.cuts.items():
+        variable = variables[path]
+        shards.cut(variable, cut)
+        if variable.regularizer is not None:
+            variable.regularizer = whole_regularizer(variable.regularizer, cut, shards)
+        if variable.constraint is not None:
+            variable.constraint = whole_constraint(variable.constraint, shards)
+    for path in plan.summed:
+        sum_of_parts(variables[path], shards)
+    for entry in plan.layers:
+        _replace_call(layers[entry.name], equations[entry.name], entry, shards)
+    for numbers in plan.numbers:
+        backend.bare(layers[numbers.name], numbers.attribute, numbers.ranks[shards.rank])
+    for name in plan.random:
+        generators = backend.seed_generators(layers[name])
+        if not generators:
+            raise ValueError(f"{name} draws random numbers for a part, and has no seed generator of its own")
+        for generator in generators:
+            backend.bare(generator, "next", _seed_of_rank(generator.next, shards.rank))
+            backend.draw_from_state(generator)
+    for layer in layers.values():
+        if hasattr(layer, "enable_lora"):
+            backend.bare(layer, "enable_lora", _too_late)
+    backend.retrack(backend.all_layers(model))
+
+
+def _replace_call(layer: Any, equation: Any, entry: LayerPlan, shards: Shards) -> None:
+    if entry.style == "whole":
+        return
+    if entry.style == "vocabulary":
+        table = next(iter(entry.cuts.values()))
+        backend.bare(layer, "call", lookup(layer, table, shards.rank, shards.pg))
+        return
+    layer.input_spec = None
+    backend.bare(layer, "call", linear(layer, equation, entry, shards.rank, shards.pg))
+
+
+def _seed_of_rank(draw: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    def draw_of_rank(ordered: bool = True) -> Any:
+        seed = draw(ordered)
+        return seed + torch.tensor([0, rank * _SEED_STEP % (1 << 30)], dtype=seed.dtype, device=seed.device)
+
+    return draw_of_rank
+
+
+def _too_late(*args: Any, **kwargs: Any) -> None:
+    raise ValueError("LoRA comes too late: call enable_lora on the whole model first, and then TensorParallel")
+
+
+def _make_function(model: Any, name: str, force: bool) -> Any:
+    """Keras's function for one batch, with the comparison of batches in front."""
+    state = _of(model)
+    before = getattr(model, name)
+    made = getattr(state.kind, f"make_{name}")(model, force)
+    function = getattr(model, name)
+    if function is not before and state.shards.world_size > 1:
+        setattr(model, name, compared(function, state.shards.group))
+    return made
+
+
+@contextmanager
+def plain(model: Any) -> Iterator[Any]:
+    """Inside, the model has its own class and the numbers of the whole model, as its configuration says them."""
+    state = _of(model)
+    layers = named_layers(model)
+    kind = type(model)
+    model.__class__ = state.kind
+    for numbers in state.plan.numbers:
+        backend.bare(layers[numbers.name], numbers.attribute, numbers.whole)
+    try:
+        yield state.kind
+    finally:
+        model.__class__ = kind
+        for numbers in state.plan.numbers if state.shards.world_size > 1 else ():
+            backend.bare(layers[numbers.name], numbers.attribute, numbers.ranks[state.shards.rank])
+
+
+def _written(model: Any, method: str, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    state = _of(model)
+
+    def write() -> None:
+        with plain(model) as kind, state.shards.whole_shapes():
+            getattr(kind, method)(model, filepath, *args, **kwargs)
+
+    state.shards.served(f"{method}({str(filepath)!r})", write)

@@ -1,0 +1,118 @@
+"""What the ranks agree on before a model is cut: who they are, equal weights, seeds and random generators.
+
+It owns the checks of :class:`~tpkernels.integrations.keras.parallel.TensorParallel`'s arguments, which raise on every
+rank before anything changes, and the broadcast of rank 0's state.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpkernels.comm.groups import init, resolve
+from tpkernels.integrations.keras import backend
+from tpkernels.integrations.keras.planner import check_count
+from tpkernels.ops.agreed_call import exchange
+from tpkernels.ops.mesh_exchange import broadcast
+
+__all__ = ["BACKENDS", "check_devices", "join", "same_generators", "same_variables"]
+
+BACKENDS = ("auto", "torch", "gloo", "nccl", "jax")
+
+
+def join(world_size: int | None, distributed_backend: str) -> dist.ProcessGroup:
+    """The process group of all ranks that run.
+
+    Raises:
+        ValueError: an unknown or unfitting backend, or another number of ranks than ``world_size``.
+    """
+    if distributed_backend not in BACKENDS:
+        raise ValueError(f"distributed_backend must be one of {list(BACKENDS)}, got {distributed_backend!r}")
+    running = backend.keras_module().config.backend()
+    if (distributed_backend == "jax") != (running == "jax") and distributed_backend != "auto":
+        raise ValueError(
+            f"distributed_backend {distributed_backend!r} does not fit Keras's backend, which is {running!r}: set "
+            "KERAS_BACKEND before keras is imported, or pass 'auto'"
+        )
+    if world_size is not None:
+        check_count("world_size", world_size)
+    device = {"gloo": "cpu", "nccl": "cuda"}.get(distributed_backend)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("distributed_backend 'nccl' needs CUDA devices, and this process sees none: pass 'gloo'")
+    mesh = init(device=device or backend.device_type())
+    ranks = dist.get_world_size()
+    if world_size is not None and world_size != ranks:
+        raise ValueError(
+            f"world_size is {world_size}, and {ranks} rank{'s' if ranks > 1 else ''} run: start the script with "
+            f"`torchrun --nproc_per_node {world_size} script.py`, or leave world_size out"
+        )
+    return mesh["tp"].get_group()
+
+
+def check_devices(device_ids: Sequence[str] | None, world_size: int) -> None:
+    """Refuse a list of devices that is not one per rank, all of one kind that Keras runs on."""
+    if device_ids is None:
+        return
+    if isinstance(device_ids, str) or not all(isinstance(one, str) for one in device_ids):
+        raise ValueError(f"device_ids must be a list of names such as 'cpu:0' or 'cuda:1', got {device_ids!r}")
+    if len(device_ids) != world_size:
+        raise ValueError(f"device_ids has {len(device_ids)} names, and there are {world_size} ranks: one name per rank")
+    kinds = sorted({one.partition(":")[0].lower().replace("gpu", "cuda") for one in device_ids})
+    here = backend.device_type()
+    if kinds != [here]:
+        raise ValueError(f"device_ids are of the kind {', '.join(kinds)}, and Keras computes on {here!r} here")
+
+
+def same_variables(variables: Sequence[Any], pg: dist.ProcessGroup) -> None:
+    """Give every rank the first rank's values, seeds of dropout among them.
+
+    Raises:
+        ValueError: the ranks have unlike models; every rank raises, and nothing has changed.
+    """
+    group = resolve(pg)
+    if group.size == 1:
+        return
+    mine = {variable.path: [list(backend.plain_shape(variable)), variable.dtype] for variable in variables}
+    said = exchange(group, "the variables of a Keras model", mine)
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            unlike = sorted(path for path in {*other, *said[0]} if other.get(path) != said[0].get(path))
+            raise ValueError(f"ranks 0 and {rank} have different models: variable {unlike[0]!r} differs")
+    for variable in variables:
+        _from_first(backend.raw_value(variable), pg)
+
+
+def _from_first(tensor: Tensor, pg: dist.ProcessGroup) -> None:
+    if tensor.is_meta or not tensor.numel():
+        return
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().reshape(-1)
+        data = flat.view(torch.uint8)
+        broadcast([resolve(pg)], "a variable of a Keras model", data)
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def same_generators(pg: dist.ProcessGroup) -> None:
+    """Continue with the first rank's random numbers, so that shuffles agree: Python's, NumPy's, torch's and Keras's."""
+    group = resolve(pg)
+    if group.size == 1:
+        return
+    kept = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state()))
+    length = torch.tensor([len(kept)], dtype=torch.int64).view(torch.uint8)
+    broadcast([group], "the size of random states", length)
+    data = torch.zeros(int(length.view(torch.int64)[0]), dtype=torch.uint8)
+    if group.rank == 0:
+        data = torch.frombuffer(bytearray(kept), dtype=torch.uint8)
+    broadcast([group], "random states", data)
+    python, numpy, default = pickle.loads(bytes(data.tolist()))  # what this very job's rank 0 pickled a moment ago
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(default)
+    _from_first(backend.raw_value(backend.global_seed_state()), pg)
