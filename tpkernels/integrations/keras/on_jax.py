@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.plan import KerasPlan
 from tpkernels.integrations.keras.rules import rules_plan
 
-__all__ = ["layout_map", "on_devices"]
+__all__ = ["layout_map", "on_devices", "wrap"]
 
 AXES = ("batch", "model")
 
@@ -51,6 +52,73 @@ def layout_map(plan: KerasPlan | str, device_mesh: Any) -> Any:
     return layouts
 
 
+_METHODS = (
+    "compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "save", "export",
+    "save_weights", "load_weights", "get_config", "to_json", "summary", "count_params", "get_weights", "set_weights",
+    "__call__",
+)  # fmt: skip
+"""What runs as the model's own class, in the scope of its distribution."""
+
+
+@dataclass
+class Moved:
+    """What a model on devices remembers."""
+
+    kind: type
+    plan: KerasPlan
+    distribution: Any
+
+
+class OnDevices:
+    """The methods of a model whose variables JAX has cut."""
+
+    @property
+    def tensor_parallel_plan(self) -> KerasPlan:
+        """What was cut, and why."""
+        plan: KerasPlan = vars(self)["tensor_parallel"].plan
+        return plan
+
+
+def _in_scope(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved: Moved = vars(self)["tensor_parallel"]
+        kind = type(self)
+        self.__class__ = moved.kind  # so that what is saved says its own class
+        try:
+            with moved.distribution.scope():
+                result = getattr(moved.kind, name)(self, *args, **kwargs)
+                if name == "compile":  # the user has made an optimizer and metrics outside of the scope
+                    made = self.optimizer.variables if self.optimizer is not None else []
+                    _move([*made, *self.metrics_variables], moved.distribution)
+                return result
+        finally:
+            self.__class__ = kind
+
+    method.__name__ = name
+    return method
+
+
+for _name in _METHODS:
+    setattr(OnDevices, _name, _in_scope(_name))
+
+
+def wrap(
+    model: Any, world_size: int | None, device_ids: Sequence[str] | None, plan: KerasPlan | str, base: type
+) -> Any:
+    """Move a model onto the devices, and give it a class under ``base`` that trains it there.
+
+    Raises:
+        ValueError: the devices are not those asked for, or the plan is not for this model; nothing has changed.
+    """
+    chosen, distribution = on_devices(model, world_size, device_ids, plan)
+    kind = type(model)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    model.__class__ = type(kind.__name__, (OnDevices, base, kind), names)
+    backend.bare(model, "tensor_parallel", Moved(kind, chosen, distribution))
+    backend.forget_functions(model)
+    return model
+
+
 def on_devices(
     model: Any, world_size: int | None, device_ids: Sequence[str] | None, plan: KerasPlan | str
 ) -> tuple[KerasPlan, Any]:
@@ -70,7 +138,12 @@ def on_devices(
     chosen.validate(model, len(found))
     mesh = keras.distribution.DeviceMesh((1, len(found)), AXES, found)
     distribution = keras.distribution.ModelParallel(layout_map=layout_map(chosen, mesh), batch_dim_name=AXES[0])
-    for variable in model.variables:
+    _move(model.variables, distribution)
+    return chosen, distribution
+
+
+def _move(variables: Sequence[Any], distribution: Any) -> None:
+    keras = backend.keras_module()
+    for variable in variables:
         layout = distribution.get_variable_layout(variable)
         backend.move(variable, keras.distribution.distribute_tensor(backend.raw_value(variable), layout), layout)
-    return chosen, distribution

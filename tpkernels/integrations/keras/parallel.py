@@ -14,14 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpkernels.integrations.keras import backend, optimizers
+from tpkernels.integrations.keras import backend, on_jax, optimizers
 from tpkernels.integrations.keras.batches import compared
 from tpkernels.integrations.keras.linears import linear
 from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, whole_regularizer
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
-from tpkernels.integrations.keras.planner import check_built, make_plan
+from tpkernels.integrations.keras.planner import check_built, check_count, make_plan
 from tpkernels.integrations.keras.shadow import equation_of, named_layers
-from tpkernels.integrations.keras.start import check_devices, join, same_generators, same_variables
+from tpkernels.integrations.keras.start import (
+    check_backend_name,
+    check_devices,
+    join,
+    same_generators,
+    same_variables,
+)
 from tpkernels.integrations.keras.tables import lookup
 from tpkernels.integrations.keras.variables import Shards, checked_only
 from tpkernels.state.collective_errors import Ranks
@@ -79,6 +85,11 @@ class TensorParallel:
         _check_uncompiled(model)
         if not (plan == "auto" or isinstance(plan, KerasPlan)):
             raise ValueError(f"plan must be 'auto' or a plan of make_plan, got {plan!r}")
+        check_backend_name(distributed_backend)
+        if world_size is not None:
+            check_count("world_size", world_size)
+        if backend.keras_module().config.backend() == "jax":
+            return on_jax.wrap(model, world_size, device_ids, plan, cls)
         pg = join(world_size, distributed_backend)
         check_devices(device_ids, dist.get_world_size(pg))
         return _wrap(model, pg, plan, shard_optimizer_states)

@@ -18,31 +18,37 @@ from torch import Tensor
 
 from tpkernels.comm.groups import init, resolve
 from tpkernels.integrations.keras import backend
-from tpkernels.integrations.keras.planner import check_count
 from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.mesh_exchange import broadcast
 
-__all__ = ["BACKENDS", "check_devices", "join", "same_generators", "same_variables"]
+__all__ = ["BACKENDS", "check_backend_name", "check_devices", "join", "same_generators", "same_variables"]
 
 BACKENDS = ("auto", "torch", "gloo", "nccl", "jax")
+
+
+def check_backend_name(distributed_backend: str) -> None:
+    """Refuse a backend that does not exist, or does not fit the one that Keras runs on."""
+    if distributed_backend not in BACKENDS:
+        raise ValueError(f"distributed_backend must be one of {list(BACKENDS)}, got {distributed_backend!r}")
+    running = backend.keras_module().config.backend()
+    if running not in ("torch", "jax"):
+        raise ValueError(
+            f"Keras runs on the backend {running!r}, and tpk.keras needs 'torch' or 'jax': set KERAS_BACKEND before "
+            "keras is imported for the first time"
+        )
+    if (distributed_backend == "jax") != (running == "jax") and distributed_backend != "auto":
+        raise ValueError(
+            f"distributed_backend {distributed_backend!r} does not fit Keras's backend, which is {running!r}: set "
+            "KERAS_BACKEND before keras is imported, or pass 'auto'"
+        )
 
 
 def join(world_size: int | None, distributed_backend: str) -> dist.ProcessGroup:
     """The process group of all ranks that run.
 
     Raises:
-        ValueError: an unknown or unfitting backend, or another number of ranks than ``world_size``.
+        ValueError: no devices for the backend, or another number of ranks than ``world_size``.
     """
-    if distributed_backend not in BACKENDS:
-        raise ValueError(f"distributed_backend must be one of {list(BACKENDS)}, got {distributed_backend!r}")
-    running = backend.keras_module().config.backend()
-    if (distributed_backend == "jax") != (running == "jax") and distributed_backend != "auto":
-        raise ValueError(
-            f"distributed_backend {distributed_backend!r} does not fit Keras's backend, which is {running!r}: set "
-            "KERAS_BACKEND before keras is imported, or pass 'auto'"
-        )
-    if world_size is not None:
-        check_count("world_size", world_size)
     device = {"gloo": "cpu", "nccl": "cuda"}.get(distributed_backend)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("distributed_backend 'nccl' needs CUDA devices, and this process sees none: pass 'gloo'")

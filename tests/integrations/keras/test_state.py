@@ -1,0 +1,178 @@
+"""Files hold whole variables and load anywhere; dropout; what a wrapped model says of itself; errors on every rank."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tests.integrations.keras import models
+from tests.integrations.keras.test_training import TIMEOUT
+from tpkernels.testing.spawn import Pools
+
+pytest.importorskip("keras")
+pytestmark = pytest.mark.gloo
+
+
+def made(plan: Any = "auto", **options: Any) -> Any:
+    model = models.small(**options)
+    return tpk.keras.TensorParallel(model, plan=plan) if dist.get_world_size() > 1 else models.exact(model)
+
+
+def adam() -> Any:
+    return models.keras_on_torch().optimizers.Adam(1e-2, epsilon=1e-3)
+
+
+def save_and_go_on(folder: str, start: str) -> dict[str, Any]:
+    """Train, save, train on; and again from the file ``start``, whose optimizer was saved by another world."""
+    x, y = models.data()
+    world = dist.get_world_size()
+    model = made()
+    models.trained(model, adam())
+    model.save(f"{folder}/{world}.keras")
+    callback = models.keras_on_torch().callbacks.ModelCheckpoint(f"{folder}/{world}.weights.h5", save_weights_only=True)
+    model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[callback])
+    found = {"went on": model.get_weights()}
+    other = made(model.tensor_parallel_plan if world > 1 else "auto", seed=9)
+    other.compile(adam(), "sparse_categorical_crossentropy", jit_compile=False)
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(start or f"{folder}/{world}.keras")
+    other.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    found["resumed"] = other.get_weights()
+    other.load_weights(f"{folder}/{world}.weights.h5")
+    found["checkpoint"] = other.get_weights()
+    lines = io.StringIO()
+    model.summary(print_fn=lambda line: lines.write(line + "\n"))
+    found["summary"] = [line for line in lines.getvalue().splitlines() if "params" in line]
+    config = model.get_config()
+    found["said"] = [model.count_params(), type(model.from_config(config)).__name__, len(model.to_json())]
+    model.set_weights([2 * weight for weight in found["went on"]])
+    found["doubled"] = [weight / 2 for weight in model.get_weights()]
+    found["slots"] = sum(np.prod(variable.shape) for variable in model.optimizer.variables)
+    return found
+
+
+def test_a_run_goes_on_from_its_files_at_another_world_size(ranks: Pools, tmp_path: Path) -> None:
+    (expected,) = ranks(1).run(save_and_go_on, str(tmp_path), "", timeout=TIMEOUT)
+    results = ranks(2).run(save_and_go_on, str(tmp_path), str(tmp_path / "1.keras"), timeout=TIMEOUT)
+    for found in results:
+        for name in ("went on", "resumed", "checkpoint", "doubled"):
+            for mine, whole in zip(found[name], expected["went on"], strict=True):
+                models.assert_equal(mine, whole, name, bound=1e-6)  # the file has the learning rate in float32
+        assert found["summary"] == expected["summary"] and found["said"] == expected["said"]
+        assert found["slots"] < 0.7 * expected["slots"]
+    assert ranks(1).run(loaded_plainly, str(tmp_path / "2.keras"), timeout=TIMEOUT) == [True]
+
+
+def loaded_plainly(path: str) -> bool:
+    """Whether the file of two ranks is that of one: read by Keras alone."""
+    keras = models.keras_on_torch()
+    theirs, mine = keras.models.load_model(path), keras.models.load_model(path.replace("2.keras", "1.keras"))
+    every = [[*model.variables, *model.optimizer.variables] for model in (theirs, mine)]
+    for a, b in zip(*every, strict=True):
+        if "seed_generator" not in a.path:
+            models.assert_equal(a.numpy(), b.numpy(), a.path, bound=1e-6)
+    kinds = {type(layer).__module__.split(".")[0] for layer in theirs.layers}
+    return kinds == {"keras"} and type(theirs).__name__ == "Functional"
+
+
+def dropped() -> dict[str, Any]:
+    model = made(dropout=0.3, seed=dist.get_rank())
+    captured: dict[str, np.ndarray] = {}
+
+    def keep(layer: Any, inputs: Any, output: Any) -> None:
+        captured[layer.name] = (output == 0).detach().numpy()
+
+    for layer in (model.get_layer("drop"),):
+        layer.register_forward_hook(keep)
+    found = models.trained(model, models.keras_on_torch().optimizers.SGD(0.1))
+    model(models.data()[0], training=True)
+    return {"weights": found["weights"], "mask": captured["drop"]}
+
+
+def test_dropout_differs_on_what_is_cut_and_leaves_the_replicas_equal(ranks: Pools) -> None:
+    first, second = ranks(2).run(dropped, timeout=TIMEOUT)
+    for path, weight in first["weights"].items():
+        assert np.array_equal(weight, second["weights"][path]), path
+    width = min(first["mask"].shape[-1], second["mask"].shape[-1])
+    masks = [one["mask"][..., :width] for one in (first, second)]
+    assert all(0.2 < mask.mean() < 0.4 for mask in masks) and not np.array_equal(*masks)
+
+
+def refusals(folder: str) -> list[str]:
+    keras = models.keras_on_torch()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, y = models.data()
+    model = made()
+    plan = model.tensor_parallel_plan
+    models.trained(model, adam(), epochs=1)
+    model.save_weights(f"{folder}/good.weights.h5")
+    dist.barrier()
+    if rank == 0:
+        content = Path(f"{folder}/good.weights.h5").read_bytes()
+        Path(f"{folder}/bad.weights.h5").write_bytes(content[: len(content) // 2])
+    dist.barrier()
+    before = model.get_weights()
+    fresh = models.small()
+    compiled = models.small()
+    compiled.compile("sgd", "mse", jit_compile=False)
+    compiled.optimizer.build(compiled.trainable_variables)
+    wrap = tpk.keras.TensorParallel
+    unbuilt = keras.Sequential([keras.layers.Dense(3)])
+    other = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    attempts: list[Callable[[], Any]] = [
+        lambda: model.load_weights(f"{folder}/bad.weights.h5"),
+        lambda: wrap(model),
+        lambda: model.get_layer("up").enable_lora(2),
+        lambda: model.compile(keras.optimizers.Lamb()),
+        lambda: model.compile(keras.optimizers.Adafactor()),
+        lambda: model.compile(keras.optimizers.Muon()),
+        lambda: model.compile(model.optimizer),
+        lambda: model.export(f"{folder}/export"),
+        lambda: model.train_on_batch(x[rank : rank + 8], y[:8]),
+        lambda: wrap(fresh, world_size=world + 1),
+        lambda: wrap(fresh, device_ids=["cpu:0"]),
+        lambda: wrap(fresh, device_ids=["cuda:0"] * world),
+        *[lambda name=name: wrap(fresh, distributed_backend=name) for name in ("tensorflow", "horovod", "fallback")],
+        lambda: wrap(fresh, distributed_backend="jax"),
+        lambda: wrap(unbuilt),
+        lambda: wrap(compiled),
+        lambda: wrap(other, plan=plan),
+        lambda: wrap(fresh, plan=tpk.keras.make_plan(fresh, world + 1)),
+        lambda: tpk.keras.make_plan(fresh, 100),
+        lambda: tpk.keras.KerasPlan.from_json(plan.to_json().replace("table", "stable")),
+    ]
+    said = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+    assert type(fresh).__name__ == "Functional" and not isinstance(fresh, tpk.keras.TensorParallel)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        assert np.array_equal(old, new)
+    wrap(fresh, world, ["cpu:0"] * world, "gloo", plan=plan, shard_optimizer_states=False)  # and now it works
+    return said
+
+
+WORDS = (
+    "load_weights", "parallel already", "enable_lora on the whole model first", "Lamb", "Adafactor", "Muon",
+    "has state already", "exported", "different batches", "torchrun --nproc_per_node 3", "device_ids has 1 names",
+    "kind cuda", "must be one of", "must be one of", "must be one of", "does not fit Keras's backend", "is not built",
+    "load_weights, which brings", "not for this Sequential", "the plan is for 3 ranks", "use", "damaged",
+)  # fmt: skip
+
+
+def test_bad_input_raises_on_every_rank_and_changes_nothing(ranks: Pools, tmp_path: Path) -> None:
+    for said in ranks(2).run(refusals, str(tmp_path), timeout=TIMEOUT):
+        assert len(said) == len(WORDS)
+        for words, message in zip(WORDS, said, strict=True):
+            assert words in message, (words, message)
