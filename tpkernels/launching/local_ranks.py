@@ -51,11 +51,14 @@ class LaunchError(TpKernelsError):
     def __init__(self, what: str, failures: Sequence[RankFailure]) -> None:
         self.what = what
         self.failures = tuple(failures)
-        lines = [f"{what}: " + "; ".join(f.summary for f in self.failures)]
-        for position, failure in enumerate(self.failures):
-            if failure.details:
-                lines.append(f"--- rank {failure.rank}{' (failed first)' if position == 0 else ''} ---")
-                lines.append(failure.details.rstrip())
+        lines, seen = [f"{what}: " + "; ".join(f.summary for f in self.failures)], set()
+        for failure in self.failures:
+            stack = failure.details.rstrip().rpartition("\n")[0]  # ranks that fail alike differ in the last line
+            if failure.details and stack not in seen:
+                lines += [f"--- rank {failure.rank} ---", failure.details.rstrip()]
+                seen.add(stack)
+        if len(lines) > 1:
+            lines.append(f"first failure: {self.failures[0].summary}")
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[LaunchError], tuple[str, tuple[RankFailure, ...]]]:
@@ -196,15 +199,39 @@ def _new_interpreters() -> StartContext:
 
 
 def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
-    """Pickle a call by value (tensors are copied), with an error that says what a rank can be sent."""
+    """Pickle a call by value (tensors are copied), with an error that says what a rank can be sent.
+
+    A function of a notebook or an interactive session is sent as it stands, by cloudpickle, if that is installed.
+    """
+    name = getattr(fn, "__qualname__", repr(fn))
+    dumps: Callable[[object], bytes] = pickle.dumps
+    if getattr(fn, "__module__", None) == "__main__" and not _ranks_can_import_main(name):
+        try:
+            from cloudpickle import dumps as by_value
+
+            dumps = by_value
+        except ModuleNotFoundError:
+            raise ValueError(
+                f"fn ({name}) is defined in a notebook or an interactive session, from which ranks, being processes of "
+                "their own, cannot import it: put it into a file and import it (in a notebook: %%writefile ranks.py), "
+                "or pip install cloudpickle, with which it is sent as it stands"
+            ) from None
     try:
-        return pickle.dumps((fn, tuple(args)))
+        return dumps((fn, tuple(args)))
     except Exception as error:
-        name = getattr(fn, "__qualname__", repr(fn))
         raise ValueError(
             f"fn ({name}) and its arguments must pickle, because ranks are separate processes: "
             f"use a module-level function, and rebuild what cannot be copied inside it ({error})"
         ) from error
+
+
+def _ranks_can_import_main(name: str) -> bool:
+    """Whether the main module is a file or was started by its name; a notebook, a REPL and ``python -c`` are not."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is not None and getattr(main, "__spec__", None) is None and not os.path.exists(file):
+        raise ValueError(f"fn ({name}) was read from {file}, which is no file that ranks could import: save it as one")
+    return file is not None
 
 
 def check_nproc(nproc: object) -> None:

@@ -97,8 +97,11 @@ def _by_rows(product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Te
     if torch.is_grad_enabled():
         y = product(flat(x), weight, bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
-    y = product(x if x.is_contiguous() else flat(x), weight, bias)
-    return fresh(y, (*x.shape[:-1], y.shape[-1]))  # no view, which could not be written to later on
+    if not x.is_contiguous():
+        y = product(flat(x), weight, bias)
+        return fresh(y, (*x.shape[:-1], y.shape[1]))
+    y = product(x, weight, bias)
+    return y.detach() if y._is_view() else y  # a view could not be written to later on
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], options: Reduce) -> None:
