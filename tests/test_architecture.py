@@ -51,7 +51,7 @@ JUDGES = frozenset({"testing.numeric", "testing.expected", "testing.payload"})
 # Launchers tell torch.distributed in their children who they are; the functions that may, and they may not read.
 ENVIRONMENT_WRITERS = {
     ("launching/rank_process.py", "write_rank_environment"),
-    ("measure/netlab.py", "_children_inherit"),
+    ("launching/rank_process.py", "children_inherit"),
 }
 
 

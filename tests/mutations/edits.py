@@ -285,8 +285,8 @@ EDITS = (
     # local ranks
     Edit(
         "launching/rank_process.py",
-        "LOCAL_RANK=str(setup.rank)",
-        "LOCAL_RANK=str(0)",
+        '"LOCAL_RANK": str(rank)',
+        '"LOCAL_RANK": str(0)',
         "tests/launching/test_local_ranks.py",
     ),
 )

@@ -17,26 +17,25 @@ import math
 import multiprocessing
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from tpkernels import config
 from tpkernels.errors import TpKernelsError
 from tpkernels.launching.rank_process import (
     MASTER_ADDR,
     STOP_TIMEOUT_S,
     RankFailure,
     RankProcess,
+    Ranks,
     RankSetup,
     StartContext,
+    local_environment,
 )
 
 T = TypeVar("T")
@@ -73,7 +72,7 @@ class Outcome:
     failures: list[RankFailure] = field(default_factory=list)
 
 
-class RankTeam:
+class RankTeam(Ranks):
     """`nproc` local ranks that answer calls, and the store that they meet at. A context manager: leaving kills them.
 
     With `exit_on_failure` a rank that raises exits at once, so that its peers see it (`launch`); without it the rank
@@ -90,19 +89,25 @@ class RankTeam:
         deadline: float = math.inf,
         context: StartContext | None = None,
     ) -> None:
-        self.ranks: list[RankProcess] = []
+        super().__init__()
         self.store = dist.TCPStore(  # type: ignore[attr-defined]
             MASTER_ADDR, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT_S)
         )
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // nproc)
         pinned = pin and nproc <= len(cores)
+        setups = [
+            RankSetup(
+                rank,
+                local_environment(rank, nproc, self.store.port),
+                tuple(cores[rank * share : (rank + 1) * share]) if pinned else (),
+                num_threads or share,
+                exit_on_failure,
+            )
+            for rank in range(nproc)
+        ]
         try:
-            for rank in range(nproc):
-                own = tuple(cores[rank * share : (rank + 1) * share]) if pinned else ()
-                threads, environment = num_threads or share, config.inherited()
-                setup = RankSetup(rank, nproc, self.store.port, environment, own, threads, exit_on_failure)
-                self.ranks.append(RankProcess(setup, context or _new_interpreters()))
+            self.start(setups, context or _new_interpreters())
             ready = self._collect(min(deadline, time.monotonic() + START_TIMEOUT_S), 0.0, True, "while starting")
         except BaseException:
             self.close()
@@ -119,7 +124,7 @@ class RankTeam:
         seconds left. Ranks reported as `RankStuck` are still running: the caller must close the team.
         """
         for rank, call in zip(self.ranks, calls, strict=True):
-            rank.send(pickle.dumps((sys.path, call)), deadline)
+            rank.call(call, deadline)
         return self._collect(deadline, grace, grace_after_raise, "before it returned")
 
     def stop(self) -> list[RankFailure]:
@@ -131,21 +136,6 @@ class RankTeam:
             wait([r.process.sentinel for r in alive], deadline - time.monotonic())
         late = self._stacks_of([r for r in self.ranks if not r.has_ended()], "returned, but its process did not exit")
         return late + [r.death("after it had returned") for r in self.ranks if r.has_ended() and r.process.exitcode]
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-        for rank in self.ranks:
-            rank.close()
-        self.ranks.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _collect(self, deadline: float, grace: float, grace_after_raise: bool, when: str) -> Outcome:
         outcome, pending = Outcome(), list(self.ranks)
@@ -162,22 +152,17 @@ class RankTeam:
             answers = {rank: frame for rank in pending if (frame := rank.take_frame()) is not None}
             dead = [rank for rank in pending if rank not in answers and (rank in ended or rank.has_hung_up())]
             outcome.failures += [rank.death(when) for rank in dead]
-            for rank, frame in answers.items():
-                self._add_answer(outcome, rank.rank, frame)
+            for rank, (kind, body) in answers.items():
+                if kind == "returned":
+                    outcome.values[rank.rank] = body
+                else:
+                    outcome.failures.append(pickle.loads(body))
             pending = [rank for rank in pending if rank not in answers and rank not in dead]
             new_failure = len(outcome.failures) > failed_before
             if dead or (new_failure and grace_after_raise):
                 if (end := time.monotonic() + grace) < limit:
                     limit, why = end, f"was still running {grace:g} s after the first failure"
         return outcome
-
-    @staticmethod
-    def _add_answer(outcome: Outcome, rank: int, frame: bytes) -> None:
-        succeeded, body = pickle.loads(frame)
-        if succeeded:
-            outcome.values[rank] = body
-        else:
-            outcome.failures.append(pickle.loads(body))
 
     @staticmethod
     def _stacks_of(ranks: Sequence[RankProcess], why: str) -> list[RankFailure]:

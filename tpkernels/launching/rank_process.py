@@ -1,7 +1,8 @@
 """One local rank: what runs inside its process, and how its parent sees it.
 
-Owns: the rank's environment, its command loop, and `RankProcess`, the parent's handle (process, command socket, and
-the pipe through which stacks come). `launch.py` builds teams out of these.
+Owns: the rank's environment, its command loop, `Link`, through which a function may talk with the parent while it runs,
+and `RankProcess`, the parent's handle (process, command socket, and the pipe through which stacks come). `Ranks` starts
+several and ends them; `local_ranks.py` and `conversation.py` say what is done with them in between.
 
 Assumes: Linux. A rank registers SIGUSR1 to show its Python stacks.
 
@@ -24,13 +25,18 @@ import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from tpkernels import config
 from tpkernels.errors import TpKernelsError
 
 MASTER_ADDR = "127.0.0.1"
@@ -68,32 +74,37 @@ class RankSetup:
     """Everything a rank needs before it runs anything."""
 
     rank: int
-    world_size: int
-    master_port: int
     environment: dict[str, str]
-    """The parent's; a rank that a fork server starts would have the server's."""
-    cores: tuple[int, ...]  # to pin to; empty leaves the affinity alone
-    num_threads: int
-    exit_on_failure: bool
+    """All of it: a rank that a fork server starts would have the server's."""
+    cores: tuple[int, ...] = ()  # to pin to; empty leaves the affinity alone
+    num_threads: int = 1
+    exit_on_failure: bool = True
+    talks: bool = False
+    """What it runs takes a `Link` first."""
+
+
+def local_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank whose peers are all on this machine, where a store listens on `port`."""
+    return {
+        **config.inherited(),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": MASTER_ADDR,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// then joins that store instead of hosting one in rank 0
+    }
 
 
 # ---------------------------------------------------------------- in the rank
 
 
 def write_rank_environment(setup: RankSetup) -> None:
-    """Tell torch.distributed (env://) who this process is. The only place that writes the environment."""
+    """Tell torch.distributed (env://) who this process is."""
     os.environ.clear()
-    os.environ.update(
-        setup.environment,
-        RANK=str(setup.rank),
-        LOCAL_RANK=str(setup.rank),
-        WORLD_SIZE=str(setup.world_size),
-        LOCAL_WORLD_SIZE=str(setup.world_size),
-        MASTER_ADDR=MASTER_ADDR,
-        MASTER_PORT=str(setup.master_port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store instead of hosting one in rank 0
-    )
-    # All ranks are on this machine: a host name that resolves to a dead interface must not matter.
+    os.environ.update(setup.environment)
+    # Where all ranks are on this machine, a host name that resolves to a dead interface must not matter.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -136,15 +147,18 @@ def _rank_main(setup: RankSetup, commands: Connection, stacks: Connection) -> No
 
 def _serve(fd: int, setup: RankSetup) -> None:
     """Answer calls until told to stop (an empty frame)."""
-    _write_frame(fd, pickle.dumps((True, b"ready")))
+    _write_frame(fd, pickle.dumps(("returned", b"ready")))
+    link = (Link(fd),) if setup.talks else ()
     while request := _read_frame(fd):
         try:
             sys_path, call = pickle.loads(request)
+            if sys_path is None:
+                continue  # told to a function that has returned
             sys.path[:] = sys_path  # the parent may have learnt of new modules since this rank started
             fn, args = pickle.loads(call)
-            reply = pickle.dumps((True, pickle.dumps(fn(*args))))
+            reply = pickle.dumps(("returned", pickle.dumps(fn(*link, *args))))
         except BaseException as error:  # noqa: BLE001 - whatever a rank raises, SystemExit included, is its answer
-            reply = pickle.dumps((False, pickle.dumps(_describe_exception(setup.rank, error))))
+            reply = pickle.dumps(("raised", pickle.dumps(_describe_exception(setup.rank, error))))
             _flush()
             _write_frame(fd, reply)
             if setup.exit_on_failure:
@@ -152,6 +166,33 @@ def _serve(fd: int, setup: RankSetup) -> None:
             continue
         _flush()
         _write_frame(fd, reply)
+
+
+class Link:
+    """A function's connection to the parent while it runs (`RankSetup.talks`)."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def say(self, what: str, value: object = None, at: float | None = None) -> None:
+        """Tell the parent something, and when it was (`time.monotonic()`, one clock for all processes; None is now)."""
+        said = what, time.monotonic() if at is None else at, value
+        _write_frame(self.fd, pickle.dumps(("said", pickle.dumps(said))))
+
+    def is_told(self, timeout: float | None = None) -> bool:
+        """Whether there is something to hear within the time; None waits for the parent, which is outlived by none."""
+        return bool(wait([self.fd], timeout))
+
+    def hear(self, timeout: float | None = None) -> Any:
+        """What the parent tells next.
+
+        Raises: TimeoutError; EOFError if the parent is gone or wants this process to end.
+        """
+        if not self.is_told(timeout):
+            raise TimeoutError(f"nothing was heard within {timeout:g} s")
+        if not (frame := _read_frame(self.fd)):
+            raise EOFError("the parent has nothing more to say")
+        return pickle.loads(pickle.loads(frame)[1])
 
 
 def _flush() -> None:
@@ -220,6 +261,14 @@ class RankProcess:
         for fd in self._open:
             os.set_blocking(fd, False)
 
+    def call(self, call: bytes, deadline: float) -> None:
+        """Have it run a pickled (function, arguments)."""
+        self.send(pickle.dumps((sys.path, call)), deadline)
+
+    def tell(self, message: object, deadline: float) -> None:
+        """For `Link.hear`."""
+        self.send(pickle.dumps((None, pickle.dumps(message))), deadline)
+
     def send(self, body: bytes, deadline: float) -> None:
         """Send a frame; a rank that is dead is noticed by whoever collects its answer."""
         view = memoryview(_FRAME.pack(len(body)) + body)
@@ -235,9 +284,13 @@ class RankProcess:
             except (BrokenPipeError, ConnectionResetError):
                 return
 
+    def open_ends(self) -> list[int]:
+        """File descriptors that become readable when this rank has sent something or has closed its end."""
+        return list(self._open)
+
     def watched(self) -> list[int]:
         """File descriptors that become readable when something happened to this rank."""
-        return [*self._open, self.process.sentinel]
+        return [*self.open_ends(), self.process.sentinel]
 
     def drain(self) -> None:
         for fd, buffer in list(self._open.items()):
@@ -250,7 +303,8 @@ class RankProcess:
             except ConnectionResetError:
                 del self._open[fd]
 
-    def take_frame(self) -> bytes | None:
+    def take_frame(self) -> tuple[str, bytes] | None:
+        """What it sent next, if that is here as a whole: ("returned" | "raised" | "said", pickled)."""
         if len(self._inbox) < _FRAME.size:
             return None
         end = _FRAME.size + int(_FRAME.unpack_from(self._inbox)[0])
@@ -258,10 +312,15 @@ class RankProcess:
             return None
         frame = bytes(memoryview(self._inbox)[_FRAME.size : end])
         del self._inbox[:end]
-        return frame
+        kind, body = pickle.loads(frame)
+        return kind, body
 
     def has_ended(self) -> bool:
         return self.process.exitcode is not None
+
+    def says_no_more(self) -> bool:
+        """It has closed its end; whole frames that it had sent can still be taken."""
+        return self._commands.fileno() not in self._open
 
     def has_hung_up(self) -> bool:
         """The process closed its end, which it does by ending; its exit code follows in a moment."""
@@ -301,6 +360,51 @@ class RankProcess:
             self.process.close()
         self._commands.close()
         self._stacks.close()
+
+
+class Ranks:
+    """Processes that are started together and end together: leaving the context kills them."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankProcess] = []
+
+    def start(self, setups: Iterable[RankSetup], context: StartContext) -> None:
+        try:
+            for setup in setups:
+                self.ranks.append(RankProcess(setup, context))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.close()
+        self.ranks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def children_inherit(variables: dict[str, str]) -> Iterator[None]:
+    """Variables that libraries read while they are imported must be there when a new interpreter starts.
+
+    Undone for this process.
+    """
+    saved = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
 
 
 def _signal_name(number: int) -> str:

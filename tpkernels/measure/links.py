@@ -20,7 +20,6 @@ import argparse
 import ctypes
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from functools import partial
 from typing import Any
 
 CLONE_NEWNET = 0x40000000
-PR_SET_PDEATHSIG = 1
 CAP_NET_ADMIN = 12
 CAP_SYS_ADMIN = 21
 
@@ -104,13 +102,6 @@ def _libc_call(name: str, *args: int) -> None:
     if getattr(libc, name)(*args) != 0:
         errno = ctypes.get_errno()
         raise OSError(errno, f"{name}{args}: {os.strerror(errno)}")
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to SIGKILL this process when its parent dies; exit at once if that has already happened."""
-    _libc_call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def enter_new_namespace() -> None:

@@ -1,7 +1,7 @@
 """The network lab: ranks on one machine that talk over a real, rate-limited network.
 
-Owns: starting N rank processes, each in its own network namespace (`links.py`), a switch process that joins them and
-hosts the rendezvous store, bounded waiting, and tearing everything down.
+Owns: what N rank processes, each in its own network namespace (`links.py`), and a switch process that joins them and
+hosts the rendezvous store do together; `tpkernels.launching` starts them, waits for them and ends them.
 Assumes: root on Linux and `pyroute2` (extra `netlab`); otherwise raises `NetlabUnavailable`, whose message says what
 is missing, so that the command line and the tests can skip with a reason.
 Refuses: leaving anything behind. The namespaces are anonymous and belong to the rank and switch processes; those die
@@ -15,21 +15,23 @@ GLOO_SOCKET_IFNAME. The caller's own network is never touched.
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import pickle
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from tpkernels import config
 from tpkernels.errors import TpKernelsError
+from tpkernels.launching.conversation import Conversation, NotSaid
+from tpkernels.launching.local_ranks import pack_call
+from tpkernels.launching.rank_process import Link, RankSetup, children_inherit
 from tpkernels.measure import links
 
 STORE_PORT = 29500  # free by construction: the switch's namespace is new and holds nothing else
@@ -101,8 +103,8 @@ class Netlab:
         self.spec = links.LinkSpec.parse(rate, delay)
         self.sample_interval_s = sample_interval_s
         self.samples: list[list[Sample]] = [[] for _ in range(nproc)]
-        self._switch: _Child | None = None
-        self._ranks: list[_Child] = []
+        self._hosts, self._switch = range(nproc), nproc
+        self._lab: Conversation | None = None
 
     def __enter__(self) -> Netlab:
         missing = links.missing_capability()
@@ -113,109 +115,85 @@ class Netlab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._kill()
+        if self._lab is not None:
+            self._lab.close()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-        if self._switch is not None:
+        if self._lab is not None:
             raise RuntimeError("this Netlab has already run; make a new one (a run owns its namespaces)")
-        cores = sorted(os.sched_getaffinity(0))
         setup_deadline = time.monotonic() + _SETUP_TIMEOUT_S
-        self._switch = _Child("switch", _QUIET, _switch_main, self.spec, self.nproc)
-        for rank in range(self.nproc):
-            core = cores[rank] if self.nproc <= len(cores) else None
-            variables = _rank_variables(rank, self.nproc)
-            self._ranks.append(_Child(f"rank {rank}", variables, _rank_main, rank, self.spec, core, fn, args))
+        self._lab = self._start(fn, args)
         self._join_network(setup_deadline)
         if self.sample_interval_s is not None:
-            self._switch.conn.send(("sample", self.sample_interval_s))
+            self._lab.tell(self._switch, ("sample", self.sample_interval_s))
             self._gather([self._switch], "sampling", setup_deadline)
-        for child in self._ranks:
-            child.conn.send("start")
-        results = self._gather(self._ranks, "done", time.monotonic() + timeout)
-        values = [pickle.loads(results[f"rank {rank}"]) for rank in range(self.nproc)]
+        for host in self._hosts:
+            self._lab.tell(host, "start")
+        values = self._gather(self._hosts, "done", time.monotonic() + timeout)
         if self.sample_interval_s is not None:
-            self._switch.conn.send(("stop", None))
-            per_rank = self._gather([self._switch], "samples", time.monotonic() + 30)["switch"]
+            self._lab.tell(self._switch, ("stop", None))
+            (per_rank,) = self._gather([self._switch], "samples", time.monotonic() + 30)
             self.samples = [[Sample(*row) for row in rows] for rows in per_rank]
         # Only now may ranks go: a host that left earlier would have taken its end of the network with it.
-        for child in self._ranks:
-            child.conn.send("exit")
-        for child in self._ranks:
-            child.process.join(timeout=10)
+        for host in self._hosts:
+            self._lab.ranks[host].send(b"", time.monotonic() + 10)
+        for host in self._hosts:
+            self._lab.ranks[host].process.join(timeout=10)
         return values
+
+    def _start(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Conversation:
+        """The hosts, and the switch as the last one. New interpreters: torch's threads do not survive a fork."""
+        cores = sorted(os.sched_getaffinity(0))
+        pinned = self.nproc <= len(cores)
+        with children_inherit(_EARLY):
+            inherited = config.inherited()
+            setups = [
+                RankSetup(
+                    rank, inherited | _rank_variables(rank, self.nproc), (cores[rank],) if pinned else (), talks=True
+                )
+                for rank in self._hosts
+            ]
+            setups.append(RankSetup(self._switch, inherited, talks=True))
+            calls = [pack_call(_host, (rank, self.spec, fn, args)) for rank in self._hosts]
+            calls.append(pack_call(_serve_switch, (self.spec, self.nproc)))
+            return Conversation(setups, calls, multiprocessing.get_context("spawn"))
 
     def _join_network(self, deadline: float) -> None:
-        assert self._switch is not None
+        assert self._lab is not None
         self._gather([self._switch], "ready", deadline)
-        self._gather(self._ranks, "entered", deadline)
-        pids = [child.process.pid for child in self._ranks]
-        self._switch.conn.send(("plug", pids))
+        self._gather(self._hosts, "entered", deadline)
+        self._lab.tell(self._switch, ("plug", [self._lab.ranks[host].process.pid for host in self._hosts]))
         self._gather([self._switch], "plugged", deadline)
-        for child in self._ranks:
-            child.conn.send("configure")
-        self._gather(self._ranks, "configured", deadline)
+        for host in self._hosts:
+            self._lab.tell(host, "configure")
+        self._gather(self._hosts, "configured", deadline)
 
-    def _gather(self, children: Sequence[_Child], expected: str, deadline: float) -> dict[str, Any]:
-        """Wait until each child sent `(expected, value)`; raise for the first that failed, died, or is late."""
-        assert self._switch is not None
-        pending = {child.conn: child for child in children}
-        # The switch is watched throughout: without it no rank can make progress.
-        watched = {child.process.sentinel: child for child in {*children, self._switch}}
-        values: dict[str, Any] = {}
-        while pending:
-            ready = multiprocessing.connection.wait([*pending, *watched], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = ", ".join(child.name for child in pending.values())
-                raise NetlabError(f"network lab: {late} did not report {expected!r} in time")
-            for conn in [item for item in ready if item in pending]:
-                child = pending.pop(conn)
-                values[child.name] = child.receive(expected)
-            for sentinel in [item for item in ready if item in watched]:
-                child = watched.pop(sentinel)
-                bystander = child not in children
-                if bystander or (child.conn in pending and not child.conn.poll()):
-                    raise child.death()
-        return values
+    def _gather(self, children: Sequence[int], expected: str, deadline: float) -> list[Any]:
+        """Wait until each child has said `expected`; raise for the first that failed, died, or is late."""
+        assert self._lab is not None
+        try:  # the switch is watched throughout: without it no rank can make progress
+            return [said.value for said in self._lab.expect((expected,), deadline, children, needed=[self._switch])]
+        except NotSaid as silence:
+            if silence.failure is not None:
+                if isinstance(silence.failure.exception, NetlabUnavailable):
+                    raise silence.failure.exception from None
+                raise NetlabError(
+                    f"network lab: {self._name(silence.failure.rank)} failed\n{silence.failure.details}"
+                ) from None
+            if silence.gone:
+                process = self._lab.ranks[silence.gone[0]].process
+                process.join(timeout=5)  # the pipe closes a moment before the exit code can be read
+                name = self._name(silence.gone[0])
+                raise NetlabError(f"network lab: {name} died with exit code {process.exitcode}") from None
+            late = ", ".join(map(self._name, silence.missing))
+            raise NetlabError(f"network lab: {late} did not report {expected!r} in time") from None
 
-    def _kill(self) -> None:
-        children = [*self._ranks, *([self._switch] if self._switch is not None else [])]
-        for child in children:
-            child.process.kill()
-        for child in children:
-            child.process.join(timeout=10)
-            child.conn.close()
+    def _name(self, child: int) -> str:
+        return "switch" if child == self._switch else f"rank {child}"
 
 
-class _Child:
-    """A process and the pipe to it. Spawned, not forked: torch's threads do not survive a fork."""
-
-    def __init__(self, name: str, variables: dict[str, str], main: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.name = name
-        self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=main, args=(theirs, os.getpid(), *args), name=f"tpkernels-{name}")
-        with _children_inherit(variables):
-            self.process.start()
-        theirs.close()
-
-    def receive(self, expected: str) -> Any:
-        try:
-            kind, value = self.conn.recv()
-        except EOFError:
-            raise self.death() from None
-        if kind == "unavailable":
-            raise NetlabUnavailable(f"the network lab cannot be built: {value}")
-        if kind == "failed":
-            raise NetlabError(f"network lab: {self.name} failed\n{value}")
-        assert kind == expected, f"{self.name} sent {kind!r} where {expected!r} was due"
-        return value
-
-    def death(self) -> NetlabError:
-        self.process.join(timeout=5)  # the pipe closes a moment before the exit code can be read
-        return NetlabError(f"network lab: {self.name} died with exit code {self.process.exitcode}")
-
-
-_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else c10d warns, per connection, that the lab's addresses have no names
+# Before torch is imported: else c10d warns, per connection, that the lab's addresses have no names.
+_EARLY = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
 
 def _rank_variables(rank: int, nproc: int) -> dict[str, str]:
@@ -229,108 +207,60 @@ def _rank_variables(rank: int, nproc: int) -> dict[str, str]:
         "MASTER_PORT": str(STORE_PORT),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the switch hosts the store, so rank 0 must not
         "GLOO_SOCKET_IFNAME": links.HOST_INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        **_QUIET,
     }
 
 
 @contextmanager
-def _children_inherit(variables: dict[str, str]) -> Iterator[None]:
-    """Launchers write the environment of their children; only config.py reads it. Undone for this process."""
-    saved = dict(os.environ)
-    os.environ.update(variables)
+def _building() -> Iterator[None]:
+    """What the kernel refuses is a reason why there is no lab."""
     try:
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
-
-
-def _rank_main(
-    conn: Connection,
-    parent_pid: int,
-    rank: int,
-    spec: links.LinkSpec,
-    core: int | None,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    links.die_with_parent(parent_pid)
-    try:
-        links.enter_new_namespace()
-        if core is not None:
-            os.sched_setaffinity(0, {core})
-        conn.send(("entered", None))
-        conn.recv()  # "configure"; EOFError if the parent is gone
-        links.configure_host(rank, spec)
     except (OSError, ImportError) as error:
-        conn.send(("unavailable", f"{type(error).__name__}: {error}"))
-        return
-    try:
-        import torch
-
-        torch.set_num_threads(1)
-        conn.send(("configured", None))
-        conn.recv()  # "start"
-        value = pickle.dumps(fn(*args))  # by value: tensors must not arrive as handles into a process that is leaving
-        _destroy_process_group()
-    except BaseException:
-        conn.send(("failed", traceback.format_exc()))
-        raise
-    conn.send(("done", value))
-    conn.recv()  # "exit"
+        raise NetlabUnavailable(f"the network lab cannot be built: {type(error).__name__}: {error}") from error
 
 
-def _destroy_process_group() -> None:
-    import torch.distributed as dist
-
+def _host(link: Link, rank: int, spec: links.LinkSpec, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with _building():
+        links.enter_new_namespace()
+    link.say("entered")
+    link.hear()  # "configure"
+    with _building():
+        links.configure_host(rank, spec)
+    link.say("configured")
+    link.hear()  # "start"
+    value = fn(*args)
     if dist.is_initialized():
         dist.destroy_process_group()
+    link.say("done", value)
 
 
-def _switch_main(conn: Connection, parent_pid: int, spec: links.LinkSpec, nproc: int) -> None:
-    links.die_with_parent(parent_pid)
-    try:
+def _serve_switch(link: Link, spec: links.LinkSpec, nproc: int) -> None:
+    with _building():
         links.enter_new_namespace()
         links.make_switch()
-    except (OSError, ImportError) as error:
-        conn.send(("unavailable", f"{type(error).__name__}: {error}"))
-        return
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         links.SWITCH_ADDRESS, STORE_PORT, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    conn.send(("ready", None))
-    try:
-        _serve_switch(conn, spec, nproc)
-    finally:
-        del store
-
-
-def _serve_switch(conn: Connection, spec: links.LinkSpec, nproc: int) -> None:
+    link.say("ready")
     interval: float | None = None
     samples: list[list[tuple[int, int, int]]] = [[] for _ in range(nproc)]
     next_time = 0.0
-    while True:
-        # Without a command the wait doubles as the sampling clock; EOFError (parent gone) ends the process.
-        if conn.poll(max(0.0, next_time - time.monotonic()) if interval is not None else None):
-            command, value = conn.recv()
+    while store is not None:  # it serves as long as this function runs
+        # Without a command the wait doubles as the sampling clock.
+        if link.is_told(max(0.0, next_time - time.monotonic()) if interval is not None else None):
+            command, value = link.hear()
             if command == "plug":
-                try:
+                with _building():
                     for rank, pid in enumerate(value):
                         links.plug_host(rank, pid, spec, shape_downlink=nproc > 2)
-                except OSError as error:
-                    conn.send(("unavailable", f"{type(error).__name__}: {error}"))
-                    return
-                conn.send(("plugged", None))
+                link.say("plugged")
             elif command == "sample":
                 interval = float(value)
                 next_time = time.monotonic()
-                conn.send(("sampling", None))
+                link.say("sampling")
             elif command == "stop":
                 interval = None
-                conn.send(("samples", samples))
+                link.say("samples", samples)
         elif interval is not None:
             now = time.monotonic_ns()
             counters = links.read_counters()
