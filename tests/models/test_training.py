@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
@@ -131,24 +133,39 @@ def test_random_numbers_are_shared_again_after_a_pass_that_raised(ranks: Pools) 
     assert not torch.equal(number, other_number), "without the repair ranks drift apart, which this test must see"
 
 
-def sequence_dropout(name: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """With a cut residual: the loss, the next random number, gradients of what is replicated."""
-    _, model, given = pair(name, sequence=True)
-    model.train()
-    torch.manual_seed(5)
-    loss = loss_of(model, given)
+def sequence_dropout(name: str) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """With a cut residual: the loss, the next random number, gradients of what is replicated; what parts have lost."""
+    lost: list[Tensor] = []
+    drop = nn.Dropout.forward
+
+    def look(module: nn.Dropout, x: Tensor) -> Tensor:
+        output = drop(module, x)
+        lost.append((output.to_local() if isinstance(output, DTensor) else output).detach() == 0)
+        return output
+
+    with mock.patch.object(nn.Dropout, "forward", look):
+        _, model, given = pair(name, sequence=True)
+        model.train()
+        lost.clear()
+        torch.manual_seed(5)
+        loss = loss_of(model, given)
     loss.backward()
     grads = [whole(p.grad) for p in model.parameters() if p.grad is not None and p.placements[0].is_replicate()]
-    return loss.detach(), torch.rand(()), grads
+    length = given["input_ids"].shape[1]
+    return loss.detach(), torch.rand(()), grads, [mask for mask in lost if mask.shape[1] < length]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_agree_after_dropout_on_a_residual_that_is_cut(ranks: Pools, world: int) -> None:
     """At 3 ranks attention works on the whole sequence in between, with the numbers that all ranks share."""
-    (loss, number, grads), *others = ranks(world).run(sequence_dropout, "gpt2", timeout=LIMIT_S)
+    (loss, number, grads, lost), *others = ranks(world).run(sequence_dropout, "gpt2", timeout=LIMIT_S)
     for other in others:
         assert torch.equal(loss, other[0]) and torch.equal(number, other[1])
         assert all(torch.equal(a, b) for a, b in zip(grads, other[2], strict=True))
+        for mine, theirs in zip(lost, other[3], strict=True):  # parts of other lengths, perhaps
+            length = min(mine.shape[1], theirs.shape[1])
+            assert mine.any() and not torch.equal(mine[:, :length], theirs[:, :length])
+    assert lost
 
 
 def embeds(sequence: bool) -> tuple[float, float, float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.mutations.edits import EDITS, Edit
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600
+TIMEOUT_S = 1800  # of idle minutes it takes two at most; beside other jobs it has taken ten
 
 
 def edited(text: str, edit: Edit) -> str:
