@@ -17,6 +17,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

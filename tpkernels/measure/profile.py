@@ -97,9 +97,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def make_training(args: argparse.Namespace) -> Training:
-    for name, least in (("steps", 1), ("warmup", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)}
     sizes = dataclasses.replace(
         _QUICK if args.quick else Sizes(), **{name: value for name, value in given.items() if value is not None}
