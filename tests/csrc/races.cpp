@@ -320,6 +320,7 @@ void a_rank_does_not_come(int size, double spin_us) {
 }
 
 void another_thread_interrupts_and_poisons(int size, double spin_us) {
+    std::atomic<bool> interrupted{false};  // relaxed: it orders nothing that a sanitizer is to find unordered
     on_all_ranks(size, {20.0, spin_us, {}}, [&](int rank, std::unique_ptr<Channel>& channel) {
         if (rank == 0) {
             std::thread other([&] {
@@ -328,8 +329,11 @@ void another_thread_interrupts_and_poisons(int size, double spin_us) {
             });
             expect_failure(failing_call(*channel), Failure::kInterrupted, 0);
             other.join();
+            interrupted.store(true, std::memory_order_relaxed);
         } else if (rank == size - 1) {
-            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            while (!interrupted.load(std::memory_order_relaxed)) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
             std::thread other([&] { channel->poison(Failure::kOther, 1, "by another thread"); });
             expect_failure(failing_call(*channel), Failure::kOther, 1);
             other.join();
