@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
+
+import torch
 
 from tpkernels.packages import needed
 
-PRIVATE_NAMES = (
-    ("keras.src.backend.torch.trainer", "TorchTrainer|Trainer"),
-    ("keras.src.backend.torch.layer", "TorchLayer|Layer"),
-    ("keras.src.trainers.trainer", "Trainer.get_metrics_result"),
-    ("keras.src.layers.layer", "Layer._flatten_layers"),
-    ("keras.src.optimizers.base_optimizer", "BaseOptimizer._clip_gradients"),
-    ("keras.src.optimizers.base_optimizer", "BaseOptimizer._var_key"),
-    ("keras.src.optimizers.base_optimizer", "clip_by_global_norm"),
-    ("keras.src.layers.core.dense", "Dense.call"),
-    ("keras.src.layers.core.einsum_dense", "EinsumDense.call"),
-    ("keras.src.layers.core.embedding", "Embedding.call"),
-    ("keras.src.backend.torch.core", "to_torch_dtype"),
-    ("keras.src.backend.torch.core", "get_device"),
-    ("keras.src.random.seed_generator", "global_seed_generator"),
-    ("keras.src.backend.common.variables", "KerasVariable._direct_assign|Variable._direct_assign"),
-)
-"""Module and dotted name; ``|`` separates names of which one must exist."""
+PRIVATE_NAMES = {
+    "get_device": ("keras.src.backend.torch.core:get_device", "keras.src.backend.torch.ops.core:get_device"),
+    "metrics": ("keras.src.trainers.trainer:BaseTrainer.get_metrics_result",
+                "keras.src.trainers.trainer:Trainer.get_metrics_result"),
+    "global_seed_generator": ("keras.src.random.seed_generator:global_seed_generator",),
+    "layers": ("keras.src.layers.layer:Layer._flatten_layers",),
+    "norms": ("keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients",),
+    "apply": ("keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",),
+    "keys": ("keras.src.optimizers.base_optimizer:BaseOptimizer._var_key",),
+    "parameters": ("keras.src.backend.torch.layer:TorchLayer._track_variables",
+                   "keras.src.backend.torch.layer:Layer._track_variables"),
+    "backup": ("keras.src.callbacks.backup_and_restore:BackupAndRestore._save_model",),
+}  # fmt: skip
+"""What is used of each, under a name of ours: module and name, one of which a version must have."""
 
 
 def keras_module() -> Any:
@@ -40,23 +38,33 @@ def keras_module() -> Any:
 
 
 def missing_names() -> list[str]:
-    """Names of :data:`PRIVATE_NAMES` that the installed Keras does not have, in their order."""
+    """What of :data:`PRIVATE_NAMES` the installed Keras does not have, in their order."""
     keras_module()
-    missing = []
-    for module, names in PRIVATE_NAMES:
-        try:
-            holder: ModuleType | None = importlib.import_module(module)
-        except ModuleNotFoundError:
-            holder = None
-        if not any(_has(holder, name) for name in names.split("|")):
-            missing.append(f"{module}.{names}")
-    return missing
+    return [" or ".join(places) for places in PRIVATE_NAMES.values() if not any(map(_found, places))]
 
 
-def _has(holder: Any, name: str) -> bool:
+def private(purpose: str) -> Any:
+    """The first of the names that exists.
+
+    Raises:
+        ImportError: this Keras has none of them.
+    """
+    places = PRIVATE_NAMES[purpose]
+    found = next((one for one in map(_found, places) if one is not None), None)
+    if found is None:
+        raise ImportError(f"Keras {keras_module().__version__} has no {' or '.join(places)}, which tpk.keras uses")
+    return found
+
+
+def _found(place: str) -> Any:
+    module, _, name = place.partition(":")
+    try:
+        holder: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
     for part in name.split("."):
         holder = getattr(holder, part, None)
-    return holder is not None
+    return holder
 
 
 def check_backend(wanted: str = "torch") -> None:
@@ -134,7 +142,7 @@ def raw_value(variable: Any) -> Any:
 
 def default_device() -> Any:
     """Where Keras makes tensors."""
-    found = importlib.import_module("keras.src.backend.torch.core").get_device()
+    found = private("get_device")()
     return "cpu" if str(found) == "meta" else found
 
 
@@ -144,12 +152,12 @@ def device_type() -> str:
 
 def global_seed_state() -> Any:
     """The state of the generator that serves random ops without a seed."""
-    return importlib.import_module("keras.src.random.seed_generator").global_seed_generator().state
+    return private("global_seed_generator")().state
 
 
 def torch_dtype(name: str) -> Any:
     """torch's dtype of that name."""
-    return importlib.import_module("keras.src.backend.torch.core").to_torch_dtype(name)
+    return getattr(torch, name)
 
 
 def plain_shape(variable: Any) -> tuple[int, ...]:
@@ -177,8 +185,7 @@ def move(variable: Any, value: Any, layout: Any) -> None:
 
 def base_metrics_result(model: Any) -> Any:
     """The metrics of this process alone: Keras 3.16 sums them over all processes, which here see the same batch."""
-    trainer = importlib.import_module("keras.src.trainers.trainer")
-    return trainer.Trainer.get_metrics_result(model)
+    return private("metrics")(model)
 
 
 def forget_functions(model: Any) -> None:

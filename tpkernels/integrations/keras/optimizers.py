@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.integrations.keras import backend
+from tpkernels.integrations.keras.replicas import slice_replicas
 from tpkernels.integrations.keras.variables import Shards, is_cut
 from tpkernels.ops import all_reduce
 
@@ -55,13 +56,15 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def prepare(optimizer: Any, shards: Shards) -> None:
-    """Make an optimizer without state ready for cut variables."""
+def prepare(optimizer: Any, shards: Shards, *, slice_slots: bool) -> None:
+    """Make an optimizer without state ready for cut variables; ``slice_slots``: cut the slots of whole ones as well."""
     inner = inner_of(optimizer)
     if inner is not optimizer:
         _finite_everywhere(optimizer, shards)
     _slots_like_variables(inner, shards)
     _whole_norms(inner, shards)
+    if slice_slots:
+        slice_replicas(inner, shards)
 
 
 def _slots_like_variables(optimizer: Any, shards: Shards) -> None:

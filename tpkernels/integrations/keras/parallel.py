@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tpkernels.integrations.keras import backend, on_jax, optimizers
 from tpkernels.integrations.keras.batches import compared
+from tpkernels.integrations.keras.callbacks import files_on_rank_0
 from tpkernels.integrations.keras.linears import linear
 from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, whole_regularizer
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
@@ -111,12 +112,25 @@ class TensorParallel:
             optimizers.check_optimizer(optimizer)
         state.kind.compile(self, optimizer, *args, **kwargs)  # type: ignore[attr-defined]
         if optimizer is not None and state.shards.world_size > 1:
-            optimizers.prepare(self.optimizer, state.shards)  # type: ignore[attr-defined]
+            made: Any = self.optimizer  # type: ignore[attr-defined]
+            optimizers.prepare(made, state.shards, slice_slots=state.shard_optimizer_states)
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: Any = None,
+        epochs: Any = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         state = _of(self)
         same_generators(state.shards.pg)
-        return state.kind.fit(self, *args, **kwargs)  # type: ignore[attr-defined]
+        if callbacks is not None:
+            files_on_rank_0(callbacks, state.shards.rank)
+        return state.kind.fit(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)  # type: ignore[attr-defined]
 
     def make_train_function(self, force: bool = False) -> Any:
         return _make_function(self, "train_function", force)
@@ -243,11 +257,12 @@ def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimi
         _apply(model, found[0], shards)
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    model.__class__ = type(kind.__name__, (TensorParallel, kind), names)
+    members = names | ({"generate": _no_generation} if hasattr(kind, "generate") else {})
+    model.__class__ = type(kind.__name__, (TensorParallel, kind), members)
     backend.bare(model, "tensor_parallel", state)
     backend.forget_functions(model)
     if getattr(model, "optimizer", None) is not None and world_size > 1:
-        optimizers.prepare(model.optimizer, shards)
+        optimizers.prepare(model.optimizer, shards, slice_slots=shard_optimizer_states)
     return model
 
 
@@ -302,6 +317,13 @@ def _seed_of_rank(draw: Callable[..., Any], rank: int) -> Callable[..., Any]:
 
 def _too_late(*args: Any, **kwargs: Any) -> None:
     raise ValueError("LoRA comes too late: call enable_lora on the whole model first, and then TensorParallel")
+
+
+def _no_generation(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "generate keeps a cache of all heads, and each rank computes some of them only: save the model, and generate "
+        "with what keras.models.load_model gives"
+    )
 
 
 def _make_function(model: Any, name: str, force: bool) -> Any:

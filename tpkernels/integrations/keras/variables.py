@@ -27,7 +27,7 @@ from tpkernels.integrations.keras.cuts import Cut
 from tpkernels.ops import all_gather
 from tpkernels.ops.mesh_exchange import broadcast
 
-__all__ = ["Shards", "checked_only", "is_cut"]
+__all__ = ["Shards", "checked_only", "is_cut", "slice_of"]
 
 _DONE, _FAILED = -1, -2
 
@@ -188,6 +188,17 @@ class _CutVariable:
 
     def numpy(self) -> Any:
         return self.__array__()
+
+
+def slice_of(variable: Any, cut: Cut, shards: Shards) -> Any:
+    """A variable of the same name and kind whose value is this rank's part of the memory of a whole one."""
+    kind: Any = type(variable)
+    found: Any = object.__new__(_subclass(kind))
+    found.__dict__.update(vars(variable))
+    backend.put_value(found, cut.part(backend.raw_value(variable).detach(), shards.rank))
+    backend.bare(found, "tensor_parallel_cut", cut)
+    backend.bare(found, "tensor_parallel_place", (shards, -1))
+    return found
 
 
 @lru_cache(maxsize=16)

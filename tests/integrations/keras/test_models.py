@@ -1,0 +1,171 @@
+"""Other kinds of models, precisions and ways to train, each against the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tests.integrations.keras import models
+from tests.integrations.keras.test_training import TIMEOUT
+from tpkernels.testing.spawn import Pools
+
+pytest.importorskip("keras")
+pytestmark = pytest.mark.gloo
+
+
+def made(model: Any, **options: Any) -> Any:
+    return tpk.keras.TensorParallel(model, **options) if dist.get_world_size() > 1 else models.exact(model)
+
+
+def perceptron(kind: str) -> Any:
+    """Two Dense layers and a head: in a row, nested, called twice, or in a model's own call."""
+    keras = models.keras_on_torch()
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    up, down, head = layers.Dense(30, "relu", name="up"), layers.Dense(9, name="down"), layers.Dense(4, name="head")
+    inputs = keras.Input((9,))
+    if kind == "sequential":
+        return made(keras.Sequential([inputs, up, down, head]))
+    if kind == "nested":
+        inner = keras.Sequential([keras.Input((9,)), up, down], name="block")
+        return made(keras.Model(inputs, head(inner(inputs) + inputs)))
+    if kind == "shared":
+        return made(keras.Model(inputs, head(down(up(down(up(inputs)))))))
+
+    class Own(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.head = up, down, head
+
+        def call(self, x: Any) -> Any:
+            return self.head(self.down(self.up(x)) + x)
+
+    model = Own()
+    model(np.zeros((2, 9)))
+    if dist.get_world_size() == 1:
+        return made(model)
+    with pytest.raises(ValueError, match="example_inputs"):
+        made(model)
+    example = torch.zeros(3, 9, dtype=torch.float64)
+    return made(model, plan=tpk.keras.make_plan(model, dist.get_world_size(), example_inputs=example))
+
+
+def every_kind() -> dict[str, Any]:
+    keras = models.keras_on_torch()
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(24, 9)), random.normal(size=(24, 4))
+    found = {}
+    for kind in ("sequential", "nested", "shared", "subclassed"):
+        model = perceptron(kind)
+        if dist.get_world_size() > 1:
+            assert sorted(layer.style for layer in model.tensor_parallel_plan.layers)[:2] == ["column", "row"], kind
+        model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-3), "mse", jit_compile=False)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        found[kind] = {"weights": dict(enumerate(model.get_weights())), "predicted": model.predict(x, verbose=0)}
+    return found
+
+
+def every_way() -> dict[str, Any]:
+    """Sample weights, validation, counting metrics, early stopping with the best weights, single batches; eagerly."""
+    keras = models.keras_on_torch()
+    x, y = models.data(32)
+    y = np.repeat((y > 2).astype("float64")[:, None], 5, axis=1)
+    model = made(models.small())
+    keras.utils.set_random_seed(5)
+    counts = [keras.metrics.TruePositives()]
+    model.compile(keras.optimizers.SGD(0.5), "mse", metrics=counts, jit_compile=False, run_eagerly=True)
+    stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, restore_best_weights=True, baseline=0.0)
+    history = model.fit(
+        x, y, batch_size=8, epochs=3, verbose=0, sample_weight=np.linspace(0.1, 2, 32), callbacks=[stop],
+        validation_data=(x[:16], y[:16]),
+    ).history  # fmt: skip
+    return {
+        "history": {name: np.array(values) for name, values in history.items()},
+        "weights": dict(enumerate(model.get_weights())),
+        "evaluated": np.array([*model.test_on_batch(x[:8], y[:8]), *model.train_on_batch(x[:8], y[:8])]),
+        "predicted": model.predict_on_batch(x[:4]),
+    }
+
+
+def interrupted(folder: str) -> dict[str, Any]:
+    """A run that breaks off in its third epoch, and one that goes on from its backup."""
+    keras = models.keras_on_torch()
+
+    class Break(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2 and attempt == 0:
+                raise KeyboardInterrupt
+
+    x, y = models.data()
+    for attempt in (0, 1):
+        model = made(models.small())
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", jit_compile=False)
+        backup = keras.callbacks.BackupAndRestore(f"{folder}/{dist.get_world_size()}")
+        try:
+            model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[backup, Break()])
+        except KeyboardInterrupt:
+            assert attempt == 0
+    return {"weights": dict(enumerate(model.get_weights()))}
+
+
+def overflow() -> dict[str, Any]:
+    """A weight on rank 0 that overflows in float16, in the first four steps; dynamic loss scaling."""
+    keras = models.keras_on_torch()
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    layers = keras.layers
+    inputs = keras.Input((16,))
+    up, down = layers.Dense(64, "relu", name="up"), layers.Dense(16, name="down")
+    model = keras.Model(inputs, layers.Dense(1, name="head")(down(up(inputs))))
+    if dist.get_world_size() > 1:
+        model = tpk.keras.TensorParallel(model)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=2.0**10)
+    scaled.dynamic_growth_steps = 2
+    model.compile(scaled, "mse", jit_compile=False)
+    kernel = model.get_layer("up").get_weights()[0]
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(64, 16)).astype("float32"), random.normal(size=(64, 1)).astype("float32")
+    scales = []
+    for step in range(8):
+        broken = kernel.copy()
+        broken[0, 0] = 60000.0 if step < 4 else kernel[0, 0]
+        model.get_layer("up").kernel.assign(broken)
+        model.train_on_batch(x[8 * step : 8 * step + 8], y[8 * step : 8 * step + 8])
+        scales.append(float(scaled.dynamic_scale.numpy()))
+    return {"scales": scales, "head": model.get_layer("head").get_weights()[0]}
+
+
+def test_sequential_nested_shared_and_subclassed_models(ranks: Pools) -> None:
+    (expected,) = ranks(1).run(every_kind, timeout=TIMEOUT)
+    for found in ranks(2).run(every_kind, timeout=TIMEOUT):
+        models.assert_equal(found, expected)
+
+
+def test_counts_validation_early_stopping_and_single_batches(ranks: Pools) -> None:
+    (expected,) = ranks(1).run(every_way, timeout=TIMEOUT)
+    for found in ranks(2).run(every_way, timeout=TIMEOUT):
+        models.assert_equal(found, expected)
+
+
+def test_a_run_that_broke_off_goes_on_from_its_backup(ranks: Pools, tmp_path: Any) -> None:
+    (expected,) = ranks(1).run(interrupted, str(tmp_path), timeout=TIMEOUT)
+    for found in ranks(2).run(interrupted, str(tmp_path), timeout=TIMEOUT):
+        models.assert_equal(found, expected, bound=1e-6)  # the learning rate is saved in float32
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_overflow_on_one_rank_halves_the_scale_on_all(ranks: Pools) -> None:
+    (expected,) = ranks(1).run(overflow, timeout=TIMEOUT)
+    assert expected["scales"][3] == 64.0 and expected["scales"][7] > 64.0
+    first, second = ranks(2).run(overflow, timeout=TIMEOUT)
+    assert first["scales"] == second["scales"] == expected["scales"]
+    assert np.array_equal(first["head"], second["head"])
+    models.assert_equal(first["head"], expected["head"], bound=1e-2)  # float16

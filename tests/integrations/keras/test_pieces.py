@@ -1,0 +1,116 @@
+"""Plans as data, cuts, actions, rules and the communicator; and which private names of Keras are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tests.integrations.keras import models
+from tests.integrations.keras.test_training import TIMEOUT
+from tpkernels.testing.spawn import Pools
+
+pytest.importorskip("keras")
+pytestmark = pytest.mark.gloo
+
+
+def pieces() -> bool:
+    """In one process of its own, because Keras reads its backend from the environment."""
+    from tpkernels.integrations.keras import backend
+
+    keras = models.keras_on_torch()
+    assert backend.missing_names() == []
+    backend.PRIVATE_NAMES["invented"] = ("keras.src.layers.layer:Layer._invented",)
+    assert backend.missing_names() == ["keras.src.layers.layer:Layer._invented"]
+    with pytest.raises(ImportError, match=r"_invented, which tpk\.keras uses"):
+        backend.private("invented")
+    del backend.PRIVATE_NAMES["invented"]
+    _plans()
+    _actions()
+    for ratio, said in ((15, "generic_dense"), (16, "up_projection"), (6, "down_projection"), (7, "generic_dense")):
+        layer = keras.layers.Dense(ratio)
+        layer.build((None, 10))
+        assert tpk.keras.analyze_dense_layer(layer) == said
+    return True
+
+
+def _plans() -> None:
+    model = models.small(heads=5)
+    before = model.get_weights()
+    plan = tpk.keras.make_plan(model, 4)
+    assert "attention.query" in str(plan) and "5 heads, 2/1/1/1 per rank" in str(plan)
+    assert tpk.keras.KerasPlan.from_json(plan.to_json()) == plan
+    styles = {layer.name: layer.style for layer in plan.layers}
+    assert styles["grouped.query"] == "column" and styles["grouped.key"] == "copied"
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+    assert model.get_layer("up").call.__func__ is type(model.get_layer("up")).call, "tracing puts everything back"
+    three = tpk.keras.make_plan(model, 3)
+    head = (0, 3)  # the only key-value head, once for each query head of the rank
+    assert [one.copied for one in three.layers if one.style == "copied"] == [((head, head), (head,), (head,))] * 2
+    assert sum(three.elements_on(rank) for rank in range(3)) < 1.5 * model.count_params()
+    config = tpk.keras.get_default_config(model, ["cpu:0", "cpu:1", "cpu:2"])
+    assert set(config.state_rules) == set(three.cuts)
+    for variable in model.variables:
+        action = config.state_rules.get(variable.path, tpk.keras.Gather(3))
+        parts = [action(variable.value.detach(), rank) for rank in range(3)]
+        assert torch.equal(action.undo(parts), variable.value.detach())
+        if variable.path in three.cuts:
+            assert [part.shape for part in parts] == [three.cuts[variable.path].shape_on(rank) for rank in range(3)]
+    assert isinstance(config.output_rules["down"][0], tpk.keras.Sum) and "up" not in config.output_rules
+
+
+def _actions() -> None:
+    x = torch.randn(10, 3)
+    x[0, 0] = -0.0
+    for action in (tpk.keras.Split(3), tpk.keras.Split(3, 0, 5), tpk.keras.Split(2, 1), tpk.keras.Sum(3)):
+        parts = [action(x, rank) for rank in range(action.world_size)]
+        undone = action.undo(parts)
+        assert torch.equal(undone, x) and torch.equal(undone.signbit(), x.signbit())
+        with pytest.raises(ValueError, match="rank must be"):
+            action(x, action.world_size)
+        with pytest.raises(ValueError, match="ranks holds"):
+            action.undo(parts[1:])
+    assert [len(part) for part in tpk.keras.array_split(np.zeros((10, 2)), 3)] == [4, 3, 3]
+    with pytest.raises(ValueError, match="something else than rank 0"):
+        tpk.keras.Gather(2).undo([x, x + 1])
+    packed = tpk.keras.Cut((6, 2), 0, (((0, 1), (3, 4)), ((1, 3), (4, 6))))
+    whole = torch.arange(12).reshape(6, 2)
+    assert torch.equal(packed.joined(torch.cat([packed.part(whole, 0), packed.part(whole, 1)])), whole)
+    assert tpk.keras.Cut.from_json(packed.to_json()) == packed
+
+
+def communicate() -> list[Any]:
+    keras = models.keras_on_torch()
+    talk = tpk.keras.Communicator(world_size=dist.get_world_size())
+    mine = keras.ops.convert_to_tensor(np.arange(3.0) + talk.rank)
+    found = [talk.all_reduce(mine), talk.all_reduce(mine, "mean"), talk.all_gather(mine[: talk.rank + 1])]
+    found += [talk.broadcast(mine, root) for root in range(talk.world_size)]
+    found.append(talk.scatter(mine, root=1))
+    with pytest.raises(ValueError, match="op must be"):
+        talk.all_reduce(mine, "max")
+    with pytest.raises(ValueError, match="different tensors"):
+        talk.broadcast(mine[: talk.rank + 1])
+    return [np.asarray(one) for one in found]
+
+
+def test_plans_actions_rules_and_private_names(ranks: Pools) -> None:
+    assert ranks(1).run(pieces, timeout=TIMEOUT) == [True]
+
+
+def test_the_communicator_reduces_gathers_broadcasts_and_scatters(ranks: Pools) -> None:
+    one = np.arange(3.0)
+    for rank, found in enumerate(ranks(2).run(communicate, timeout=TIMEOUT)):
+        expected = [
+            2 * one + 1,
+            one + 0.5,
+            [0.0, 1.0, 2.0],
+            one,
+            one + 1,
+            (one + 1)[:2] if rank == 0 else (one + 1)[2:],
+        ]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert np.array_equal(mine, theirs)
