@@ -42,8 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
-        fork_server().set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()  # it imports while this process collects
 
 
 def missing_for(layer: str) -> str | None:
@@ -71,6 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """True when the run asks for full counts."""
     return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded(request: pytest.FixtureRequest) -> None:
+    """In a run of many tests the fork server imports more. A fixture, so that what its ranks print is captured."""
+    if hasattr(request.config, "workerinput"):
+        fork_server().set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
