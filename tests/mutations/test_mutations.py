@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from tests.mutations.edits import EDITS
 from tests.mutations.faults import FAULTS
-from tests.mutations.floors import check
+from tests.mutations.floors import ROOT, check
 from tests.mutations.search import killers, run_all
 from tests.mutations.unreachable import UNREACHABLE
 from tpkernels.testing.spawn import Pools
@@ -51,3 +55,13 @@ def test_every_fault_can_be_seeded() -> None:
 @pytest.mark.cpu
 def test_every_edit_of_a_floor_finds_its_line() -> None:
     check()
+
+
+@pytest.mark.cpu
+def test_what_is_filed_of_an_edit_is_a_test_that_is_there() -> None:
+    """Mended by: python -m tests.mutations.floors NAME --out tests/mutations/floors.json"""
+    filed = json.loads(Path(__file__).with_name("floors.json").read_text())
+    assert set(filed) == {edit.name for edit in EDITS}
+    for name, told in filed.items():
+        file, _, test = told["by"].partition("::")
+        assert told["outcome"] == "killed" and f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
