@@ -64,7 +64,7 @@ def rows(result: CaseResult) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
     for name in in_order(result):
         measured, roof = result.times[name], name in ROOFS
-        ratios = [Ratio.of(result.times.get(base), measured) for base in BASELINES]
+        ratios = [None if name == base else Ratio.of(result.times.get(base), measured) for base in BASELINES]
         overlap, exposed = (None, None) if roof else (result.overlap_of(name), result.exposed_of(name))
         found.append(
             (

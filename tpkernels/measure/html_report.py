@@ -71,7 +71,7 @@ def bench_sections(results: Sequence[CaseResult], title: str, traces: Sequence[R
     if results:
         sections += [
             ("Time over the roof", svg(lambda: figure.times_over_roof(results, title))),
-            ("Speed-up over unfused, by the size of the weight", svg(lambda: figure.speedups(results))),
+            ("Speed-up over unfused, by M x N", svg(lambda: figure.speedups(results))),
             ("Roofline", svg(lambda: figure.roofline(results))),
         ]
     if traces:
