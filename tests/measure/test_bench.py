@@ -336,10 +336,3 @@ def test_chunked_moves_its_bytes_while_gemms_run_and_unfused_does_not(
 
 def _is_complete(events: list[Event]) -> bool:
     return {"gemm", "recv"} <= {event.kind for event in events}
-
-
-@pytest.mark.cpu
-def test_what_is_left_is_told_once_something_is_known() -> None:
-    assert bench.remaining(0, 10, 0.0) == ""
-    assert bench.remaining(1, 4, 10.0) == ", about 30 s left"
-    assert bench.remaining(2, 10, 60.0) == ", about 4 min left"

@@ -117,6 +117,7 @@ def test_a_model_that_cannot_be_traced_is_planned_layer_by_layer_and_says_so() -
     plan = tpk.make_plan(Moody(), 2)
     assert plan["up"].style == Column(gather_output=True) and plan["down"].style == Row(split_input=True)
     assert "it cannot be traced" in plan.notes[0] and "note: no data flow" in str(plan)
+    assert "in one step: ? (what 2 modules send, whose rows are not known); pass example_inputs" in str(plan)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

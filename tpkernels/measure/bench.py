@@ -28,6 +28,7 @@ from tpkernels.measure import bench_table, compare, html_report, links, report, 
 from tpkernels.measure.cases import DTYPES, FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.deadline import deadline
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
+from tpkernels.measure.progress import remaining
 from tpkernels.measure.report import CaseResult
 from tpkernels.measure.rivals import RIVALS, Rival
 from tpkernels.measure.suites import SUITES
@@ -229,14 +230,6 @@ def run_rank(plan: Plan) -> RankOutput:
             bench_table.write_table_and_figure(plan.out, output.results, f"{plan.title} (so far)")
     dist.barrier(everybody)  # ranks of no group wait here for the others, as long as the whole may take
     return output
-
-
-def remaining(done: int, count: int, seconds: float) -> str:
-    """What is left, if the rest takes as long as what was done; nothing where that is not known yet."""
-    if not done:
-        return ""
-    left = seconds / done * (count - done)
-    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
 
 
 def _groups(plan: Plan) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:

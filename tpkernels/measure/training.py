@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from tpkernels.comm import timeline
 from tpkernels.measure.curves import Curve, shifted
 from tpkernels.measure.gpt import GPT, ParallelGPT, Sizes
 from tpkernels.measure.memory import peak_bytes
+from tpkernels.measure.progress import remaining
 from tpkernels.measure.trace import RankTrace
 
 __all__ = ["METHODS", "RankResult", "Training", "train_in_turns"]
@@ -98,13 +100,18 @@ def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGr
     if rank == 0:
         trainees[NO_TP] = _Trainee(plain)
     curves, count = {name: Curve() for name in METHODS}, training.warmup + training.steps
+    start, work = time.monotonic(), count * len(METHODS) + count  # steps of each, and those of the shifted weights
     for number in range(count):
+        if rank == 0:
+            left = remaining(number * len(METHODS), work, time.monotonic() - start)
+            print(f"[{number + 1}/{count}] a step of each{left}", file=sys.stderr, flush=True)
         data = [one.to(device) for one in _batch(training, number)]
         first = number % len(METHODS)
         for name in METHODS[first:] + METHODS[:first]:
             dist.barrier(control)
             _timed(curves[name], trainees.get(name), data)
     if moved is not None:
+        print("the steps of one process with shifted weights: the bound", file=sys.stderr, flush=True)
         curves["shifted"] = Curve()
         for number in range(count):
             _timed(curves["shifted"], moved, [one.to(device) for one in _batch(training, number)])

@@ -86,7 +86,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
         f"{plan.model} over {plan.world_size} ranks, sequence parallel {'on' if plan.sequence_parallel else 'off'}",
         f"parameters per rank: {ranks} of {_bytes(plan.full_bytes)}, of which {_bytes(plan.replicated_bytes)} "
         f"replicated ({len(replicated)} modules)",
-        f"sent per rank in one step: {_bytes(plan.wire_bytes)}"
+        f"sent per rank in one step: {_sent(plan)}"
         + (f", of which {_bytes(plan.residual_bytes)} to make the residual whole" if plan.residual_bytes else ""),
     ]
     for key, (number, locals_) in plan.attributes.items():
@@ -95,6 +95,17 @@ def _totals(plan: ShardingPlan) -> list[str]:
     if plan.random:
         lines.append(f"dropout differs by rank between: {', '.join(f'{a} .. {b}' for a, b in plan.random)}")
     return lines + [f"note: {note}" for note in plan.notes]
+
+
+def _sent(plan: ShardingPlan) -> str:
+    """The bytes that are known; a sum that lacks some says so."""
+    unknown = sum(entry.wire_bytes is None for entry in plan.entries)
+    if not unknown:
+        return _bytes(plan.wire_bytes)
+    known = f"{_bytes(plan.wire_bytes)} and what " if plan.wire_bytes else "? (what "
+    return (
+        f"{known}{unknown} modules send, whose rows are not known{'' if plan.wire_bytes else ')'}; pass example_inputs"
+    )
 
 
 def _shape(shape: tuple[int, ...]) -> str:
