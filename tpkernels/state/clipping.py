@@ -6,6 +6,9 @@
 
 Each rank takes the norm of what it holds; the norms travel, one number per rank, and are combined in rank order, so
 that all ranks get the same bits.
+
+``torch.nn.utils.clip_grad_norm_`` is not used, because it refuses parameters of several meshes and mixes of DTensors
+and plain tensors, and because its collectives wait without the group's checks and deadline.
 """
 
 from __future__ import annotations

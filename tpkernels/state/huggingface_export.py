@@ -1,6 +1,9 @@
 """``save_pretrained``: write a parallelized model as a checkpoint that ``from_pretrained`` of transformers loads.
 
 Rank 0 of the job writes.  It holds one file's tensors at a time, and the other ranks hold one tensor.
+
+``torch.distributed.checkpoint.HuggingFaceStorageWriter`` is not used, because it waits in collectives without a
+deadline, knows nothing of packed parameters and tied names, and writes no digests.
 """
 
 from __future__ import annotations
