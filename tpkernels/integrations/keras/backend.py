@@ -8,7 +8,8 @@ of it a version lacks.  Known to work: Keras 3.13.2, 3.15.1 and 3.16.0.dev (2026
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,6 +131,28 @@ def retrack(layers: Iterable[Any]) -> None:
     for layer in layers:
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
+
+
+@contextmanager
+def repeats_as_numbers() -> Iterator[None]:
+    """Inside, ``keras.ops.repeat`` by a number is an op whose result has a known shape; in Keras 3.13 it is not."""
+    try:
+        module = importlib.import_module("keras.src.backend.torch.numpy")
+    except ModuleNotFoundError:  # 3.16 has it elsewhere, and repeats by numbers
+        yield
+        return
+    original = module.repeat
+
+    def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
+        if isinstance(repeats, int) and isinstance(x, torch.Tensor) and axis is not None:
+            return torch.repeat_interleave(x, repeats, dim=axis)
+        return original(x, repeats, axis=axis)
+
+    module.repeat = repeat  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.repeat = original  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- variables

@@ -295,6 +295,7 @@ class KerasShadow(Shadow):
             log.disabled = True
             stack.callback(setattr, torch, "einsum", torch.einsum)
             torch.einsum = traced_einsum
+            stack.enter_context(backend.repeats_as_numbers())
             stack.enter_context(keras.StatelessScope(state_mapping=self.mapping))
             stack.enter_context(code_of_gradients(session))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
