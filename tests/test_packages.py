@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+import tpkernels as tpk
 from tpkernels import cli
 from tpkernels.packages import MissingPackage, needed
 
@@ -131,3 +132,17 @@ def test_a_command_that_prints_tables_says_so_before_it_runs(
     assert capsys.readouterr().err == (
         f"tpkernels: the package 'rich' is missing, which `tpkernels {command}` needs. Install it: pip install rich\n"
     )
+
+
+def test_on_another_system_ranks_are_refused_in_one_sentence_and_the_doctor_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for start in (tpk.init, lambda: tpk.launch(print, 2)):
+        with pytest.raises(tpk.errors.UnsupportedPlatform, match="on Linux, and this is darwin: use a Linux machine"):
+            start()
+    assert cli.main(["explain"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("tpkernels explain: tpkernels runs ranks on Linux") and "Traceback" not in said
+    assert cli.main(["doctor"]) == 1
+    assert "Broken: " in capsys.readouterr().out

@@ -8,7 +8,6 @@ answered is a finding with its reason, never a crash. Refuses to guess: a fact t
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -28,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.backends.symmetric import cuda_native
+from tpkernels.errors import UnsupportedPlatform
 from tpkernels.gemm import native
-from tpkernels.packages import PIP_LINES
+from tpkernels.packages import PIP_LINES, check_platform
 from tpkernels.selftest.two_ranks import WORKS, Trial, try_everything
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]
@@ -60,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the report; exit code 1 if something that everybody needs is broken."""
-    findings = list(examine())
+    try:
+        check_platform()
+        findings = list(examine())
+    except UnsupportedPlatform as error:
+        findings = [*_versions(), Finding("platform", platform.system(), str(error), "broken")]
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -204,6 +208,8 @@ def _communication() -> Iterator[Finding]:
 
 def _interface_of(address: str) -> str | None:
     """The interface that carries an IPv4 address, by asking each one (SIOCGIFADDR)."""
+    import fcntl
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -274,6 +280,8 @@ def _reserve_memory() -> None:
 
 def _lock_a_byte() -> None:
     """Two descriptions of one memory file, opened through /proc as peers do: the second must not get the lock."""
+    import fcntl
+
     held = os.memfd_create("tpkernels-doctor", os.MFD_CLOEXEC)
     lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
     try:

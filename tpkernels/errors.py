@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "TpKernelsError",
+    "UnsupportedPlatform",
     "UnsupportedProblem",
     "StateMismatch",
     "CommunicationError",
@@ -24,6 +25,10 @@ __all__ = [
 
 class TpKernelsError(RuntimeError):
     """Base class of every error that tpkernels raises besides ``ValueError``."""
+
+
+class UnsupportedPlatform(TpKernelsError):
+    """This operating system is not Linux; planning works, running ranks does not."""
 
 
 class UnsupportedProblem(TpKernelsError, ValueError):

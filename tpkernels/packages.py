@@ -6,10 +6,13 @@ A bare GPU image has torch, triton and numpy.  Whatever else this package uses i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PIP_LINES", "MissingPackage", "how_to_install", "needed"]
+from tpkernels.errors import UnsupportedPlatform
+
+__all__ = ["PIP_LINES", "MissingPackage", "check_platform", "how_to_install", "needed"]
 
 PIP_LINES = {
     "rich": "pip install rich",
@@ -49,3 +52,15 @@ def how_to_install(module: str) -> str:
     """The pip line that brings a missing optional module, as a sentence."""
     line = PIP_LINES.get(module.partition(".")[0])
     return f"Install it: {line}" if line else "Reinstall tpkernels with pip, which brings what it depends on."
+
+
+def check_platform() -> None:
+    """Refuse to start or join ranks on what is not Linux, in one sentence.
+
+    Raises:
+        UnsupportedPlatform: it is not.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedPlatform(
+            f"tpkernels runs ranks on Linux, and this is {sys.platform}: use a Linux machine, a container, or WSL 2"
+        )

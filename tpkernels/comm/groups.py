@@ -30,6 +30,7 @@ from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Works
 from tpkernels.errors import CommunicationError, GroupPoisoned
 from tpkernels.launchers import Job
+from tpkernels.packages import check_platform
 
 if TYPE_CHECKING:
     from tpkernels.comm.liveness import Identity
@@ -262,7 +263,9 @@ def init(
     Raises:
         ValueError: ``dp * tp`` is not the number of ranks; variables of launchers that contradict each other, or do not
             say where the ranks meet.
+        UnsupportedPlatform: this is not Linux.
     """
+    check_platform()
     environment = None if dist.is_initialized() else config.job_environment()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):

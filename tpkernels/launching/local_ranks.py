@@ -38,6 +38,7 @@ from tpkernels.launching.rank_process import (
     StartContext,
     local_environment,
 )
+from tpkernels.packages import check_platform
 
 T = TypeVar("T")
 
@@ -243,6 +244,7 @@ def launch(
     Ranks leave together: none exits before all have returned. Call it from a thread that outlives the job, since the
     kernel ends the ranks when the thread that started them ends.
     """
+    check_platform()
     check_nproc(nproc)
     if timeout is not None and timeout <= 0:
         raise ValueError(f"timeout ({timeout}) must be positive, or None for no limit")
