@@ -1,4 +1,4 @@
-"""The `tpkernels` command: demo, test, train-demo, bench, profile, explain, plan, verify, doctor.
+"""The `tpkernels` command: demo, test, train-demo, bench, profile, explain, plan, verify, run, doctor.
 
 Owns the command line's shape, its exit codes and how errors look: 0 done, 1 something failed, 2 bad arguments, 130
 Ctrl-C. Every subcommand starts its own local ranks, or joins a job that `torchrun` started. Assumes nothing about the
@@ -245,6 +245,15 @@ def _load_verify() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[
     return verify.add_arguments, verify.main
 
 
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+def _load_run() -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    from tpkernels.launching import scripts
+
+    return scripts.add_arguments, scripts.main
+
+
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
@@ -270,5 +279,6 @@ COMMANDS = (
     Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
     Command("plan", "how a model would be cut over the ranks, module by module, without its weights", _load_plan),
     Command("verify", "whether a parallelized model computes what it did: outputs and every gradient", _load_verify),
+    Command("run", "run a script on several local ranks, each as its main program", _load_run),
     Command("doctor", "what this machine offers, what is missing, and what to install", _load_doctor),
 )
