@@ -67,7 +67,7 @@ def test_help_names_every_command_and_loads_none_of_them() -> None:
     assert done.returncode == 0, done.stderr
     *text, loaded = done.stdout.strip().splitlines()
     assert loaded == "[]", loaded
-    for command in ("demo", "test", "bench", "profile", "explain", "plan", "verify", "doctor"):
+    for command in ("demo", "test", "bench", "profile", "explain", "plan", "verify", "run", "doctor"):
         assert any(line.strip().startswith(command) for line in text), command
 
 

@@ -11,7 +11,7 @@ from tpkernels import cli, flags
 from tpkernels.measure import links
 
 CHOICE = "no-such-choice"
-GIVEN = {"plan": ["{model}"], "verify": ["{model}"]}
+GIVEN = {"plan": ["{model}"], "verify": ["{model}"], "run": ["{model}"]}
 """What a command cannot do without."""
 
 
@@ -52,6 +52,8 @@ def flag_cases() -> list[tuple[str, str, str]]:
         for action in parser._actions:
             if isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction | argparse._HelpAction):
                 continue
+            if action.nargs == argparse.REMAINDER:
+                continue  # another program's
             found += [(name, flag, bad) for flag in action.option_strings or [""] for bad in bad_values(action)]
     return found
 
@@ -72,9 +74,14 @@ def test_a_bad_value_of_any_flag_is_refused_before_anything_runs(
         value = bad.format(**places)
         before = [word.format(**places) for word in GIVEN.get(command, [])]
         with pytest.raises(SystemExit) as stop:
-            parsers[command].parse_args([*before, f"{flag}={value}"] if flag else [value])
+            parsers[command].parse_args([f"{flag}={value}", *before] if flag else [value])
         said = capsys.readouterr().err.strip().splitlines()[-1]
-        assert stop.value.code == 2 and (flag or "MODEL" in said or "op" in said), (command, flag, bad, said)
+        assert stop.value.code == 2 and (flag or "MODEL" in said or "SCRIPT" in said or "op" in said), (
+            command,
+            flag,
+            bad,
+            said,
+        )
         assert flag.lstrip("-") in said and "invalid" not in said.replace("invalid choice", ""), said
 
 
@@ -88,7 +95,7 @@ def test_every_command_takes_one_name_for_its_number_of_ranks() -> None:
         assert ("--tp" in names) == (name != "doctor"), name
         if name not in ("doctor", "bench", "train-demo"):
             given = [word.format(model=__file__) for word in GIVEN.get(name, [])]
-            assert parser.parse_args([*given, "--nproc", "3"]).tp == 3, name
+            assert parser.parse_args(["--nproc", "3", *given]).tp == 3, name
 
 
 @pytest.mark.cpu

@@ -140,7 +140,14 @@ def command_lines() -> list[tuple[str, str]]:
 
 @pytest.mark.cpu
 @parametrise(command_lines())
-def test_shell_snippets_are_commands_that_exist(text: str) -> None:
+def test_shell_snippets_are_commands_that_exist(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands look at files and devices while they are parsed: what the pages assume is there."""
+    for file in ("path/to/config.json", "old.json"):
+        tmp_path.joinpath(file).parent.mkdir(parents=True, exist_ok=True)
+        tmp_path.joinpath(file).write_text("{}")
+    tmp_path.joinpath("run/step-20").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     argv = shlex.split(text)
     check = CHECKS.get(argv[0])
     assert check is not None, f"no check knows the command {argv[0]!r}: teach this test to check it"

@@ -11,14 +11,20 @@ import runpy
 import sys
 from pathlib import Path
 
+from tpkernels import config, flags
 from tpkernels.launching.local_ranks import launch
 
 __all__ = ["add_arguments", "main"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="local ranks (default: 2)")
-    parser.add_argument("script", help="a Python file; each rank runs it as the main program")
+    flags.add_tp(parser, 2, "local ranks to start (default 2); the script may share them out otherwise")
+    parser.add_argument(
+        "script",
+        type=flags.existing_file,
+        metavar="SCRIPT",
+        help="a Python file; each rank runs it as the main program",
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what follows is the script's")
 
 
@@ -26,14 +32,12 @@ def main(options: argparse.Namespace) -> int:
     """Run the script.
 
     Raises:
-        ValueError: there is no such file, or no such number of ranks.
+        ValueError: this process is a rank already.
         LaunchError: it failed on a rank.
     """
-    script = Path(options.script)
-    if not script.is_file():
-        raise ValueError(f"there is no script {options.script!r}")
-    codes = launch(_run, options.nproc, str(script), list(options.arguments))
-    return max(codes)
+    if config.job_environment() is not None:
+        raise ValueError("`tpkernels run` starts ranks itself; under torchrun give the script to torchrun")
+    return max(launch(_run, options.tp, options.script, list(options.arguments)))
 
 
 def _run(script: str, arguments: list[str]) -> int:
