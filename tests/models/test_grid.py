@@ -57,7 +57,7 @@ def test_every_family_is_as_exact_as_the_unsharded_model(ranks: Pools, world: in
 
 def _missing_all_reduce(model: nn.Module) -> None:
     layer = next(m for m in model.modules() if isinstance(m, RowParallelLinear))
-    layer.forward = lambda x: x @ layer._matrix().t() + layer.bias.to_local()  # type: ignore[method-assign, operator]
+    layer.forward = lambda x: x @ layer._local_parts()[1].t() + layer.bias.to_local()  # type: ignore[method-assign, operator]
 
 
 def _bias_added_twice(model: nn.Module) -> None:
@@ -80,7 +80,7 @@ def _no_sum_of_gradients(model: nn.Module) -> None:
     """The gradient of a whole x that columns read stays each rank's own."""
     layer = next(m for m in model.modules() if isinstance(m, ColumnParallelLinear) and not m.gather_output)
     layer.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-        x, layer._matrix(), None if layer.bias is None else layer.bias.to_local()
+        x, layer._local_parts()[1], None if layer.bias is None else layer.bias.to_local()
     )
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tpkernels.nn import copied_heads, embedding, replicated, row, shared_input
+from tpkernels.nn import column, copied_heads, embedding, replicated, row, shared_input
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.planning import example_inputs, planner, proofs, replay, rules, search, sequence_flow, trace
 from tpkernels.planning.shadow import Mode
@@ -320,7 +320,9 @@ def _running() -> dict[str, Fault]:
             (RowParallelLinear, "forward", _row_bias_on_every_rank())
         ),
         "a row does not sum": lambda: _patched((row, "matmul_all_reduce", _no_sum_of_partials)),
-        "a column's input gradient is not summed": lambda: _patched((shared_input, "copy_matmul", _no_sum_of_dx)),
+        "a column's input gradient is not summed": lambda: _patched(
+            (shared_input, "copy_matmul", _no_sum_of_dx), (column, "copy_matmul", _no_sum_of_dx)
+        ),
         "a split input's gradient is not gathered": lambda: _patched((row, "shard", _own_part)),
         "copies of heads do not sum their gradients": lambda: _patched(
             (copied_heads, "copy_to_group", lambda x, group: x)

