@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import types
 
@@ -62,7 +63,7 @@ def refuse(*args: object, **kwargs: object) -> None:
     [
         ("memfd_create", os, "memfd_create"),
         ("memfd_create", os, "posix_fallocate"),
-        ("F_OFD_SETLK", doctor.fcntl, "fcntl"),
+        ("F_OFD_SETLK", fcntl, "fcntl"),
         ("descriptors over Unix sockets", doctor.socket, "recv_fds"),
         ("/proc", os, "stat"),
     ],
@@ -77,6 +78,6 @@ def test_a_service_that_the_kernel_refuses_is_a_finding_with_its_reason(
 
 
 def test_a_lock_that_excludes_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.fcntl, "fcntl", lambda *args: b"")
+    monkeypatch.setattr(fcntl, "fcntl", lambda *args: b"")
     finding = doctor._service("F_OFD_SETLK", doctor.SERVICES["F_OFD_SETLK"])
     assert finding is not None and "two holders got the same lock" in finding.value
