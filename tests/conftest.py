@@ -2,13 +2,13 @@
 
 Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (ranks in network namespaces; root),
 `gpu`, `multi_gpu`. A layer that this machine cannot run is skipped with the reason. `--full` asks for full counts
-(`full` fixture) where a test by default takes a sample.
+(`full` fixture, `sample` mark) where a test by default takes a sample. A case that is named on the command line runs.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
 
 import pytest
@@ -22,7 +22,14 @@ from tpkernels.testing.spawn import Pools, fork_server
 pytest_plugins = ["pytester"]  # for the tests of this file
 
 # For a run of many tests: what `fork_server` imports, and what many ranks would import themselves.
-PRELOADED = ["torch", "torch.distributed", "tpkernels.sharding", spawn.__name__, "transformers.modeling_utils"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "tpkernels.sharding",
+    spawn.__name__,
+    "transformers.modeling_utils",
+    "transformers.models",
+]
 
 LAYERS = {
     "cpu": "no process group",
@@ -40,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in LAYERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    config.addinivalue_line("markers", "sample(count): without --full, only so many of the test's cases run")
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
 
@@ -56,13 +64,31 @@ def missing_for(layer: str) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        left_out = set(not_sampled(item for item in items if item.nodeid not in config.args))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     wanted = [layer for layer in LAYERS if any(item.get_closest_marker(layer) for item in items)]
     reasons = {layer: missing_for(layer) for layer in wanted}
     for item in items:
         for layer, reason in reasons.items():
             if reason and item.get_closest_marker(layer):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def not_sampled(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of tests marked with `sample(count)` that are not among the first and those evenly spread behind it."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        marker = same[0].get_closest_marker("sample")
+        assert marker is not None
+        (count,) = marker.args
+        kept = {index * len(same) // count for index in range(count)}
+        yield from (item for index, item in enumerate(same) if index not in kept)
 
 
 @pytest.fixture(scope="session")
@@ -90,4 +116,4 @@ def ranks() -> Iterator[Pools]:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """`launch` starts ranks in milliseconds, as `ranks` does: for tests of anything but how ranks start."""
-    monkeypatch.setattr(launch_module, "_new_interpreters", fork_server)
+    monkeypatch.setattr(launch_module, "new_interpreters", fork_server)

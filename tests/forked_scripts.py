@@ -35,5 +35,5 @@ def _be_the_script(script: Path, output: Path) -> None:
             os.dup2(file.fileno(), descriptor)
     os.chdir(script.parent)
     sys.argv = [str(script)]
-    with mock.patch.object(local_ranks, "_new_interpreters", lambda: multiprocessing.get_context("fork")):
+    with mock.patch.object(local_ranks, "new_interpreters", lambda: multiprocessing.get_context("fork")):
         runpy.run_path(str(script), run_name="__main__")

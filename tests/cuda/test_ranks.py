@@ -206,10 +206,10 @@ def programs() -> Programs:
 COMMANDS = (
     "numbers",
     "calls 1 4 60 0",
-    "calls 2 1 150 0",
-    "calls 3 2 100 0xffffffd0",
-    "calls 4 3 60 0x7fffffe0",
-    "calls 8 5 25 0",
+    "calls 2 1 80 0",
+    "calls 3 2 50 0xffffffd0",
+    "calls 4 3 30 0x7fffffe0",
+    "calls 8 5 15 0",
     "calls 3 4 60 9 30000 1",  # every call uses the slot of the last one
     "failures 2 1",
     "failures 3 2",

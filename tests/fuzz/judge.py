@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tests.fuzz.model import build_model, inputs_of
 from tests.fuzz.vocabulary import Spec
-from tests.models.compare import differs, pieces_of
+from tests.models.compare import differs, pieces_of, planned
 from tpkernels.comm.groups import resolve
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.planning.layers import layer_of
@@ -35,8 +35,6 @@ LIMIT = 1e-9
 ROUNDINGS = 8
 """How often the weights of a model that seems wrong are rounded otherwise, to see whether it decides by a rounding."""
 PATIENCE_S = 20.0
-TOGETHER = 16
-"""One model of so many is planned by every rank for itself on the mesh; of the others each rank plans its share."""
 
 
 @dataclass
@@ -275,16 +273,12 @@ def _mesh() -> DeviceMesh:
 def check_all(specs: list[Spec]) -> list[dict[str, Any]]:
     """Verdicts of this rank on all models, in one call of the ranks; shorter where ranks fell out of step."""
     warnings.simplefilter("ignore")
-    mesh, rank, world = _mesh(), dist.get_rank(), dist.get_world_size()
-    mine = {i: attempt(spec, world) for i, spec in enumerate(specs) if i % world == rank and i % TOGETHER}
-    shared: list[Any] = [None] * world
-    dist.all_gather_object(shared, mine)
-    planned: dict[int, Any] = {index: plan for some in shared for index, plan in some.items()}
+    mesh, world = _mesh(), dist.get_world_size()
+    plan_of = planned(len(specs), mesh, lambda index, where: attempt(specs[index], where))
     verdicts = []
     for index, spec in enumerate(specs):
         start = time.monotonic()
-        plan = planned[index] if index in planned else attempt(spec, mesh)
-        verdict = check(spec, plan, mesh)
+        verdict = check(spec, plan_of(index), mesh)
         verdict.seconds = time.monotonic() - start
         verdicts.append(asdict(verdict))
         bad = torch.tensor([float(verdict.kind == "raises")])

@@ -109,7 +109,7 @@ def _on_two_ranks() -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> list[tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]]:
-    with mock.patch.object(local_ranks, "_new_interpreters", fork_server):
+    with mock.patch.object(local_ranks, "new_interpreters", fork_server):
         return tpk.launch(_on_two_ranks, 2, timeout=120)
 
 
@@ -281,6 +281,7 @@ def test_bench_in_the_lab_says_why_it_skips(
     assert "skipped: the network lab needs root" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 def test_bench_in_the_lab_writes_a_timeline_with_the_link_and_both_implementations(
     lab_possible: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -313,6 +314,7 @@ def _record_calls(op: str, shape: Shape) -> list[RankTrace]:
         return [bench.record_call(case, name) for _ in range(RECORDED) for name in ("unfused", "chunked")]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 @pytest.mark.parametrize(
     ("op", "shape"),

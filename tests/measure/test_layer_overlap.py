@@ -54,6 +54,7 @@ def record_layer() -> list[RankTrace]:
     return traces
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 def test_a_layer_hides_its_transfers_behind_its_gemms_and_unfused_it_does_not(lab_possible: None) -> None:
     with Netlab(2, rate=RATE, sample_interval_s=0.002) as lab:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,10 +96,26 @@ def held_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def compare_model(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Plan, parallelize, run forward and backward; what is wrong, and what the plan says."""
+TOGETHER = 16
+"""One model of so many is planned by every rank for itself on the mesh; of the others each rank plans its share."""
+
+
+def planned(count: int, mesh: DeviceMesh, plan: Callable[[int, Any], Any]) -> Callable[[int], Any]:
+    """What ``plan(index, world size or mesh)`` gives for each of ``count`` models: planning is most of their cost.
+
+    The result is asked for one model after the other, by all ranks.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = {index: plan(index, world) for index in range(count) if index % world == rank and index % TOGETHER}
+    shared: list[Any] = [None] * world
+    dist.all_gather_object(shared, mine)
+    known = {index: made for some in shared for index, made in some.items()}
+    return lambda index: known[index] if index in known else plan(index, mesh)
+
+
+def compare_model(name: str, plan: tpk.ShardingPlan) -> dict[str, Any]:
+    """Parallelize, run forward and backward; what is wrong, and what the plan says."""
     plain, model, given = zoo.build(name), zoo.build(name), zoo.inputs(name)
-    plan = tpk.make_plan(model, tp_mesh(), **options)
     tpk.parallelize(model, tp_mesh(), plan)
     limit = LIMIT[zoo.is_single(name)]
     wrong = []
@@ -130,7 +147,13 @@ def compare_model(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def compare_models(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Many models in one call of the ranks."""
-    return [compare_model(name, options) for name, options in cases]
+
+    def plan(index: int, where: Any) -> tpk.ShardingPlan:
+        name, options = cases[index]
+        return tpk.make_plan(zoo.build(name), where, **options)
+
+    plan_of = planned(len(cases), tp_mesh(), plan)
+    return [compare_model(name, plan_of(index)) for index, (name, _) in enumerate(cases)]
 
 
 class NothingTravelsUnplanned(TorchDispatchMode):

@@ -24,7 +24,7 @@ import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import NothingTravelsUnplanned, held_bytes, pieces_of
 from tests.models.switches import switch_alike
-from tests.nn.reference import tp_mesh, whole
+from tests.nn.reference import plan_once, tp_mesh, whole
 from tpkernels.verification.bounds import allowed, worst_ratio
 
 STEPS = 20
@@ -192,7 +192,7 @@ class Runs:
         self.reference, self.name = reference, cell.name
         self.model = _build(cell.name, cell.dtype, cell.mode == "dropout")
         self.given = zoo.inputs(cell.name, DTYPES[cell.dtype])
-        plan = tpk.make_plan(self.model, tp_mesh(), sequence_parallel=cell.sequence)
+        plan = plan_once(self.model, tp_mesh(), sequence_parallel=cell.sequence)
         tpk.parallelize(self.model, tp_mesh(), plan)
         assert held_bytes(self.model) == plan.bytes_per_rank[dist.get_rank()]
         self.passes: dict[str, Tensor] = {}

@@ -28,10 +28,8 @@ pytestmark = pytest.mark.gloo
 SLICE = {
     2: [
         Cell("llama", True, "bf16", "train"),
-        Cell("bert", True, "bf16", "train"),
         Cell("gpt2", False, "fp32", "train"),
         Cell("llama", True, "fp32", "compile"),
-        Cell("opt", True, "fp32", "compile"),
         Cell("t5", True, "fp32", "checkpoint"),
         Cell("bert", False, "fp32", "dropout"),
         Cell("transformer", False, "bf16", "checkpoint"),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
 from tests.models import zoo
-from tests.nn.reference import LIMIT_S, tp_mesh, whole
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh, whole
 from tpkernels.demo import minilm
 from tpkernels.testing.spawn import Pools
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gloo
 
 def pair(name: str, dtype: torch.dtype = torch.float64, sequence: bool = False, **changes: Any) -> Any:
     plain, model = zoo.build(name, dtype, **changes), zoo.build(name, dtype, **changes)
-    plan = tpk.make_plan(model, tp_mesh(), sequence_parallel=sequence)
+    plan = plan_once(model, tp_mesh(), sequence_parallel=sequence)
     return plain, tpk.parallelize(model, tp_mesh(), plan), zoo.inputs(name, dtype)
 
 
@@ -143,10 +143,9 @@ def sequence_dropout(name: str) -> tuple[Tensor, Tensor, list[Tensor], list[Tens
         lost.append((output.to_local() if isinstance(output, DTensor) else output).detach() == 0)
         return output
 
+    _, model, given = pair(name, sequence=True)
+    model.train()
     with mock.patch.object(nn.Dropout, "forward", look):
-        _, model, given = pair(name, sequence=True)
-        model.train()
-        lost.clear()
         torch.manual_seed(5)
         loss = loss_of(model, given)
     loss.backward()
@@ -178,7 +177,7 @@ def embeds(sequence: bool) -> tuple[float, float, float]:
     expected = minilm.embed(plain, tokens)
     exact = minilm.embed(plain.double(), tokens)
     model, _ = minilm._load(folder)
-    plan = tpk.make_plan(model, tp_mesh(), sequence_parallel=sequence)
+    plan = plan_once(model, tp_mesh(), sequence_parallel=sequence)
     tpk.parallelize(model, tp_mesh(), plan)
     actual = minilm.embed(model, tokens)
     rows = [entry for entry in plan.entries if type(entry.style).__name__ == "Row"]

@@ -32,6 +32,15 @@ def tp_mesh() -> DeviceMesh:
     return _meshes[-1][1]
 
 
+def plan_once(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tpk.ShardingPlan:
+    """``tpk.make_plan`` by the mesh's first rank, for all: else most of what the ranks compute is the same plan."""
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    group = mesh.get_group()
+    said = [tpk.make_plan(model, mesh.size(), **options).to_json() if mesh.get_local_rank() == 0 else ""]
+    dist.broadcast_object_list(said, group=group, group_src=0)
+    return tpk.ShardingPlan.from_json(said[0])
+
+
 def sequence_sizes(total: int) -> list[int]:
     return list(array_split_sizes(total, dist.get_world_size()))
 

@@ -69,6 +69,7 @@ def chain_equals_linears(
     close_parameters(parallel, reference)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("world", (*WORLDS, 4))
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("sequence_parallel", [False, True])

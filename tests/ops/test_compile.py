@@ -75,6 +75,7 @@ def compiled_equals_eager(backend: str, dynamic: bool | None, only: str | None) 
     return checked
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_whole_graphs_give_the_bits_of_eager(ranks: Pools, world: int, dynamic: bool) -> None:
@@ -379,6 +380,7 @@ def fakes_tell_the_truth() -> int:
     return compared
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_fakes_have_the_shapes_strides_and_dtypes_of_the_real_outputs(ranks: Pools, world: int) -> None:
     assert min(ranks(world).run(fakes_tell_the_truth)) > 20

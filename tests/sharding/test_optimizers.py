@@ -16,7 +16,7 @@ from torch.optim import _muon
 import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import LIMIT, compare_tensors
-from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -34,7 +34,7 @@ REFUSED = {
 def nets(name: str) -> tuple[dict[str, Any], nn.Module, nn.Module]:
     """The inputs, the unsharded model and, with heads as a dimension of their own where they do not divide, ours."""
     plain, model, given = zoo.build(name), zoo.build(name), zoo.inputs(name)
-    tpk.parallelize(model, tp_mesh(), tpk.make_plan(model, tp_mesh(), example_inputs=given))
+    tpk.parallelize(model, tp_mesh(), plan_once(model, tp_mesh(), example_inputs=given))
     return given, plain, model
 
 

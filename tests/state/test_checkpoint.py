@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import held_bytes
-from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
 from tests.state.test_snapshots import pairs
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.testing.spawn import Pools
@@ -37,7 +37,7 @@ def build(name: str, **changes: Any) -> nn.Module:
 
 def parallel(name: str, sequence: bool = False, **changes: Any) -> nn.Module:
     model = build(name, **changes)
-    return tpk.parallelize(model, tp_mesh(), tpk.make_plan(model, tp_mesh(), sequence_parallel=sequence))
+    return tpk.parallelize(model, tp_mesh(), plan_once(model, tp_mesh(), sequence_parallel=sequence))
 
 
 def unlike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -112,10 +112,12 @@ def test_a_packed_parameter_in_the_wrong_order_is_noticed(ranks: Pools) -> None:
 def from_meta(name: str, folder: str, exported: str, dtype: torch.dtype) -> list[str]:
     """A model that never had weights, filled from a checkpoint, beside one that had them; then written anew."""
     plain: Any = zoo.build(name, dtype, **ONE_BLOCK[name.removesuffix(" 10")])
-    real = tpk.parallelize(type(plain).from_pretrained(folder, dtype=dtype).eval(), tp_mesh())
+    real = type(plain).from_pretrained(folder, dtype=dtype).eval()
+    plan = plan_once(real, tp_mesh())
+    tpk.parallelize(real, tp_mesh(), plan)
     with torch.device("meta"):
         model = type(plain)._from_config(plain.config, dtype=dtype).eval()
-    tpk.parallelize(model, tp_mesh())
+    tpk.parallelize(model, tp_mesh(), plan)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     wrong = []
     loaded = tpk.load_pretrained(model, folder)
@@ -136,6 +138,7 @@ def from_meta(name: str, folder: str, exported: str, dtype: torch.dtype) -> list
     return wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "name"), [(2, "gpt2"), (2, "mistral"), (3, "bert 10")])
 def test_a_model_without_weights_reads_its_slices_alone_and_writes_a_checkpoint_for_transformers(
     ranks: Pools, tmp_path: Path, world: int, name: str

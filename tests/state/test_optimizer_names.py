@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
 from tests.models import zoo
-from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
 from tests.state.test_checkpoint import ONE_BLOCK
 from tests.state.test_state_dict import steps
 from tpkernels.nn.packed import PackedColumnParallelLinear
@@ -38,7 +38,7 @@ def run_of(name: str, mesh: Any = None, seed: int = 0, **plan: Any) -> tuple[nn.
             for parameter in model.parameters():
                 parameter.normal_(generator=torch.Generator().manual_seed(seed))
     if mesh is not None:
-        tpk.parallelize(model, mesh, **plan)
+        tpk.parallelize(model, mesh, **({"plan": plan_once(model, mesh)} | plan))
     groups = [[p for n, p in model.named_parameters() if n.endswith("bias") is last] for last in (False, True)]
     return model, torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], 0.01)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import pieces_of
-from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -73,7 +73,7 @@ def saves(name: str, optimizer: str, folder: str, changes: dict[str, Any]) -> No
     """A run whose parameters, slots and options are those of an unsharded one, cut by the test itself."""
     plain, theirs = trained(name, optimizer, **changes)
     model, _ = trained(name, optimizer, **changes)
-    tpk.parallelize(model, tp_mesh())
+    tpk.parallelize(model, tp_mesh(), plan_once(model, tp_mesh()))
     mine = OPTIMIZERS[optimizer](model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -95,7 +95,8 @@ def saves(name: str, optimizer: str, folder: str, changes: dict[str, Any]) -> No
 def loads(name: str, optimizer: str, folder: str, changes: dict[str, Any]) -> list[str]:
     """What is not, bit by bit, this rank's part of the unsharded run."""
     plain, theirs = trained(name, optimizer, **changes)
-    model = tpk.parallelize(zoo.build(name, torch.float32, **changes).train(), tp_mesh())
+    model = zoo.build(name, torch.float32, **changes).train()
+    tpk.parallelize(model, tp_mesh(), plan_once(model, tp_mesh()))
     mine = OPTIMIZERS[optimizer](model.parameters())
     extra = tpk.load_snapshot(model, mine, folder)
     wrong = [] if extra == {"step": 2, "name": name} else [f"extra is {extra}"]
@@ -268,7 +269,7 @@ def test_a_damaged_snapshot_or_a_strangers_is_refused_on_every_rank_and_changes_
 def by_heads(folder: str) -> tuple[Any, ...]:
     """Ten heads, and an optimizer whose slots are not shaped like their parameters: what is said, what changes."""
     model, given = zoo.build("attention 10", torch.float32), zoo.inputs("attention 10", torch.float32)
-    tpk.parallelize(model, tp_mesh(), tpk.make_plan(model, tp_mesh(), example_inputs=given))
+    tpk.parallelize(model, tp_mesh(), plan_once(model, tp_mesh(), example_inputs=given))
     optimizer = OPTIMIZERS["rows"](model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tpkernels as tpk
 from tests.models import zoo
-from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
 from tests.state.test_checkpoint import ONE_BLOCK, build, parallel, unlike
 from tpkernels.state import huggingface_export
 from tpkernels.testing.spawn import Pools
@@ -184,7 +184,7 @@ def on_a_mesh_of_two_axes() -> list[str]:
     mesh = tpk.init(dp=2, tp=2)
     for name, shard in (("gpt2", True), ("attention 10", False)):
         plain, model = build(name), build(name)
-        plan = tpk.make_plan(model, mesh, example_inputs=zoo.inputs(name))
+        plan = plan_once(model, mesh, example_inputs=zoo.inputs(name))
         tpk.data_parallel(tpk.parallelize(model, mesh, plan), mesh, shard=shard)
         expected = plain.state_dict()
         wrong += [f"{name} on (dp, tp): {one}" for one in unlike(wholes(model.state_dict()), expected)]
@@ -215,7 +215,7 @@ def run_of(name: str, mesh: Any = None, seed: int = 0) -> tuple[nn.Module, torch
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(generator=torch.Generator().manual_seed(seed))
-    model = model if mesh is None else tpk.parallelize(model, mesh)
+    model = model if mesh is None else tpk.parallelize(model, mesh, plan_once(model, mesh))
     return model, torch.optim.AdamW(model.parameters(), 0.01)
 
 
@@ -285,6 +285,7 @@ def writes_as_a_trainer_does(name: str, folder: str) -> None:
     model.save_pretrained(f"{folder}/given", state_dict=model.state_dict(), is_main_process=dist.get_rank() == 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "name"), [(2, "gpt2"), (3, "llama 10")])
 def test_what_a_trainer_saves_is_what_transformers_loads(ranks: Pools, tmp_path: Path, world: int, name: str) -> None:
     ranks(world).run(writes_as_a_trainer_does, name, str(tmp_path), timeout=LIMIT_S)

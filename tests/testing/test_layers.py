@@ -56,3 +56,25 @@ def test_a_marked_test_is_skipped_with_the_reason(pytester: pytest.Pytester) -> 
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*no such device*"])
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(failed=1, skipped=1)
+
+
+def test_a_sample_of_the_cases_runs_unless_all_are_asked_for_or_one_is_named(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(Path(__file__).parents[1].joinpath("conftest.py").read_text())
+    pytester.makepyfile(
+        test_cases="""
+        import pytest
+
+        @pytest.mark.sample(2)
+        @pytest.mark.parametrize("number", range(5))
+        def test_of_five(number):
+            assert number in (0, 2, 4)
+
+        def test_of_one():
+            pass
+        """
+    )
+    quiet = ("-p", "no:cacheprovider")
+    pytester.runpytest_inprocess(*quiet).assert_outcomes(passed=3, deselected=3)
+    pytester.runpytest_inprocess("--full", *quiet).assert_outcomes(passed=4, failed=2)
+    named = pytester.runpytest_inprocess("test_cases.py::test_of_five[3]", *quiet)
+    named.assert_outcomes(failed=1)

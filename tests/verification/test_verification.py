@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
 from tests.models import zoo
-from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
 from tpkernels.sharding import Replicate, verify_model
 from tpkernels.testing.spawn import Pools
 from tpkernels.verification.verifier import Verifier
@@ -38,7 +38,7 @@ def verdicts(cases: list[tuple[str, torch.dtype, bool]]) -> list[str]:
     for name, dtype, sequence in cases:
         model, given = zoo.build(name, dtype), zoo.inputs(name, dtype)
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        plan = tpk.make_plan(model, tp_mesh(), sequence_parallel=sequence, example_inputs=given)
+        plan = plan_once(model, tp_mesh(), sequence_parallel=sequence, example_inputs=given)
         found = tpk.verify(model, tp_mesh(), given, plan=plan)
         kinds = {row.kind for row in found.rows}
         gradients = sum(row.kind == "gradient" for row in found.rows)
@@ -55,6 +55,7 @@ def verdicts(cases: list[tuple[str, torch.dtype, bool]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_right_is_said_to_be_and_is_left_alone(ranks: Pools, world: int) -> None:
     cases = RIGHT if world == 2 else RIGHT[world % 2 :: 2]
@@ -110,6 +111,7 @@ def faults(dtype: torch.dtype) -> list[tuple[Any, ...]]:
     return [spoiled("gpt2", spoil, dtype) for spoil in (_no_sum_of_dx, _bias_on_each_rank, _loses_a_gradient, _raises)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
 def test_seeded_faults_are_named_at_their_modules(ranks: Pools, world: int, dtype: torch.dtype) -> None:
     results = ranks(world).run(faults, dtype, timeout=LIMIT_S)

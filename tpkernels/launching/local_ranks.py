@@ -109,7 +109,7 @@ class RankTeam(Ranks):
             for rank in range(nproc)
         ]
         try:
-            self.start(setups, context or _new_interpreters())
+            self.start(setups, context or new_interpreters())
             ready = self._collect(min(deadline, time.monotonic() + START_TIMEOUT_S), 0.0, True, "while starting")
         except BaseException:
             self.close()
@@ -181,7 +181,7 @@ class RankTeam(Ranks):
         return [rank.stuck(why) for rank in ranks]
 
 
-def _new_interpreters() -> StartContext:
+def new_interpreters() -> StartContext:
     return multiprocessing.get_context("spawn")
 
 

@@ -14,7 +14,6 @@ GLOO_SOCKET_IFNAME. The caller's own network is never touched.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from tpkernels import config
 from tpkernels.errors import TpKernelsError
+from tpkernels.launching import local_ranks
 from tpkernels.launching.conversation import Conversation, NotSaid
 from tpkernels.launching.local_ranks import pack_call
 from tpkernels.launching.rank_process import Link, RankSetup, children_inherit
@@ -156,7 +156,7 @@ class Netlab:
             setups.append(RankSetup(self._switch, inherited, talks=True))
             calls = [pack_call(_host, (rank, self.spec, fn, args)) for rank in self._hosts]
             calls.append(pack_call(_serve_switch, (self.spec, self.nproc)))
-            return Conversation(setups, calls, multiprocessing.get_context("spawn"))
+            return Conversation(setups, calls, local_ranks.new_interpreters())
 
     def _join_network(self, deadline: float) -> None:
         assert self._lab is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -72,10 +73,32 @@ def _reads_of(cls: type[nn.Module]) -> Reads:
 def _methods_of(cls: type) -> tuple[ast.FunctionDef, ...] | None:
     """The methods that the class itself defines; None if its source cannot be found."""
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        definitions = _classes_in(inspect.getsourcefile(cls) or "").get(cls.__qualname__, [])
+        if len(definitions) == 1:
+            (tree,) = definitions
+        else:  # in no file, or defined more than once in it
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, SyntaxError):
         return None
     return tuple(node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.FunctionDef))
+
+
+@lru_cache(maxsize=16)
+def _classes_in(file: str) -> dict[str, list[ast.stmt]]:
+    """The classes that a file defines, by qualified name; ``inspect.getsource`` parses the file for each of them."""
+    found: dict[str, list[ast.stmt]] = {}
+    todo: list[tuple[str, ast.AST]] = [("", ast.parse("".join(linecache.getlines(file))))]
+    while todo:
+        outer, node = todo.pop()
+        for child in ast.iter_child_nodes(node):
+            inner = outer
+            if isinstance(child, ast.ClassDef):
+                found.setdefault(outer + child.name, []).append(child)
+                inner = f"{outer}{child.name}."
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = f"{outer}{child.name}.<locals>."
+            todo.append((inner, child))
+    return found
 
 
 def _reached(methods: Mapping[str, list[ast.FunctionDef]], first: str) -> Iterator[ast.Attribute]:

@@ -44,7 +44,7 @@ class Caches:
 
     def __init__(self) -> None:
         with _thawed():
-            found = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
+            found = _all_caches()
         models = [cache for cache in found if _library_of(cache) not in _NO_MODELS]
         self._counts = [(weakref.ref(cache), _calls(cache)) for cache in models]
 
@@ -64,6 +64,24 @@ class Caches:
             counts.append((reference, now))
         self._counts = counts
         return real
+
+
+@functools.lru_cache
+def _a_cache() -> None:
+    """That the search for caches must find."""
+
+
+def _all_caches() -> list[Any]:
+    """Every ``lru_cache`` of the process.
+
+    An object refers to its type, so the type's referrers are its instances.  To list all objects of the process
+    instead would write to each of them, its count of references, and copy most of the memory of a forked process.
+    """
+    kind = functools._lru_cache_wrapper
+    found = [item for item in gc.get_referrers(kind) if type(item) is kind]
+    if any(item is _a_cache for item in found):
+        return found
+    return [item for item in gc.get_objects() if type(item) is kind]  # another Python than CPython from 3.10
 
 
 def _library_of(cache: Any) -> str:
