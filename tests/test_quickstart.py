@@ -169,6 +169,22 @@ def test_what_was_installed_with_more_extras_is_not_installed_again(checkout: Ch
     assert len([call for call in checkout.calls()[before:] if "[bench]" in call]) == 1, "an extra that was not there"
 
 
+def test_keras_hub_comes_with_the_tests_which_run_without_it_where_there_is_no_index(checkout: Checkout) -> None:
+    checkout.make_environment(torch="2.13.0+cpu")
+    module = checkout.load()
+    lock = module.acquire_lock()
+    environment = module.Environment(lock, module.parse(["test"]))
+    environment.prepare(["demo", "test"])
+    assert checkout.calls()[-1].endswith("--no-deps keras-hub") and environment.state["done"]["KerasHub"]
+    python = checkout.bin / "python"
+    python.write_text(python.read_text().replace("sys.exit(0)\n", "sys.exit(0)\nif 'keras-hub' in args: sys.exit(1)\n"))
+    del environment.state["done"]["KerasHub"]
+    environment.save(running=None)
+    environment.prepare(["demo", "test"])
+    os.close(lock)
+    assert "KerasHub" not in environment.state["done"] and environment.state["running"] is None
+
+
 def test_a_changed_pyproject_installs_the_project_again_but_not_torch(checkout: Checkout, no_gpu: None) -> None:
     checkout.make_environment()
     checkout.run("bench")

@@ -15,7 +15,7 @@ from tpkernels.nn.digests import digest_of
 from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.mesh_exchange import exchange_bytes
 
-__all__ = ["compared"]
+__all__ = ["check_same", "compared"]
 
 
 def compared(function: Callable[[Any], Any], group: Group) -> Callable[[Any], Any]:
@@ -28,19 +28,24 @@ def compared(function: Callable[[Any], Any], group: Group) -> Callable[[Any], An
     def step(data: Any) -> Any:
         if not isinstance(data, list):  # an iterator of batches, as Keras passes to several steps at once
             data = list(data)
-        mine = _digests(data)
-        total = hashlib.sha256(repr(mine).encode()).digest()
-        if len(set(exchange_bytes([group], "digests of a batch", total))) > 1:
-            said = exchange(group, "a batch", mine)
-            wrong = next(name for name in mine if len({one.get(name) for one in said}) > 1 or len(said[0]) != len(mine))
-            texts = "; ".join(f"rank {rank}: {one.get(wrong, 'nothing')}" for rank, one in enumerate(said))
-            raise ValueError(
-                f"the ranks were given different batches: {wrong} differs ({texts}). All ranks of a tensor-parallel "
-                "model need the same data in the same order"
-            )
+        check_same(data, group, "batches")
         return function(data)
 
     return step
+
+
+def check_same(data: Any, group: Group, what: str) -> None:
+    """Raise ``ValueError`` on every rank if ``data`` is not the same on all."""
+    mine = _digests(data)
+    total = hashlib.sha256(repr(mine).encode()).digest()
+    if len(set(exchange_bytes([group], "digests of a batch", total))) > 1:
+        said = exchange(group, "a batch", mine)
+        wrong = next(name for name in mine if len({one.get(name) for one in said}) > 1 or len(said[0]) != len(mine))
+        texts = "; ".join(f"rank {rank}: {one.get(wrong, 'nothing')}" for rank, one in enumerate(said))
+        raise ValueError(
+            f"the ranks were given different {what}: {wrong} differs ({texts}). All ranks of a tensor-parallel "
+            "model need the same data in the same order"
+        )
 
 
 def _digests(data: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@ It owns how a plan is carried out, and the class under which the model goes on: 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tpkernels.integrations.keras import backend, on_jax, optimizers
 from tpkernels.integrations.keras.batches import compared
 from tpkernels.integrations.keras.callbacks import files_on_rank_0
+from tpkernels.integrations.keras.generation import generating
 from tpkernels.integrations.keras.linears import linear
 from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, whole_regularizer
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
@@ -105,14 +107,24 @@ class TensorParallel:
 
     # ------------------------------------------------------------------ training
 
-    def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The ``compile`` of the model's own class."""
         state = _of(self)
-        if optimizer is not None and state.shards.world_size > 1:
-            optimizer = backend.keras_module().optimizers.get(optimizer)
+        call = inspect.signature(state.kind.compile).bind(self, *args, **kwargs)  # type: ignore[attr-defined]
+        call.apply_defaults()
+        if "optimizer" not in call.arguments:
+            raise ValueError(
+                f"compile of {state.kind.__name__} takes no optimizer: its own ones would update parts of variables as "
+                "if they were whole"
+            )
+        optimizer = call.arguments["optimizer"]
+        if optimizer is not None and optimizer != "auto" and state.shards.world_size > 1:
+            optimizer = call.arguments["optimizer"] = backend.keras_module().optimizers.get(optimizer)
             optimizers.check_optimizer(optimizer)
-        state.kind.compile(self, optimizer, *args, **kwargs)  # type: ignore[attr-defined]
+        state.kind.compile(*call.args, **call.kwargs)  # type: ignore[attr-defined]
         if optimizer is not None and state.shards.world_size > 1:
             made: Any = self.optimizer  # type: ignore[attr-defined]
+            optimizers.check_optimizer(made)  # what "auto" of KerasHub's models has become, too
             optimizers.prepare(made, state.shards, slice_slots=state.shard_optimizer_states)
 
     def fit(
@@ -252,13 +264,13 @@ def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimi
     same_variables(model.variables, pg)
     same_generators(pg)
     shards = Shards(pg)
-    state = Parallel(type(model), found[0], shards, shard_optimizer_states)
+    kind = type(model)
+    state = Parallel(kind, found[0], shards, shard_optimizer_states)
+    members = generating(model, found[0], shards) if world_size > 1 else {}
     if world_size > 1:
         _apply(model, found[0], shards)
-    kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    members = names | ({"generate": _no_generation} if hasattr(kind, "generate") else {})
-    model.__class__ = type(kind.__name__, (TensorParallel, kind), members)
+    model.__class__ = type(kind.__name__, (TensorParallel, kind), names | members)
     backend.bare(model, "tensor_parallel", state)
     backend.forget_functions(model)
     if getattr(model, "optimizer", None) is not None and world_size > 1:
@@ -317,13 +329,6 @@ def _seed_of_rank(draw: Callable[..., Any], rank: int) -> Callable[..., Any]:
 
 def _too_late(*args: Any, **kwargs: Any) -> None:
     raise ValueError("LoRA comes too late: call enable_lora on the whole model first, and then TensorParallel")
-
-
-def _no_generation(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "generate keeps a cache of all heads, and each rank computes some of them only: save the model, and generate "
-        "with what keras.models.load_model gives"
-    )
 
 
 def _make_function(model: Any, name: str, force: bool) -> Any:

@@ -21,7 +21,15 @@ from tpkernels.integrations.keras import backend
 from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.mesh_exchange import broadcast
 
-__all__ = ["BACKENDS", "check_backend_name", "check_devices", "join", "same_generators", "same_variables"]
+__all__ = [
+    "BACKENDS",
+    "check_backend_name",
+    "check_devices",
+    "join",
+    "same_generators",
+    "same_values",
+    "same_variables",
+]
 
 BACKENDS = ("auto", "torch", "gloo", "nccl", "jax")
 
@@ -91,6 +99,11 @@ def same_variables(variables: Sequence[Any], pg: dist.ProcessGroup) -> None:
         if other != said[0]:
             unlike = sorted(path for path in {*other, *said[0]} if other.get(path) != said[0].get(path))
             raise ValueError(f"ranks 0 and {rank} have different models: variable {unlike[0]!r} differs")
+    same_values(variables, pg)
+
+
+def same_values(variables: Sequence[Any], pg: dist.ProcessGroup) -> None:
+    """Give every rank the first rank's values of variables that have the same shapes everywhere."""
     for variable in variables:
         _from_first(backend.raw_value(variable), pg)
 
