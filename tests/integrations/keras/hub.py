@@ -62,3 +62,23 @@ def prompts() -> dict[str, np.ndarray]:
     ids[:, :4], mask[:, :4] = np.arange(8).reshape(2, 4) + 3, 1
     mask[1, 3] = 0
     return {"token_ids": ids, "padding_mask": mask}
+
+
+def classifier(name: str, rank_of_lora: int = 0) -> Any:
+    keras = models.keras_on_torch()
+    body = backbone(name)
+    if rank_of_lora:
+        body.enable_lora(rank_of_lora)
+    shaken(body, 0.1)
+    out = body.output["sequence_output"] if isinstance(body.output, dict) else body.output
+    pooled = keras.layers.GlobalAveragePooling1D(name="pooled")(out)
+    return keras.Model(body.input, keras.layers.Dense(3, name="head")(pooled))
+
+
+def data(model: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """What the model takes, some of it padded, and classes."""
+    random = np.random.default_rng(1)
+    x = {name: random.integers(0, 2, size=(8, 7)).astype("int32") for name in sorted(model.input)}
+    x["token_ids"] = random.integers(0, 101, size=(8, 7)).astype("int32")
+    x["padding_mask"] = np.repeat([[1, 1, 1, 1, 1, 0, 0]], 8, axis=0).astype("int32")
+    return x, random.integers(0, 3, size=(8,))

@@ -27,10 +27,13 @@ def keras_on_torch() -> Any:
     return keras
 
 
-def small(*, dropout: float = 0.0, seed: int = 0, heads: int = 4, **dense: Any) -> Any:
+def small(*, dropout: float = 0.0, seed: int = 0, heads: int = 4, policy: str = "float64", **dense: Any) -> Any:
     """An encoder's block with every kind of cut: odd widths, grouped queries, a table, a softmax head."""
     keras = keras_on_torch()
     keras.utils.clear_session()  # names are numbered anew, as a plan for one model and another like it needs them
+    if policy != "float64":
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     ids = keras.Input((6,), dtype="int32")

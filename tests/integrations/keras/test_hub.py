@@ -16,7 +16,9 @@ pytest.importorskip("keras")
 pytest.importorskip("keras_hub", reason="KerasHub is missing: pip install --no-deps keras-hub")
 pytestmark = pytest.mark.gloo
 
-GENERATING = ("GPT-2", "Gemma 8/4", "Gemma 4/1", "Llama", "Mistral", "OPT")
+BOUND = 1e-6
+"""Relative: Keras keeps the factors of LoRA in float32, and KerasHub normalizes in it."""
+GENERATING = ("GPT-2", "Gemma 4/1", "Llama", "Gemma 8/4", "Mistral", "OPT")
 
 
 def generated(names: tuple[str, ...]) -> dict[str, Any]:
@@ -52,14 +54,61 @@ def refused() -> Any:
     return hub.made(Own(backbone=hub.backbone("GPT-2"), preprocessor=None))
 
 
-def test_greedy_tokens_are_those_of_the_unsharded_model(ranks: Pools) -> None:
-    (expected,) = ranks(1).run(generated, GENERATING, timeout=TIMEOUT)
-    found = ranks(2).run(generated, GENERATING, timeout=TIMEOUT)
+def test_greedy_tokens_are_those_of_the_unsharded_model(ranks: Pools, full: bool) -> None:
+    names = GENERATING if full else GENERATING[:3]
+    (expected,) = ranks(1).run(generated, names, timeout=TIMEOUT)
+    found = ranks(2).run(generated, names, timeout=TIMEOUT)
     assert np.array_equal(found[0]["sampled"], found[1]["sampled"])
     for one in found:
         del one["sampled"]
         models.assert_equal(one, expected, bound=1e-5)  # the unsharded head multiplies in float32; tokens are integers
-        for name in GENERATING:
+        for name in names:
             assert np.array_equal(one[name], expected[name]), name
-    for name in GENERATING:
+    for name in names:
         assert not np.array_equal(expected[name], hub.prompts()["token_ids"]), name
+
+
+def trained(names: tuple[str, ...], rank_of_lora: int) -> dict[str, Any]:
+    keras = models.keras_on_torch()
+    found = {}
+    for name in names:
+        model = hub.made(hub.classifier(name, rank_of_lora))
+        x, y = hub.data(model)
+        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        history = model.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0).history
+        weights = dict(zip([v.path for v in model.weights], model.get_weights(), strict=True))
+        found[name] = {"history": history["loss"], "weights": weights, "predicted": model.predict(x, verbose=0)}
+        if dist.get_world_size() > 1:
+            found[name]["styles"] = {layer.name: layer.style for layer in model.tensor_parallel_plan.layers}
+            found[name]["cuts"] = sorted(model.tensor_parallel_plan.cuts)
+    return found
+
+
+def compared(ranks: Pools, world_size: int, names: tuple[str, ...], rank_of_lora: int) -> dict[str, Any]:
+    (expected,) = ranks(1).run(trained, names, rank_of_lora, timeout=TIMEOUT)
+    said: dict[str, Any] = {}
+    for found in ranks(world_size).run(trained, names, rank_of_lora, timeout=TIMEOUT):
+        for name, numbers in found.items():
+            said[name] = numbers.pop("styles"), numbers.pop("cuts")
+            models.assert_equal(numbers, expected[name], name, bound=BOUND)
+    return said
+
+
+def test_backbones_train_as_unsharded(ranks: Pools, full: bool) -> None:
+    names = tuple(hub.BACKBONES) if full else ("BERT", "GPT-2, 5 heads", "Gemma 4/1")
+    said = compared(ranks, 2, names, 0)
+    for name, (styles, _) in said.items():
+        pairs = [style for style in styles.values() if style in ("column", "row")]
+        assert len(pairs) >= 4, (name, styles)
+    copied = [name for name, style in said["Gemma 4/1"][0].items() if style == "copied"]
+    assert len(copied) == 2, "the only key-value head is on both ranks"
+    if full:
+        compared(ranks, 3, ("GPT-2, 5 heads", "Gemma 8/4", "Llama"), 0)
+
+
+def test_lora_is_cut_with_its_layer(ranks: Pools, full: bool) -> None:
+    names = ("OPT", "Llama", "Mistral", "Gemma 8/4", "Gemma 4/1") if full else ("Llama", "Gemma 4/1")
+    for name, (_, cuts) in compared(ranks, 2, names, 2).items():
+        factors = [path.rpartition("_")[2] for path in cuts if "lora" in path]
+        assert factors and set(factors) == {"a"}, (name, cuts)  # [features, heads, rank]; b has no heads

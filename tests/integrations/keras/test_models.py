@@ -143,6 +143,35 @@ def overflow() -> dict[str, Any]:
     return {"scales": scales, "head": model.get_layer("head").get_weights()[0]}
 
 
+def rounded(policy: str) -> dict[str, Any]:
+    """One epoch in a policy of less precision; variables stay in float32."""
+    keras = models.keras_on_torch()
+    model = models.small(policy=policy)
+    if dist.get_world_size() > 1:
+        model = tpk.keras.TensorParallel(model)
+        kernel = model.get_layer("up").kernel
+        assert (kernel.dtype, kernel.value.dtype) == ("float32", torch.float32)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+    model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=False)
+    x, y = models.data()
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    predicted = model.predict(x, verbose=0)
+    assert model.get_layer("up").compute_dtype == policy.removeprefix("mixed_")
+    return {"weights": np.concatenate([w.ravel() for w in model.get_weights()]), "predicted": predicted}
+
+
+def test_less_precision_is_as_far_from_float64_as_on_the_unsharded_model(ranks: Pools) -> None:
+    (exact,) = ranks(1).run(rounded, "float64", timeout=TIMEOUT)
+    for policy, least in (("float32", 1e-5), ("mixed_bfloat16", 0.0)):
+        (unsharded,) = ranks(1).run(rounded, policy, timeout=TIMEOUT)
+        first, second = ranks(2).run(rounded, policy, timeout=TIMEOUT)
+        for name, numbers in exact.items():
+            assert np.array_equal(first[name], second[name]), (policy, name)
+            own = np.linalg.norm(unsharded[name].astype("float64") - numbers)
+            found = np.linalg.norm(first[name].astype("float64") - numbers)
+            assert found <= max(3 * own, least * np.linalg.norm(numbers)), (policy, name, found, own)
+
+
 def test_sequential_nested_shared_and_subclassed_models(ranks: Pools) -> None:
     (expected,) = ranks(1).run(every_kind, timeout=TIMEOUT)
     for found in ranks(2).run(every_kind, timeout=TIMEOUT):
