@@ -21,6 +21,7 @@ PRIVATE_NAMES = {
     "metrics": ("keras.src.trainers.trainer:BaseTrainer.get_metrics_result",
                 "keras.src.trainers.trainer:Trainer.get_metrics_result"),
     "global_seed_generator": ("keras.src.random.seed_generator:global_seed_generator",),
+    "make_default_seed": ("keras.src.random.seed_generator:make_default_seed",),
     "layers": ("keras.src.layers.layer:Layer._flatten_layers",),
     "norms": ("keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients",),
     "apply": ("keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",),
@@ -195,6 +196,22 @@ def put_value(variable: Any, value: Any) -> None:
     """Replace the tensor of a variable, by one of any shape."""
     variable._value = value
     variable._shape = tuple(value.shape)
+
+
+def off_meta(variable: Any) -> bool:
+    """Give a variable of the meta device zeros in memory; whether it was on it."""
+    value = raw_value(variable)
+    if not value.is_meta:
+        return False
+    zeros = torch.zeros(value.shape, dtype=value.dtype, device=default_device())
+    put_value(variable, torch.nn.Parameter(zeros, requires_grad=value.requires_grad))
+    return True
+
+
+def seed_anew(generator: Any) -> None:
+    """Give a generator the state of a new one: its seed's, or one drawn from Python's random numbers."""
+    seed = generator._initial_seed
+    generator.state.assign([private("make_default_seed")() if seed is None else seed, 0])
 
 
 def move(variable: Any, value: Any, layout: Any) -> None:

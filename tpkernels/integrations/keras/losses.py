@@ -29,12 +29,19 @@ def whole_regularizer(regularizer: Callable[[Any], Any], cut: Cut, shards: Shard
         whole = all_gather(part.contiguous(), shards.pg, dim=cut.dim, shard_sizes=cut.sizes, replicated_grad=True)
         return regularizer(cut.joined(whole))
 
-    return loss
+    return _as(keras.regularizers.Regularizer, loss)
 
 
 def whole_constraint(constraint: Callable[[Any], Any], shards: Shards) -> Callable[[Any], Any]:
     """What the constraint makes of the whole variable, of which ``assign`` keeps the part."""
-    return lambda variable: constraint(shards.whole(variable))
+    base = backend.keras_module().constraints.Constraint
+    return _as(base, lambda variable: constraint(shards.whole(variable)))
+
+
+def _as(base: type, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function as an instance of ``base``, as Keras 3.13 asks for."""
+    made: Callable[[Any], Any] = type(base.__name__, (base,), {"__call__": staticmethod(function)})()
+    return made
 
 
 def sum_of_parts(variable: Any, shards: Shards) -> None:
@@ -52,4 +59,4 @@ def sum_of_parts(variable: Any, shards: Shards) -> None:
             x = backend.keras_module().ops.convert_to_tensor(whole)
             return regularizer(x.detach() + (x - x.detach()) / count)
 
-        variable.regularizer = share
+        variable.regularizer = _as(backend.keras_module().regularizers.Regularizer, share)

@@ -49,6 +49,12 @@ class Parallel:
     plan: KerasPlan
     shards: Shards
     shard_optimizer_states: bool
+    unloaded: bool = False
+    """It was built on the meta device, and has no weights yet."""
+
+    def check_loaded(self) -> None:
+        if self.unloaded:
+            raise ValueError("the model was built on the meta device and has no weights yet: call load_weights first")
 
 
 class TensorParallel:
@@ -144,6 +150,11 @@ class TensorParallel:
             files_on_rank_0(callbacks, state.shards.rank)
         return state.kind.fit(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)  # type: ignore[attr-defined]
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = _of(self)
+        state.check_loaded()
+        return state.kind.__call__(self, *args, **kwargs)
+
     def make_train_function(self, force: bool = False) -> Any:
         return _make_function(self, "train_function", force)
 
@@ -187,6 +198,7 @@ class TensorParallel:
         ranks = Ranks([state.shards.pg])
         ranks.step(f"load_weights({str(filepath)!r})", try_out)
         ranks.step(f"load_weights({str(filepath)!r})", read)
+        state.unloaded = False
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("a model whose weights are cut cannot be exported: save it, and export what load_model gives")
@@ -216,6 +228,7 @@ class TensorParallel:
                     raise ValueError(f"{variable.path} has shape {tuple(variable.shape)}, got {tuple(value.shape)}")
         for variable, value in zip(variables, weights, strict=True):
             variable.assign(value)
+        _of(self).unloaded = False
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
         """Keras's ``summary``, with the numbers of the whole model."""
@@ -265,10 +278,12 @@ def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimi
     same_generators(pg)
     shards = Shards(pg)
     kind = type(model)
-    state = Parallel(kind, found[0], shards, shard_optimizer_states)
+    unloaded = any(backend.raw_value(variable).is_meta for variable in model.variables)
+    state = Parallel(kind, found[0], shards, shard_optimizer_states, unloaded)
     members = generating(model, found[0], shards) if world_size > 1 else {}
     if world_size > 1:
         _apply(model, found[0], shards)
+    _take_off_meta(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     model.__class__ = type(kind.__name__, (TensorParallel, kind), names | members)
     backend.bare(model, "tensor_parallel", state)
@@ -306,6 +321,17 @@ def _apply(model: Any, plan: KerasPlan, shards: Shards) -> None:
         if hasattr(layer, "enable_lora"):
             backend.bare(layer, "enable_lora", _too_late)
     backend.retrack(backend.all_layers(model))
+
+
+def _take_off_meta(model: Any) -> None:
+    """Give what was built on the meta device memory, for a file's values, and random generators their first state."""
+    layers = backend.all_layers(model)
+    for layer in layers:
+        for generator in backend.seed_generators(layer):
+            if backend.off_meta(generator.state):
+                backend.seed_anew(generator)
+    if sum(map(backend.off_meta, model.variables)):
+        backend.retrack(layers)
 
 
 def _replace_call(layer: Any, equation: Any, entry: LayerPlan, shards: Shards) -> None:
@@ -361,6 +387,7 @@ def plain(model: Any) -> Iterator[Any]:
 
 def _written(model: Any, method: str, filepath: Any, *args: Any, **kwargs: Any) -> None:
     state = _of(model)
+    state.check_loaded()
 
     def write() -> None:
         with plain(model) as kind, state.shards.whole_shapes():

@@ -93,7 +93,10 @@ def same_variables(variables: Sequence[Any], pg: dist.ProcessGroup) -> None:
     group = resolve(pg)
     if group.size == 1:
         return
-    mine = {variable.path: [list(backend.plain_shape(variable)), variable.dtype] for variable in variables}
+    mine = {
+        variable.path: [list(backend.plain_shape(variable)), variable.dtype, backend.raw_value(variable).is_meta]
+        for variable in variables
+    }
     said = exchange(group, "the variables of a Keras model", mine)
     for rank, other in enumerate(said):
         if other != said[0]:

@@ -46,10 +46,9 @@ class Shards:
         """Keep this rank's part of a whole variable."""
         value: Tensor = backend.raw_value(variable)
         part = cut.part(value.detach(), self.rank)
-        if value.is_meta:
-            part = torch.zeros(cut.shape_on(self.rank), dtype=value.dtype, device=backend.default_device())
         local = nn.Parameter(part.contiguous().clone(), requires_grad=value.requires_grad)
         backend.put_value(variable, local)
+        backend.off_meta(variable)
         self.adopt(variable, cut)
 
     def adopt(self, variable: Any, cut: Cut) -> None:
