@@ -1,0 +1,130 @@
+"""Six steps of training, and whether they are as exact as the unsharded ones: losses, norms, gradients, weights.
+
+The reference trains the same model twice in one process, in fp64 and in fp32; what the second is off by is the unit in
+which errors are counted, and :data:`tpkernels.verification.bounds.FACTOR` of it is allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.nn.reference import whole
+from tpkernels.verification.bounds import FACTOR, Bound, bounds_of
+
+STEPS = 6
+CLIP = 0.5
+"""Less than the norms of the small models: clipping is active in each step."""
+VOCABULARY = 67
+Batch = Tensor
+
+
+@dataclass
+class Curve:
+    """What a run of training shows, by name: ``loss 0``, ``norm 0``, ``gradient NAME``, ``weight NAME``."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step, before clipping."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the last."""
+
+    def numbers(self) -> dict[str, Tensor]:
+        pairs = [
+            (f"{what} {i}", v) for what, vs in (("loss", self.losses), ("norm", self.norms)) for i, v in enumerate(vs)
+        ]
+        return {name: torch.tensor([value], dtype=torch.float64) for name, value in pairs}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad).detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    # With the usual eps of 1e-8 AdamW makes the rounding of a gradient that is almost 0 a step of full size.
+    return torch.optim.AdamW(parameters, 3e-3, eps=1e-4)
+
+
+def batches(steps: int = STEPS, rows: int = 2, length: int = 9) -> list[Batch]:
+    generators = [torch.Generator().manual_seed(step) for step in range(steps)]
+    return [torch.randint(VOCABULARY, (rows, length), generator=generator) for generator in generators]
+
+
+def train(
+    model: nn.Module,
+    given: Sequence[Batch],
+    *,
+    loss_of: Callable[[nn.Module, Batch], Tensor] = lambda model, ids: model(input_ids=ids, labels=ids).loss,
+    make: Callable[[Any], torch.optim.Optimizer] = adamw,
+) -> Curve:
+    """Train as a loop of one's own does."""
+    optimizer, curve = make(model.parameters()), Curve()
+    for ids in given:
+        loss = loss_of(model, ids)
+        loss.backward()
+        curve.gradients = curve.gradients or gradients_of(model)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(float(loss.detach()))
+        curve.norms.append(float(whole(norm)))
+    curve.weights = weights_of(model)
+    return curve
+
+
+@dataclass
+class Reference:
+    """The unsharded run in fp64, with what each number may be off by."""
+
+    numbers: dict[str, Bound]
+    gradients: dict[str, Bound]
+    weights: dict[str, Bound]
+
+    @classmethod
+    def of(cls, exact: Curve, plain: Curve) -> Reference:
+        def pairs(a: dict[str, Tensor], b: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Bound]:
+            assert a.keys() == b.keys() and a
+            return bounds_of({name: (a[name].double(), b[name].to(dtype)) for name in a}, {})
+
+        return cls(
+            pairs(exact.numbers(), plain.numbers(), torch.float32),
+            pairs(exact.gradients, plain.gradients, torch.float32) if exact.gradients else {},
+            pairs(exact.weights, plain.weights, torch.float32),
+        )
+
+    def worst(self, curve: Curve, *, first: int = 0) -> dict[str, float]:
+        """The worst error of each kind in units of what is allowed; ``first``: the step that the curve begins with."""
+        found: dict[str, float] = {}
+        numbers = curve.numbers()
+        shifted = {f"{name.split()[0]} {int(name.split()[1]) + first}": value for name, value in numbers.items()}
+        groups = [(self.numbers, shifted), (self.weights, curve.weights)]
+        if not first:
+            groups.append((self.gradients, curve.gradients))
+            assert shifted.keys() == self.numbers.keys()
+        assert curve.weights.keys() == self.weights.keys(), set(curve.weights) ^ set(self.weights)
+        for (bounds, values), kind in zip(groups, ("", "weight ", "gradient "), strict=False):
+            if kind == "gradient ":
+                assert values.keys() == bounds.keys(), set(values) ^ set(bounds)
+            for name, value in values.items():
+                found[kind + name] = bounds[name].ratio(value) / FACTOR
+        return found
+
+    def wrong(self, curve: Curve, *, first: int = 0) -> dict[str, float]:
+        """What is off by more than is allowed, the worst first; empty where all is right."""
+        found = sorted(self.worst(curve, first=first).items(), key=lambda item: -item[1])
+        return {name: round(ratio, 2) for name, ratio in found if not ratio <= 1}
+
+
+def reference(model: nn.Module, run: Callable[[nn.Module], Curve]) -> Reference:
+    """``run`` trains what it is given, in one process; ``model`` stays as it is."""
+    return Reference.of(run(copy.deepcopy(model).double()), run(copy.deepcopy(model)))

@@ -1,0 +1,1 @@
+"""Our layers as styles of torch's parallelize_module."""
