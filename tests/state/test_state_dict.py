@@ -281,7 +281,12 @@ def test_a_run_saved_by_torchs_functions_goes_on_or_says_that_it_cannot(ranks: P
 
 def writes_as_a_trainer_does(name: str, folder: str) -> None:
     model: Any = parallel(name)
+    given = zoo.inputs(name, torch.float32)
+    model(**given)
+    described = dict(vars(model.config))
     model.save_pretrained(f"{folder}/own")
+    assert vars(model.config) == described
+    model(**given)  # where rank 0's configuration has changed, it alone takes this for another kind of call
     model.save_pretrained(f"{folder}/given", state_dict=model.state_dict(), is_main_process=dist.get_rank() == 0)
 
 

@@ -291,8 +291,16 @@ def _saver(cls: type[Any]) -> Any:
             }
 
         def write() -> None:
-            if writes:
+            if not writes:
+                return
+            # It writes to the model's configuration, whose values are part of what a call is: ranks would then differ.
+            described = vars(self.config)
+            before = dict(described)
+            try:
                 cls.save_pretrained(self, save_directory, is_main_process, state_dict, *args, **options)
+            finally:
+                described.clear()
+                described.update(before)
 
         Ranks.all().step("save_pretrained", write)
 
