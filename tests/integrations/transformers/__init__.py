@@ -1,0 +1,1 @@
+"""transformers: our ops in its tensor parallelism, its Trainer, PEFT, accelerate."""

@@ -1,0 +1,128 @@
+"""Models, how they become parallel, and what is compared: what the tests of Trainer run on each rank."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import tpkernels.integrations.transformers as tpk_transformers
+from tests.integrations import causal_models
+from tests.integrations.curves import VOCABULARY, Curve, Reference
+from tests.integrations.transformers.running import train
+from tests.nn.reference import tp_mesh
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model, the way in which it becomes parallel, and what Trainer is told besides."""
+
+    model: str
+    way: str
+    changes: Options = field(default_factory=dict)
+    trainer: Options = field(default_factory=dict)
+
+    def build(self) -> Any:
+        return getattr(causal_models, self.model)(**self.changes)
+
+    def reference(self, folder: Path) -> Reference:
+        """The same trainer on one process, in fp64 and in fp32."""
+        exact, plain = self.build().double(), self.build()
+        precise = {key: value for key, value in self.trainer.items() if key != "bf16"}
+        return Reference.of(train(exact, folder / "exact", **precise), train(plain, folder / "plain", **self.trainer))
+
+
+def saved(scenario: Scenario, folder: Path) -> str:
+    """The model's files, as anybody has them."""
+    path = folder / "model"
+    scenario.build().save_pretrained(path)
+    return str(path)
+
+
+def load(way: str, path: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """On each rank: the model of ``path``, parallel in that ``way``."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    options: Options = {"dtype": dtype, "attn_implementation": "eager"}
+    if way == "prepare":
+        return tpk_transformers.prepare(AutoModelForCausalLM.from_pretrained(path, **options), tp_mesh())
+    tp_mesh()
+    with tpk_transformers.register(strict=True) if way == "register" else contextlib.nullcontext():
+        return AutoModelForCausalLM.from_pretrained(
+            path, distributed_config=DistributedConfig(tp_size=tp_mesh().size()), **options
+        )
+
+
+OPS = (
+    ("tpkernels.nn.column", "copy_matmul"),
+    ("tpkernels.nn.shared_input", "copy_matmul"),
+    ("tpkernels.nn.row", "matmul_all_reduce"),
+    ("tpkernels.nn.embedding", "all_reduce"),
+)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[collections.Counter[str]]:
+    """How often each op of ours is called by our layers."""
+    counts: collections.Counter[str] = collections.Counter()
+    with contextlib.ExitStack() as stack:
+        for module, name in OPS:
+            real: Callable[..., Any] = getattr(importlib.import_module(module), name)
+
+            def call(*args: Any, real: Callable[..., Any] = real, name: str = name, **options: Any) -> Any:
+                counts[name] += 1
+                return real(*args, **options)
+
+            stack.enter_context(mock.patch(f"{module}.{name}", functools.wraps(real)(call)))
+        yield counts
+
+
+def ids() -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(9))
+
+
+def step_counts(model: nn.Module) -> dict[str, int]:
+    """The calls of one forward pass that is trained."""
+    with counted() as counts:
+        model(input_ids=ids(), labels=ids())
+    return dict(counts)
+
+
+def tokens(model: Any) -> dict[str, Tensor]:
+    """What ``generate`` says, greedily, by beams, and with a static cache."""
+    model.eval()
+    ways: dict[str, Options] = {"greedy": {}, "beams": {"num_beams": 3}, "static": {"cache_implementation": "static"}}
+    common: Options = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True}
+    with torch.no_grad():
+        return {name: model.generate(ids(), **common, **options) for name, options in ways.items()}
+
+
+def run(
+    scenario: Scenario,
+    path: str,
+    folder: str,
+    *,
+    resume: str | None = None,
+    spoil: Callable[[Any], None] | None = None,
+    data: Any = None,
+    **options: Any,
+) -> Curve:
+    """Training on each rank, from the model's files, with a checkpoint at step 3 and one at the end."""
+    model = load(scenario.way, path)
+    if spoil is not None:
+        spoil(model)
+    callbacks = [tpk_transformers.Snapshots(resume)]
+    changes = {"save_strategy": "steps", "save_steps": 3} | scenario.trainer | options
+    return train(model, folder, callbacks=callbacks, resume=resume, data=data, **changes)

@@ -1,0 +1,149 @@
+"""Our ops behind transformers' style names: which run, what is said of the others, generation, and how it is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.nn.reference import LIMIT_S, close, tp_mesh, whole
+from tpkernels.testing.spawn import Pools
+
+pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
+
+import tpkernels.integrations.transformers as tpk_transformers
+from tests.integrations.transformers import scenarios
+from tests.integrations.transformers.scenarios import Scenario, ids
+from tpkernels.integrations.transformers import private_names
+
+LLAMA = Scenario("llama", "register", {"intermediate_size": 57})
+OPS_OF_A_STEP = {"copy_matmul": 2 * 2 + 1, "matmul_all_reduce": 2 * 2, "all_reduce": 1}
+"""In each of two layers one op for query, key and value, one for gate and up, two rows; the head; the table."""
+
+
+def steps(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in ("register", "stock"):
+        model = scenarios.load(way, path)
+        found[f"{way} counts"] = scenarios.step_counts(model)
+        if way == "stock":
+            continue
+        loss = model(input_ids=ids(), labels=ids()).loss
+        loss.backward()
+        found["loss"] = float(loss.detach())
+        found["gradients"] = {name: whole(p.grad) for name, p in model.named_parameters()}
+        kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
+        found["kinds"] = kinds == {nn.Linear, nn.Embedding}
+        found["tokens"] = scenarios.tokens(model)
+    return found
+
+
+@pytest.mark.gloo
+def test_every_module_of_the_plan_runs_an_op_of_ours_and_without_register_none_does(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    path, plain = scenarios.saved(LLAMA, tmp_path), LLAMA.build()
+    loss = plain(input_ids=ids(), labels=ids()).loss
+    loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
+    said = scenarios.tokens(plain)
+    for found in ranks(2).run(steps, path, timeout=LIMIT_S):
+        assert found["register counts"] == OPS_OF_A_STEP
+        assert found["stock counts"] == {}, "register() without effect looks like this"
+        assert found["kinds"], "layers keep their classes, which PEFT and the key-value cache look at"
+        assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+        for name, gradient in expected.items():
+            close(found["gradients"][name], gradient, name)
+        for way, tokens in said.items():
+            assert torch.equal(found["tokens"][way], tokens), way
+
+
+class Loud(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def registrations(path: str, moe: str) -> list[Any]:
+    """What is said of modules that keep transformers' forward."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.models.llama import modeling_llama
+
+    found: list[Any] = []
+    tp_mesh()
+    config = DistributedConfig(tp_size=2)
+
+    def load(kind: Any, source: str, registration: Any) -> None:
+        with registration, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kind.from_pretrained(source, distributed_config=config, dtype=torch.float32)
+        found.append((registration.used, registration.not_used, [str(w.message) for w in caught if "op of" in str(w)]))
+
+    own = mock.patch.object(modeling_llama, "nn", types.SimpleNamespace(**{**vars(nn), "Linear": Loud}))
+    with own:
+        load(LlamaForCausalLM, path, tpk_transformers.register())
+    with own, contextlib.suppress(ValueError):
+        load(LlamaForCausalLM, path, tpk_transformers.register(strict=True))
+        found.append("strict did not raise")
+    load(AutoModelForCausalLM, moe, tpk_transformers.register())
+    return found
+
+
+@pytest.mark.gloo
+def test_a_module_that_runs_no_op_of_ours_is_named_with_the_reason_and_strict_raises(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    small = {**scenarios.causal_models.LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+    MixtralForCausalLM(MixtralConfig(**small)).save_pretrained(tmp_path / "moe")
+    path = scenarios.saved(LLAMA, tmp_path)
+    first, _ = ranks(2).run(registrations, path, str(tmp_path / "moe"), timeout=LIMIT_S)
+    assert len(first) == 2, first
+    (used, not_used, said), (moe_used, moe_not_used, moe_said) = first
+    assert set(used) == {"model.embed_tokens"}
+    assert not_used["model.layers.*.mlp.down_proj"] == "it is a Loud with a forward of its own"
+    assert (
+        len(not_used) == 8
+        and len(said) == 8
+        and all("does not run an op of tpkernels: it is a Loud" in x for x in said)
+    )
+    assert moe_used["model.layers.0.self_attn.q_proj"] == "ColumnParallelLinear (column)"
+    assert list(moe_not_used) == ["model.layers.*.mlp.experts"] and len(moe_said) == 1
+    assert "style 'moe_tp_experts' has no counterpart" in moe_said[0]
+
+
+@pytest.mark.cpu
+def test_the_handle_gives_transformers_its_styles_back() -> None:
+    styles = private_names.styles()
+    before = {name: styles[name] for name in styles}
+    registration = tpk_transformers.register()
+    assert styles["colwise"] is not before["colwise"] and isinstance(styles["colwise"], type(before["colwise"]))
+    assert styles["replicate"] is before["replicate"]
+    with pytest.raises(ValueError, match="ours already"):
+        tpk_transformers.register()
+    registration.remove()
+    assert {name: styles[name] for name in styles} == before
+
+
+@pytest.mark.cpu
+def test_the_first_private_name_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.distributed import tensor_parallel
+
+    assert private_names.first_missing() is None
+    monkeypatch.delattr(tensor_parallel, "EmbeddingParallel")
+    with pytest.raises(ValueError, match=r"has no transformers\.distributed\.tensor_parallel\.EmbeddingParallel"):
+        tpk_transformers.register()
+
+
+@pytest.mark.cpu
+def test_what_prepare_refuses() -> None:
+    with pytest.raises(ValueError, match=r"prepare\(\) takes a model of transformers"):
+        tpk_transformers.prepare(nn.Linear(2, 2), None)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""A callback for transformers' Trainer: each checkpoint holds all that a run needs to go on, on any number of ranks.
+
+Trainer would write the optimizer of rank 0 alone, which is a part of it.  :class:`Snapshots` writes a snapshot
+(``tpk.save_snapshot``) into each checkpoint instead: model, optimizer, scheduler and random numbers, those of the first
+rank, because the ranks of a replica share them.  The model is there as Trainer writes it, too, in the unsharded model's
+names and shapes.
+
+Assumes that all ranks are one replica.  Refuses to go on from a checkpoint without a snapshot, on every rank.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from tpkernels.integrations.transformers.prepared import speak_for_trainer
+from tpkernels.packages import needed
+from tpkernels.state.snapshots import load_snapshot, save_snapshot
+
+__all__ = ["Snapshots", "callback_class"]
+
+FOLDER = "tpkernels"
+"""Of the snapshot within a checkpoint."""
+
+
+class Snapshots:
+    """``Trainer(..., callbacks=[Snapshots()])``; then ``trainer.train(resume_from_checkpoint=...)`` goes on.
+
+    Args:
+        resume_from: the checkpoint that the run goes on from, where it is not ``output_dir/checkpoint-STEP``: Trainer
+            does not tell its callbacks.
+
+    The arguments say ``save_only_model=True``: Trainer writes the model, and this the rest.
+
+    Raises:
+        ValueError: they do not; the checkpoint has no snapshot, or one of another model or optimizer; on every rank.
+    """
+
+    def __init__(self, resume_from: str | Path | None = None) -> None:
+        self.resume_from = resume_from
+        self._random: dict[str, Any] | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if not args.save_only_model:
+            raise ValueError("with Snapshots() the arguments must say save_only_model=True: it writes the rest itself")
+        speak_for_trainer(given["model"])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 0:
+            return
+        folder = self._checkpoint(args, state) / FOLDER
+        extra = load_snapshot(given["model"], _plain(given["optimizer"]), folder)
+        given["lr_scheduler"].load_state_dict(extra["scheduler"])
+        self._random = extra["random"]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self._random is not None:  # not before: the batches that were seen already are skipped in between
+            _set_random(self._random)
+            self._random = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
+        extra = {"step": state.global_step, "scheduler": given["lr_scheduler"].state_dict(), "random": _get_random()}
+        save_snapshot(given["model"], _plain(given["optimizer"]), folder, extra=extra)
+
+    def _checkpoint(self, args: Any, state: Any) -> Path:
+        named = self.resume_from or args.resume_from_checkpoint
+        if isinstance(named, str | Path):
+            return Path(named)
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+@lru_cache(maxsize=1)
+def callback_class() -> type[Snapshots]:
+    """:class:`Snapshots` with the base class of transformers' callbacks, which answers the events that it does not."""
+    with needed("transformers", "Snapshots()"):
+        from transformers import TrainerCallback
+    members = {"__module__": __name__, "__doc__": Snapshots.__doc__}
+    return cast("type[Snapshots]", type("Snapshots", (Snapshots, TrainerCallback), members))
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that accelerate wrapped."""
+    found: torch.optim.Optimizer = optimizer
+    if type(optimizer).__module__.startswith("accelerate"):
+        found = optimizer.optimizer
+    return found
+
+
+def _get_random() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().tolist(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().tolist()
+    return states
+
+
+def _set_random(states: dict[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
