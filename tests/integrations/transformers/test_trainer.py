@@ -44,7 +44,8 @@ QUICK = [
 ]
 FULL = [
     Scenario("llama", "register", {**UNEVEN, "tie_word_embeddings": True}, {"gradient_checkpointing": True}),
-    Scenario("llama", "register", trainer={"bf16": True}),
+    # With a small eps the roundings of almost vanishing gradients in bf16 become steps of full size.
+    Scenario("llama", "register", trainer={"bf16": True, "adam_epsilon": 1e-2}),
     Scenario("llama", "prepare", {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}, MICRO),
     Scenario("gpt2", "prepare", trainer={"gradient_checkpointing": True}),
 ]
@@ -83,10 +84,8 @@ def test_trainer_trains_saves_and_goes_on_as_on_one_process(
         reference = scenario.reference(folder)
         assert len(reference.numbers) == 2 * STEPS
         path, run = scenarios.saved(scenario, folder), str(folder / "run")
-        if (world == 3 and scenario.model == "gpt2") or (
-            world == 3 and scenario.changes.get("num_attention_heads") == 5
-        ):
-            continue  # four heads over three ranks: register() cuts no heads, prepare() is compared in tests/models
+        if world == 3 and scenario.way == "register":
+            continue  # transformers' own plan does not cut two groups of keys over three ranks
         results = ranks(world).run(trained, scenario, path, run, reference, timeout=2 * LIMIT_S)
         for result in results:
             assert result["wrong"] == {} and result["resumed"] == ([], True, True), (scenario, result)
