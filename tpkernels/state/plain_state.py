@@ -13,6 +13,7 @@ before anything changes, and torch checks names afterwards.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -272,17 +273,13 @@ def _with_own_loading(model: nn.Module) -> tuple[str, ...]:
 
 
 def _saver(cls: type[Any]) -> Any:
-    """``save_pretrained`` of a model of transformers: gathers on all ranks, and writes on rank 0 of the job."""
+    """``save_pretrained`` of a model of transformers or PEFT: gathers on all ranks, and writes on rank 0 of the job."""
+    names = list(inspect.signature(cls.save_pretrained).parameters)[1:]
 
-    def save_pretrained(
-        self: Any,
-        save_directory: str | Path,
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Any] | None = None,
-        *args: Any,
-        **options: Any,
-    ) -> None:
+    def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
         writes = dist.get_rank() == 0
+        given = dict(zip(names, (save_directory, *args), strict=False)) | options
+        state_dict: Mapping[str, Any] | None = given.pop("state_dict", None)
         if state_dict is None:
             state_dict = full_state_dict(self, rank=0)
         else:
@@ -297,7 +294,7 @@ def _saver(cls: type[Any]) -> Any:
             described = vars(self.config)
             before = dict(described)
             try:
-                cls.save_pretrained(self, save_directory, is_main_process, state_dict, *args, **options)
+                cls.save_pretrained(self, **given, state_dict=state_dict)
             finally:
                 described.clear()
                 described.update(before)

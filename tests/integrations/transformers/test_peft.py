@@ -1,0 +1,148 @@
+"""Adapters of PEFT: put on a model that transformers has cut with our ops, or on one that ``prepare`` then cuts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.nn.reference import LIMIT_S, close, tp_mesh
+from tpkernels.nn.parameters import local
+from tpkernels.testing.spawn import Pools
+
+pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
+peft = pytest.importorskip("peft", reason="the package peft is missing: pip install peft")
+
+import tpkernels.integrations.transformers as tpk_transformers  # noqa: E402
+from tests.integrations.curves import gradients_of, weights_of  # noqa: E402
+from tests.integrations.transformers import scenarios  # noqa: E402
+from tests.integrations.transformers.running import train  # noqa: E402
+from tests.integrations.transformers.scenarios import Scenario, ids  # noqa: E402
+from tpkernels.integrations.transformers import registered  # noqa: E402
+
+pytestmark = pytest.mark.gloo
+
+LLAMA = Scenario("llama", "register")
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def with_adapters(model: Any) -> Any:
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS))
+
+
+def fill(model: Any) -> None:
+    """B is zero at first, and A has no gradient then; a cut model draws other numbers for A."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
+            with torch.no_grad():
+                parameter.copy_(_like(values, parameter))
+
+
+def _like(values: Tensor, parameter: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return values
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def step(model: Any) -> dict[str, Any]:
+    model.zero_grad()
+    result = model(input_ids=ids(), labels=ids())
+    result.loss.backward()
+    return {"loss": float(result.loss.detach()), "gradients": gradients_of(model)}
+
+
+def reference() -> dict[str, Any]:
+    model = with_adapters(LLAMA.build())
+    fill(model)
+    return step(model)
+
+
+def adapted(path: str, folder: str) -> dict[str, Any]:
+    """Adapters after ``register()``: a step, the files, the merged model; and with a partial gradient."""
+    from torch.distributed.tensor.experimental import implicit_replication
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    tp_mesh()
+    with tpk_transformers.register(strict=True) as registration:
+        config = DistributedConfig(tp_size=dist.get_world_size())
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = with_adapters(AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options))
+    fill(model)
+    found: dict[str, Any] = step(model)
+    found["used"] = sorted(name for name in registration.used if "lora" in name)
+    real = registered._Forward.__call__
+
+    def partial(self: Any, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.layer.weight)) if self.layer.weight.shape[1] == 4 else real(self, x)
+
+    with mock.patch.object(registered._Forward, "__call__", partial):  # B alone has four columns
+        found["partial"] = step(model)["gradients"]
+    model.save_pretrained(folder)
+    with implicit_replication():  # the halves of an adapter are a DTensor and a plain tensor
+        model.merge_and_unload()
+    with torch.no_grad():
+        found["merged"] = float(model.base_model.model(input_ids=ids(), labels=ids()).loss)
+    return found
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        close(found["gradients"][name].view_as(gradient), gradient, name)
+
+
+def test_adapters_on_a_model_that_runs_our_ops(ranks: Pools, tmp_path: Path) -> None:
+    expected, folder = reference(), str(tmp_path / "adapter")
+    for found in ranks(2).run(adapted, scenarios.saved(LLAMA, tmp_path), folder, timeout=LIMIT_S):
+        check(found, expected)
+        assert len(found["used"]) == 2 * len(TARGETS), "B of columns and A of rows run our ops, too"
+        assert found["merged"] == pytest.approx(expected["loss"], rel=1e-5)
+        with pytest.raises(AssertionError, match="differs by"):
+            check({**found, "gradients": found["partial"]}, expected)
+    plain = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
+    with torch.no_grad():
+        assert float(plain(input_ids=ids(), labels=ids()).loss) == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def before_prepare(path: str, folder: str) -> dict[str, Any]:
+    """Adapters before ``prepare()``: a step, a run of Trainer from the files, the adapter's files."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = with_adapters(model)
+    fill(model)
+    tpk_transformers.prepare(model, tp_mesh())
+    found = step(model)
+    model.save_pretrained(folder)
+    curve = train(model, f"{folder}-run")
+    found["run"] = curve.losses, curve.norms, {name: w for name, w in weights_of(model).items() if "lora" in name}
+    return found
+
+
+def test_a_model_with_adapters_is_prepared_and_trained(ranks: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the package accelerate is missing: pip install accelerate")
+    expected, folder = reference(), str(tmp_path / "adapter")
+    plain = with_adapters(LLAMA.build())
+    fill(plain)
+    curve = train(plain, tmp_path / "plain")
+    for found in ranks(2).run(before_prepare, scenarios.saved(LLAMA, tmp_path), folder, timeout=LIMIT_S):
+        check(found, expected)
+        losses, norms, weights = found["run"]
+        assert losses == pytest.approx(curve.losses, rel=1e-5) and norms == pytest.approx(curve.norms, rel=1e-4)
+        for name, weight in weights.items():
+            close(weight, curve.weights[name], name)
+    again = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
+    with torch.no_grad():
+        assert float(again(input_ids=ids(), labels=ids()).loss) == pytest.approx(expected["loss"], rel=1e-6)
