@@ -26,10 +26,15 @@ LLAMA: dict[str, Any] = {
 
 def llama(seed: int = 0, **changes: Any) -> Any:
     """Grouped keys: two heads for four."""
+    torch.manual_seed(seed)
+    return _sharp(bare_llama(**changes))
+
+
+def bare_llama(**changes: Any) -> Any:
+    """As transformers initialises it, on the device of the context."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    return _sharp(LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes})))
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes}))
 
 
 def gpt2(seed: int = 0, **changes: Any) -> Any:

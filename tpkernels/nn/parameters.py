@@ -27,6 +27,7 @@ from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = [
+    "TP_AXES",
     "as_parameter",
     "check_unit",
     "has_units",
@@ -35,12 +36,23 @@ __all__ = [
     "mesh_of",
     "replicate_parameter",
     "shard_parameter",
+    "tp_axis",
     "tp_mesh",
 ]
 
+TP_AXES = ("tp", "tensor_parallel")
+"""Names of a mesh's axis for tensor parallelism: ours, which others share, and Lightning's."""
+
+
+def tp_axis(mesh: DeviceMesh) -> str | None:
+    """The name of the axis for tensor parallelism, or None."""
+    names = mesh.mesh_dim_names or ()
+    return next((name for name in TP_AXES if name in names), None)
+
 
 def tp_mesh(group: GroupLike, of: nn.Module | torch.device | str | None = None) -> DeviceMesh:
-    """The one-dimensional mesh that parameters live on: the mesh given, the "tp" axis of a larger one, or a group's.
+    """The one-dimensional mesh that parameters live on: the mesh given, the "tp" axis of a larger one (in Lightning
+    "tensor_parallel"), or a group's.
 
     A group may serve several devices, and DTensor moves weights to the one of the mesh.  So a group's mesh is for the
     device that the weights are on, those ``of`` a module or on a device (default: where torch makes tensors).  Weights
@@ -55,10 +67,11 @@ def tp_mesh(group: GroupLike, of: nn.Module | torch.device | str | None = None) 
     if not isinstance(group, DeviceMesh):
         raise ValueError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     if group.ndim > 1:
-        names = group.mesh_dim_names or ()
-        if "tp" not in names:
-            raise ValueError(f'group is a mesh with axes {names or group.ndim}; pass one axis, or name one "tp"')
-        group = group["tp"]
+        axis = tp_axis(group)
+        if axis is None:
+            axes = group.mesh_dim_names or group.ndim
+            raise ValueError(f'group is a mesh with axes {axes}; pass one axis, or name one "tp"')
+        group = group[axis]
     if group.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {group}")
     return group

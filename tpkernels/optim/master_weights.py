@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
+from tpkernels.nn.parameters import tp_axis, tp_mesh
 from tpkernels.ops import all_gather
 from tpkernels.partition import chunk_sizes, offsets
 
@@ -229,14 +230,14 @@ def _free_dim(parameter: Tensor) -> int | None:
 def _tp_axis(mesh: DeviceMesh) -> int:
     if mesh.ndim == 1:
         return 0
-    names = mesh.mesh_dim_names or ()
-    if "tp" not in names:
+    names, axis = mesh.mesh_dim_names or (), tp_axis(mesh)
+    if axis is None:
         raise ValueError(f'shard_replicas needs a mesh with a "tp" axis, got axes {names or mesh.ndim}')
-    return names.index("tp")
+    return names.index(axis)
 
 
 def _tp_group(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh if mesh.ndim == 1 else mesh["tp"]
+    return tp_mesh(mesh)
 
 
 def _as_dtensor(part: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:

@@ -26,12 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.parameters import tp_axis
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.sharding.replicas import compare_replicas
 
 __all__ = ["data_parallel"]
 
 M = TypeVar("M", bound=nn.Module)
+DP_AXES = ("dp", "data_parallel")
 
 
 @retires_parameters
@@ -59,7 +61,8 @@ def data_parallel(
     ===============  ==============================  ==========================================
 
     Args:
-        mesh: a mesh with axes "dp" and "tp" (``tpk.init(dp=..., tp=...)``); "dp" may have one rank.
+        mesh: a mesh with axes "dp" and "tp" (``tpk.init(dp=..., tp=...)``), or as Lightning calls them, "data_parallel"
+            and "tensor_parallel"; "dp" may have one rank.
         units: modules whose parameters travel together, beside what is left for ``model`` itself; default: the members
             of its ``nn.ModuleList`` s, which are the blocks of most models.  Each must be called as a module.
         policy: torch's.  ``MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` computes in
@@ -76,28 +79,29 @@ def data_parallel(
             no part of ``model``, a second call, replicas that differ in names, shapes or dtypes.
     """
     names = mesh.mesh_dim_names or ()
-    if "dp" not in names or "tp" not in names:
+    dp, tp = next((name for name in DP_AXES if name in names), None), tp_axis(mesh)
+    if dp is None or tp is None:
         raise ValueError(
             f'mesh must have the axes "dp" and "tp", got {names or mesh.ndim}: use tpk.init(dp=..., tp=...)'
         )
-    _check_parameters(model, mesh)
+    _check_parameters(model, mesh[tp], mesh)
     chosen = list(_blocks(model) if units is None else units)
     foreign = [unit for unit in chosen if all(unit is not module for module in model.modules())]
     if foreign:
         raise ValueError(f"{len(foreign)} of {len(chosen)} units are no part of the model, one is {foreign[0]}")
-    replicas = compare_replicas(model, mesh["dp"], init_weights)
+    replicas = compare_replicas(model, mesh[dp], init_weights)
     replicas.take_first()
     replicas.report(stacklevel=3)
     policy = policy or MixedPrecisionPolicy()
     modules: list[nn.Module] = [*(unit for unit in chosen if unit is not model), model]
     for unit in modules:
         if shard:
-            fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)
+            fully_shard(unit, mesh=mesh[dp], mp_policy=policy)
         else:
             # Here, because it is torch's own business where this lives: what needs it not, must not fail with it.
             from torch.distributed._composable.replicate_with_fsdp import replicate
 
-            replicate(unit, mesh=mesh["dp"], mp_policy=policy)
+            replicate(unit, mesh=mesh[dp], mp_policy=policy)
     return model
 
 
@@ -110,7 +114,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+def _check_parameters(model: nn.Module, tp: DeviceMesh, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise ValueError(
@@ -119,7 +123,7 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
             )
         if parameter.device_mesh.ndim > 1:
             raise ValueError(f"parameter {name} is data-parallel already, on {parameter.device_mesh}")
-        if parameter.device_mesh != mesh["tp"]:
+        if parameter.device_mesh != tp:
             raise ValueError(
                 f'parameter {name} lives on {parameter.device_mesh}, not on the axis "tp" of {mesh}: parallelize the '
                 "model with the same mesh"

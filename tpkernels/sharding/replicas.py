@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import Group, GroupLike, resolve
-from tpkernels.nn.parameters import tp_mesh
+from tpkernels.nn.parameters import TP_AXES, tp_mesh
 from tpkernels.nn.same_weights import Comparison, check_mode, compare
 
 __all__ = ["compare_models", "compare_replicas"]
@@ -65,7 +65,7 @@ def _groups(mesh: GroupLike) -> list[Group]:
     if isinstance(mesh, dist.ProcessGroup) or mesh.ndim == 1:
         return [resolve(mesh)]
     names = mesh.mesh_dim_names or ()
-    axes = [axis for axis, name in enumerate(names) if name == "tp" or name.startswith(DATA_AXES)]
+    axes = [axis for axis, name in enumerate(names) if name in TP_AXES or name.startswith(DATA_AXES)]
     return [resolve(mesh.get_group(axis)) for axis in axes]
 
 

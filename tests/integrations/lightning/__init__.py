@@ -1,0 +1,1 @@
+"""Lightning: Fabric and its Trainer."""
