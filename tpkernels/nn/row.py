@@ -18,8 +18,10 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.nn.fused_norm import FusedNorm, RowCall, saving_hooks
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.collectives import shard
@@ -50,6 +52,8 @@ class RowParallelLinear(ParallelLinear):
     """
 
     cut_dim = 1
+    followed_by: FusedNorm | None = None
+    """The norm that is computed together with the sum over the ranks (``tpk.parallelize(fused_norm=...)``)."""
 
     def __init__(
         self,
@@ -123,6 +127,10 @@ class RowParallelLinear(ParallelLinear):
         if shard_sizes is not None or x.shape[-1] != weight.shape[1]:
             why = "it must come from a column layer of as many outputs, not gathered"
             self._check_input(x, weight.shape[1], why, shard_sizes)
+        if self.followed_by is not None:
+            pending = self._defer(self.followed_by, x, weight, bias, mesh, shard_sizes)
+            if pending is not None:
+                return pending
         if not self.sequence_parallel:
             return matmul_all_reduce(x, weight, mesh, bias=bias, implementation=self.implementation)
         return matmul_reduce_scatter(
@@ -134,6 +142,24 @@ class RowParallelLinear(ParallelLinear):
             shard_sizes=shard_sizes,
             implementation=self.implementation,
         )
+
+    def _defer(
+        self,
+        tie: FusedNorm,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mesh: DeviceMesh,
+        shard_sizes: Sequence[int] | None,
+    ) -> Tensor | None:
+        """Leave the product to the addition that follows; None where it must be computed now."""
+        if not tie.applies(weight, mesh, x.dtype) or (tie.sequence is not None) != self.sequence_parallel:
+            return None
+        scatter = (self.sequence_dim, shard_sizes) if self.sequence_parallel else None
+        call = RowCall(
+            x, weight, bias, mesh, self.implementation, scatter, torch.is_grad_enabled(), saving_hooks()
+        )  # fmt: skip
+        return tie.pending(call)
 
     def _options(self) -> str:
         return ", split_input=True" if self.split_input else ""

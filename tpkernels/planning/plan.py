@@ -19,11 +19,11 @@ from torch import nn
 
 from tpkernels.nn.digests import json_digest
 from tpkernels.planning.layers import kind_of
-from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Style, style_from_dict, style_to_dict
+from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style, style_from_dict, style_to_dict
 
 __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
 
-FORMAT, VERSION = "tpkernels.ShardingPlan", 3
+FORMAT, VERSION = "tpkernels.ShardingPlan", 4
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,10 @@ class ShardingPlan:
     """Dropout works on the residual: ranks draw different random numbers for their parts."""
     shared: tuple[tuple[str, ...], ...] = ()
     """Layers that read the same tensor: one gather of it, or one sum of its gradient, is for all of them."""
+    fused: tuple[tuple[str, str, float], ...] = ()
+    """Row layers, and the norms that are computed together with their sums: row, norm, epsilon."""
+    unfused: tuple[str, ...] = ()
+    """Row layers without such a norm, and why."""
     residual_bytes: int | None = 0
     """With sequence parallelism: sent by one rank to make the residual whole where modules take it so."""
     notes: tuple[str, ...] = ()
@@ -194,15 +198,18 @@ class ShardingPlan:
             raise ValueError(f"a sharding plan must be JSON; this is not, or was cut off: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f'a sharding plan must say "format": {FORMAT!r}')
-        if document.get("version") != VERSION:
+        if document.get("version") not in (VERSION, VERSION - 1):
             raise ValueError(f"this plan has version {document.get('version')!r}; version {VERSION} is needed")
         body = document.get("plan")
         if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
             raise ValueError("the plan's contents do not match its digest: the file was changed or damaged")
         try:
-            return _plan_from(body)
+            return _plan_from(body if document["version"] == VERSION else body | {"fused": [], "unfused": []})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
+
+
+_LISTS = ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "unfused", "notes")
 
 
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:
@@ -224,15 +231,18 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     for key, (_, ranks) in attributes.items():
         if len(ranks) != body["world_size"]:
             raise ValueError(f"attribute {key} has values for {len(ranks)} ranks")
-    lists = {
-        key: _texts(body[key]) for key in ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "notes")
-    }
+    lists = {key: _texts(body[key]) for key in _LISTS}
     random = tuple((_text(opener), _text(closer)) for opener, closer in body["random"])
     shared = tuple(_texts(names) for names in body["shared"])
-    _check_shared(shared, {entry.path: entry.style for entry in entries})
+    fused = tuple((_text(row), _text(norm), float(epsilon)) for row, norm, epsilon in body["fused"])
+    styles = {entry.path: entry.style for entry in entries}
+    _check_shared(shared, styles)
+    for row, norm, _ in fused:
+        if not isinstance(styles.get(row), Row) or not isinstance(styles.get(norm), Replicate):
+            raise ValueError(f"{row!r} and {norm!r} cannot be fused: they must be a row layer and a norm that is whole")
     if type(body["world_size"]) is not int or body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
-    found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared}
+    found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
     return ShardingPlan(**body | lists | found)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
+from tpkernels.planning.fused_norms import FusedNorms
 from tpkernels.planning.layers import Layer, kind_of, layer_of
 from tpkernels.planning.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.planning.sequence_flow import Stream
@@ -53,6 +54,7 @@ def make_entries(
     rows: Mapping[str, int | None] | None,
     untrained: frozenset[str],
     shared: tuple[tuple[str, ...], ...],
+    norms: FusedNorms,
     group: DeviceMesh | None,
     stream: Stream,
     notes: tuple[str, ...],
@@ -113,6 +115,8 @@ def make_entries(
         tuple(stream.local),
         stream.random,
         shared,
+        tuple(norms.pairs),
+        norms.reasons,
         stream.gathered_bytes * (world_size - 1) // world_size,
         notes,
     )

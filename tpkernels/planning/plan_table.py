@@ -21,8 +21,7 @@ def table(plan: ShardingPlan) -> str:
     """The whole text that ``print(plan)`` shows."""
     rows: dict[tuple[str, ...], list[tuple[str, Entry]]] = {}
     for entry in plan.entries:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "{}", entry.path)
-        rows.setdefault((pattern, *_cells(entry)), []).append((entry.path, entry))
+        rows.setdefault((_pattern(entry.path), *_cells(entry)), []).append((entry.path, entry))
     lines: list[tuple[str, ...]] = [COLUMNS]
     for (pattern, *cells), entries in rows.items():
         names = [name for name, _ in entries]
@@ -50,6 +49,10 @@ def _cells(entry: Entry) -> tuple[str, ...]:
         reason += " (tied)"
     style = _style(entry.style)
     return entry.kind, style, shapes, dims, entry.forward, entry.backward, wire, entry.implementation, reason
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "{}", path)
 
 
 def _name(pattern: str, names: list[str]) -> str:
@@ -94,7 +97,23 @@ def _totals(plan: ShardingPlan) -> list[str]:
         lines.append(f"attribute {key}: {number} -> {each}")
     if plan.random:
         lines.append(f"dropout differs by rank between: {', '.join(f'{a} .. {b}' for a, b in plan.random)}")
+    lines += [f"with its sum, {row} computes {norm}" for row, norm in _pairs(plan)]
+    lines += [f"no norm is fused with {line}" for line in plan.unfused]
     return lines + [f"note: {note}" for note in plan.notes]
+
+
+def _pairs(plan: ShardingPlan) -> list[tuple[str, str]]:
+    """Fused rows and norms, one line for those that differ only in their place in a list.
+
+    A norm of the next block goes with the rows of this one, so rows alone are put together.
+    """
+    rows: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for row, norm, _ in plan.fused:
+        rows.setdefault((_pattern(row), _pattern(norm)), []).append((row, norm))
+    return [
+        (_name(row, [name for name, _ in pairs]), _name(norm, list(dict.fromkeys(name for _, name in pairs))))
+        for (row, norm), pairs in rows.items()
+    ]
 
 
 def _sent(plan: ShardingPlan) -> str:

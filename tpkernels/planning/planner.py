@@ -22,6 +22,7 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.example_inputs import Observation, observe
+from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
 from tpkernels.planning.layers import Layer, is_attention, layer_of, unswappable
 from tpkernels.planning.plan import ShardingPlan
@@ -145,6 +146,7 @@ class _Planner:
             rows=None if recording is None else count_rows(recording),
             untrained=frozenset() if recording is None else untrained_in(recording),
             shared=() if recording is None else find_shared(recording, styles),
+            norms=find_fused_norms(self.observation, styles, stream.local),
             group=group,
             stream=stream,
             notes=(*self._notes(), *stream.notes),

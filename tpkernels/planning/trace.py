@@ -22,6 +22,7 @@ from tpkernels.planning.session import (
     Scope,
     Session,
     Shape,
+    Source,
     as_given,
     as_shapes,
     canonical,
@@ -54,6 +55,8 @@ class Recording(Session):
         self._originals_read: set[str] = set()
         self._originals_called: set[str] = set()
         self.outputs: list[int] = []
+        self.results: set[Source] = set()
+        """Tensors among what the model returns."""
         self.layer_rows: dict[str, int] = {}
         """Rows of each layer's input, over all calls."""
         self.layer_inputs: dict[str, list[int]] = {}
@@ -81,6 +84,7 @@ class Recording(Session):
         with self.shadow.running(self):
             out = self.shadow.model(*args, **kwargs)
         self.kept.append(out)
+        self.results = {self.source(tensor) for tensor in tensors_in(out)}
         self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.nn.fused_norm import PendingSum
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
@@ -40,7 +41,8 @@ _CONSTANT = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}
 _UNIFORM = _CONSTANT | {aten.zeros, aten.ones, aten.full}
 _COLUMN = {"copy_matmul": -1, "all_gather_matmul": 7, "all_gather_scaled_matmul": 10}
 """Ops of column layers, and which argument asks for the gathered input as the last result."""
-_WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "scaled_matmul_all_reduce"}
+_WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "matmul_all_reduce_norm", "add_norm",
+          "scaled_matmul_all_reduce"}  # fmt: skip
 _ATTENTION = [op for op, rule in RULES.items() if rule is RULES[aten._scaled_dot_product_flash_attention_for_cpu]]
 _SPREADS = {aten.baddbmm: (0,)} | dict.fromkeys(_ATTENTION, (3,))
 """Arguments, such as masks, that are broadcast over the cut dimension: a constant counts as having size 1 there."""
@@ -73,7 +75,7 @@ class Parts(TorchDispatchMode):
 
     def of(self, tensor: Tensor) -> Mark | None:
         """How ``tensor`` is cut, or None if it is whole."""
-        if not self._cut or isinstance(tensor, DTensor):
+        if not self._cut or isinstance(tensor, DTensor | PendingSum):
             return None
         storage = _storage(tensor)
         if storage is None or storage._cdata not in self._cut or storage._cdata in self._uniform:
@@ -220,6 +222,9 @@ class Parts(TorchDispatchMode):
             is_gathered = _COLUMN[name] > 0 and args[_COLUMN[name]]
             for output in outputs[: len(outputs) - bool(is_gathered)]:
                 self.mark_last(output)
+        elif name == "matmul_reduce_scatter_norm":
+            for output in outputs[:2]:  # normed and sums
+                self.mark(output, _cut(output, args[7]))
         elif name in ("matmul_reduce_scatter", "reduce_scatter", "shard"):
             self.mark(outputs[0], _cut(outputs[0], args[4] if name == "matmul_reduce_scatter" else args[2]))
         elif name == "copy_to_group":

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.fused_norm import PendingSum, hand_on
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.ops import all_gather, shard
@@ -68,6 +69,9 @@ class _Stack:
     def is_flat(self, x: Tensor) -> bool:
         """Whether ``x`` is rows ``[B * S, ...]``."""
         return tuple(x.shape[:2]) != self.shape[:2]
+
+    def __deepcopy__(self, memo: object) -> _Stack:
+        return self  # as the hooks of a copied model keep the one that they were made with
 
     def gather(self, x: DTensor) -> Tensor:
         """The whole tensor, equal on all ranks."""
@@ -142,10 +146,12 @@ def _join(stack: _Stack, layer: nn.Module) -> None:
         return (x,), {**kwargs, **extra}
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        y: Tensor = stack.wrap(output) if is_row else output
+        y: Tensor = stack.wrap(output) if is_row and not isinstance(output, PendingSum) else output
         return y.reshape(-1, y.shape[-1]) if flat else y
 
     assert isinstance(layer, RowParallelLinear | PackedColumnParallelLinear | CopiedHeadsLinear | nn.Module)
+    if isinstance(layer, RowParallelLinear) and layer.followed_by is not None:
+        layer.followed_by.sequence = stack
     layer.register_forward_pre_hook(before, with_kwargs=True)
     layer.register_forward_hook(after, with_kwargs=True)
 
@@ -157,7 +163,9 @@ def _keep_local(stack: _Stack, module: nn.Module) -> None:
 
     def local(x: DTensor) -> Tensor:
         part = stack.part(x)
-        return part.flatten(0, 1) if stack.is_flat(x) else part
+        part = part.flatten(0, 1) if stack.is_flat(x) else part
+        hand_on(module, x, part)
+        return part
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]

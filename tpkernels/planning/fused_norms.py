@@ -1,0 +1,225 @@
+"""Which norms are computed together with the sum over the ranks before them, and why others are not.
+
+It owns the proof, on the recordings of the whole model.  In every call of a row layer, in every mode:
+
+- its result goes into one addition of a tensor of the same shape and into nothing else, and no other layer is called
+  between the two, so that ranks sum in one order whatever looks at the result;
+- the first module that the sum is given to, alone and unchanged, is one and the same norm;
+- that norm has one parameter, a vector along the last dimension, and is RMS norm: on random numbers its own code gives
+  what the formula gives, in value and in gradient, with an epsilon that is among the numbers its code uses.
+
+A model that takes another path at run time still computes the right result (:mod:`tpkernels.nn.fused_norm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.session import Event, Opaque, Scope, Shape
+from tpkernels.planning.styles import Replicate, Row, Style
+from tpkernels.planning.tensors import tensors_in
+from tpkernels.planning.trace import Recording
+
+__all__ = ["FusedNorms", "find_fused_norms"]
+
+aten = torch.ops.aten
+_PROBES = (1.0, 1e-3, 30.0)
+"""Scales of the numbers that a norm is tried on: an epsilon is seen where they are small."""
+
+
+@dataclass
+class FusedNorms:
+    """The pairs, and why there are no more."""
+
+    pairs: list[tuple[str, str, float]] = field(default_factory=list)
+    """Row, norm, and the epsilon of the norm."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Rows whose sum has no such norm behind it, and the reason."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """One line for each reason."""
+        rows: dict[str, list[str]] = {}
+        for row, reason in self.refused.items():
+            rows.setdefault(reason, []).append(row)
+        return tuple(
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+            for reason, names in rows.items()
+        )
+
+
+class _Unlike(Exception):
+    """Why a row is not followed by a norm."""
+
+
+def find_fused_norms(observation: Observation | None, styles: Mapping[str, Style], local: Sequence[str]) -> FusedNorms:
+    """Pairs of rows and norms; none where nothing was recorded.
+
+    Args:
+        local: with sequence parallelism the modules that work on a part of the sequence.
+    """
+    found = FusedNorms()
+    if observation is None or observation.shadow is None or observation.recording is None:
+        return found
+    norms: dict[str, float | str] = {}
+    for row, style in styles.items():
+        if not isinstance(style, Row):
+            continue
+        try:
+            calls = [
+                (norm, scalars)
+                for _, recording in observation.recordings
+                for norm, scalars in _followers(recording, row, observation.shadow.modules)
+            ]
+            names = {norm for norm, _ in calls}
+            if not names:
+                raise _Unlike("it is not called by the example")
+            if len(names) > 1:
+                raise _Unlike("its sum goes to one norm in one call and to another one in the next")
+            (norm,) = names
+            if style.sequence_parallel and norm not in local:
+                raise _Unlike("the norm behind its sum takes the whole sequence")
+            summed = isinstance(own := styles.get(norm), Replicate) and own.sequence_parallel
+            if summed != style.sequence_parallel:
+                raise _Unlike("the gradient of the norm behind its sum is summed for other calls of it")
+            if norm not in norms:
+                candidates = {number for _, scalars in calls for number in scalars}
+                norms[norm] = _epsilon(observation.shadow.modules[norm], sorted(candidates))
+            epsilon = norms[norm]
+            if isinstance(epsilon, str):
+                raise _Unlike(epsilon)
+            found.pairs.append((row, norm, epsilon))
+        except _Unlike as reason:
+            found.refused[row] = str(reason)
+    return found
+
+
+def _followers(recording: Recording, row: str, modules: Mapping[str, nn.Module]) -> list[tuple[str, list[float]]]:
+    """The norm behind each call of ``row``, and the numbers that its code uses."""
+    found = []
+    events = recording.events
+    for index, event in enumerate(events):
+        if event.layer != row:
+            continue
+        result = (id(recording), index, 0)
+        users = [at for at, other in enumerate(events) if result in other.sources]
+        if result in recording.results:
+            raise _Unlike("its result leaves the model")
+        if len(users) != 1:
+            raise _Unlike(f"its result goes into {len(users)} ops, not into one addition")
+        (at,) = users
+        if not _is_addition(events[at]):
+            what = events[at].layer or _name(events[at].packet)
+            raise _Unlike(f"its result goes into {what}, not into an addition of a tensor of its shape")
+        between = [other for other in events[index + 1 : at] if other.layer is not None or _is_opaque(other)]
+        if between:
+            raise _Unlike("other layers are called before its result is added")
+        sums = (id(recording), at, 0)
+        if any(_writes(other) and other.sources[:1] == (sums,) for other in events):
+            raise _Unlike("its sum with the residual is written to")
+        found.append(_norm_of(recording, sums, at, modules))
+    return found
+
+
+def _is_addition(event: Event) -> bool:
+    if event.packet is not aten.add or event.kwargs or len(event.whole) != 2:
+        return False
+    return all(isinstance(given, Shape) and given == event.outputs[0] for given in event.whole)
+
+
+def _is_opaque(event: Event) -> bool:
+    return isinstance(event.packet, Opaque)
+
+
+def _writes(event: Event) -> bool:
+    name = _name(event.packet)
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _name(packet: object) -> str:
+    return getattr(packet, "__name__", str(packet))
+
+
+def _norm_of(
+    recording: Recording, sums: tuple[int, int, int], at: int, modules: Mapping[str, nn.Module]
+) -> tuple[str, list[float]]:
+    """The first norm that is called with the sum made by event ``at`` and with nothing else."""
+    taking = [scope for scope in recording.scopes if scope.stop > scope.start > at and _takes(recording, scope, sums)]
+    if not taking:
+        raise _Unlike("no module takes its sum with the residual alone")
+    scope = min(taking, key=lambda scope: (scope.start, scope.stop))  # a block may be given its norm's input
+    module = modules[scope.name]
+    own = dict(module.named_parameters())
+    if list(own) != ["weight"] or own["weight"].dim() != 1 or "weight" not in module._parameters:
+        raise _Unlike(f"what takes its sum is a {type(module).__name__}, not a norm with one weight and no bias")
+    if any(True for _ in module.buffers()) or any(True for _ in module.children()):
+        raise _Unlike(f"the {type(module).__name__} behind its sum holds more than a weight")
+    if own["weight"].shape[0] != recording.events[at].outputs[0][-1]:
+        raise _Unlike(f"the {type(module).__name__} behind its sum is not one over all features")
+    leaves = tree_leaves([(event.whole, event.kwargs) for event in recording.events[scope.start : scope.stop]])
+    numbers = {leaf for leaf in leaves if isinstance(leaf, float) and 0 < leaf < 1}
+    return scope.name, sorted(numbers)
+
+
+def _takes(recording: Recording, scope: Scope, sums: tuple[int, int, int]) -> bool:
+    given = tensors_in((scope.args, scope.kwargs))
+    alone = len(scope.args) == 1 and not scope.kwargs and isinstance(scope.args[0], Tensor)
+    return alone and len(given) == 1 and recording.source(given[0]) == sums
+
+
+def _epsilon(module: nn.Module, candidates: Sequence[float]) -> float | str:
+    """The epsilon with which ``module`` is RMS norm, or why it is not one."""
+    held = module._parameters["weight"]
+    assert held is not None
+    kind = type(module).__name__
+    # An attribute first: in the recording torch's own op has the number rounded to fp32.
+    own = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
+    every: list[float | None] = [*own, *candidates]
+    if getattr(module, "eps", 0.0) is None:
+        every = [None]  # torch's own default, which depends on the dtype
+    if not every:
+        return f"the {kind} behind its sum has no epsilon that could be found"
+    try:
+        right = [epsilon for epsilon in every if _is_rms_norm(module, held, epsilon)]
+    except Exception as error:  # noqa: BLE001 - the model's own code, on numbers it may not take
+        return f"the {kind} behind its sum could not be tried: {type(error).__name__}"
+    finally:
+        module._parameters["weight"] = held
+    if not right:
+        return f"the {kind} behind its sum does not compute RMS norm, or not in {held.dtype}"
+    return torch.finfo(held.dtype).eps if right[0] is None else right[0]
+
+
+def _is_rms_norm(module: nn.Module, held: nn.Parameter, epsilon: float | None) -> bool:
+    """Whether the module's own code gives what the formula gives, in value and in gradient, up to roundings.
+
+    In fp32, where roundings hide nothing, and in the dtype that the model computes in.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for dtype in dict.fromkeys((torch.float32, held.dtype)):
+        tiny = torch.finfo(dtype).eps
+        for scale in _PROBES:
+            # Features with a mean tell RMS norm from layer norm.
+            x = ((torch.randn(2, 3, held.shape[0], generator=generator) + 0.7) * scale).to(dtype).requires_grad_()
+            weight = torch.randn(held.shape, generator=generator).to(dtype).requires_grad_()
+            dy = torch.randn(x.shape, generator=generator).to(dtype)
+            module._parameters["weight"] = weight  # type: ignore[assignment]
+            with torch.enable_grad():
+                y = module.forward(x)
+                if y.shape != x.shape or y.dtype != dtype:
+                    return False
+                own = (y, *torch.autograd.grad(y, (x, weight), dy))
+                x64, w64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+                scales = torch.rsqrt(x64.square().mean(-1, keepdim=True) + (tiny if epsilon is None else epsilon))
+                z = x64 * scales * w64
+                exact = (z, *torch.autograd.grad(z, (x64, w64), dy.double()))
+            for mine, its in zip(own, exact, strict=True):
+                if not bool(((mine.double() - its).abs() <= 32 * tiny * (its.abs() + its.abs().mean())).all()):
+                    return False
+    return True
