@@ -5,7 +5,7 @@ A program of its own: Triton must not be in interpreter mode, and mutants are pa
     python -m tests.kernels.ahead_of_time [--full] [--ptx DIR] > report.json
     python -m tests.kernels.ahead_of_time --only gather-sm_90-... --packages mutant_1
     python -m tests.kernels.ahead_of_time --packages mutant_1=gather-sm_90-... mutant_2=probe
-    python -m tests.kernels.ahead_of_time --write       regenerates resources.json, with all variants
+    python -m tests.kernels.ahead_of_time --write       all variants; what this Triton gives comes into resources.json
 
 The report maps each package and variant to its registers, shared memory, stack and local memory in bytes, to what its
 loop executes (sass.py), to its stores by width, and to the violations of the two lints.
@@ -262,6 +262,17 @@ def in_table(row: dict[str, Any]) -> list[int]:
     return kept
 
 
+def write_table(kept: dict[str, list[int]]) -> None:
+    """Put the rows of this Triton into resources.json, in the place of those that it had; one line for each variant."""
+    versions: dict[str, Any] = json.loads(TABLE.read_text())["kernels"] | {triton.__version__: kept}
+    tables = []
+    for version, kernels in sorted(versions.items()):
+        rows = ",\n".join(f"   {json.dumps(name)}: {json.dumps(row)}" for name, row in kernels.items())
+        tables.append(f'  "{version}": {{\n{rows}\n  }}')
+    every = ",\n".join(tables)
+    TABLE.write_text(f'{{\n "columns": {json.dumps(COLUMNS)},\n "kernels": {{\n{every}\n }}\n}}\n')
+
+
 def report(variant: Variant, package: str, ptx_folder: Path | None) -> dict[str, Any]:
     compiled, config = compile_variant(variant, package)
     ptx = compiled.asm["ptx"]
@@ -299,10 +310,7 @@ def main() -> None:
         found[package] = {v.name: report(v, package, options.ptx) for v in chosen if not only}
         found[package] |= {v.name: report(v, package, options.ptx) for v in variants() if v.name == only}
     if options.write:
-        kept = {name: in_table(row) for name, row in found["tpkernels.kernels"].items()}
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
-        about = f'"columns": {json.dumps(COLUMNS)}'
-        TABLE.write_text(f'{{\n "triton": "{triton.__version__}",\n {about},\n "kernels": {{\n{rows}\n }}\n}}\n')
+        write_table({name: in_table(row) for name, row in found["tpkernels.kernels"].items()})
     json.dump({"triton": triton.__version__, "packages": found, "probes": probes}, sys.stdout, indent=1)
 
 

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.cpu
 
 KERNELS = {file.name: file.read_text() for file in (Path(__file__).parents[2] / "tpkernels" / "kernels").glob("*.py")}
 REPOSITORY = Path(__file__).parents[2]
-TABLE: dict[str, Any] = json.loads((Path(__file__).parent / "resources.json").read_text())
+TABLES: dict[str, dict[str, list[int]]] = json.loads((Path(__file__).parent / "resources.json").read_text())["kernels"]
+"""Of each Triton, what its assembler gave each variant."""
 # Barriers (also waits for tensor cores) and instructions of a step along K; instructions that a tile adds: bias, GELU
 # and rounding of 128 numbers a thread are 2,500, with erf from the library they were 4,850.
 STEP_LIMIT = {"sm_80": (3, 220), "sm_90": (5, 200), "sm_100": (4, 220)}
@@ -65,18 +66,18 @@ def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(report: dict
 
 
 def test_resources_are_those_of_the_table(report: dict[str, Any]) -> None:
-    """After a change that is meant: python -m tests.kernels.ahead_of_time --write"""
-    if report["triton"] != TABLE["triton"]:  # another compiler, other registers; the limits above hold for all
-        assert set(report["packages"]["tpkernels.kernels"]) <= set(TABLE["kernels"])
-        return
-    rows = report["packages"]["tpkernels.kernels"]
-    found = {name: in_table(row) for name, row in rows.items()}
-    assert found == {name: TABLE["kernels"][name] for name in found}
+    """After a change that is meant, with each Triton of the table: python -m tests.kernels.ahead_of_time --write"""
+    table = TABLES.get(report["triton"])
+    if table is None:  # another compiler, other registers; the limits above hold for all
+        pytest.skip(f"resources.json has no Triton {report['triton']}, only {', '.join(TABLES)}")
+    found = {name: in_table(row) for name, row in report["packages"]["tpkernels.kernels"].items()}
+    assert found == {name: table[name] for name in found}
 
 
 def test_the_table_is_complete(report: dict[str, Any], full: bool) -> None:
     rows = set(report["packages"]["tpkernels.kernels"])
-    assert rows == set(TABLE["kernels"]) if full else rows < set(TABLE["kernels"])
+    for triton, table in TABLES.items():
+        assert rows == set(table) if full else rows < set(table), triton
 
 
 def drains(row: dict[str, Any]) -> bool:
@@ -98,14 +99,22 @@ def too_much(name: str, row: dict[str, Any]) -> bool:
     return bool(step["barriers"] > barriers or step["instructions"] > instructions or tile["instructions"] > TILE_LIMIT)
 
 
+OVER = {"gather-sm_90-bfloat16-swiglu-bias-flat"}
+"""For two weights a flat loop waits for each product on sm_90 (ptxas C7515), and so is not taken there."""
+ADDRESSES = {"gather-sm_100-bfloat16-swiglu-preactivation-pointers"}
+"""Reads two weights without descriptors: 234 instructions a step (262 with Triton 3.6), most of them addresses."""
+WAITS_MORE = {"3.6.0": {"gather-sm_90-float8_e4m3fn-row-bias", "scatter-sm_90-float8_e4m3fn-row-staging_fp32"}}
+"""6 barriers a step: on sm_90 Triton 3.6 has one more than 3.7 in every loop with descriptors."""
+
+
 def test_steps_and_tiles_execute_no_more_than_they_may(report: dict[str, Any]) -> None:
-    """Whatever the compiler. For two weights a flat loop waits for each product on sm_90, and so is not taken there."""
+    """Whatever the compiler."""
     rows = {name: row for name, row in report["packages"]["tpkernels.kernels"].items() if row["work"] is not None}
     flat = [name for name, row in rows.items() if row["loop"] == "flat"]
-    over = [name for name in flat if too_much(name, rows[name])]
-    assert set(over) <= {"gather-sm_90-bfloat16-swiglu-bias-flat"}
-    if report["triton"] == TABLE["triton"]:
-        assert over, "config.py need not take the nested loop for two weights on sm_90 any more"
+    over = {name for name in flat if too_much(name, rows[name])}
+    assert over <= OVER | ADDRESSES | WAITS_MORE.get(report["triton"], set())
+    if report["triton"] in TABLES:
+        assert over >= OVER, "config.py need not take the nested loop for two weights on sm_90 any more"
 
 
 def test_waits_acquire_releases_follow_a_barrier_and_offsets_of_rows_have_64_bits(report: dict[str, Any]) -> None:
@@ -118,6 +127,22 @@ def test_results_are_stored_sixteen_bytes_at_a_time(report: dict[str, Any]) -> N
         assert row["wide_stores"] > 0, name
         if name.startswith("scatter"):  # a gather stores its failure record word by word
             assert row["narrow_stores"] == 0, name
+
+
+LOOP = "for _ in tl.range(0, tl.cdiv(num_tiles - tl.program_id(0), programs) * num_steps"
+SPECIALISED = {
+    "all_gather_matmul.py": "gather-sm_90-bfloat16-gelu-bias",
+    "matmul_reduce_scatter.py": "scatter-sm_90-bfloat16-staging_fp32",
+}
+
+
+def test_warp_specialisation_changes_nothing_on_sm_90(report: dict[str, Any], tmp_path: Path) -> None:
+    """As tiles.py says of the Tritons that were tried. Once one does: a further choice of loop for a GPU to compare."""
+    change = {file: (LOOP + "):", LOOP + ", warp_specialize=True):") for file in SPECIALISED}
+    package = mutant(tmp_path, "specialised", change)
+    found = compiled(tmp_path, "--only", *SPECIALISED.values(), "--packages", package)["packages"][package]
+    plain = report["packages"]["tpkernels.kernels"]
+    assert found == {name: plain[name] for name in SPECIALISED.values()}
 
 
 # ---------------------------------------------------------------- the lint can fail

@@ -10,8 +10,11 @@ rank order in fp32, adds the bias and rounds once; with fp32 staging nothing is 
 
 `addend` makes sums of several products (one launch each, the last one into staging). The kernel never waits.
 
-Partials are stored by threads, not through descriptors: a descriptor would have to be made in the kernel for every
-owner, and its stores are asynchronous, so that each tile would wait for them before it may be counted.
+Partials are stored by threads, not through descriptors. A descriptor would have to be made in the kernel for every
+owner. Above all its stores are asynchronous, and Triton 3.6 and 3.7 wait only until their source has been read
+(`cp.async.bulk.wait_group.read 0`, before the next store): a tile that is counted after that may not be in memory yet.
+To count it safely, each tile would have to wait for its stores to complete and order the asynchronous proxy before the
+release, which no test without a GPU shows to be right; and a tile that waits is what the flat loop is there to avoid.
 """
 
 from __future__ import annotations

@@ -8,17 +8,22 @@ The loop is *flat* or *nested* (`config.LOOPS`). Flat is one loop over tiles and
 as a whole: loads of the next tile are on their way while this one is stored, and the pipeline is never empty. Nested is
 a loop over steps in a loop over tiles: with each tile the pipeline drains, its barriers are taken down and set up, and
 it fills again. Both make the same products in the same order. Nested is left for two weights at once on sm_90, for
-operands that are read a number at a time (`operands.loop_of`), and until a GPU has compared the two.
+operands that are read a number at a time (`operands.loop_of`), and until a GPU has compared the two. (Two weights in a
+flat loop on sm_90: the assembler waits for each product, 12 barriers a step where one weight takes 4, in Triton 3.6.0
+and 3.7.1 alike. `tests/kernels/resources.json` has both.)
 
 What keeps a loop flat and pipelined in Triton 3.7.1: it is written out (`tl.range(..., flatten=True)` fails on these
 kernels with "region branch point has 1 operands, but region successor needs 2 inputs", or pipelines nothing); no
 tl.debug_barrier stands in it; no branch goes around the stores and drops sums; and its parts are functions, because a
 name that is assigned in a branch is carried from step to step.
 
-Warp specialisation (`tl.range(..., warp_specialize=True)`) is not offered. For sm_90 Triton 3.7.1 takes the option and
-changes nothing. For sm_100 it does not compile the loop that waits (TritonGPUPartitionScheduling fails without saying
-why); what announces chunks compiles, but its barriers (signals.py) wait for all warps of a CTA, of which the loading
-ones never come, and with Triton's own barrier the loop would not be pipelined where it is not specialised.
+Warp specialisation (`tl.range(..., warp_specialize=True)`) is not offered. Triton 3.6.0 and 3.7.1 were tried, flat and
+nested. On sm_90 both take the option and give the same machine code as without it. On sm_100 neither compiles the
+gather: TritonGPUPartitionScheduling fails ("cast<Ty>() argument of incompatible type" in 3.6, "dyn_cast on a
+non-existent value" in 3.7) at the branch that waits. The scatter compiles there, but for the nested loop of 3.6
+(NVWSInsertAref fails), at 255 registers and without spills; but its barriers (signals.py) wait for all warps of a CTA,
+of which the loading ones never come, and with Triton's own barrier the loop would not be pipelined where it is not
+specialised. A GEMM in Gluon, which says itself what each warp does, would be another kernel; there is none.
 
 Products accumulate in fp32 over K in one fixed order, whatever the chunk, the arrival order or the row's place in M:
 tile sizes alone decide, so equal tile sizes give equal bits. fp32 operands multiply in full precision unless asked
