@@ -74,6 +74,19 @@ def test_integers_are_exact_and_have_the_bits_of_unfused(
         pools(world).run(judge_all, settings, cases, "unfused", timeout=PATIENCE_S)
 
 
+def test_peers_that_share_what_they_are_told_get_the_same_bits(pools: Pools, emulation: Emulation) -> None:
+    """A shard of one small piece: side streams of several peers, one flag or signal for all of them."""
+    settings = replace(emulation, num_chunks=1, most_lanes=1)
+    for op in OPS:
+        cases = [case for case in exact_cases(op, "symmetric", 4) if case.dtype in DTYPES]
+        cases = cases[:: 9 if op in COLLECTIVES else 14]
+        pools(4).run(judge_all, settings, cases, "unfused", timeout=PATIENCE_S)
+    # Copies that come later than a GEMM needs for this rank's own rows: who is told too early computes with none.
+    gather = exact_cases(GATHER, "symmetric", 4)[0]
+    late = [gather.but(call=100 + number) for number in range(8)]
+    pools(4).run(judge_all, replace(settings, late_us=150_000), late, "unfused", timeout=PATIENCE_S)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_real_numbers_are_within_the_bound_of_fp64(pools: Pools, emulation: Emulation, world: int, full: bool) -> None:
     base = BASE.but(integers=False, **FORCED)

@@ -32,6 +32,7 @@ from tpkernels.backends.symmetric.memory import Allocation
 from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import Costs, Problem
+from tpkernels.kernels.config import MIN_CHUNK_BYTES
 from tpkernels.ops.contract import AllGather, AllGatherMatmul, AllReduce, Context, MatmulReduceScatter, ReduceScatter
 from tpkernels.partition import Layout
 
@@ -120,7 +121,7 @@ def counted(op: str, size: int, chunks: int) -> dict[str, int]:
 def budget(op: str, size: int, chunks: int) -> dict[str, int]:
     """What each kind of call of the driver is for; `c` chunks of `p` peers, in `runs` that share what is told."""
     p, c, lanes = size - 1, chunks, LANES[size]
-    runs = c * (-(-p // 2) if size > 4 and c > 1 else p)
+    runs = c * (-(-p // 2) if size > 4 and c > 1 else lanes)  # a shard of one piece is small here
     streams = {"records": 1 + lanes, "event waits": 2 * lanes}  # fork, join
     if op.startswith("all_reduce"):
         return dict.fromkeys(KINDS, 0) | {"kernels": 1}
@@ -141,11 +142,13 @@ def budget(op: str, size: int, chunks: int) -> dict[str, int]:
 
 # Calls of the driver for one of the op, by world size and chunks; before budgets: 13, 19, 27 and 40, 82, 138 for the
 # gather, 10, 19, 31 and 37, 100, 184 for the scatter.
+# If a kernel costs the host 2.5 us, a copy 2, a stream's write 1 and an event 0.5 (assumed; the set `link` of
+# benchmarks/one_gpu.py measures the sum), one chunk of 8 ranks takes 36 us, of 2 ranks some 20; the aim is 30.
 TOTALS = {
     ("all_gather_matmul", 2): (12, 18, 26),
-    ("all_gather_matmul", 8): (28, 58, 102),
+    ("all_gather_matmul", 8): (23, 58, 102),
     ("matmul_reduce_scatter", 2): (10, 16, 24),
-    ("matmul_reduce_scatter", 8): (26, 56, 100),
+    ("matmul_reduce_scatter", 8): (21, 56, 100),
 }
 
 
@@ -158,6 +161,16 @@ def test_a_call_asks_the_driver_for_what_its_budget_says(op: str, size: int) -> 
         assert found == budget(op, size, chunks), chunks
     if (op, size) in TOTALS:
         assert tuple(sum(found.values()) for found in table.values()) == TOTALS[op, size]
+
+
+def test_a_large_shard_of_one_chunk_is_told_of_peer_by_peer() -> None:
+    """The GEMM may begin with the first that comes."""
+    with counter_of(8) as (device, group):
+        make_call = runner(group, "all_gather_matmul", calls(8, rows=MIN_CHUNK_BYTES // 64)["all_gather_matmul"], 1)
+        make_call()
+        device.count()
+        make_call()
+        assert device.count()["stream writes"] == 7
 
 
 def test_one_more_event_per_chunk_is_over_the_budget() -> None:
@@ -173,7 +186,7 @@ def test_one_more_event_per_chunk_is_over_the_budget() -> None:
 
 
 def test_a_flag_per_copy_is_over_the_budget_where_neighbours_share() -> None:
-    alone = lambda channel, chunks: [(peer,) for peer in copy_engine_traffic.peers_after(channel.rank, channel.size)]  # noqa: E731
+    alone = lambda channel, *_: [(peer,) for peer in copy_engine_traffic.peers_after(channel.rank, channel.size)]  # noqa: E731
     with mock.patch.object(copy_engine_traffic, "_runs", alone):
         assert counted("all_gather_matmul", 8, 4)["stream writes"] == 28
         assert budget("all_gather_matmul", 8, 4)["stream writes"] == 16

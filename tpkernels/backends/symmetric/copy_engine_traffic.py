@@ -22,6 +22,7 @@ from torch import Tensor
 from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.cuda_group import Call
 from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Steps
+from tpkernels.kernels.config import MIN_CHUNK_BYTES
 from tpkernels.partition import Layout, chunk_ranges, offsets, peers_after
 
 __all__ = [
@@ -99,7 +100,7 @@ def _pull(
             signal_peers=channel.group.others,
         )
     ]  # fmt: skip
-    runs = _runs(channel, num_chunks)
+    runs = _runs(channel, num_chunks, layout.max_shard_rows * row_bytes)
     for number in range(num_chunks):
         for turn, peers in enumerate(runs):
             lane = turn % channel.num_lanes
@@ -135,13 +136,17 @@ def _pull(
 _ON_STREAM = -1  # a lane: the current stream
 
 
-def _runs(channel: Channel, num_chunks: int) -> list[tuple[int, ...]]:
-    """The peers, nearest successor first; those that share a wait, a signal or a raising of flags.
+def _runs(channel: Channel, num_chunks: int, shard_bytes: int) -> list[tuple[int, ...]]:
+    """The peers, nearest successor first; those that share a signal or a raising of flags.
 
     Neighbours share where there are many, and chunks enough to keep the pieces small that the GEMM waits for or sends.
+    Of a shard that is one small piece, all share that a side stream carries: a call of the driver for each would take
+    as long as its copy does.
     """
     peers = peers_after(channel.rank, channel.size)
     together = 2 if channel.size > 4 and num_chunks > 1 else 1
+    if num_chunks == 1 and shard_bytes < MIN_CHUNK_BYTES:
+        together = -(-len(peers) // channel.num_lanes)
     return [peers[start : start + together] for start in range(0, len(peers), together)]
 
 
@@ -194,8 +199,9 @@ def push(
 
 def _push(channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool) -> Call:
     rank, chunks = channel.rank, []
+    runs = _runs(channel, num_chunks, max(part_bytes(part, itemsize) for part in parts))
     for number in range(num_chunks):
-        for turn, owners in enumerate(_runs(channel, num_chunks)):
+        for turn, owners in enumerate(runs):
             ranges = {owner: chunk_ranges(parts[owner].rows, num_chunks)[number] for owner in owners}
             filled = [o for o in owners if (ranges[o][1] - ranges[o][0]) * parts[o].columns]
             for owner in owners:
