@@ -33,6 +33,7 @@ def bad_values(action: argparse.Action) -> list[str]:
         "at_least.<locals>.parse": numbers,
         "positive": ["0", "-1", "inf", "nan", "soon", ""],
         "device": ["gpu", "cuda"],
+        "tokens": ["8", "8x", "0x7", "3x-1", "axb", "1x2x3", ""],
         "existing_file": ["nosuch", "{folder}"],
         "existing_folder": ["nosuch", "{file}"],
         "new_file": ["nosuch/x.json", "{folder}", "{file}/x", ""],
@@ -109,6 +110,18 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.M
     for kind in (flags.new_file, flags.new_folder):
         with pytest.raises(argparse.ArgumentTypeError, match="rights"):
             kind(str(tmp_path / "x"))
+
+
+def needs_a_width(width: int) -> None:
+    raise AssertionError(width)
+
+
+@pytest.mark.cpu
+def test_a_function_that_takes_arguments_is_no_model_to_plan() -> None:
+    from tpkernels.integrations import named_models
+
+    with pytest.raises(ValueError, match=r"is called without arguments: missing a required argument: 'width'; name a"):
+        named_models.meta_model(f"{__name__}:needs_a_width")
 
 
 @pytest.mark.cpu

@@ -12,7 +12,7 @@ from tpkernels.comm.groups import init
 from tpkernels.dispatch import Explanation
 from tpkernels.errors import VerificationError
 from tpkernels.gemm.fp8 import quantize_fp8
-from tpkernels.launching.local_ranks import launch
+from tpkernels.launching.local_ranks import LaunchError, launch
 from tpkernels.ops import (
     all_gather,
     all_gather_matmul,
@@ -53,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "LaunchError",
     "ShardingPlan",
     "Verification",
     "VerificationError",

@@ -212,6 +212,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=named_models.source, metavar="MODEL", help=named_models.HELP)
     flags.add_tp(parser, 2, "ranks that share every layer (default 2); none is started")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
+    parser.add_argument(
+        "--tokens", type=flags.tokens, metavar="BATCHxLENGTH", help="of the step whose bytes are shown (default 3x7)"
+    )
     flags.add_override(parser)
     parser.add_argument("--strategy", choices=("auto", "rules"), default="auto", help="rules: do without tracing")
     flags.add_json(parser, "write the plan to a file, too")
@@ -221,11 +224,13 @@ def _run_plan(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from tpkernels.integrations import named_models
+    from tpkernels.planning.example_inputs import Tokens
     from tpkernels.sharding import make_plan
 
     plan = make_plan(
         named_models.meta_model(options.model),
         options.tp,
+        example_inputs=None if options.tokens is None else Tokens(*options.tokens),
         strategy=options.strategy,
         sequence_parallel=options.sequence_parallel,
         overrides=dict(options.override),

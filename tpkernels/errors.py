@@ -19,6 +19,7 @@ __all__ = [
     "CollectiveTimeout",
     "GroupPoisoned",
     "VerificationError",
+    "FallbackPlanWarning",
     "UnprovenCallWarning",
 ]
 
@@ -41,6 +42,10 @@ class VerificationError(TpKernelsError):
 
 class UnprovenCallWarning(UserWarning):
     """A parallel model was called in a way that its plan was not proven for, and no rule could follow what it does."""
+
+
+class FallbackPlanWarning(UserWarning):
+    """A model was cut layer by layer, because its data flow could not be seen: every layer gathers what it computes."""
 
 
 class StateMismatch(TpKernelsError, ValueError):

@@ -25,6 +25,7 @@ __all__ = [
     "new_file",
     "new_folder",
     "positive",
+    "tokens",
 ]
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -54,6 +55,14 @@ def positive(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise ArgumentTypeError(f"must be a finite number above 0, got {text}")
     return value
+
+
+def tokens(text: str) -> tuple[int, int]:
+    """The type of a batch and a length of its sequences, as ``8x2048``."""
+    batch, separator, length = text.partition("x")
+    if not (separator and batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+        raise ArgumentTypeError(f"takes a batch and a length as 8x2048, got {text!r}")
+    return int(batch), int(length)
 
 
 def device(text: str) -> str:

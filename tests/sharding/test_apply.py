@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, close, close_parameters, close_replicas, mine, sequence_sizes, tp_mesh, whole
+from tpkernels.errors import FallbackPlanWarning
 from tpkernels.nn import ColumnParallelLinear, CopiedHeadsLinear, PackedColumnParallelLinear, RowParallelLinear
 from tpkernels.partition import chunk_sizes
 from tpkernels.sharding import Column, Replicate, Row
@@ -346,3 +349,29 @@ def torch_styles() -> None:
 
 def test_plans_in_the_words_of_torch_and_transformers_keep_tied_weights_tied(ranks: Pools) -> None:
     ranks(3).run(torch_styles, timeout=LIMIT_S)
+
+
+class Undecided(nn.Module):
+    """Asks for the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x) if x.sum() > 0 else x.repeat(1, 2)
+        return y
+
+
+def warned_of() -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", FallbackPlanWarning)
+        tpk.parallelize(Undecided(), tp_mesh())
+        tpk.parallelize(nn.Sequential(nn.Linear(6, 12)), tp_mesh())
+    return [str(warning.message) for warning in told if issubclass(warning.category, FallbackPlanWarning)]
+
+
+def test_rank_0_warns_of_a_plan_without_data_flow(ranks: Pools) -> None:
+    (message,), nothing = ranks(2).run(warned_of, timeout=LIMIT_S)
+    assert message.startswith("Undecided: no data flow: it cannot be traced") and "pass example_inputs" in message
+    assert not nothing

@@ -7,6 +7,7 @@ line is parsed; :func:`meta_model` and :func:`real_model` make the model.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def meta_model(name: str) -> nn.Module:
     """The model without weights, on the meta device."""
     if _is_function(name):
         with torch.device("meta"):
-            return _checked(name, _function(name)())
+            return _checked(name, _made(name))
     from tpkernels.integrations import transformers
 
     return transformers.meta_model(name)
@@ -68,7 +69,7 @@ def real_model(name: str, layers: int | None) -> tuple[nn.Module, object]:
         return model, None
     if layers is not None:
         raise ValueError("--layers is for configurations of transformers")
-    made = _function(name)()
+    made = _made(name)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     return _checked(name, model), inputs
 
@@ -93,6 +94,20 @@ def _function(name: str) -> Callable[[], Any]:
     if not callable(found):
         raise ArgumentTypeError(f"module {module!r} has no function {function!r}; write package.module:function")
     return found  # type: ignore[no-any-return]
+
+
+def _made(name: str) -> Any:
+    """What the function returns; it is called without arguments."""
+    function = _function(name)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is called without arguments: {error}; name a function that takes none and returns a model"
+        ) from None
+    except ValueError:
+        pass  # written in C, it has no signature
+    return function()
 
 
 def _checked(name: str, model: object) -> nn.Module:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,34 @@ from torch import Tensor, nn
 
 from tpkernels.planning.opaque_modules import NeedsValues, record
 from tpkernels.planning.shadow import MODES, Mode, Shadow
+from tpkernels.planning.tensors import tensors_in
 from tpkernels.planning.trace import Recording
 from tpkernels.planning.trace_leaks import Watch
 
-__all__ = ["Observation", "as_call", "candidates", "observe"]
+__all__ = ["Observation", "Tokens", "as_call", "candidates", "observe"]
 
-BATCH, LENGTH, OTHER_LENGTH = 3, 7, 5
-"""Sizes that a model is unlikely to have: equal numbers could hide which dimension is which."""
+
+@dataclass(frozen=True)
+class Tokens:
+    """The sizes of inputs that are guessed.
+
+    By default sizes that a model is unlikely to have: equal numbers could hide which dimension is which.
+    """
+
+    batch: int = 3
+    length: int = 7
+
+    @property
+    def other_length(self) -> int:
+        return max(1, self.length - 2)
+
+    def ids(self, length: int) -> Tensor:
+        return torch.zeros(self.batch, length, dtype=torch.long, device="meta")
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.zeros((self.batch, *shape), device="meta")
+
+
 INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_ids")
 
 
@@ -28,6 +50,9 @@ class Observation:
     """A recorded run of a model, or the reason why there is none."""
 
     def __init__(self, model: nn.Module, example_inputs: object, watch: Watch | None = None) -> None:
+        sizes = example_inputs if isinstance(example_inputs, Tokens) else Tokens()
+        example_inputs = None if isinstance(example_inputs, Tokens) else example_inputs
+        self.guessed = example_inputs is None
         self.shadow: Shadow | None = None
         self.recording: Recording | None = None
         self.args: Any = ()
@@ -49,7 +74,7 @@ class Observation:
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
-        for args, kwargs in [given] if given is not None else candidates(model):
+        for args, kwargs in [given] if given is not None else candidates(model, sizes):
             if self._record(self.shadow, *self.shadow.fake_inputs(args, kwargs)):
                 return
         if not self.problem:
@@ -85,16 +110,29 @@ class Observation:
         shadow.set_mode(self.mode)
         return True
 
+    def told(self, model: nn.Module) -> str:
+        """The inputs of the recorded run, by name and shape; who guessed them."""
+        if self.recording is None:
+            return ""
+        try:
+            named = inspect.signature(model.forward).bind_partial(*self.args, **self.kwargs).arguments
+        except TypeError:  # a forward that is called otherwise than it is declared
+            named = {f"argument {number}": value for number, value in enumerate(self.args)} | dict(self.kwargs)
+        shapes = [f"{name} {_shapes(tensors)}" for name, value in named.items() if (tensors := tensors_in(value))]
+        return ", ".join(shapes) + (" (a guess: pass example_inputs)" if self.guessed else "")
+
 
 def observe(model: nn.Module, example_inputs: object, watch: Watch | None = None) -> Observation:
     """Run ``model`` on fake tensors; ``watch`` is of :func:`tpkernels.planning.trace_leaks.nothing_left`.
+
+    ``example_inputs``: the user's, None to guess them, or the :class:`Tokens` that a guess shall have.
 
     Raises:
         ValueError: example inputs were given, and the model does not run with them for another reason than that it
             asks for the values of tensors.
     """
     found = Observation(model, example_inputs, watch)
-    if example_inputs is not None and found.recording is None and not found.needs_values:
+    if not found.guessed and found.recording is None and not found.needs_values:
         raise ValueError(
             f"{type(model).__name__} does not run with the example_inputs given: {found.problem}. If it does run with "
             "them on real tensors, leave them out: its layers are gathered then, one by one"
@@ -102,69 +140,71 @@ def observe(model: nn.Module, example_inputs: object, watch: Watch | None = None
     return found
 
 
-def candidates(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def candidates(model: nn.Module, sizes: Tokens | None = None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Calls that could be right for ``model``, the likeliest first."""
+    sizes = sizes or Tokens()
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
-        yield from _hugging_face(model)
+        yield from _hugging_face(model, sizes)
     signature = inspect.signature(model.forward)
     required = [
         p.name for p in signature.parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    firsts = list(dict.fromkeys(_first_inputs(model)))
+    firsts = list(dict.fromkeys(_first_inputs(model, sizes)))
     named = any(word in name.lower().split("_") for name in required[:1] for word in INTEGER_NAMES)
     for kind, shape in sorted(firsts, key=lambda first: (first[0] == "int") != named):
         make = torch.zeros(shape, dtype=torch.long if kind == "int" else torch.get_default_dtype(), device="meta")
         yield (make,) * max(1, len(required)), {}
 
 
-def _hugging_face(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     config: Any = model.config
     names = set(inspect.signature(model.forward).parameters)
     extra: dict[str, Any] = {}
     if "use_cache" in names:
         extra["use_cache"] = False
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        extra["decoder_input_ids"] = _ids(OTHER_LENGTH)
-    text = {"input_ids": _ids(LENGTH)} if "input_ids" in names else {}
+        extra["decoder_input_ids"] = sizes.ids(sizes.other_length)
+    text = {"input_ids": sizes.ids(sizes.length)} if "input_ids" in names else {}
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     images: dict[str, Any] = {}
     if "pixel_values" in names and isinstance(size, int | list | tuple):
         height, width = (size, size) if isinstance(size, int) else size[:2]
-        images["pixel_values"] = _floats(BATCH, getattr(vision, "num_channels", 3), height, width)
+        images["pixel_values"] = sizes.floats(getattr(vision, "num_channels", 3), height, width)
     main = str(model.main_input_name)
     if main == "input_features" and hasattr(config, "num_mel_bins"):
-        length = 2 * getattr(config, "max_source_positions", LENGTH)
-        yield (), {main: _floats(BATCH, config.num_mel_bins, length)} | extra
-        yield (), {main: _floats(BATCH, length, config.num_mel_bins)} | extra
+        length = 2 * getattr(config, "max_source_positions", sizes.length)
+        yield (), {main: sizes.floats(config.num_mel_bins, length)} | extra
+        yield (), {main: sizes.floats(length, config.num_mel_bins)} | extra
     if main == "input_values":
-        yield (), {main: _floats(BATCH, 4000)} | extra
+        yield (), {main: sizes.floats(4000)} | extra
     for inputs in (text | images, images, text):
         if inputs:
             yield (), inputs | extra
             yield (), inputs
 
 
-def _first_inputs(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _first_inputs(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Inputs that the modules of the model take, in their order: one of these modules is the first to run."""
+    batch, length = sizes.batch, sizes.length
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            yield "int", (BATCH, LENGTH)
+            yield "int", (batch, length)
         elif isinstance(module, nn.Linear):
-            yield "float", (BATCH, LENGTH, module.in_features)
-            yield "float", (BATCH, module.in_features)
+            yield "float", (batch, length, module.in_features)
+            yield "float", (batch, module.in_features)
         elif isinstance(module, nn.Conv2d):
             for size in (64, 32, 28, 224):
-                yield "float", (BATCH, module.in_channels, size, size)
+                yield "float", (batch, module.in_channels, size, size)
         elif isinstance(module, nn.Conv1d):
-            yield "float", (BATCH, module.in_channels, 64)
+            yield "float", (batch, module.in_channels, 64)
         elif isinstance(module, nn.RNNBase):
-            yield "float", (BATCH, LENGTH, module.input_size)
+            yield "float", (batch, length, module.input_size)
         elif isinstance(module, nn.MultiheadAttention):
-            yield "float", (BATCH, LENGTH, module.embed_dim)
+            yield "float", (batch, length, module.embed_dim)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            yield "float", (BATCH, LENGTH, *module.normalized_shape)
+            yield "float", (batch, length, *module.normalized_shape)
 
 
 def as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -180,12 +220,8 @@ def as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _ids(length: int) -> Tensor:
-    return torch.zeros(BATCH, length, dtype=torch.long, device="meta")
-
-
-def _floats(*shape: int) -> Tensor:
-    return torch.zeros(shape, device="meta")
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors)
 
 
 def _first_line(error: BaseException | None) -> str:

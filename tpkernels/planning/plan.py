@@ -23,6 +23,8 @@ from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style
 
 __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
 
+NO_DATA_FLOW = "no data flow: "
+"""How the note of a plan begins that was made without."""
 FORMAT, VERSION = "tpkernels.ShardingPlan", 4
 
 
@@ -105,6 +107,8 @@ class ShardingPlan:
     residual_bytes: int | None = 0
     """With sequence parallelism: sent by one rank to make the residual whole where modules take it so."""
     notes: tuple[str, ...] = ()
+    example: str = ""
+    """The inputs for which bytes are counted, by name and shape."""
 
     def __str__(self) -> str:
         from tpkernels.planning.plan_table import table
@@ -140,6 +144,11 @@ class ShardingPlan:
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
         return (self.residual_bytes or 0) + sum(entry.wire_bytes or 0 for entry in self.entries)
+
+    @property
+    def fallback(self) -> str:
+        """Why the layers were taken one by one, each with whole tensors in and out; empty if the data flow is known."""
+        return next((note for note in self.notes if note.startswith(NO_DATA_FLOW)), "")
 
     @property
     def styles(self) -> dict[str, Style]:
@@ -204,7 +213,9 @@ class ShardingPlan:
         if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
             raise ValueError("the plan's contents do not match its digest: the file was changed or damaged")
         try:
-            return _plan_from(body if document["version"] == VERSION else body | {"fused": [], "unfused": []})
+            return _plan_from(
+                body if document["version"] == VERSION else body | {"fused": [], "unfused": [], "example": ""}
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
 
@@ -243,6 +254,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     if type(body["world_size"]) is not int or body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
+    found |= {"model": _text(body["model"]), "example": _text(body["example"])}
     return ShardingPlan(**body | lists | found)
 
 

@@ -58,6 +58,7 @@ def make_entries(
     group: DeviceMesh | None,
     stream: Stream,
     notes: tuple[str, ...],
+    example: str,
 ) -> ShardingPlan:
     """The plan that carries out ``chosen`` and keeps everything else whole.
 
@@ -119,6 +120,7 @@ def make_entries(
         norms.reasons,
         stream.gathered_bytes * (world_size - 1) // world_size,
         notes,
+        example,
     )
 
 

@@ -89,7 +89,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
         f"{plan.model} over {plan.world_size} ranks, sequence parallel {'on' if plan.sequence_parallel else 'off'}",
         f"parameters per rank: {ranks} of {_bytes(plan.full_bytes)}, of which {_bytes(plan.replicated_bytes)} "
         f"replicated ({len(replicated)} modules)",
-        f"sent per rank in one step: {_sent(plan)}"
+        f"sent per rank in one step{' of ' if plan.example else ''}{plan.example}: {_sent(plan)}"
         + (f", of which {_bytes(plan.residual_bytes)} to make the residual whole" if plan.residual_bytes else ""),
     ]
     for key, (number, locals_) in plan.attributes.items():

@@ -25,7 +25,7 @@ from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
 from tpkernels.planning.layers import Layer, is_attention, layer_of, unswappable
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.planning.replay import Role
@@ -150,6 +150,7 @@ class _Planner:
             group=group,
             stream=stream,
             notes=(*self._notes(), *stream.notes),
+            example="" if self.observation is None else self.observation.told(self.model),
         )
 
     def _check_captured(self) -> None:
@@ -223,7 +224,7 @@ class _Planner:
     def _notes(self) -> tuple[str, ...]:
         if self.observation is None or self.traced:
             return () if self.observation is None or not self.observation.note else (self.observation.note,)
-        return (f"no data flow: {self.observation.problem}; layers are taken one by one",)
+        return (f"{NO_DATA_FLOW}{self.observation.problem}; layers are taken one by one",)
 
     def _kept(self) -> dict[str, str]:
         """Layers that stay whole in any surroundings, and why."""

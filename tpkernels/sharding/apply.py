@@ -12,6 +12,7 @@ as it was.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TypeVar
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels import dispatch
 from tpkernels.comm.groups import GroupLike
+from tpkernels.errors import FallbackPlanWarning
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
 from tpkernels.nn.embedding import VocabParallelEmbedding
@@ -122,6 +124,9 @@ def parallelize(
         if plan.world_size != tp.size():
             raise ValueError(f"this plan is for {plan.world_size} ranks, the mesh has {tp.size()}")
         plan.validate(model)
+        if plan.fallback and tp.get_local_rank() == 0:
+            advice = "pass example_inputs if it runs with other inputs than those that were tried"
+            warnings.warn(f"{plan.model}: {plan.fallback}; {advice}", FallbackPlanWarning, stacklevel=2)
         styles, idle = plan.styles, set(plan.idle_ties)
     else:
         styles, idle = _explicit(plan, model, modules), set()
