@@ -12,7 +12,9 @@ value and the gradient that it would have had.  So the proof that a row is follo
 (:mod:`tpkernels.planning.fused_norms`) is about speed: without it results are right, and a norm was computed in vain.
 
 All ranks make the same call for each y, whoever looks at it: y on its own is the sum with a residual of zeros, so that
-a hook on one rank alone does not make ranks differ.
+a hook on one rank alone does not make ranks differ.  With sequence parallelism that holds for the forward pass: if one
+rank alone looks (torch's FlopCounterMode does, for one), ranks sum the gradient of the norm's weight in different
+places of the backward pass, which is a GroupMismatch.
 
 Activation checkpointing keeps tensors of a region with hooks on what autograd saves.  Where such hooks are set, the sum
 is fused only with a norm of the same block, and only if nothing between row and norm leaves the region; otherwise the
@@ -166,7 +168,7 @@ class FusedNorm:
         if not _same_hooks(waiting.hooks, saving_hooks()):
             return None
         self.taken += 1
-        return waiting.normed.view(sums.shape)
+        return waiting.normed if waiting.normed.shape == sums.shape else waiting.normed.view(sums.shape)
 
 
 def fuse(row: nn.Module, norm: nn.Module, eps: float, *, same_block: bool) -> FusedNorm:
