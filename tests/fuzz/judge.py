@@ -152,7 +152,7 @@ def check(spec: Spec, planned: Any, mesh: Any) -> Verdict:
     verdict.styles = dict(Counter(_style(entry.style) for entry in plan.entries))
     verdict.proven = 0 if untraced else sum(verdict.styles.get(name, 0) for name in PROVEN)
     try:
-        tpk.parallelize(model, mesh, plan)
+        tpk.parallelize(model, mesh, plan, fused_norm=True)
     except ValueError as error:
         verdict.kind, verdict.detail = "refused", f"parallelize: {str(error)[:200]}"
         return verdict

@@ -18,7 +18,7 @@ from tpkernels.testing.spawn import Pools
 pytestmark = pytest.mark.gloo
 
 SEED = 13
-SHARES = {2: 70, 3: 20, 4: 8}
+SHARES = {2: 50, 3: 14, 4: 6}
 """Models by number of ranks; more ranks show little more, and cost more."""
 
 

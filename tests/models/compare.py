@@ -116,7 +116,7 @@ def planned(count: int, mesh: DeviceMesh, plan: Callable[[int, Any], Any]) -> Ca
 def compare_model(name: str, plan: tpk.ShardingPlan) -> dict[str, Any]:
     """Parallelize, run forward and backward; what is wrong, and what the plan says."""
     plain, model, given = zoo.build(name), zoo.build(name), zoo.inputs(name)
-    tpk.parallelize(model, tp_mesh(), plan)
+    tpk.parallelize(model, tp_mesh(), plan, fused_norm=True)
     limit = LIMIT[zoo.is_single(name)]
     wrong = []
     y, expected = zoo.output(model(**given)), zoo.output(plain(**given))

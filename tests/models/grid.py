@@ -193,7 +193,7 @@ class Runs:
         self.model = _build(cell.name, cell.dtype, cell.mode == "dropout")
         self.given = zoo.inputs(cell.name, DTYPES[cell.dtype])
         plan = plan_once(self.model, tp_mesh(), sequence_parallel=cell.sequence)
-        tpk.parallelize(self.model, tp_mesh(), plan)
+        tpk.parallelize(self.model, tp_mesh(), plan, fused_norm=True)
         assert held_bytes(self.model) == plan.bytes_per_rank[dist.get_rank()]
         self.passes: dict[str, Tensor] = {}
         if cell.dtype == "bf16":

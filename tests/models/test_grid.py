@@ -34,7 +34,7 @@ SLICE = {
         Cell("bert", False, "fp32", "dropout"),
         Cell("transformer", False, "bf16", "checkpoint"),
     ],
-    3: [Cell("qwen2", True, "fp32", "train"), Cell("opt 10", False, "fp32", "train")],
+    3: [Cell("qwen2", True, "fp32", "train")],
 }
 
 

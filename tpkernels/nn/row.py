@@ -153,7 +153,7 @@ class RowParallelLinear(ParallelLinear):
         shard_sizes: Sequence[int] | None,
     ) -> Tensor | None:
         """Leave the product to the addition that follows; None where it must be computed now."""
-        if not tie.applies(weight, mesh, x.dtype) or (tie.sequence is not None) != self.sequence_parallel:
+        if not tie.applies(weight, mesh, x) or (tie.sequence is not None) != self.sequence_parallel:
             return None
         scatter = (self.sequence_dim, shard_sizes) if self.sequence_parallel else None
         call = RowCall(

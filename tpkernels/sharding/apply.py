@@ -89,7 +89,8 @@ def parallelize(
         fused_norm: "auto" computes an RMS norm together with the sum over the ranks and the residual before it, where
             the plan says so (``print(plan)`` lists these norms, and why there are no more).  Norms then have one
             rounding less in bf16 and fp16 than those of models that round before they multiply with the weight.
-            With False the norms run by themselves.
+            On a CPU calls of few rows, in which this costs more than it saves, run the norms by themselves; True
+            fuses them there, too, and False nowhere.
 
     Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and
@@ -108,8 +109,8 @@ def parallelize(
         VerificationError: ``verify`` found a difference; the message names the first module.  Nothing was changed, but
             for weights that are now the first rank's.
     """
-    if fused_norm not in ("auto", False):
-        raise ValueError(f'fused_norm must be "auto" or False, got {fused_norm!r}')
+    if fused_norm not in ("auto", True, False):
+        raise ValueError(f'fused_norm must be "auto", True or False, got {fused_norm!r}')
     tp = tp_mesh(mesh, model)
     weights = compare_models(model, mesh, init_weights, check=check_plain)
     if isinstance(plan, str):
@@ -162,7 +163,7 @@ def parallelize(
             setattr(modules[name], attribute, values[tp.get_local_rank()])
         share_inputs(plan.shared, model, modules)
         if fused_norm:
-            fuse_norms(plan.fused, modules, tp)
+            fuse_norms(plan.fused, modules, tp, always=fused_norm is True)
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)

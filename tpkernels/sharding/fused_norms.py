@@ -17,10 +17,12 @@ from tpkernels.nn.fused_norm import fuse
 __all__ = ["fuse_norms"]
 
 
-def fuse_norms(fused: Sequence[tuple[str, str, float]], modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+def fuse_norms(
+    fused: Sequence[tuple[str, str, float]], modules: Mapping[str, nn.Module], mesh: DeviceMesh, *, always: bool
+) -> None:
     """Tie each row of ``fused``, a list of rows, norms and epsilons, to its norm; the layers are swapped already."""
     for row, norm, epsilon in fused if mesh.size() > 1 else ():
-        fuse(modules[row], modules[norm], epsilon, same_block=_block(row) == _block(norm))
+        fuse(modules[row], modules[norm], epsilon, same_block=_block(row) == _block(norm), always=always)
 
 
 def _block(path: str) -> str:
