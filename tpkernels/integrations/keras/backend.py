@@ -2,7 +2,7 @@
 
 It owns how Keras is imported, and all reads and writes of private attributes.  The other files of this folder use what
 keras.io documents, and the functions below.  :data:`PRIVATE_NAMES` lists what is used; :func:`missing_names` says which
-of it a version lacks.  Known to work: Keras 3.13.2, 3.15.1 and 3.16.0.dev (2026-11-23).
+of it a version lacks.  Known to work: Keras 3.13.2 and 3.15.1 (2026-11-23).
 """
 
 from __future__ import annotations
