@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.gloo
 
 BOUND = 1e-6
 """Relative: Keras keeps the factors of LoRA in float32, and KerasHub normalizes in it."""
+EXAMPLE = Path(__file__).parents[3] / "examples" / "keras_gemma_lora.py"
 GENERATING = ("GPT-2", "Gemma 4/1", "Llama", "Gemma 8/4", "Mistral", "OPT")
 
 
@@ -112,3 +115,13 @@ def test_lora_is_cut_with_its_layer(ranks: Pools, full: bool) -> None:
     for name, (_, cuts) in compared(ranks, 2, names, 2).items():
         factors = [path.rpartition("_")[2] for path in cuts if "lora" in path]
         assert factors and set(factors) == {"a"}, (name, cuts)  # [features, heads, rank]; b has no heads
+
+
+def example() -> list[float]:
+    losses: list[float] = runpy.run_path(str(EXAMPLE))["main"]()
+    return losses
+
+
+def test_the_example_trains_gemma_with_lora(ranks: Pools) -> None:
+    first, second = ranks(2).run(example, timeout=TIMEOUT)
+    assert first == second and first[-1] < first[0], (first, second)
