@@ -18,7 +18,6 @@ from tests.models import zoo
 from tests.planning.leaking import Leaking
 from tpkernels import cli
 from tpkernels.nn.digests import json_digest
-from tpkernels.planning.example_inputs import Tokens
 from tpkernels.planning.plan import VERSION
 from tpkernels.planning.styles import as_style
 from tpkernels.sharding import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
@@ -447,15 +446,3 @@ def test_a_configuration_that_cannot_be_read_is_an_error(tmp_path: Path, capsys:
     (tmp_path / "config.json").write_text('{"model_type": "no such"')
     assert cli.main(["plan", str(tmp_path), "--tp", "2"]) == 2
     assert "no configuration that transformers understands" in capsys.readouterr().err
-
-
-def test_a_plan_names_the_inputs_for_which_it_counts_bytes() -> None:
-    model = zoo.build("bert")
-    guessed = tpk.make_plan(model, 2)
-    assert guessed.example == "input_ids 3x7 (a guess: pass example_inputs)"
-    assert f"sent per rank in one step of {guessed.example}: " in str(guessed)
-    given = tpk.make_plan(model, 2, example_inputs={"input_ids": torch.zeros(6, 7, dtype=torch.long)})
-    assert given.example == "input_ids 6x7" and given.wire_bytes > 1.8 * guessed.wire_bytes
-    larger = tpk.make_plan(model, 2, example_inputs=Tokens(6, 7))
-    assert larger.wire_bytes == given.wire_bytes and larger.example.startswith("input_ids 6x7 (a guess")
-    assert tpk.ShardingPlan.from_json(larger.to_json()) == larger

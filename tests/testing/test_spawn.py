@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.launching.rank_process import RankDied, RankStuck
-from tpkernels.testing.spawn import Pools, RanksFailed, WorkerPool
+from tpkernels.testing.spawn import MOST_GROUPS, Pools, RanksFailed, WorkerPool
 
 pytestmark = pytest.mark.gloo
 
@@ -169,3 +169,18 @@ def test_pools_are_kept_by_world_size_and_the_oldest_makes_room() -> None:
 def test_shared_ranks_come_from_a_fixture(ranks: Pools) -> None:
     assert ranks(2).run(reduce_sum, 1.0) == [3.0, 3.0]
     assert ranks(2) is ranks(2)
+
+
+def leave_groups(count: int) -> int:
+    """How many groups there are after making so many more."""
+    for _ in range(count):
+        dist.new_group([0, 1])
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.gloo
+def test_groups_that_calls_leave_behind_are_cleared_away_when_they_are_many() -> None:
+    with WorkerPool(2, forked=True) as pool:
+        assert pool.run(leave_groups, MOST_GROUPS - 1) == [MOST_GROUPS] * 2
+        assert pool.run(leave_groups, 1) == [MOST_GROUPS + 1] * 2, "so many may stay"
+        assert pool.run(leave_groups, 1) == [2, 2]

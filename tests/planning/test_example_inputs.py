@@ -1,0 +1,26 @@
+"""The inputs that a plan is made with: they are named, and can be given other sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tpkernels as tpk
+from tests.models import zoo
+from tpkernels.planning.example_inputs import Tokens
+
+pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
+
+pytestmark = pytest.mark.cpu
+
+
+def test_a_plan_names_the_inputs_for_which_it_counts_bytes() -> None:
+    model = zoo.build("bert")
+    guessed = tpk.make_plan(model, 2)
+    assert guessed.example == "input_ids 3x7 (a guess: pass example_inputs)"
+    assert f"sent per rank in one step of {guessed.example}: " in str(guessed)
+    given = tpk.make_plan(model, 2, example_inputs={"input_ids": torch.zeros(6, 7, dtype=torch.long)})
+    assert given.example == "input_ids 6x7" and given.wire_bytes > 1.8 * guessed.wire_bytes
+    larger = tpk.make_plan(model, 2, example_inputs=Tokens(6, 7))
+    assert larger.wire_bytes == given.wire_bytes and larger.example.startswith("input_ids 6x7 (a guess")
+    assert tpk.ShardingPlan.from_json(larger.to_json()) == larger
