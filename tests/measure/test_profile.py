@@ -50,6 +50,9 @@ def test_three_ways_of_training_are_the_same_and_everything_is_written(
     assert 0 < content["bounds"]["losses"] < 1e-3 * alone["losses"][0]
     picture = (tmp_path / "new" / "profile.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    page = (tmp_path / "new" / "profile.html").read_text()
+    assert page.count("<svg") == 2 and "bytes that crossed under a GEMM" in page and "Timeline of one step" in page
+    assert "Machine, versions, settings" in page and "src=" not in page and "<link" not in page, "it loads nothing"
     labels = {
         event["name"] for event in json.loads((tmp_path / "new" / "profile.trace.json").read_text())["traceEvents"]
     }

@@ -20,7 +20,7 @@ from tpkernels.measure.trace import RankTrace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Section", "bench_sections", "page", "svg"]
+__all__ = ["Section", "bench_sections", "page", "svg", "table", "write"]
 
 Section = tuple[str, str]
 """A heading, and the HTML below it."""
@@ -81,17 +81,23 @@ def bench_sections(results: Sequence[CaseResult], title: str, traces: Sequence[R
     return sections
 
 
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
+    """``kinds``: of each row its class, "roof", "best" or none."""
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    lines = [
+        f'<tr class="{kind}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+        for kind, cells in zip(kinds or [""] * len(rows), rows, strict=True)
+    ]
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>\n'
+
+
 def _case(result: CaseResult) -> str:
-    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in bench_table.HEADINGS)
-    lines = []
-    for name, cells in zip(bench_table.in_order(result), bench_table.rows(result), strict=True):
-        kind = "roof" if name in ("gemm", "comm") else "best" if name == result.fused_name else ""
-        lines.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    kinds = [
+        "roof" if name in ("gemm", "comm") else "best" if name == result.fused_name else ""
+        for name in bench_table.in_order(result)
+    ]
     heading = f"{result.op} {result.shape} {result.dtype} TP {result.world_size}"
-    return (
-        f'<h3>{html.escape(heading)}</h3><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>\n"
-    )
+    return f"<h3>{html.escape(heading)}</h3>{table(bench_table.HEADINGS, bench_table.rows(result), kinds)}"
 
 
 def _notes(results: Sequence[CaseResult]) -> str:

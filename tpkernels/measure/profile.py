@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=flags.new_folder,
         metavar="DIR",
-        help="write profile.json, profile.txt, profile.png and profile.trace.json",
+        help="write profile.json, profile.txt, profile.png, the page profile.html and profile.trace.json",
     )
     parser.add_argument("--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="for the whole run")
 

@@ -5,6 +5,7 @@ Refuses: a number without its samples, and times where the curves differ.  Ratio
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import statistics
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tpkernels.measure import figure, html_report
 from tpkernels.measure.curves import Curve, bound
 from tpkernels.measure.report import TABLES, measurement_to_json
 from tpkernels.measure.timing import Measurement
@@ -21,6 +23,7 @@ from tpkernels.measure.training import METHODS, NO_TP, OVERLAP, TP, RankResult, 
 from tpkernels.packages import needed
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 __all__ = ["Profile", "print_profile", "write"]
@@ -134,25 +137,45 @@ def _table(profile: Profile, title: str) -> Table:
     grid.add_column("")
     for name in METHODS:
         grid.add_column(name, justify="right")
+    for row in _rows(profile):
+        grid.add_row(*row)
+    return grid
+
+
+def _rows(profile: Profile) -> list[list[str]]:
+    """What is told, and of each method its cell."""
 
     def off(name: str, what: str) -> str:
-        if name == NO_TP:
-            return "[dim]reference[/dim]"
-        return f"{profile.difference(name, what):.2g} of {profile.bound(what):.2g}"
+        return "reference" if name == NO_TP else f"{profile.difference(name, what):.2g} of {profile.bound(what):.2g}"
 
-    def row(what: str, cells: list[str]) -> None:
-        grid.add_row(what, *cells)
-
-    row("loss, first to last step", [f"{c.losses[0]:.4f} to {c.losses[-1]:.4f}" for c in map(profile.curve, METHODS)])
-    row("  largest difference, of its bound", [off(name, "losses") for name in METHODS])
-    row("gradient norm, last step", [f"{profile.curve(name).norms[-1]:.5f}" for name in METHODS])
-    row("  largest difference, of its bound", [off(name, "norms") for name in METHODS])
+    curves = [profile.curve(name) for name in METHODS]
+    rows = [
+        ["loss, first to last step", *[f"{c.losses[0]:.4f} to {c.losses[-1]:.4f}" for c in curves]],
+        ["  largest difference, of its bound", *[off(name, "losses") for name in METHODS]],
+        ["gradient norm, last step", *[f"{c.norms[-1]:.5f}" for c in curves]],
+        ["  largest difference, of its bound", *[off(name, "norms") for name in METHODS]],
+    ]
     if profile.same:
-        row("step, ms", [_milliseconds(profile.step(name)) for name in METHODS])
-    row("peak memory of a rank, MiB", [f"{max(profile.peak_bytes(name)) / 2**20:.1f}" for name in METHODS])
-    row("bytes that crossed under a GEMM", [_percent(profile.overlaps(name), name) for name in METHODS])
-    row("waiting for messages", ["-" if name == NO_TP else f"{profile.waiting(name):.0%}" for name in METHODS])
-    return grid
+        rows.append(["step, ms", *[_milliseconds(profile.step(name)) for name in METHODS]])
+    return [
+        *rows,
+        ["peak memory of a rank, MiB", *[f"{max(profile.peak_bytes(name)) / 2**20:.1f}" for name in METHODS]],
+        ["bytes that crossed under a GEMM", *[_percent(profile.overlaps(name), name) for name in METHODS]],
+        ["waiting for messages", *["-" if name == NO_TP else f"{profile.waiting(name):.0%}" for name in METHODS]],
+    ]
+
+
+def sections(profile: Profile, title: str) -> list[html_report.Section]:
+    """Of the page: the verdict and the table, the panels, and one step of training with overlap."""
+    verdict = [f'<p class="bad">NOT THE SAME TRAINING {html.escape(line)}</p>' for line in profile.failures]
+    table = html_report.table(["", *METHODS], _rows(profile))
+    found = [("What was found", f'{"".join(verdict)}{table}<p class="note">{html.escape(_CAPTION)}</p>')]
+    found.append(("Curves, steps, memory", html_report.svg(lambda: panels(profile, title))))
+    step = f"{OVERLAP}, step 0"
+    traces = [trace for result in profile.results for trace in result.traces if trace.label == step]
+    if profile.same and traces:
+        found.append((f"Timeline of one step: {OVERLAP}", html_report.svg(lambda: figure.timeline(traces))))
+    return found
 
 
 def _milliseconds(times: Measurement) -> str:
@@ -166,7 +189,7 @@ def _percent(parts: Sequence[float], name: str) -> str:
 
 
 _CAPTION = (
-    "no TP: one process on one core (one GPU) while the other ranks' idle; the others: one core (GPU) a rank.\n"
+    "no TP: one process on one core (one GPU), while the others are idle; the others: one core (GPU) a rank.\n"
     "step: forward, backward, global gradient norm, optimizer; median of interleaved steps, slowest rank, "
     "± half the interquartile range.\n"
     "peak memory: tensors of the fullest rank (weights, optimizer state, one step), without what ranks share.\n"
@@ -175,22 +198,30 @@ _CAPTION = (
 
 
 def write(folder: Path, profile: Profile, title: str, environment: Mapping[str, Any]) -> list[str]:
-    """profile.json, profile.txt, and profile.png where matplotlib is installed; returns what to tell the user."""
+    """profile.json, profile.txt, profile.html, and profile.png where matplotlib is installed; returns what to say."""
     samples, text, picture = folder / "profile.json", folder / "profile.txt", folder / "profile.png"
     samples.write_text(json.dumps({**environment, **profile.to_json()}, indent=1) + "\n", encoding="utf-8")
     with text.open("w", encoding="utf-8") as file:
         print_profile(profile, title, file)
     refusal = draw(profile, title, picture)
     drawn = f"figure: {picture}" if refusal is None else f"no figure: {refusal}"
-    return [f"samples: {samples}", f"table: {text}", drawn]
+    page = html_report.write(folder / "profile.html", title, environment, sections(profile, title))
+    return [f"samples: {samples}", f"table: {text}", drawn, page]
 
 
 def draw(profile: Profile, title: str, path: Path) -> str | None:
     """Write the four panels as PNG; returns why there are none, or None."""
     try:
-        from matplotlib.figure import Figure  # no pyplot: no window system, no state
+        panels(profile, title).savefig(path, dpi=130)
     except ImportError:
         return "matplotlib is not installed (pip install matplotlib)"
+    return None
+
+
+def panels(profile: Profile, title: str) -> Figure:
+    """Losses, gradient norms, times of steps, and memory."""
+    from matplotlib.figure import Figure  # no pyplot: no window system, no state
+
     picture = Figure(figsize=(11, 7.5), layout="constrained")
     picture.suptitle(title, fontsize=10)
     loss, norm, step, memory = picture.subplots(2, 2).flat
@@ -212,8 +243,7 @@ def draw(profile: Profile, title: str, path: Path) -> str | None:
     memory.set_title("peak memory of the fullest rank, MiB of tensors", loc="left", fontsize=10)
     for axes in (loss, norm, step, memory):
         axes.spines[["top", "right"]].set_visible(False)
-    picture.savefig(path, dpi=130)
-    return None
+    return picture
 
 
 def _worst(profile: Profile, what: str) -> str:
