@@ -25,7 +25,7 @@ SHARES = {2: 50, 3: 14, 4: 6}
 def test_no_random_model_is_wrong(ranks: Pools, full: bool) -> None:
     models = proven = lost = 0
     for world, count in SHARES.items():
-        seeds = seeds_of(SEED + world, count * (10 if full else 1))
+        seeds = seeds_of(SEED + world, count * (30 if full else 1))
         print(f"seeds {seeds[0]} to {seeds[-1]} on {world} ranks")
         summary = fuzz(ranks, seeds, (world,), small=not full)
         told = [f"seed {failure['seed']}: {failure['verdict']['detail']}" for failure in summary.failures]

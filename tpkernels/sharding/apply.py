@@ -163,7 +163,7 @@ def parallelize(
             setattr(modules[name], attribute, values[tp.get_local_rank()])
         share_inputs(plan.shared, model, modules)
         if fused_norm:
-            fuse_norms(plan.fused, modules, tp, always=fused_norm is True)
+            fuse_norms(plan.fused, modules, tp, always=fused_norm != "auto")
         forks = run_sequence_parallel(plan, modules, tp)
         forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
