@@ -54,7 +54,7 @@ def measure_gather(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None:
     rank.preset()
     shards = partition.array_split_sizes(m, tp)
 
-    def launch(config: GemmConfig, out: Tensor, waits: bool) -> Callable[[], None]:
+    def launch(config: GemmConfig, out: Tensor, waits: bool) -> Callable[[], object]:
         arrivals = gather.Arrivals(rank.order("all_gather", shards, config, waits), rank.flags, rank.table, 1)
         return partial(gather.all_gather_matmul, whole, weight, out, arrivals, config)
 
@@ -75,7 +75,7 @@ def measure_scatter(lab: Lab, recorder: Recorder, shape: Shape, tp: int) -> None
     shards = partition.array_split_sizes(m, tp)
     out = x.new_empty(m, n)
 
-    def launches(config: GemmConfig) -> tuple[Callable[[], None], Callable[[], None]]:
+    def launches(config: GemmConfig) -> tuple[Callable[[], object], Callable[[], object]]:
         departures = departures_of(rank, out, shards, config)
         silent = gather.Arrivals(rank.order("reduce_scatter", shards, config, waits=False), rank.flags, rank.table, 1)
         return (
@@ -183,7 +183,7 @@ def departures_of(rank: LoneRank, out: Tensor, shards: tuple[int, ...], config: 
 
 def _compare(
     lab: Lab, recorder: Recorder, problem: str, a: Tensor, b: Tensor, out: Tensor,
-    ways: Mapping[str, tuple[Callable[[], None], Callable[[], None]]], rank: LoneRank,
+    ways: Mapping[str, tuple[Callable[[], object], Callable[[], object]]], rank: LoneRank,
 ) -> None:  # fmt: skip
     """ways: of each loop the kernel, and the one without waits; all write to `out`."""
     candidates: dict[str, Callable[[], object]] = {"cublas": lambda: torch.mm(a, b.t(), out=out)}

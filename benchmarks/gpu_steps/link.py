@@ -32,6 +32,7 @@ from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Raise, Steps
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.config import GemmConfig
+from tpkernels.kernels.known_launches import KnownLaunch
 
 TP = 8
 RATIOS = (1.0, 0.4)
@@ -129,7 +130,8 @@ class Pull:
         )
         self._flagged = _call(self.pipeline, self.rank, self._chunks(True), how)
         self._plain = _call(self.pipeline, self.rank, self._chunks(False))
-        self.kernel(rehearsal=True)
+        self._known: KnownLaunch | None = None
+        self._known = self.kernel(rehearsal=True)
         lab.settle()
 
     def _chunks(self, flags: bool) -> Sequence[Chunk]:
@@ -150,8 +152,11 @@ class Pull:
     def flag(self, peer: int, number: int) -> int:
         return self.rank.flags.data_ptr() + 4 * (peer * self.config.num_chunks + number)
 
-    def kernel(self, rehearsal: bool = False) -> None:
-        gather.all_gather_matmul(self.whole, self.weight, self.out, self.arrivals, self.config, rehearsal=rehearsal)
+    def kernel(self, rehearsal: bool = False) -> KnownLaunch | None:
+        """As `symmetric` launches it."""
+        return gather.all_gather_matmul(
+            self.whole, self.weight, self.out, self.arrivals, self.config, rehearsal=rehearsal, known=self._known
+        )
 
     def fused(self) -> None:
         self.rank.next_call()
@@ -236,7 +241,8 @@ class Push:
         )
         self.departures = departures_of(self.rank, self.partial, self.shards, self.config)
         self._flagged, self._plain = (_call(self.pipeline, self.rank, self._chunks(flags)) for flags in (True, False))
-        self.kernel(rehearsal=True)
+        self._known: KnownLaunch | None = None
+        self._known = self.kernel(rehearsal=True)
         lab.settle()
 
     def _chunks(self, flags: bool) -> Sequence[Chunk]:
@@ -255,8 +261,11 @@ class Push:
                 )  # fmt: skip
         return chunks
 
-    def kernel(self, rehearsal: bool = False) -> None:
-        scatter.matmul_reduce_scatter(self.x, self.weight, self.departures, self.config, rehearsal=rehearsal)
+    def kernel(self, rehearsal: bool = False) -> KnownLaunch | None:
+        """As `symmetric` launches it."""
+        return scatter.matmul_reduce_scatter(
+            self.x, self.weight, self.departures, self.config, rehearsal=rehearsal, known=self._known
+        )
 
     def reduce(self) -> None:
         n = self.sum.shape[1]

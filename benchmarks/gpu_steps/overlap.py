@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpu_steps.lab import Lab
 from gpu_steps.outcome import Recorder, Row, times_of
-from gpu_steps.roofline import DRIVER_CALL_S, TORCH_CALL_S, TRITON_LAUNCH_S, efficiency, overlapped_s
+from gpu_steps.roofline import DRIVER_CALL_S, KNOWN_LAUNCH_S, TORCH_CALL_S, efficiency, overlapped_s
 
 EFFICIENCY, SPEEDUP, HOST = "overlap efficiency", "unfused / fused", "host enqueue of fused, us"
 BESIDE = "cuBLAS beside the copies / alone"
@@ -37,7 +37,7 @@ class Forecast:
 
     @property
     def host_s(self) -> float:
-        return self.driver_calls * DRIVER_CALL_S + self.torch_calls * TORCH_CALL_S + TRITON_LAUNCH_S
+        return self.driver_calls * DRIVER_CALL_S + self.torch_calls * TORCH_CALL_S + KNOWN_LAUNCH_S
 
 
 def predict(recorder: Recorder, problem: str, forecast: Forecast, target: str, *, beside: bool) -> None:

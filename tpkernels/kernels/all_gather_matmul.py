@@ -35,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
+from tpkernels.kernels.known_launches import KnownLaunch, known_launch
 from tpkernels.kernels.operands import (
     ScaleKind,
     check_operands,
@@ -356,18 +357,27 @@ def all_gather_matmul(
     preactivation: Tensor | None = None,
     preactivation_up: Tensor | None = None,
     rehearsal: bool = False,
-) -> None:
+    known: KnownLaunch | None = None,
+) -> KnownLaunch | None:
     """Launch on the current stream, into `out` [M, N] (and `preactivation`, and `..._up`, laid out alike).
 
     whole [M, K] and weight [N, K] have any strides along M and N; whole's K is contiguous, weight's where it can be.
     weight_up has the strides of weight.
     Scales (fp8 operands) are fp32: one element each, or one per row of whole (any stride) and of weight.
 
-    A rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them.
+    A rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them. What it
+    returns may be given as `known` to launches on the current device that differ in the operands' addresses alone, and
+    spares them checks and most of the launch.
 
     Raises:
         ValueError: operands that do not fit together, or that the kernel cannot take.
     """
+    if known is not None:
+        known(
+            whole, weight, weight_up, out, out, preactivation, preactivation_up, bias, bias_up, scale_whole,
+            scale_weight, scale_weight_up,
+        )  # fmt: skip
+        return known
     gated = activation in GATED
     up = {"weight_up": weight_up is not None, "preactivation_up": preactivation_up is not None,
           "bias_up": bias_up is not None, "scale_weight_up": scale_weight_up is not None}  # fmt: skip
@@ -390,24 +400,33 @@ def all_gather_matmul(
             raise ValueError(f"{name} {tuple(other.shape)} strides {other.stride()} must be laid out like its pair")
     scale: ScaleKind = scale_kind(scale_whole, scale_weight, m, n)
     if (m == 0 or n == 0) and not rehearsal:
-        return
-    num_row_tiles = 0 if rehearsal else arrivals.order.shape[0]
-    tiles = max(1, num_row_tiles * triton.cdiv(n, config.block_n))
+        return None
+    num_row_tiles = arrivals.order.shape[0]
+    programs = min(max(1, num_row_tiles * triton.cdiv(n, config.block_n)), config.num_programs)
+    operands = (
+        operand(whole, config.block_m, config),
+        operand(weight, config.block_n, config, is_transposed(weight, config)),
+        operand(weight_up, config.block_n, config, is_transposed(weight, config)),
+        out, result_descriptor(out, config), preactivation, preactivation_up, bias, bias_up,
+        scale_whole, scale_weight, scale_weight_up,
+    )  # fmt: skip
+    tables = (arrivals.order, arrivals.signals, arrivals.group, arrivals.op)
+    numbers = (
+        n, k, whole.stride(0), weight.stride(0), weight.stride(1), out.stride(0), row_stride(scale_whole, scale),
+    )  # fmt: skip
+    constants = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "EVEN_K": k > 0 and k % config.block_k == 0, "DESCRIPTORS": config.descriptors,
+        "TRANSPOSED": is_transposed(weight, config), "PRECISION": config.precision,
+        "ACTIVATION": activation, "HAS_BIAS": bias is not None, "SCALE": scale,
+        "KEEP_PREACTIVATION": preactivation is not None, "LOOP": loop_of(whole, weight, config),
+    }  # fmt: skip
     kernel: Any = all_gather_matmul_kernel
     with torch.cuda.device_of(whole):
-        kernel[(min(tiles, config.num_programs),)](
-            operand(whole, config.block_m, config),
-            operand(weight, config.block_n, config, is_transposed(weight, config)),
-            operand(weight_up, config.block_n, config, is_transposed(weight, config)),
-            out, result_descriptor(out, config), preactivation, preactivation_up, bias, bias_up,
-            scale_whole, scale_weight, scale_weight_up,
-            arrivals.order, arrivals.signals, arrivals.group, arrivals.op,
-            num_row_tiles, n, k, whole.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
-            row_stride(scale_whole, scale),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            EVEN_K=k > 0 and k % config.block_k == 0, DESCRIPTORS=config.descriptors,
-            TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,
-            ACTIVATION=activation, HAS_BIAS=bias is not None, SCALE=scale,
-            KEEP_PREACTIVATION=preactivation is not None, LOOP=loop_of(whole, weight, config),
+        compiled = kernel[(1 if rehearsal else programs,)](
+            *operands, *tables, 0 if rehearsal else num_row_tiles, *numbers, **constants,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
+    if m == 0 or n == 0:
+        return None
+    return known_launch(compiled, programs, operands, (*tables, num_row_tiles, *numbers, *constants.values()))

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
+from tpkernels.kernels.known_launches import KnownLaunch, known_launch
 from tpkernels.kernels.operands import check_operands, is_transposed, loop_of, operand, row_stride, scale_kind
 from tpkernels.kernels.signals import announce, count_tile, current_call, has_failed
 from tpkernels.kernels.tiles import (
@@ -277,38 +278,52 @@ def matmul_reduce_scatter(
     scale_x: Tensor | None = None,
     scale_weight: Tensor | None = None,
     rehearsal: bool = False,
-) -> None:
+    known: KnownLaunch | None = None,
+) -> KnownLaunch | None:
     """Launch on the current stream. x [M, K], its K contiguous; weight [N, K] with any strides; addend [M, N].
 
     Nothing is announced for chunks without elements (no rows, or N = 0): their owner must not wait for them. A
-    rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them.
+    rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them. What it
+    returns may be given as `known` to launches on the current device that differ in the addresses of the operands and
+    of the table `staging` alone, and spares them checks and most of the launch.
 
     Raises:
         ValueError: operands that do not fit together, or that the kernel cannot take.
     """
+    if known is not None:
+        known(x, weight, addend, scale_x, scale_weight, departures.order, departures.staging)
+        return known
     (m, k), n = check_operands(x, weight, addend, config, "none"), weight.shape[0]
     if departures.staging_dtype not in _STAGING:
         raise ValueError(f"staging_dtype ({departures.staging_dtype}) must be one of {', '.join(map(str, _STAGING))}")
     scale = scale_kind(scale_x, scale_weight, m, n)
     if (m == 0 or n == 0) and not rehearsal:
-        return
-    num_row_tiles = 0 if rehearsal else departures.order.shape[0]
-    tiles = max(1, num_row_tiles * triton.cdiv(n, config.block_n))
+        return None
+    num_row_tiles = departures.order.shape[0]
+    programs = min(max(1, num_row_tiles * triton.cdiv(n, config.block_n)), config.num_programs)
+    operands = (
+        operand(x, config.block_m, config),
+        operand(weight, config.block_n, config, is_transposed(weight, config)),
+        addend, scale_x, scale_weight, departures.order, departures.staging,
+    )  # fmt: skip
+    tables = (departures.signals, departures.counters, departures.group)
+    numbers = (
+        n, k, x.stride(0), weight.stride(0), weight.stride(1), 0 if addend is None else addend.stride(0),
+        departures.staging_stride, row_stride(scale_x, scale),
+    )  # fmt: skip
+    constants = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "EVEN_K": k > 0 and k % config.block_k == 0, "DESCRIPTORS": config.descriptors,
+        "TRANSPOSED": is_transposed(weight, config), "PRECISION": config.precision,
+        "STAGING": _STAGING[departures.staging_dtype], "SIGNAL": tl.int64 if departures.signal_pads else tl.int32,
+        "HAS_ADDEND": addend is not None, "SCALE": scale, "LOOP": loop_of(x, weight, config),
+    }  # fmt: skip
     kernel: Any = matmul_reduce_scatter_kernel
     with torch.cuda.device_of(x):
-        kernel[(min(tiles, config.num_programs),)](
-            operand(x, config.block_m, config),
-            operand(weight, config.block_n, config, is_transposed(weight, config)),
-            addend, scale_x, scale_weight,
-            departures.order, departures.staging, departures.signals, departures.counters, departures.group,
-            num_row_tiles, n, k, x.stride(0), weight.stride(0), weight.stride(1),
-            0 if addend is None else addend.stride(0), departures.staging_stride,
-            row_stride(scale_x, scale),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            EVEN_K=k > 0 and k % config.block_k == 0, DESCRIPTORS=config.descriptors,
-            TRANSPOSED=is_transposed(weight, config), PRECISION=config.precision,
-            STAGING=_STAGING[departures.staging_dtype],
-            SIGNAL=tl.int64 if departures.signal_pads else tl.int32, HAS_ADDEND=addend is not None, SCALE=scale,
-            LOOP=loop_of(x, weight, config),
+        compiled = kernel[(1 if rehearsal else programs,)](
+            *operands, *tables, 0 if rehearsal else num_row_tiles, *numbers, **constants,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
+    if m == 0 or n == 0:
+        return None
+    return known_launch(compiled, programs, operands, (*tables, num_row_tiles, *numbers, *constants.values()))

@@ -10,8 +10,8 @@ from tpkernels.gemm import fp8
 __all__ = ["of_copies", "of_one_kernel"]
 
 # Modelled, in microseconds, where no group has measured it ("symmetric_call_us", "symmetric_kernel_us"): what a call
-# costs whose data is small.  One of copies asks the driver for some 28 things at 1.5 each (tests/cuda/
-# test_driver_calls.py counts them at world 8), beside 30 of Python and as many of Triton's launcher.
+# costs whose data is small.  One of copies asks the driver for some 23 things at 1.5 each (tests/cuda/
+# test_driver_calls.py counts them at world 8), beside 50 of Python, Triton's launcher among it.
 CALL_US, KERNEL_US = 100.0, 10.0
 # Modelled, until a GPU has compared them: the rate of the fused GEMM against the library's.  fp32 runs without tensor
 # cores.

@@ -1,7 +1,8 @@
 """GEMM kernels of ``symmetric``, ready to be enqueued: configurations, tables on the device, and a rehearsal of each.
 
 What a launch needs beside the call's own tensors is made at the first call of its kind and remembered by the channel;
-after that nothing is uploaded, so that calls can be captured.  Triton is imported here, when the first call needs it.
+after that nothing is uploaded, so that calls can be captured, and nothing is checked or specialised anew: of Triton
+only its launcher is left (`tpkernels/kernels/known_launches.py`).  Triton is imported when the first call needs it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.ops.contract import AllGatherMatmul, Context, MatmulReduceScatter
 from tpkernels.partition import Layout
+
+if TYPE_CHECKING:
+    from tpkernels.kernels.known_launches import KnownLaunch
 
 __all__ = ["Launch", "gather_launches", "scatter_launch"]
 
@@ -57,7 +61,7 @@ def _gather_launch(
         settings[f"preactivation{suffix}"] = epilogue.preactivations[part] if epilogue.preactivations else None
     tensors = [x, weights[0], out, *(value for value in settings.values() if not isinstance(value, str))]
 
-    def launch_of(arrivals: kernel.Arrivals, config: GemmConfig) -> Callable[..., None]:
+    def launch_of(arrivals: kernel.Arrivals, config: GemmConfig) -> Callable[..., KnownLaunch | None]:
         return partial(kernel.all_gather_matmul, x, weights[0], out, arrivals, config, **settings)
 
     def prepare() -> _Prepared:
@@ -67,21 +71,30 @@ def _gather_launch(
             order=_order(channel, "all_gather_order", call.layout, config), signals=channel.flags,
             group=_table(channel), op=channel.op("all_gather_matmul"),
         )  # fmt: skip
-        kind = ("gather", config, settings["activation"], call.out_dtype)
-        _rehearse(channel, kind, tensors, launch_of(arrivals, config))
-        return _Prepared(config, arrivals, cut)
+        return _Prepared(config, arrivals, cut, _rehearse(launch_of(arrivals, config)))
 
     kind = ("gather", call.layout, settings["activation"], call.out_dtype)
-    config, arrivals, num_chunks = _known(channel, context, kind, tensors, prepare)
-    return launch_of(arrivals, config), num_chunks
+    config, arrivals, num_chunks, known = _known(channel, context, kind, tensors, prepare)
+    return _like(known, launch_of(arrivals, config)), num_chunks
 
 
 class _Prepared(NamedTuple):
-    """What the launches of a kind have in common: tiles, tables on the device, and the chunks of every shard."""
+    """What the launches of a kind have in common.
+
+    tables: on the device.  num_chunks: of every shard.  known: where Triton compiles.
+    """
 
     config: GemmConfig
     tables: Any
     num_chunks: int
+    known: KnownLaunch | None
+
+
+def _like(known: KnownLaunch | None, launch: Callable[..., object]) -> Launch:
+    def run() -> None:
+        launch(known=known)
+
+    return run
 
 
 def _known(
@@ -128,7 +141,7 @@ def scatter_launch(
     weight = matrix.t()
     operands = (x, weight, addend, scale_x, scale_weight)
 
-    def launch_of(departures: kernel.Departures, config: GemmConfig) -> Callable[..., None]:
+    def launch_of(departures: kernel.Departures, config: GemmConfig) -> Callable[..., KnownLaunch | None]:
         return partial(
             kernel.matmul_reduce_scatter, x, weight, departures, config, addend=addend, scale_x=scale_x,
             scale_weight=scale_weight,
@@ -146,15 +159,14 @@ def scatter_launch(
             counters=channel.counters, group=_table(channel), staging_dtype=call.like.dtype,
             staging_stride=call.columns,
         )  # fmt: skip
-        _rehearse(channel, ("scatter", config, call.out_dtype), operands, launch_of(departures, config))
-        return _Prepared(config, departures, cut)
+        return _Prepared(config, departures, cut, _rehearse(launch_of(departures, config)))
 
-    config, departures, num_chunks = _known(
+    config, departures, num_chunks, known = _known(
         channel, context, ("scatter", call.layout, call.like.dtype, call.columns, call.out_dtype), operands, prepare
     )
     # Added on the device: nothing is uploaded for a call whose kind is known.
     placed = replace(departures, staging=departures.staging + staging.data_ptr())
-    return launch_of(placed, config), num_chunks
+    return _like(known, launch_of(placed, config)), num_chunks
 
 
 def _numbers(operand: Operand) -> tuple[Tensor, Tensor | None]:
@@ -215,13 +227,6 @@ def _table(channel: Channel) -> Tensor:
     return table
 
 
-def _rehearse(
-    channel: Channel, kind: tuple[Any, ...], operands: Sequence[Tensor | None], launch: Callable[..., None]
-) -> None:
+def _rehearse(launch: Callable[..., KnownLaunch | None]) -> KnownLaunch | None:
     """Load a kernel before the first call that waits in it: loading may wait for kernels that wait for this rank."""
-
-    def rehearse() -> bool:
-        launch(rehearsal=True)
-        return True
-
-    channel.remember((*kind, *_facts(operands)), rehearse)
+    return launch(rehearsal=True)

@@ -245,7 +245,11 @@ class _Bench:
         }  # fmt: skip
         if self._gemm.gated:
             settled |= {"weight_up": self._weights[1], "bias_up": bias, "scale_weight_up": scale}
-        return lambda: kernel.all_gather_matmul(self._x, self._weights[0], out, arrivals, settings, **settled)
+
+        def launch() -> None:
+            kernel.all_gather_matmul(self._x, self._weights[0], out, arrivals, settings, **settled)
+
+        return launch
 
     def _scatter(self, settings: GemmConfig) -> Callable[[], None]:
         from tpkernels.kernels import matmul_reduce_scatter as kernel
@@ -262,9 +266,13 @@ class _Bench:
             group=self._table, staging_dtype=self._gemm.result_dtype, staging_stride=self._gemm.n,
         )  # fmt: skip
         scale = None if self._scale is None else self._of_columns
-        return lambda: kernel.matmul_reduce_scatter(
-            self._x, self._weights[0], departures, settings, scale_x=self._scale, scale_weight=scale
-        )
+
+        def launch() -> None:
+            kernel.matmul_reduce_scatter(
+                self._x, self._weights[0], departures, settings, scale_x=self._scale, scale_weight=scale
+            )
+
+        return launch
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
