@@ -88,3 +88,9 @@ def test_the_old_name_of_a_variable_of_torch_counts_as_set() -> None:
 def test_blocking_waits_are_read_as_torch_reads_them(value: str | None, blocks: bool) -> None:
     environ = {} if value is None else {"TORCH_NCCL_BLOCKING_WAIT": value}
     assert config.nccl_waits_block(environ) == blocks
+
+
+def test_a_local_rank_is_a_number_or_nothing() -> None:
+    assert config.local_rank({}) is None and config.local_rank({"LOCAL_RANK": "3"}) == 3
+    with pytest.raises(ValueError, match="LOCAL_RANK must be a number of at least 0, got '-1'"):
+        config.local_rank({"LOCAL_RANK": "-1"})

@@ -40,7 +40,8 @@ from pathlib import Path
 from tpkernels import launchers
 
 __all__ = [
-    "Config", "inherited", "job_environment", "load", "meeting", "nccl_failures_raise", "nccl_waits_block",
+    "Config", "inherited", "job_environment", "load", "local_rank", "meeting", "nccl_failures_raise",
+    "nccl_waits_block",
 ]  # fmt: skip
 
 # How the threads that torch gives an NCCL group treat an operation that fails or takes longer than the time-out; read
@@ -111,6 +112,20 @@ def job_environment(environ: Mapping[str, str] = os.environ) -> launchers.Job | 
         ValueError: variables that contradict each other.
     """
     return launchers.job_of(environ)
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """What torch's meshes take for the number of this process's GPU; None where it is not set.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    value = environ.get("LOCAL_RANK")
+    if value is None:
+        return None
+    if not value.isdecimal():
+        raise ValueError(f"LOCAL_RANK must be a number of at least 0, got {value!r}")
+    return int(value)
 
 
 def meeting(job: launchers.Job, environ: Mapping[str, str] = os.environ) -> launchers.Meeting | None:

@@ -79,6 +79,26 @@ def test_a_rank_takes_its_gpu_among_those_that_its_process_is_shown(
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize(("visible", "gpu"), [(1, 0), (4, 3)])
+def test_so_does_a_rank_whose_group_somebody_else_has_made(
+    alone: None, monkeypatch: pytest.MonkeyPatch, visible: int, gpu: int
+) -> None:
+    """By itself a mesh takes LOCAL_RANK, whatever the process is shown."""
+    tpk.init()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    with pytest.raises(Taken) as taken:
+        tpk.init(device="cuda")
+    assert taken.value.args == (gpu,)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # somebody has chosen one: it stays
+    with monkeypatch.context() as chosen:
+        chosen.setattr(groups, "init_device_mesh", lambda *arguments, **options: "a mesh")
+        assert tpk.init(device="cuda") == "a mesh"
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize(("mine", "torchs"), [(None, "2"), ("3", "3")])
 def test_groups_on_gpus_are_made_so_that_their_failures_raise(
     alone: None, monkeypatch: pytest.MonkeyPatch, mine: str | None, torchs: str

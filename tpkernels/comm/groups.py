@@ -281,6 +281,11 @@ def _make_mesh(
 ) -> DeviceMesh:
     if not dist.is_initialized():
         _init_process_group(device, environment, timeout)
+    elif device == "cuda" and not torch.cuda.is_initialized():
+        # Nobody has chosen a GPU yet. A mesh would, by this number, also in a process that is shown one GPU alone.
+        local_rank = config.local_rank()
+        if local_rank is not None:
+            torch.cuda.set_device(_own_gpu(local_rank))
     # Groups of a mesh do not inherit the options of the default group. One axis of all ranks *is* the default group.
     # Each has options of its own, into which c10d writes the group's name.
     own = device == "cuda" and dp > 1 and tp > 1
