@@ -31,6 +31,7 @@ setup["replace"](package / setup["CUDA_MODULE"], built.read_bytes())
 record = {"built": True, "module": setup["CUDA_MODULE"], **facts}
 setup["replace"](package / setup["CUDA_RECORD"], json.dumps(record, indent=1).encode())
 """
+LOADS = f"from {cuda_native.__name__} import load; load()"
 
 
 class Unavailable(Exception):
@@ -46,8 +47,7 @@ def build(recorder: Recorder) -> None:
         raise RuntimeError(f"the library that was handed in cannot be used: {cuda_native.why_not()}")
     environment = {**os.environ, "TPKERNELS_CUDA": "1"}
     built = run_program([sys.executable, "-c", BUILD], recorder.log("setup"), environment)
-    loads = [sys.executable, "-c", "from tpkernels.comm import cuda_native; cuda_native.load()"]
-    loaded = run_program(loads, recorder.log("load"))
+    loaded = run_program([sys.executable, "-c", LOADS], recorder.log("load"))
     if loaded.status != 0:
         said = [line for line in (built.text + loaded.text).splitlines() if "rror" in line or "without" in line]
         raise RuntimeError(f"the CUDA kernels cannot be built: {' / '.join(said[-3:])}")

@@ -300,6 +300,22 @@ def test_a_library_that_was_handed_in_is_never_replaced_by_a_built_one(
     assert "the library that was handed in cannot be used: the CUDA kernels do not load" in reason
 
 
+@pytest.mark.cpu
+def test_a_library_that_is_missing_is_built_and_then_loaded_by_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without nvcc: what was built before stands for what the build makes."""
+    monkeypatch.setattr(cuda_native, "library", lambda: None)
+    monkeypatch.setattr(cuda_native, "file", lambda: cuda_native.FILE)
+    monkeypatch.setattr(programs, "BUILD", "print('error: no nvcc')")
+    for library, status in ((tmp_path / "none.so", 1), (emulator.library(), 0)):
+        monkeypatch.setenv(one_gpu.LIBRARY, str(library))
+        assert one_gpu.run_step(STEPS["build"], tmp_path) == status
+        filed = json.loads((tmp_path / "step-build.json").read_text())
+        assert filed["facts"] == ({} if status else {"CUDA kernels": "built"}), filed
+        assert ("the CUDA kernels cannot be built: error: no nvcc / " in filed["reason"]) is bool(status)
+
+
 # --- every set on an emulated GPU -------------------------------------------------------------------------------------
 
 LABELS = {
