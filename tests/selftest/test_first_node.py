@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import tpkernels as tpk
 from tpkernels.cli import main
 from tpkernels.dispatch import OPS
 from tpkernels.selftest import first_node
@@ -81,6 +82,57 @@ def diverges(setting: Setting) -> dict[str, Any]:
     finally:
         steps.tpk.data_parallel = data_parallel
         dist.barrier()
+
+
+def captured_on_cpu(setting: Setting, faulty: bool) -> dict[str, Any]:
+    """A step with replays, for which calls stand. Of `faulty` ones two cannot be made, one refuses, one is wrong."""
+    kinds = {"auto": "refuses", "torch": "fails", "unfused": "fails", "shared_memory": "wrong"} if faulty else {}
+    ours, torch_sum, seeded = steps._ours, steps._torch_sum, dict[Any, str]()
+
+    def noted(name: str, call: Any) -> Any:
+        seeded[call] = kinds.get(name, "")
+        return call
+
+    def captured(call: Any) -> Any:
+        match seeded.get(call):
+            case "refuses":
+                raise tpk.errors.UnsupportedProblem("symmetric: the first call of its kind cannot be captured")
+            case "fails":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            case "wrong":
+                return lambda: call() + 1
+            case _:
+                return call
+
+    steps._ours = lambda x, group, name: noted(name, ours(x, group, name))
+    steps._torch_sum = lambda x, group: noted("torch", torch_sum(x, group))
+    steps._can_capture, steps._captured = lambda device: True, captured
+    if faulty:
+        return steps.all_reduce(setting, 4096)
+    steps.SHAPES["matmul_all_reduce"] = ("256x14336x4096",)
+    return steps.speed(setting, "matmul_all_reduce")
+
+
+def test_what_is_captured_is_judged_and_what_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, forked: None, tmp_path: Path
+) -> None:
+    """On CPUs; what a GPU does with these graphs, a GPU will show."""
+    both = [Step("right", captured_on_cpu, (False,)), Step("faulty", captured_on_cpu, (True,))]
+    monkeypatch.setattr(first_node, "steps_of", lambda setting: both)
+    _, found = run(tmp_path, "--nproc", "2")
+    (case,) = found["right"]["numbers"]["cases"]
+    captured = {name for name in case["times"] if name.endswith(", captured")}
+    assert found["right"]["status"] == "right" and captured >= {"torch, captured", "unfused, captured"}
+    numbers, detail = found["faulty"]["numbers"], found["faulty"]["detail"]
+    assert {"auto", "torch", "unfused", "shared_memory"} == numbers["median_us"].keys(), (
+        "what was measured before stays"
+    )
+    assert "cannot be captured" in numbers["left_out"]["auto, captured"]
+    assert "torch, captured: operation not permitted" in numbers["left_out"]["torch, captured"]
+    assert found["faulty"]["status"] == "wrong" and "torch" not in detail and "auto" not in detail
+    for rank in range(2):
+        assert f"rank {rank}: unfused, captured: operation not permitted" in detail
+        assert f"rank {rank}: shared_memory, captured is wrong" in detail
 
 
 def test_a_step_that_fails_is_a_line_and_the_next_ones_run(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,10 @@ import tpkernels as tpk
 from tpkernels.dispatch import OPS, implementations
 from tpkernels.measure.bench import Plan, time_case
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase, torch_all_gather
-from tpkernels.measure.report import measurement_to_json
+from tpkernels.measure.report import CaseResult, measurement_to_json
+from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.suites import scaled
-from tpkernels.measure.timing import measure
+from tpkernels.measure.timing import Measurement, measure
 from tpkernels.selftest.compare import compare, merge
 from tpkernels.selftest.ops import Place, op_subjects
 
@@ -46,6 +48,7 @@ SHAPES = {
     "matmul_reduce_scatter": ("8192x14336x4096", "8192x28672x8192", "256x28672x8192"),
     "matmul_all_reduce": ("1x14336x4096", "32x14336x4096", "256x14336x4096", "8192x14336x4096"),
 }
+OF_OTHERS = ("torch", *(rival.name for rival in RIVALS))
 _COLUMNS = 4096
 
 
@@ -128,7 +131,7 @@ def _judged_and_timed(
     """Medians of what is right; who cannot run is left out with the reason, by all ranks alike."""
     left_out: dict[str, str] = {}
     wrong: list[str] = []
-    usable: dict[str, Callable[[], object]] = {}
+    usable: dict[str, Callable[[], Tensor]] = {}
     for name, call in calls.items():
         try:
             right = [is_right(call()) for _ in range(3)]  # slots alternate
@@ -139,10 +142,11 @@ def _judged_and_timed(
             usable[name] = call
         else:
             wrong.append(f"{name} is wrong")
-    times = measure(usable, repeats=setting.repeats, warmup=setting.warmup, group=group, device=device)
-    if device.type == "cuda":
-        captured = {f"{name}, captured": _captured(usable[name]) for name in usable}
-        times |= measure(captured, repeats=setting.repeats, warmup=setting.warmup, group=group, device=device)
+    times = _times(setting, usable, group, device)
+    replayed = _replayed(setting, usable, lambda name, y: "" if is_right(y) else f"{name} is wrong", group, device)
+    times |= replayed.times
+    left_out |= replayed.left_out
+    wrong += replayed.wrong
     return {
         "median_us": {name: 1e6 * one.median for name, one in times.items()},
         "times": {name: measurement_to_json(one) for name, one in times.items()},
@@ -151,8 +155,74 @@ def _judged_and_timed(
     }
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The replay of a CUDA graph with the call in it."""
+class _Replayed(NamedTuple):
+    """As of calls that are not captured: the times of those that are right, and who is left out, and why."""
+
+    times: dict[str, Measurement]
+    left_out: dict[str, str]
+    wrong: list[str]
+
+
+def _replayed(
+    setting: Setting,
+    calls: Mapping[str, Callable[[], Tensor]],
+    judge: Callable[[str, Tensor], str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> _Replayed:
+    """The same calls as replays of CUDA graphs; `judge` says what is wrong with a result, "" if nothing is.
+
+    A call that cannot be captured is left out, by all ranks alike, and wrong if it is ours and has not refused.
+    """
+    found, usable = _Replayed({}, {}, []), {}
+    for call, make in calls.items() if _can_capture(device) else ():
+        name = f"{call}, captured"
+        replay, mine = _tried(name, make, judge)
+        told = _from_all_ranks(mine)
+        wrong = [f"rank {rank}: {one.wrong}" for rank, one in enumerate(told) if one.wrong]
+        refused = [f"rank {rank}: {one.refused}" for rank, one in enumerate(told) if one.refused]
+        if replay is not None and not wrong and not refused:
+            usable[name] = replay
+        elif call in OF_OTHERS or not wrong:
+            found.left_out[name] = "; ".join(wrong + refused)
+        else:
+            found.wrong.extend(wrong)
+    found.times.update(_times(setting, usable, group, device))
+    return found
+
+
+class _Tried(NamedTuple):
+    wrong: str
+    refused: str
+
+
+def _tried(
+    name: str, make: Callable[[], Tensor], judge: Callable[[str, Tensor], str]
+) -> tuple[Callable[[], Tensor] | None, _Tried]:
+    try:
+        replay = _captured(make)
+        return replay, _Tried(next(filter(None, (judge(name, replay()) for _ in range(2))), ""), "")
+    except tpk.errors.UnsupportedProblem as refusal:
+        return None, _Tried("", str(refusal).splitlines()[-1].strip())
+    except RuntimeError as error:  # of CUDA, or of a library
+        return None, _Tried(f"{name}: {error}".splitlines()[0], "")
+
+
+def _times(
+    setting: Setting, calls: Mapping[str, Callable[[], Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Measurement]:
+    """Nothing where nothing is right."""
+    if not calls:
+        return {}
+    return measure(calls, repeats=setting.repeats, warmup=setting.warmup, group=group, device=device)
+
+
+def _can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The replay of a CUDA graph with the call in it; what it returns is written anew by each."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -160,8 +230,13 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        out = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
 
 
 def beside_a_collective(setting: Setting) -> dict[str, Any]:
@@ -235,7 +310,8 @@ def _train(model: nn.Module, mesh: Any, device: torch.device) -> list[float]:
 
 
 def speed(setting: Setting, op: str) -> dict[str, Any]:
-    """All ways of doing an op that `tpkernels bench` compares, after each was verified, and ours captured."""
+    """All ways of doing an op that `tpkernels bench` compares, after each was verified; ours, NCCL's and torch's
+    symmetric memory's captured, too."""
     with _ranks(setting) as (mesh, device), torch.no_grad():
         group = mesh["tp"].get_group()
         plan = Plan((), device=setting.device, repeats=setting.repeats, warmup=setting.warmup)
@@ -245,18 +321,34 @@ def speed(setting: Setting, op: str) -> dict[str, Any]:
         for index, text in enumerate(SHAPES[op]):
             case = TimedCase(op, scaled(Shape.parse(text), setting.divisor), torch.bfloat16, group, device, seed=index)
             result = time_case(case, plan, dist.new_group(backend="gloo"))
-            times = dict(result.times)
-            if device.type == "cuda":
-                captured = {f"{name}, captured": _captured(case.ours(name)) for name in ("unfused", result.chosen)}
-                times |= measure(captured, repeats=plan.repeats, warmup=plan.warmup, group=group, device=device)
+            replayed = _replayed(setting, _to_capture(case, result), partial(_verdict, case), group, device)
+            times = {**result.times, **replayed.times}
             wrong += [f"{case.shape} {name}: {why}" for name, why in result.failures.items()]
+            wrong += [f"{case.shape} {why}" for why in replayed.wrong]
             shown = [name for name in ("torch", "unfused", "auto") if name in times]
             medians |= {f"{case.shape} {name}": 1e6 * times[name].median for name in shown}
             cases.append({
-                "shape": str(case.shape), "chosen": result.chosen, "left_out": result.notes,
+                "shape": str(case.shape), "chosen": result.chosen, "left_out": {**result.notes, **replayed.left_out},
                 "times": {name: measurement_to_json(one) for name, one in times.items()},
             })  # fmt: skip
         return {"median_us": medians, "cases": cases, "wrong": wrong}
+
+
+def _to_capture(case: TimedCase, result: CaseResult) -> dict[str, Callable[[], Tensor]]:
+    """Of the ways that were right."""
+    ways: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        name: partial(case.ours, name) for name in ("unfused", result.chosen)
+    }
+    ways |= {one.name: partial(one.make, case) for one in RIVALS} | {"torch": lambda: case.torch_baseline}
+    return {name: make() for name, make in ways.items() if name in result.times}
+
+
+def _verdict(case: TimedCase, name: str, result: Tensor) -> str:
+    try:
+        case.verify(name.removesuffix(", captured"), result)
+    except AssertionError as error:
+        return f"{name}: {str(error).splitlines()[0]}"
+    return ""
 
 
 def _from_all_ranks(mine: Any) -> list[Any]:
