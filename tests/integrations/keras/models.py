@@ -1,7 +1,8 @@
 """Models, data and one training run for the tests of ``tpk.keras``; in float64, so that bounds are tight.
 
-Keras itself multiplies float64 tensors in float32 (``keras.ops.matmul``), which Dense does and EinsumDense does not.
-:func:`exact` has the Dense layers of an unsharded model multiply in float64, as the reference of the parallel one.
+Keras itself multiplies float64 tensors in float32 (``keras.ops.matmul``, in Dense), and 3.16 adds them in float32, too
+(``keras.ops.add``, in EinsumDense).  :func:`exact` has both layers of an unsharded model compute in float64, as the
+reference of the parallel one.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def data(rows: int = 24) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact(model: Any) -> Any:
-    """Multiply in float64 in the Dense layers of an unsharded model."""
+    """Compute in float64 in the Dense and EinsumDense layers of an unsharded model."""
     keras = keras_on_torch()
     for layer in model._flatten_layers():
-        if type(layer) is keras.layers.Dense:
+        if type(layer) in (keras.layers.Dense, keras.layers.EinsumDense):
             object.__setattr__(layer, "call", _Exact(layer))
     return model
 
@@ -73,7 +74,8 @@ class _Exact:
         if layer.lora_enabled:
             scale = layer.lora_alpha / layer.lora_rank
             kernel = kernel + scale * (layer.lora_kernel_a.value @ layer.lora_kernel_b.value).to(kernel.dtype)
-        y = torch.nn.functional.linear(x, kernel.t(), None if layer.bias is None else layer.bias.value)
+        y = torch.einsum(getattr(layer, "equation", "...i,io->...o"), x, kernel)
+        y = y if layer.bias is None else y + layer.bias.value
         return y if layer.activation is None else layer.activation(y)
 
 

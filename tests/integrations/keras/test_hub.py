@@ -15,7 +15,11 @@ from tests.integrations.keras.test_training import TIMEOUT
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("keras")
-pytest.importorskip("keras_hub", reason="KerasHub is missing: pip install --no-deps keras-hub")
+pytest.importorskip(
+    "keras_hub",
+    reason="KerasHub is missing, or not for this Keras: pip install --no-deps keras-hub",
+    exc_type=ImportError,
+)
 pytestmark = pytest.mark.gloo
 
 BOUND = 1e-6

@@ -224,8 +224,13 @@ def move(variable: Any, value: Any, layout: Any) -> None:
 
 
 def base_metrics_result(model: Any) -> Any:
-    """The metrics of this process alone: Keras 3.16 sums them over all processes, which here see the same batch."""
-    return private("metrics")(model)
+    """The metrics of this process alone: Keras 3.16 sums them over all processes, which here see the same batch.
+
+    The values are copies: some metrics return a view of their state, which validation overwrites before callbacks read
+    the results of training.  Keras 3.16 copies its sums for the same reason.
+    """
+    found = private("metrics")(model)
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
 def forget_functions(model: Any) -> None:
