@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 500
-PROGRAM = """
-import warnings
+BUILD = """
+import sys, warnings
 import keras
 import numpy as np
 import tpkernels as tpk
@@ -28,7 +28,12 @@ def build():
     x = layers.Dense(8, name="down")(layers.Dense(32, activation="tanh", name="up")(x)) + x
     x = layers.Dense(9, name="odd")(x)
     return keras.Model(ids, layers.Dense(5, name="head")(layers.GlobalAveragePooling1D()(x)))
-
+"""
+ON_TORCH = """
+for n in (2, 4):
+    open(f"{n}.json", "w").write(tpk.keras.make_plan(build(), n).to_json())
+"""
+ON_JAX = """
 def trained(model):
     random = np.random.default_rng(1)
     x, y = random.integers(0, 50, size=(16, 6)).astype("int32"), random.integers(0, 5, size=(16,))
@@ -38,41 +43,75 @@ def trained(model):
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
     return [*model.get_weights(), model.predict(x, verbose=0)]
 
+def moved(n, **options):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        devices = None if n == 4 else [f"cpu:{one}" for one in range(n)]
+        model = tpk.keras.TensorParallel(build(), world_size=n, device_ids=devices, **options)
+    said = [str(one.message) for one in seen if "these stay whole" in str(one.message)]
+    assert len(said) == (n > 1) and all("odd/kernel (9), odd/bias (9)" in one for one in said), (n, said)
+    for mine, whole in zip(trained(model), expected, strict=True):
+        assert np.abs(mine - whole).max() < 1e-5, n
+    for name, shape in (("up", (8, 32 // n)), ("down", (32 // n, 8)), ("odd", (8, 9))):
+        parts = {shard.data.shape for shard in model.get_layer(name).kernel.value.addressable_shards}
+        assert parts == {shape}, (n, name, parts)
+    slots = [v.value.addressable_shards[0].data.shape for v in model.optimizer.variables if "up_kernel" in v.path]
+    assert slots == [(8, 32 // n)] * 2
+    return model
+
 expected = trained(build())
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    model = tpk.keras.TensorParallel(build(), world_size=2)
-assert any("odd/kernel (9)" in str(one.message) for one in seen)
-for mine, whole in zip(trained(model), expected, strict=True):
-    assert np.abs(mine - whole).max() < 1e-5
-kernel = model.get_layer("up").kernel.value
-assert kernel.addressable_shards[0].data.shape == (8, 16)
-slots = [v.value.addressable_shards[0].data.shape for v in model.optimizer.variables if "up_kernel" in v.path]
-assert slots == [(8, 16)] * 2
-again = tpk.keras.KerasPlan.from_json(model.tensor_parallel_plan.to_json())
-mesh = keras.distribution.DeviceMesh((1, 2), ("batch", "model"))
-layouts = tpk.keras.layout_map(again, mesh)
-assert tuple(layouts["up/kernel"].axes) == (None, "model") and layouts["odd/kernel"] is None
+for n in (1, 2, 4):
+    model = moved(n)
+    if n == 1:
+        continue
+    text = open(f"{n}.json").read()
+    from_torch = moved(n, plan=tpk.keras.KerasPlan.from_json(text))
+    styles = {layer.name: layer.style for layer in from_torch.tensor_parallel_plan.layers}
+    assert styles["attention.query"] == "column" and styles["attention.attention_output"] == "row", styles
+    mesh = keras.distribution.DeviceMesh((1, n), ("batch", "model"), [f"cpu:{one}" for one in range(n)])
+    with warnings.catch_warnings(record=True):
+        layouts = tpk.keras.layout_map(text, mesh)
+    assert tuple(layouts["up/kernel"].axes) == (None, "model") and tuple(layouts["up/bias"].axes) == ("model",)
+    assert tuple(layouts["attention/query/kernel"].axes) == (None, "model", None)
+    assert layouts["odd/kernel"] is None and layouts["more/up/kernel"] is None, "paths are matched exactly"
 model.save("model.keras")
 assert type(keras.models.load_model("model.keras")).__module__.startswith("keras")
-for wrong in ({"world_size": 3}, {"device_ids": ["tpu:0"]}, {"distributed_backend": "gloo"}):
+two, other = open("2.json").read(), keras.distribution.DeviceMesh((4,), ("rows",), keras.distribution.list_devices())
+other_model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+for words, attempt in (
+    ("JAX has 4 devices", lambda: tpk.keras.TensorParallel(build(), world_size=3)),
+    ("must be some of", lambda: tpk.keras.TensorParallel(build(), device_ids=["tpu:0"])),
+    ("does not fit Keras's backend", lambda: tpk.keras.TensorParallel(build(), distributed_backend="gloo")),
+    ("is for 2 ranks", lambda: tpk.keras.TensorParallel(build(), plan=tpk.keras.KerasPlan.from_json(two))),
+    ("not for this Sequential", lambda: tpk.keras.TensorParallel(other_model, plan=model.tensor_parallel_plan)),
+    ("parallel already", lambda: tpk.keras.TensorParallel(model)),
+    ("an axis 'model'", lambda: tpk.keras.layout_map(two, other)),
+):
     try:
-        tpk.keras.TensorParallel(build(), **wrong)
+        attempt()
     except ValueError as error:
-        print(wrong, error)
+        assert words in str(error), (words, error)
     else:
-        raise AssertionError(wrong)
+        raise AssertionError(words)
+print("all of it ran")
 """
 
 
 @pytest.mark.cpu
-def test_a_model_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
+def test_a_model_trains_on_one_two_and_four_devices_as_without(tmp_path: Path) -> None:
+    """With the rules' plan, and with one that was made on torch; one process takes some of its four devices."""
     if importlib.util.find_spec("jax") is None or importlib.util.find_spec("keras") is None:
         pytest.skip("--full: only where jax, 100 MB, was installed by hand")
+    run(BUILD + ON_TORCH, "torch", tmp_path)
+    assert "all of it ran" in run(BUILD + ON_JAX, "jax", tmp_path)
+
+
+def run(program: str, backend: str, folder: Path) -> str:
     environment = os.environ | {
-        "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
     }  # fmt: skip
-    argv = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    argv = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
