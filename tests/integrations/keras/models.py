@@ -7,6 +7,7 @@ reference of the parallel one.
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -26,6 +27,10 @@ def keras_on_torch() -> Any:
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     return keras
+
+
+def keras_version() -> tuple[int, ...]:
+    return tuple(map(int, importlib.import_module("keras").__version__.split(".")[:2]))
 
 
 def small(*, dropout: float = 0.0, seed: int = 0, heads: int = 4, policy: str = "float64", **dense: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ pytest.importorskip("keras")
 pytestmark = pytest.mark.gloo
 
 
-def pieces() -> bool:
+def pieces(folder: str) -> bool:
     """In one process of its own, because Keras reads its backend from the environment."""
     from tpkernels.integrations.keras import backend
 
@@ -31,6 +32,7 @@ def pieces() -> bool:
     del backend.PRIVATE_NAMES["invented"]
     _plans()
     _actions()
+    _files(f"{folder}/some.weights.h5")
     for ratio, said in ((15, "generic_dense"), (16, "up_projection"), (6, "down_projection"), (7, "generic_dense")):
         layer = keras.layers.Dense(ratio)
         layer.build((None, 10))
@@ -83,6 +85,42 @@ def _actions() -> None:
     assert tpk.keras.Cut.from_json(packed.to_json()) == packed
 
 
+def _files(file: str) -> None:
+    """Parts of variables in a weight file, of several pieces, and of a dtype that HDF5 and torch do not share."""
+    keras = models.keras_on_torch()
+    from tpkernels.integrations.keras.stored import Stored, unread
+
+    cuts = (
+        tpk.keras.Cut((6, 3), 0, (((0, 1), (3, 4)), ((1, 3), (4, 6)), ())),
+        tpk.keras.Cut((6, 3), 1, (((0, 2),), ((2, 3),))),
+    )
+    seen = []
+
+    def look(value: Any) -> None:
+        assert isinstance(value, Stored)
+        held = layer.kernel.value.detach()
+        assert (value.shape, len(value), value.dtype.name) == ((6, 3), 6, dtype)
+        assert np.array_equal(np.asarray(value).astype("float32"), held.float().numpy())
+        assert np.array_equal(value[2], np.asarray(value)[2])
+        for cut in cuts:
+            for rank in range(len(cut.ranges)):
+                part = value.part(cut, rank)
+                assert part.dtype == held.dtype and tuple(part.shape) == cut.shape_on(rank)
+                assert not part.numel() or torch.equal(part, cut.part(held, rank))
+        with pytest.raises(ValueError, match="has to be read"):
+            np.array(value, copy=False)
+        seen.append(dtype)
+
+    for dtype in ("float32", "bfloat16"):
+        layer = keras.layers.Dense(3, dtype=dtype)
+        model = keras.Sequential([keras.Input((6,)), layer])
+        model.save_weights(file)
+        object.__setattr__(layer.kernel, "assign", look)
+        with unread():
+            model.load_weights(file)
+    assert seen == ["float32", "bfloat16"]
+
+
 def communicate() -> list[Any]:
     keras = models.keras_on_torch()
     talk = tpk.keras.Communicator(world_size=dist.get_world_size())
@@ -97,8 +135,8 @@ def communicate() -> list[Any]:
     return [np.asarray(one) for one in found]
 
 
-def test_plans_actions_rules_and_private_names(ranks: Pools) -> None:
-    assert ranks(1).run(pieces, timeout=TIMEOUT) == [True]
+def test_plans_actions_files_rules_and_private_names(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(1).run(pieces, str(tmp_path), timeout=TIMEOUT) == [True]
 
 
 def test_the_communicator_reduces_gathers_broadcasts_and_scatters(ranks: Pools) -> None:

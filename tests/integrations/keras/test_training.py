@@ -23,7 +23,7 @@ def optimizers() -> Iterator[tuple[str, dict[str, Any], Callable[[], Any]]]:
     keras = models.keras_on_torch()
     kinds, regularizers, constraints = keras.optimizers, keras.regularizers, keras.constraints
     schedule = kinds.schedules.ExponentialDecay(1e-2, 3, 0.5)
-    yield "momentum, clipnorm", {}, lambda: kinds.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.01)
+    yield CLIPNORM, {}, lambda: kinds.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.01)
     yield "global_clipnorm", {}, lambda: kinds.SGD(0.1, global_clipnorm=0.05)
     yield "clipvalue", {}, lambda: kinds.SGD(0.1, clipvalue=0.001)
     yield (
@@ -41,10 +41,11 @@ def optimizers() -> Iterator[tuple[str, dict[str, Any], Callable[[], Any]]]:
         yield name, {}, lambda name=name: getattr(kinds, name)(1e-2, epsilon=1e-3)
 
 
+CLIPNORM = "momentum, clipnorm"
 WHOLE = "a regularizer and a constraint of the whole"
 ACTIVITY = "an activity regularizer"
 FEW = ("global_clipnorm", "schedule, decay, average, accumulation", WHOLE, "Adam")
-MORE = (*FEW, "momentum, clipnorm", "clipvalue", "L2", ACTIVITY)
+MORE = (*FEW, CLIPNORM, "clipvalue", "L2", ACTIVITY)
 """Without --full.  The other optimizers differ in what they compute of an element."""
 
 
@@ -74,5 +75,6 @@ def test_optimizers_train_as_on_the_unsharded_model(ranks: Pools, world_size: in
         models.assert_equal(alone[FEW[0]], expected[FEW[0]], FEW[0])
     for found in ranks(world_size).run(every_optimizer, True, names, timeout=TIMEOUT):
         for name, numbers in found.items():
-            models.assert_equal(numbers, expected[name], name)
+            rounded = name == CLIPNORM and models.keras_version() >= (3, 16)  # its own norms are float32 then
+            models.assert_equal(numbers, expected[name], name, bound=1e-5 if rounded else models.BOUND)
         assert list(found) == list(expected) and set(names) <= set(found)

@@ -8,7 +8,7 @@ of it a version lacks.  Known to work: Keras 3.13.2 and 3.15.1 (2026-11-23).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ PRIVATE_NAMES = {
     "keys": ("keras.src.optimizers.base_optimizer:BaseOptimizer._var_key",),
     "parameters": ("keras.src.backend.torch.layer:TorchLayer._track_variables",
                    "keras.src.backend.torch.layer:Layer._track_variables"),
+    "store": ("keras.src.saving.saving_lib:H5IOStore.__getitem__",),
+    "stores": ("keras.src.saving.saving_lib:H5IOStore",),
     "backup": ("keras.src.callbacks.backup_and_restore:BackupAndRestore._save_model",),
 }  # fmt: skip
 """What is used of each, under a name of ours: module and name, one of which a version must have."""
@@ -154,6 +156,38 @@ def repeats_as_numbers() -> Iterator[None]:
         yield
     finally:
         module.repeat = original  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- files
+
+
+@contextmanager
+def datasets_as(kind: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Inside, Keras's weight files give ``kind(dataset, dtype)`` where they would read a whole variable.
+
+    Files inside of an archive, and those of several shards, are read as ever: they may be closed before ``kind`` reads.
+    So is what is no plain dataset, which Keras refuses.
+    """
+    with needed("h5py", "weight files of Keras"):
+        h5py = importlib.import_module("h5py")
+    store, read = private("stores"), private("store")
+
+    def get(self: Any, key: str) -> Any:
+        group = self._h5_entry_group
+        plain = type(self) is store and self.archive is None and key in group
+        if not plain or group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
+            return read(self, key)
+        dataset = group[key]
+        if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
+            return read(self, key)
+        rounded = dataset.attrs.get("dtype") == "bfloat16"
+        return kind(dataset, importlib.import_module("ml_dtypes").bfloat16 if rounded else dataset.dtype)
+
+    store.__getitem__ = get
+    try:
+        yield
+    finally:
+        store.__getitem__ = read
 
 
 # ---------------------------------------------------------------- variables

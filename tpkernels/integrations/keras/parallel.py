@@ -31,6 +31,7 @@ from tpkernels.integrations.keras.start import (
     same_generators,
     same_variables,
 )
+from tpkernels.integrations.keras.stored import unread
 from tpkernels.integrations.keras.tables import lookup
 from tpkernels.integrations.keras.variables import Shards, checked_only
 from tpkernels.state.collective_errors import Ranks
@@ -187,7 +188,7 @@ class TensorParallel:
         _written(self, "save_weights", filepath, *args, **kwargs)
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Keras's ``load_weights``, by every rank, which keeps its parts; on an error nothing changes on any rank."""
+        """Keras's ``load_weights``, by every rank, which reads its parts; on an error nothing changes on any rank."""
         state = _of(self)
         optimizer: Any = getattr(self, "optimizer", None)
         if optimizer is not None and not optimizer.built:
@@ -195,7 +196,8 @@ class TensorParallel:
         variables = [*self.variables, *(optimizer.variables if optimizer is not None else ())]  # type: ignore[attr-defined]
 
         def read() -> None:
-            state.kind.load_weights(self, filepath, *args, **kwargs)  # type: ignore[attr-defined]
+            with unread():
+                state.kind.load_weights(self, filepath, *args, **kwargs)  # type: ignore[attr-defined]
 
         def try_out() -> None:
             with checked_only(variables):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tpkernels.comm.groups import Group, resolve
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.cuts import Cut
+from tpkernels.integrations.keras.stored import Stored
 from tpkernels.ops import all_gather
 from tpkernels.ops.mesh_exchange import broadcast
 
@@ -137,14 +138,17 @@ class Shards:
 
 @contextmanager
 def checked_only(variables: Sequence[Any]) -> Iterator[None]:
-    """Inside, ``assign`` reads the value and compares its shape, and changes nothing."""
+    """Inside, ``assign`` reads what it would keep of the value and compares the shape, and changes nothing."""
 
     def check(variable: Any) -> Callable[[Any], Any]:
         def assign(value: Any) -> Any:
-            shape = tuple(np.asarray(value).shape)
-            whole = variable.tensor_parallel_cut.shape if is_cut(variable) else backend.plain_shape(variable)
+            cut = variable.tensor_parallel_cut if is_cut(variable) else None
+            whole = cut.shape if cut else backend.plain_shape(variable)
+            shape = value.shape if isinstance(value, Stored) else tuple(np.asarray(value).shape)
             if shape != tuple(whole):
                 raise ValueError(f"{variable.path} has shape {tuple(whole)}, and the value has {shape}")
+            if isinstance(value, Stored):  # so that a file that is damaged there is noticed
+                value.part(cut, variable.tensor_parallel_place[0].rank) if cut else np.asarray(value)
             return value
 
         return assign
@@ -176,7 +180,9 @@ class _CutVariable:
     def assign(self, value: Any) -> Any:
         cut = self.tensor_parallel_cut
         shards, _ = self.tensor_parallel_place
-        if tuple(getattr(value, "shape", ())) == cut.shape != cut.shape_on(shards.rank):
+        if isinstance(value, Stored) and value.shape == cut.shape:
+            value = value.part(cut, shards.rank)
+        elif tuple(getattr(value, "shape", ())) == cut.shape != cut.shape_on(shards.rank):
             value = cut.part(backend.keras_module().ops.convert_to_tensor(value), shards.rank)
         return super().assign(value)  # type: ignore[misc]
 
