@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import os
 import subprocess
@@ -42,11 +44,7 @@ def save_and_go_on(folder: str, start: str) -> dict[str, Any]:
     callback = models.keras_on_torch().callbacks.ModelCheckpoint(f"{folder}/{world}.weights.h5", save_weights_only=True)
     model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[callback])
     found = {"went on": model.get_weights()}
-    other = made(model.tensor_parallel_plan if world > 1 else "auto", seed=9)
-    other.compile(adam(), "sparse_categorical_crossentropy", jit_compile=False)
-    other.optimizer.build(other.trainable_variables)
-    other.load_weights(start or f"{folder}/{world}.keras")
-    other.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    other = gone_on(start or f"{folder}/{world}.keras", model.tensor_parallel_plan if world > 1 else "auto")
     found["resumed"] = other.get_weights()
     other.load_weights(f"{folder}/{world}.weights.h5")
     found["checkpoint"] = other.get_weights()
@@ -61,6 +59,22 @@ def save_and_go_on(folder: str, start: str) -> dict[str, Any]:
     if world > 1:
         check_bytes(model)
     return found
+
+
+def gone_on(start: str, plan: Any = "auto") -> Any:
+    """A new model of other weights, with what the file says, after another epoch."""
+    x, y = models.data()
+    model = made(plan, seed=9)
+    model.compile(adam(), "sparse_categorical_crossentropy", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(start)
+    model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    return model
+
+
+def resumed(start: str) -> list[np.ndarray]:
+    weights: list[np.ndarray] = gone_on(start).get_weights()
+    return weights
 
 
 def check_bytes(model: Any) -> None:
@@ -90,6 +104,9 @@ def test_a_run_goes_on_from_its_files_at_another_world_size(ranks: Pools, tmp_pa
                 models.assert_equal(mine, whole, name, bound=1e-6)  # the file has the learning rate in float32
         assert found["summary"] == expected["summary"] and found["said"] == expected["said"]
         assert found["slots"] < 0.7 * expected["slots"]
+    for found in ranks(3).run(resumed, str(tmp_path / "2.keras"), timeout=TIMEOUT):
+        for mine, whole in zip(found, expected["went on"], strict=True):
+            models.assert_equal(mine, whole, "on three ranks", bound=1e-6)
     loaded_without_tpkernels(tmp_path / "2.keras", results[0]["went on"])
     assert ranks(1).run(loaded_plainly, str(tmp_path / "2.keras"), timeout=TIMEOUT) == [True]
 
@@ -175,11 +192,21 @@ def refusals(folder: str) -> list[str]:
     compiled = models.small()
     compiled.compile("sgd", "mse", jit_compile=False)
     compiled.optimizer.build(compiled.trainable_variables)
+    untouched = fresh.get_weights()
+    edited = dataclasses.replace(plan, notes=("edited",))
     wrap = tpk.keras.TensorParallel
     unbuilt = keras.Sequential([keras.layers.Dense(3)])
     other = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    narrow = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    first = rank == 0  # from here on also mistakes that one rank alone makes
+
+    def load_from(current: str) -> None:
+        with contextlib.chdir(current):  # where the file is for one rank, and not for the other
+            model.load_weights("good.weights.h5")
+
     attempts: list[Callable[[], Any]] = [
         lambda: model.load_weights(f"{folder}/bad.weights.h5"),
+        lambda: load_from(folder if first else "/"),
         lambda: wrap(model),
         lambda: model.get_layer("up").enable_lora(2),
         lambda: model.compile(keras.optimizers.Lamb()),
@@ -192,9 +219,14 @@ def refusals(folder: str) -> list[str]:
         lambda: wrap(fresh, world_size=world + 1),
         lambda: wrap(fresh, device_ids=["cpu:0"]),
         lambda: wrap(fresh, device_ids=["cuda:0"] * world),
-        *[lambda name=name: wrap(fresh, distributed_backend=name) for name in ("tensorflow", "horovod", "fallback")],
+        lambda: wrap(fresh, device_ids="cpu:0"),
+        *[lambda name=name: wrap(fresh, distributed_backend=name) for name in UNKNOWN],
         lambda: wrap(fresh, distributed_backend="jax"),
         lambda: wrap(unbuilt),
+        lambda: wrap(fresh if first else unbuilt),
+        lambda: wrap(fresh, None if first else 5),
+        lambda: wrap(fresh, plan=plan if first else edited),
+        lambda: wrap(narrow),
         lambda: wrap(compiled),
         lambda: wrap(other, plan=plan),
         lambda: wrap(fresh, plan=tpk.keras.make_plan(fresh, world + 1)),
@@ -210,18 +242,21 @@ def refusals(folder: str) -> list[str]:
         else:
             said.append("nothing")
     assert type(fresh).__name__ == "Functional" and not isinstance(fresh, tpk.keras.TensorParallel)
-    for old, new in zip(before, model.get_weights(), strict=True):
+    for old, new in zip([*before, *untouched], [*model.get_weights(), *fresh.get_weights()], strict=True):
         assert np.array_equal(old, new)
     wrap(fresh, world, ["cpu:0"] * world, "gloo", plan=plan, shard_optimizer_states=False)  # and now it works
     return said
 
 
+UNKNOWN = ("tensorflow", "horovod", "fallback", "mpi")
 WORDS = (
-    "load_weights", "parallel already", "enable_lora on the whole model first", "Lamb", "Adafactor", "Muon",
-    "has state already", "jit_compile=True", "exported", "different batches", "torchrun --nproc_per_node 3",
-    "device_ids has 1 names", "kind cuda",
-    "must be one of", "must be one of", "must be one of", "does not fit Keras's backend", "is not built",
-    "load_weights, which brings", "not for this Sequential", "the plan is for 3 ranks", "use", "damaged",
+    "load_weights", "rank 1: ", "parallel already", "enable_lora on the whole model first", "Lamb", "Adafactor", "Muon",
+    "has state already", "jit_compile=True", "exported", "different batches",
+    "torchrun --nproc_per_node 3 script.py` or `tpkernels run --tp 3 script.py", "device_ids has 1 names", "kind cuda",
+    "must be a list of names", *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),
+    "does not fit Keras's backend", "is not built", "rank 1: Sequential", "rank 1: world_size is 5",
+    "different plans", "nothing of Sequential can be cut over 2 ranks", "load_weights, which brings",
+    "not for this Sequential", "the plan is for 3 ranks", "use", "damaged",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tpkernels.comm.groups import resolve
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.cuts import array_split
-from tpkernels.integrations.keras.start import check_backend_name, join
+from tpkernels.integrations.keras.start import check_backend_name, check_world_size, join
 from tpkernels.ops import all_gather, all_reduce
 from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.mesh_exchange import broadcast
@@ -28,7 +28,8 @@ class Communicator:
     def __init__(self, world_size: int | None = None, distributed_backend: str = "auto") -> None:
         backend.check_backend("torch")
         check_backend_name(distributed_backend)
-        self._pg = join(world_size, distributed_backend)
+        self._pg = join(distributed_backend)
+        check_world_size(world_size)
         self._group = resolve(self._pg)
 
     @property

@@ -27,6 +27,7 @@ from tpkernels.integrations.keras.shadow import equation_of, named_layers
 from tpkernels.integrations.keras.start import (
     check_backend_name,
     check_devices,
+    check_world_size,
     join,
     same_generators,
     same_variables,
@@ -34,6 +35,7 @@ from tpkernels.integrations.keras.start import (
 from tpkernels.integrations.keras.stored import unread
 from tpkernels.integrations.keras.tables import lookup
 from tpkernels.integrations.keras.variables import Shards, checked_only
+from tpkernels.nn.digests import json_digest
 from tpkernels.state.collective_errors import Ranks
 
 __all__ = ["TensorParallel", "TensorParallelKeras"]
@@ -89,19 +91,28 @@ class TensorParallel:
         plan: KerasPlan | str = "auto",
         shard_optimizer_states: bool = True,
     ) -> Any:
-        if isinstance(model, TensorParallel):
-            raise ValueError("the model is parallel already, and a second time would cut its parts again")
-        check_built(model)
-        _check_uncompiled(model)
-        if not (plan == "auto" or isinstance(plan, KerasPlan)):
-            raise ValueError(f"plan must be 'auto' or a plan of make_plan, got {plan!r}")
-        check_backend_name(distributed_backend)
-        if world_size is not None:
-            check_count("world_size", world_size)
-        if backend.keras_module().config.backend() == "jax":
+        def check() -> None:
+            if isinstance(model, TensorParallel):
+                raise ValueError("the model is parallel already, and a second time would cut its parts again")
+            check_built(model)
+            _check_uncompiled(model)
+            if not (plan == "auto" or isinstance(plan, KerasPlan)):
+                raise ValueError(f"plan must be 'auto' or a plan of make_plan, got {plan!r}")
+            check_backend_name(distributed_backend)
+            if world_size is not None:
+                check_count("world_size", world_size)
+
+        if backend.keras_module().config.backend() != "torch":
+            check()
             return on_jax.wrap(model, world_size, device_ids, plan, cls)
-        pg = join(world_size, distributed_backend)
-        check_devices(device_ids, dist.get_world_size(pg))
+        pg = join(distributed_backend)
+
+        def check_ranks() -> None:
+            check()
+            check_world_size(world_size)
+            check_devices(device_ids, dist.get_world_size(pg))
+
+        Ranks([pg]).step("TensorParallel", check_ranks)
         return _wrap(model, pg, plan, shard_optimizer_states)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the model is made already
@@ -272,25 +283,26 @@ def _check_uncompiled(model: Any) -> None:
 
 def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimizer_states: bool) -> Any:
     world_size = dist.get_world_size(pg)
-    found: list[KerasPlan] = []
 
-    def look() -> None:
+    def look() -> tuple[KerasPlan, dict[str, Any]]:
         if isinstance(plan, KerasPlan):
             plan.validate(model, world_size)
-            found.append(plan)
-        else:
-            found.append(make_plan(model, world_size))
+        chosen = plan if isinstance(plan, KerasPlan) else make_plan(model, world_size)
+        return chosen, {"digest": json_digest(chosen.to_json())}
 
-    Ranks([pg]).step("TensorParallel", look)
+    chosen, said = Ranks([pg]).together("TensorParallel", look)
+    for rank, one in enumerate(said):
+        if one != said[0]:
+            raise ValueError(f"ranks 0 and {rank} have different plans: pass the same one on every rank, or 'auto'")
     same_variables(model.variables, pg)
     same_generators(pg)
     shards = Shards(pg)
     kind = type(model)
     unloaded = any(backend.raw_value(variable).is_meta for variable in model.variables)
-    state = Parallel(kind, found[0], shards, shard_optimizer_states, unloaded)
-    members = generating(model, found[0], shards) if world_size > 1 else {}
+    state = Parallel(kind, chosen, shards, shard_optimizer_states, unloaded)
+    members = generating(model, chosen, shards) if world_size > 1 else {}
     if world_size > 1:
-        _apply(model, found[0], shards)
+        _apply(model, chosen, shards)
     _take_off_meta(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     model.__class__ = type(kind.__name__, (TensorParallel, kind), names | members)

@@ -25,6 +25,7 @@ __all__ = [
     "BACKENDS",
     "check_backend_name",
     "check_devices",
+    "check_world_size",
     "join",
     "same_generators",
     "same_values",
@@ -51,23 +52,28 @@ def check_backend_name(distributed_backend: str) -> None:
         )
 
 
-def join(world_size: int | None, distributed_backend: str) -> dist.ProcessGroup:
-    """The process group of all ranks that run.
+def join(distributed_backend: str) -> dist.ProcessGroup:
+    """The process group of all ranks that run.  A name that is no backend joins as "auto" does: the ranks can then
+    tell each other what is wrong with it.
 
     Raises:
-        ValueError: no devices for the backend, or another number of ranks than ``world_size``.
+        ValueError: no devices for the backend.
     """
     device = {"gloo": "cpu", "nccl": "cuda"}.get(distributed_backend)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("distributed_backend 'nccl' needs CUDA devices, and this process sees none: pass 'gloo'")
-    mesh = init(device=device or backend.device_type())
+    return init(device=device or backend.device_type())["tp"].get_group()
+
+
+def check_world_size(world_size: int | None) -> None:
+    """Refuse another number of ranks than that which runs."""
     ranks = dist.get_world_size()
     if world_size is not None and world_size != ranks:
         raise ValueError(
             f"world_size is {world_size}, and {ranks} rank{'s' if ranks > 1 else ''} run: start the script with "
-            f"`torchrun --nproc_per_node {world_size} script.py`, or leave world_size out"
+            f"`torchrun --nproc_per_node {world_size} script.py` or `tpkernels run --tp {world_size} script.py`, or "
+            "leave world_size out"
         )
-    return mesh["tp"].get_group()
 
 
 def check_devices(device_ids: Sequence[str] | None, world_size: int) -> None:
