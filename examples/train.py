@@ -1,7 +1,7 @@
 """Train a small model with tensor parallelism, replicas and snapshots.
 
     torchrun --nproc-per-node 2 examples/train.py
-    torchrun --nproc-per-node 4 examples/train.py --tp 2 --folder snapshots
+    torchrun --nproc-per-node 4 examples/train.py --tp 2 --folder snapshots --save-every 10
 
 The same program runs under `srun` and `mpirun`; `python examples/train.py` is a job of one rank.
 """
@@ -9,6 +9,7 @@ The same program runs under `srun` and `mpirun`; `python examples/train.py` is a
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -40,6 +41,22 @@ def batch(step: int, replica: int, args: argparse.Namespace) -> torch.Tensor:
     return torch.randint(args.vocabulary, (args.batch, args.length), generator=generator)
 
 
+def last_snapshot(folder: Path) -> Path | None:
+    """A folder gets its name once it is complete: a job that was killed while it saved leaves only a `saving`."""
+    return max(folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
+
+
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, step: int) -> None:
+    saving = folder / "saving"
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(saving, ignore_errors=True)
+    torch.distributed.barrier()
+    tpk.save_snapshot(model, optimizer, saving, extra={"step": step})  # on every rank
+    if torch.distributed.get_rank() == 0:
+        saving.rename(folder / f"step-{step}")
+    torch.distributed.barrier()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, help="ranks that share every layer (default: all)")
@@ -49,7 +66,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a replica")
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--folder", type=Path, help="of snapshots, each in step-N; training goes on from the last one")
+    parser.add_argument("--folder", type=Path, help="of snapshots, each in step-N; training goes on from the last")
+    parser.add_argument("--save-every", type=int, help="steps between two snapshots (default: one, at the end)")
     args = parser.parse_args()
 
     mesh = tpk.init(tp=args.tp)
@@ -60,8 +78,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after parallelize
 
     first = 0
-    if args.folder is not None and (found := sorted(args.folder.glob("step-*"), key=lambda path: int(path.name[5:]))):
-        first = tpk.load_snapshot(model, optimizer, found[-1])["step"]
+    if args.folder is not None and (found := last_snapshot(args.folder)) is not None:
+        first = tpk.load_snapshot(model, optimizer, found)["step"]
     for step in range(first, args.steps):
         ids = batch(step, mesh.get_local_rank("dp"), args).to(mesh.device_type)
         logits = model(ids)
@@ -71,10 +89,10 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if mesh.get_rank() == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.4f}")
-    if args.folder is not None and first < args.steps:
-        folder = args.folder / f"step-{args.steps}"
-        tpk.save_snapshot(model, optimizer, folder, extra={"step": args.steps})  # on every rank
+            print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.4f}", flush=True)
+        due = step + 1 == args.steps or (args.save_every and (step + 1) % args.save_every == 0)
+        if args.folder is not None and due:
+            save(model, optimizer, args.folder, step + 1)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """Which job a process belongs to, by what its launcher has put into the environment.
 
-Owns: the variables of ``torchrun``, Open MPI, MVAPICH2, MPICH and Intel MPI (Hydra), Slurm's ``srun`` and bare PMI, in
-this order, and where the ranks of a job meet.  The order matters: ``mpirun`` inside a Slurm allocation starts its
-daemons by ``srun``, so that its ranks see Slurm's variables of a daemon, which say nothing of the rank.
+Owns: the variables of ``torchrun`` and of those who set the same ones (Ray Train, Kubeflow's PyTorchJob), Open MPI,
+MVAPICH2, MPICH and Intel MPI (Hydra), Slurm's ``srun`` and bare PMI, in this order, and where the ranks of a job meet.
+The order matters: ``mpirun`` inside a Slurm allocation starts its daemons by ``srun``, so that its ranks see Slurm's
+variables of a daemon, which say nothing of the rank.
+
+Kubeflow speaks of pods.  Its PyTorchJob gives each pod ``RANK`` and ``WORLD_SIZE``, which are those of a process only
+where each pod runs one.  For several, and in a TrainJob always, ``torchrun`` reads the ``PET_*`` variables, and
+what it starts has a ``LOCAL_RANK``.
 
 A process that is alone, started by a launcher or not, is no job: it may start ranks of its own.  That includes a shell
 or a script inside a Slurm allocation (``salloc``, ``sbatch``): ``SLURM_NTASKS`` tells what was asked for, and only
 ``SLURM_STEP_ID`` that ``srun`` has started this process.
 
 Refuses: half of what ``torchrun`` sets, numbers that are none or contradict each other, a job over several hosts whose
-first one is not known.
+first one is not known, a process of a pod that its job counts otherwise.
 """
 
 from __future__ import annotations
@@ -96,7 +101,7 @@ def job_of(environ: Environ) -> Job | None:
         ValueError: variables that contradict each other, or do not say how many ranks there are.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _torchrun(environ)
+        return _kubeflow(environ) if _is_pod(environ) else _torchrun(environ)
     found = next((_of_mpi(kind, environ) for kind in _MPI if {kind.rank, *kind.local_rank} <= environ.keys()), None)
     if found is None:
         found = _of_slurm(environ)
@@ -120,6 +125,24 @@ def _torchrun(environ: Environ) -> Job:
     local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
     size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world_size
     return _checked(Job(rank, local_rank, world_size, size), "RANK", "WORLD_SIZE")
+
+
+def _is_pod(environ: Environ) -> bool:
+    """Whether Kubeflow's variables stand alone: ``torchrun``, which reads them, gives what it starts a LOCAL_RANK."""
+    return "PET_NNODES" in environ and "LOCAL_RANK" not in environ
+
+
+def _kubeflow(environ: Environ) -> Job:
+    """One process in each pod of a PyTorchJob."""
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    pods = environ["PET_NNODES"]
+    if pods != str(world_size):
+        raise ValueError(
+            f"PET_NNODES={pods} and WORLD_SIZE={world_size}: this PyTorchJob does not run one process in each of "
+            "a fixed number of pods, and RANK is the pod's. Start the program with torchrun, without --nnodes and "
+            "--nproc-per-node, which it reads from PET_NNODES and PET_NPROC_PER_NODE"
+        )
+    return _checked(Job(rank, 0, world_size, 1), "RANK", "WORLD_SIZE")
 
 
 def _of_mpi(kind: _Variables, environ: Environ) -> Job:
@@ -161,6 +184,11 @@ def _check_alone(environ: Environ, given: list[str]) -> None:
         raise ValueError(
             f"PMIX_RANK={environ['PMIX_RANK']}, but nothing says how many ranks there are: export RANK=$PMIX_RANK and "
             "WORLD_SIZE (and MASTER_ADDR, MASTER_PORT) in what is started, or start the ranks with torchrun"
+        )
+    if _is_pod(environ) and environ["PET_NNODES"] != "1":
+        raise ValueError(
+            f"PET_NNODES={environ['PET_NNODES']} says that this pod is one of several, but RANK and WORLD_SIZE are not "
+            "set: start the program with torchrun, which reads the PET_* variables, or unset PET_NNODES"
         )
     if given and (given[0] == "RANK" or environ["WORLD_SIZE"] != "1"):
         missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"

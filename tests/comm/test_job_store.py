@@ -6,7 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -41,7 +43,13 @@ def open_mpi(rank: int, world_size: int, job: str) -> dict[str, str]:
 
 def hydra(rank: int, world_size: int, job: str) -> dict[str, str]:
     names = {"PMI_RANK": rank, "PMI_SIZE": world_size, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": world_size}
-    return {name: str(value) for name, value in names.items()} | {"MASTER_PORT": str(free_port())}
+    return {name: str(value) for name, value in names.items()}
+
+
+def pytorchjob(rank: int, world_size: int, job: str) -> dict[str, str]:
+    """A pod of Kubeflow's PyTorchJob, all of them on this host."""
+    names = {"RANK": rank, "WORLD_SIZE": world_size, "PET_NODE_RANK": rank, "PET_NNODES": world_size}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
 def free_port() -> int:
@@ -67,7 +75,19 @@ def run(connection: object, environ: dict[str, str]) -> None:
         connection.send(f"{type(error).__name__}: {error}")  # type: ignore[attr-defined]
 
 
-def started(environs: list[dict[str, str]]) -> list[object]:
+def train_with_ray(connection: object, environ: dict[str, str]) -> None:
+    """A worker of ray.train's TorchTrainer, without Ray: what its ``torch/config.py`` does before it calls the loop."""
+    os.environ.update(environ)
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", "env://", timedelta(seconds=1800), world_size, rank)
+    group = dist.group.WORLD
+    mesh = tpk.init(tp=2)  # the loop begins
+    y = tpk.all_reduce(torch.full((2, 3), float(rank + 1)), mesh["tp"])
+    connection.send((group is dist.group.WORLD, tuple(mesh.shape), float(y[0, 0])))  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+def started(environs: list[dict[str, str]], run: Callable[[object, dict[str, str]], None] = run) -> list[object]:
     """What processes with these environments say, in order."""
     context, answers, processes = fork_server(), [], []
     for environ in environs:
@@ -86,12 +106,20 @@ def started(environs: list[dict[str, str]]) -> list[object]:
 
 
 def test_ranks_of_each_launcher_find_each_other() -> None:
-    for make, world_size in ((slurm, 2), (open_mpi, 3), (hydra, 2)):
+    for make, world_size in ((slurm, 2), (open_mpi, 3), (hydra, 2), (pytorchjob, 2)):
         environs = [make(rank, world_size, f"meet{os.getpid()}") for rank in range(world_size)]
-        if make is hydra:
-            environs = [environ | {"MASTER_PORT": environs[0]["MASTER_PORT"]} for environ in environs]
+        if make in (hydra, pytorchjob):
+            port = {"MASTER_PORT": str(free_port())}
+            environs = [environ | port for environ in environs]
         total = world_size * (world_size + 1) / 2
         assert started(environs) == [[(rank, world_size, total)] * 2 for rank in range(world_size)]
+
+
+def test_workers_of_ray_keep_the_group_that_ray_has_made() -> None:
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environs = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    assert started(environs, train_with_ray) == [(True, (1, 2), 3.0)] * 2
 
 
 def test_two_jobs_on_one_host_do_not_meet() -> None:

@@ -40,6 +40,26 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_SIZE": "3",
 }
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+# What Kubeflow's training operator (1.9, pkg/controller.v1/pytorch/envvar.go) gives each pod of a PyTorchJob.
+PYTORCHJOB = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "run-master-0",
+    "MASTER_PORT": "23456",
+    "PET_MASTER_ADDR": "run-master-0",
+    "PET_MASTER_PORT": "23456",
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "2",
+}
+# What its successor gives each pod of a TrainJob, whose program is started by torchrun.
+TRAINJOB = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "run-trainer-node-0-0",
+}
+# What ray.train's TorchTrainer (2.60, ray/train/torch/config.py) gives its workers; two of four are on this node.
+RAY = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +68,11 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         (TORCHRUN, Job(5, 1, 8, 4)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, Job(1, 1, 2, 2)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, Job(0, 0, 1, 1)),
+        (PYTORCHJOB, Job(1, 0, 2, 1)),
+        (PYTORCHJOB | {"PET_NPROC_PER_NODE": "auto"}, Job(1, 0, 2, 1)),
+        (PYTORCHJOB | {"WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"} | TORCHRUN, Job(5, 1, 8, 4)),
+        (TRAINJOB | TORCHRUN, Job(5, 1, 8, 4)),
+        (RAY, Job(3, 1, 4, 2)),
         (SRUN | OPEN_MPI | TORCHRUN, Job(5, 1, 8, 4)),
         (SRUN, Job(3, 1, 4, 2, "Slurm", "77.0")),
         (SRUN | {"WORLD_SIZE": "4"}, Job(3, 1, 4, 2, "Slurm", "77.0")),
@@ -76,6 +101,7 @@ def test_mpirun_inside_an_allocation_says_more_than_the_step_of_its_daemon() -> 
         {},
         {"WORLD_SIZE": "1"},
         SALLOC,
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
         BATCH_SCRIPT,
         BATCH_SCRIPT | {"PMIX_RANK": "0"},
         SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash, and salloc's shell of its own
@@ -100,6 +126,13 @@ def test_a_process_that_is_alone_is_no_job(environ: dict[str, str]) -> None:
         (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "SLURM_STEP_TASKS_PER_NODE must be numbers"),
         (SRUN | {"SLURM_NODEID": "2"}, "SLURM_NODEID=2, but"),
+        (PYTORCHJOB | {"WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, "PET_NNODES=2 and WORLD_SIZE=8.*with torchrun"),
+        (PYTORCHJOB | {"PET_NNODES": "1:2"}, "PET_NNODES=1:2 and WORLD_SIZE=2"),
+        (TRAINJOB, "PET_NNODES=2 says that this pod is one of several"),
+        (
+            {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "run-worker-0:29400"},
+            "PET_NNODES=1:4.*start the program with torchrun",
+        ),
         ({"PMIX_RANK": "1"}, "nothing says how many ranks there are"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "which rank of this host this is"),
     ],
