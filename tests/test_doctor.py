@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import types
+from pathlib import Path
 
 import pytest
 
-from tpkernels import doctor
+from tpkernels import doctor, packages
 from tpkernels.gemm import native
 
 pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def core_finding() -> doctor.Finding:
@@ -81,3 +85,19 @@ def test_a_lock_that_excludes_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fcntl, "fcntl", lambda *args: b"")
     finding = doctor._service("F_OFD_SETLK", doctor.SERVICES["F_OFD_SETLK"])
     assert finding is not None and "two holders got the same lock" in finding.value
+
+
+def test_a_trainer_outside_of_its_tested_versions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, oldest = packages.TESTED["megatron"][0], packages.TESTED["megatron"][-1]
+    for version, known in ((f"{newest}.9", True), (f"{oldest}.0", True), ("0.9.4", False), ("1.0", False)):
+        monkeypatch.setattr(doctor, "_version", lambda package, version=version: version)
+        (found,) = (finding for finding in doctor._extras() if finding.name.startswith("megatron "))
+        assert found.value == version and found.status == ("ok" if known else "optional")
+        assert known or f"tested with megatron {oldest} to {newest}" in found.advice
+
+
+def test_the_page_about_trainers_has_the_tested_versions() -> None:
+    page = ROOT.joinpath("docs", "trainers.md").read_text(encoding="utf-8")
+    for module, versions in packages.TESTED.items():
+        pattern = rf"^\| (?:the )?{module}\S* \| {re.escape(', '.join(versions))} \|"
+        assert re.search(pattern, page, re.M | re.I), f"{module} {versions}"

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tpkernels.backends.symmetric import cuda_native
 from tpkernels.errors import UnsupportedPlatform
 from tpkernels.gemm import native
-from tpkernels.packages import PIP_LINES, check_platform
+from tpkernels.packages import PIP_LINES, check_platform, untested
 from tpkernels.selftest.two_ranks import WORKS, Trial, try_everything
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]
@@ -375,11 +375,14 @@ def _extras() -> Iterator[Finding]:
         ("accelerate", "transformers' Trainer, see docs/trainers.md"),
         ("peft", "adapters, see docs/trainers.md"),
         ("lightning", "Fabric and Lightning's Trainer, see docs/trainers.md"),
+        ("megatron", "layers of Megatron-Core, see docs/trainers.md"),
     )
     for module, purpose in purposes:
-        version = _version(module.replace("_", "-"))
+        version = _version({"megatron": "megatron-core"}.get(module, module.replace("_", "-")))
         if importlib.util.find_spec(module) is not None or version is not None:
-            yield Finding("optional packages", f"{module} ({purpose})", version or "there")
+            advice = "" if version is None else untested(module, version) or ""
+            status: Status = "optional" if advice else "ok"
+            yield Finding("optional packages", f"{module} ({purpose})", version or "there", status, advice)
         else:
             yield Finding("optional packages", f"{module} ({purpose})", "missing", "optional", PIP_LINES[module])
 

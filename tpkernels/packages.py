@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from tpkernels.errors import UnsupportedPlatform
 
-__all__ = ["PIP_LINES", "MissingPackage", "check_platform", "how_to_install", "needed"]
+__all__ = ["PIP_LINES", "TESTED", "MissingPackage", "check_platform", "how_to_install", "needed", "untested"]
 
 PIP_LINES = {
     "rich": "pip install rich",
@@ -26,9 +26,19 @@ PIP_LINES = {
     "accelerate": "pip install accelerate",
     "peft": "pip install peft",
     "lightning": "pip install lightning",
+    "megatron": "pip install megatron-core",
     "pyroute2": "pip install pyroute2",
     "matplotlib": "pip install matplotlib",
 }
+
+TESTED = {
+    "transformers": ("5.23",),
+    "accelerate": ("1.15",),
+    "peft": ("0.21",),
+    "lightning": ("2.6",),
+    "megatron": ("0.16", "0.15"),
+}
+"""Of the trainers that tpkernels runs in, the versions that its tests were run with, the newest first."""
 
 
 class MissingPackage(ModuleNotFoundError):
@@ -55,6 +65,20 @@ def how_to_install(module: str) -> str:
     """The pip line that brings a missing optional module, as a sentence."""
     line = PIP_LINES.get(module.partition(".")[0])
     return f"Install it: {line}" if line else "Reinstall tpkernels with pip, which brings what it depends on."
+
+
+def untested(module: str, version: str) -> str | None:
+    """A sentence if ``version`` of a trainer is older or newer than those that were tested; None otherwise."""
+    if module not in TESTED:
+        return None
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
+
+    known = sorted(TESTED[module], key=numbers)
+    if numbers(known[0]) <= numbers(version) <= numbers(known[-1]):
+        return None
+    return f"tpkernels was tested with {module} {' to '.join(dict.fromkeys((known[0], known[-1])))}; docs/trainers.md"
 
 
 def check_platform() -> None:

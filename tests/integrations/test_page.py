@@ -33,8 +33,14 @@ LINES = 3
 """Of a snippet that are ours."""
 
 
+ELSEWHERE = ("Megatron-Core", "torchtitan")
+"""Sections that the tests of these libraries run: they need groups and settings of their own."""
+
+
 def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    sections = PAGE.read_text(encoding="utf-8").split("\n## ")
+    text = "\n".join(section for section in sections if not section.startswith(ELSEWHERE))
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
 
 
 def run_page(texts: list[str], folder: str) -> int:

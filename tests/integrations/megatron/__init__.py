@@ -1,0 +1,1 @@
+"""Megatron-Core: our ops in its layers."""

@@ -1,0 +1,337 @@
+"""Our layers in Megatron-Core's GPT: the bits of its own with two ranks, and what is refused or left as it is."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import io
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.integrations.megatron import models
+from tests.nn.reference import LIMIT_S, close
+from tpkernels.testing.spawn import Pools
+from tpkernels.verification.bounds import FACTOR, bounds_of
+
+pytest.importorskip("megatron.core", reason="the package megatron-core is missing: pip install megatron-core")
+
+from megatron.core import parallel_state, tensor_parallel
+
+from tpkernels.integrations import megatron as tpk_megatron
+
+STEPS = 6
+OPS = ("all_gather_matmul", "copy_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "cross_entropy")
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[collections.Counter[str]]:
+    counts: collections.Counter[str] = collections.Counter()
+    with contextlib.ExitStack() as stack:
+        for name in OPS:
+            real: Callable[..., Any] = getattr(tpk_megatron, name)
+
+            def call(*args: Any, real: Callable[..., Any] = real, name: str = name, **options: Any) -> Any:
+                counts[name] += 1
+                return real(*args, **options)
+
+            stack.enter_context(mock.patch.object(tpk_megatron, name, functools.wraps(real)(call)))
+        yield counts
+
+
+# ---------------------------------------------------------------- whole models
+
+
+def alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One process in fp64 and in fp32."""
+    with models.on_cpu(1):
+        return models.train(models.gpt(1).double(), STEPS), models.train(models.gpt(1), STEPS)
+
+
+def trained(sequence_parallel: bool) -> dict[str, Any]:
+    tp, found = dist.get_world_size(), {}
+    with models.on_cpu(tp):
+        stock = models.gpt(tp, sequence_parallel=sequence_parallel)
+        found["stock"] = models.train(stock, STEPS)
+        layers = models.gpt(tp, tpk_megatron.layer_spec, sequence_parallel=sequence_parallel)
+        with counted() as counts:
+            models.loss_of(layers, 0)
+        found["counts"] = dict(counts)
+        found["layers"] = models.train(layers, STEPS)
+        swap = functools.partial(tpk_megatron.layer_spec, strict=True)
+        whole = tpk_megatron.convert_output(models.gpt(tp, swap, sequence_parallel=sequence_parallel), strict=True)
+        with counted() as counts:
+            models.loss_of(whole, 0)
+        found["whole counts"] = dict(counts)
+        found["whole"] = models.train(whole, STEPS)
+        found["files"] = files(stock) == files(whole)
+        stock.load_state_dict(whole.state_dict())
+    return found
+
+
+def files(model: Any) -> dict[str, tuple[object, ...]]:
+    """What Megatron's checkpoints are told of each parameter."""
+    entries = {}
+    for key, entry in model.sharded_state_dict().items():
+        where = [getattr(entry, name, None) for name in ("key", "local_shape", "global_shape", "global_offset")]
+        entries[key] = (type(entry).__name__, *where)
+    return entries
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_gpt_has_the_bits_of_stock_megatron_and_is_as_exact_as_one_process(
+    ranks: Pools, sequence_parallel: bool
+) -> None:
+    ((exact, plain),) = ranks(1).run(alone, timeout=LIMIT_S)
+    bounds = bounds_of({name: (exact[name], plain[name]) for name in exact}, {})
+    results = ranks(2).run(trained, sequence_parallel, timeout=LIMIT_S)
+    column, row = ("all_gather_matmul", "matmul_reduce_scatter") if sequence_parallel else OPS[1:3]
+    for result in results:
+        assert result["counts"] == {column: 2, row: 2}, "query, key and value; the projection; the block's two"
+        assert result["whole counts"] == {column: 3, row: 2, "cross_entropy": 1}, "and the head with its loss"
+        assert result["files"], "sharded_state_dict is Megatron's"
+        assert result["layers"].keys() == result["stock"].keys() == plain.keys()
+        different = [name for name, value in result["stock"].items() if not torch.equal(result["layers"][name], value)]
+        assert not different, different
+    shapes = {name: value.shape for name, value in plain.items()}
+    for kind in ("layers", "whole"):
+        found = models.whole([result[kind] for result in results], shapes)
+        worst = {name: bounds[name].ratio(found[name]) / FACTOR for name in bounds}
+        assert max(worst.values()) <= 1, (kind, max(worst.items(), key=lambda item: item[1]))
+
+
+# ---------------------------------------------------------------- single layers
+
+COLUMNS: list[dict[str, Any]] = [
+    {},
+    {"bias": False, "skip_bias_add": False, "gather_output": True},
+    {"skip_bias_add": True},
+    {"runtime": True},
+    {"gather_output": True, "runtime": False},
+    {"given": True, "bias": False},
+    {"frozen": True, "bias": False},  # Megatron forgets the gradient of the bias then
+]
+ROWS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"skip_bias_add": True},
+    {"input_is_parallel": False},
+    {"frozen": True},
+]
+
+
+def run_layer(kind: type[nn.Module], sequence_parallel: bool, options: dict[str, Any]) -> list[Tensor | None]:
+    """What goes out of a layer, and the gradients of what goes in."""
+    column, world, rank = "Column" in kind.__name__, dist.get_world_size(), dist.get_rank()
+    given = {"bias": True, "skip_bias_add": False, **({} if column else {"input_is_parallel": True}), **options}
+    extra = {name: given.pop(name, None) for name in ("runtime", "given", "frozen")}
+    heads = {"num_attention_heads": world, "num_query_groups": world, "hidden_size": 8 * world}
+    config = models.config(world, sequence_parallel=sequence_parallel, add_bias_linear=True, **heads)
+    torch.manual_seed(1)
+    layer: Any = kind(12, 18, config=config, init_method=nn.init.xavier_normal_, **given)
+    if layer.bias is not None:
+        nn.init.normal_(layer.bias)
+    layer.weight.requires_grad_(not extra["frozen"])
+    x = torch.randn(6, 2, 12)
+    x = x.chunk(world)[rank] if sequence_parallel and column else x
+    x = x.chunk(world, -1)[rank] if not column and given["input_is_parallel"] else x
+    x = x.clone().requires_grad_()
+    more: dict[str, Any] = {"runtime_gather_output": extra["runtime"]} if column else {}
+    weight = layer.weight
+    if extra["given"]:
+        weight = more["weight"] = (2 * layer.weight.detach()).requires_grad_()
+    y, bias = layer(x, **more)
+    y.mul(torch.randn(y.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    return [y.detach(), bias if bias is None else bias.detach(), x.grad, weight.grad, getattr(layer.bias, "grad", None)]
+
+
+def layers() -> list[tuple[str, list[Tensor | None], list[Tensor | None]]]:
+    found = []
+    with models.on_cpu(dist.get_world_size()):
+        for name, cases in (("ColumnParallelLinear", COLUMNS), ("RowParallelLinear", ROWS)):
+            for options in cases:
+                for sequence_parallel in (False, True):
+                    whole = options.get("gather_output") or options.get("runtime")
+                    if sequence_parallel and (whole or options.get("input_is_parallel") is False):
+                        continue  # Megatron does not, either
+                    both = [getattr(library, name) for library in (tensor_parallel, tpk_megatron)]
+                    results = [run_layer(kind, sequence_parallel, options) for kind in both]
+                    found.append((f"{name} {options} {sequence_parallel}", *results))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_option_of_a_layer_gives_what_megatron_gives(ranks: Pools, world: int, full: bool) -> None:
+    if world == 3 and not full:
+        pytest.skip("--full: three ranks")
+    for result in ranks(world).run(layers, timeout=LIMIT_S):
+        assert len(result) == 20 - 4 + 4
+        for name, stock, ours in result:
+            for theirs, mine, what in zip(stock, ours, ("y", "bias", "dx", "dw", "db"), strict=True):
+                assert (theirs is None) == (mine is None), (name, what)
+                if theirs is not None and mine is not None:
+                    close(mine, theirs, f"{name}: {what}")
+                    assert world > 2 or what == "y" or torch.equal(mine, theirs), f"{name}: {what}"
+
+
+def micro_batches(sequence_parallel: bool) -> dict[str, tuple[Tensor, Tensor | None, Any, Tensor]]:
+    """Two micro-batches: gradients in fp32 beside bf16 weights, and those of Megatron in fp32."""
+    found = {}
+    with models.on_cpu(dist.get_world_size()):
+        for fused in (True, False):
+            config = models.config(
+                dist.get_world_size(),
+                sequence_parallel=sequence_parallel,
+                gradient_accumulation_fusion=fused,
+                params_dtype=torch.bfloat16,
+            )
+            options = {"config": config, "init_method": nn.init.xavier_normal_, "bias": False, "skip_bias_add": False}
+            torch.manual_seed(1)
+            ours: Any = tpk_megatron.ColumnParallelLinear(12, 18, **options)
+            theirs = torch.nn.Linear(12, ours.weight.shape[0], bias=False)
+            theirs.weight.data.copy_(ours.weight)
+            ours.weight.main_grad = torch.zeros(ours.weight.shape)
+            ours.weight.grad_added_to_main_grad = False
+            for step in range(2):
+                x = torch.randn(6, 2, 12, generator=torch.Generator().manual_seed(step)).bfloat16()
+                mine = x.chunk(dist.get_world_size())[dist.get_rank()] if sequence_parallel else x
+                ours(mine.clone().requires_grad_())[0].float().square().sum().backward()
+                y = theirs(x.float())
+                y.backward(2 * y.detach().bfloat16().float())
+                if not fused:
+                    assert ours.weight.grad is not None
+                elif step == 0:
+                    ours.weight.grad = None  # what the hook of Megatron's buffer drops
+            weight = ours.weight
+            found[str(fused)] = (weight.main_grad, weight.grad, weight.grad_added_to_main_grad, theirs.weight.grad)
+    return found
+
+
+@pytest.mark.gloo
+def test_micro_batches_are_added_to_main_grad_where_the_fusion_is_on(ranks: Pools) -> None:
+    for sequence_parallel in (False, True):
+        for found in ranks(2).run(micro_batches, sequence_parallel, timeout=LIMIT_S):
+            main_grad, _, added, expected = found["True"]
+            assert added is True
+            # y is rounded to bf16 before the gradient is taken, once here and once there: half a unit of 2^-8 each.
+            assert (main_grad - expected).norm() <= 2**-8 * expected.norm()
+            main_grad, grad, added, expected = found["False"]
+            assert added is False and not main_grad.any() and grad is not None, "Megatron's own hook adds it"
+            assert (grad.float() - expected).norm() <= 2**-6 * expected.norm()
+
+
+# ---------------------------------------------------------------- the page and the example
+
+
+def run_texts(page: str, example: str) -> str:
+    output = io.StringIO()
+    with models.on_cpu(dist.get_world_size()):
+        exec(compile(page, "the block of the page", "exec"), {})
+        with contextlib.redirect_stdout(output), mock.patch.object(sys, "argv", [example, "--steps", "3"]):
+            runpy.run_path(example, run_name="__main__")
+    return output.getvalue()
+
+
+@pytest.mark.gloo
+def test_the_page_and_the_example_run(ranks: Pools) -> None:
+    root = Path(__file__).resolve().parents[3]
+    section = root.joinpath("docs", "trainers.md").read_text(encoding="utf-8").partition("## Megatron-Core\n")[2]
+    (block,) = re.findall(r"^```python\n(.*?)^```$", section.partition("\n## ")[0], re.M | re.S)
+    ours = [line for line in block.splitlines() if "tpk_megatron" in line]
+    assert len(ours) == 3, "three lines are ours, the import among them"
+    example = root / "examples" / "megatron_gpt.py"
+    ours = [line for line in example.read_text(encoding="utf-8").splitlines() if "tpk_megatron" in line]
+    assert len(ours) == 3
+    output, other = ranks(2).run(run_texts, block, str(example), timeout=LIMIT_S)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.M)]
+    assert len(losses) == 3 and losses[2] < losses[0] and other == "", output
+
+
+# ---------------------------------------------------------------- what is left, and what is refused
+
+
+def refusals() -> list[str]:
+    said = []
+
+    def ask(what: Callable[[], object]) -> None:
+        with pytest.raises(ValueError) as caught:
+            what()
+        said.append(str(caught.value))
+
+    with models.on_cpu(dist.get_world_size()):
+        given = {"init_method": nn.init.xavier_normal_, "bias": False, "skip_bias_add": False}
+        column = tpk_megatron.ColumnParallelLinear
+        ask(lambda: column(4, 8, config=models.config(2), disable_grad_reduce=True, **given))
+        ask(lambda: column(4, 8, config=models.config(2), is_expert=True, **given))
+        ask(lambda: tpk_megatron.vocab_parallel_cross_entropy(torch.ones(2, 4), torch.ones(2).long(), 0.1))
+        layer: Any = column(4, 8, config=models.config(2), **given)
+        layer.explicit_expert_comm = True  # as a shared expert that overlaps does, later
+        ask(lambda: layer(torch.ones(2, 1, 4)))
+        model = models.gpt(2, cross_entropy_loss_fusion=True)
+        ask(lambda: tpk_megatron.convert_output(model, strict=True))
+        with pytest.raises(RuntimeError, match="supplied weight's shape"):
+            column(4, 8, config=models.config(2), **given)(torch.ones(2, 1, 4), torch.ones(3, 4))
+    return said
+
+
+@pytest.mark.gloo
+def test_options_that_would_be_ignored_are_refused(ranks: Pools) -> None:
+    for said in ranks(2).run(refusals, timeout=LIMIT_S):
+        parts = ("disable_grad_reduce", "of an expert", "label_smoothing", "of an expert", "cross_entropy_loss_fusion")
+        assert len(said) == len(parts)
+        for text, part in zip(said, parts, strict=True):
+            assert part in text, text
+
+
+@pytest.mark.cpu
+def test_experts_and_layers_of_others_stay_and_are_named() -> None:
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    moe = models.spec(num_experts=4, moe_grouped_gemm=False)
+    with pytest.warns(UserWarning, match=r"mlp\..*experts.*linear_fc1: experts exchange their tokens"):
+        ours = tpk_megatron.layer_spec(moe)
+    attention = ours.submodules.self_attention.submodules
+    assert attention.linear_qkv is tpk_megatron.ColumnParallelLinear
+    assert moe.submodules.self_attention.submodules.linear_qkv is tensor_parallel.ColumnParallelLinear, "a copy"
+    with pytest.raises(ValueError, match=r"run no op of tpkernels.*experts"):
+        tpk_megatron.layer_spec(moe, strict=True)
+
+    class TEColumnLinear(nn.Linear):
+        """Stands for Transformer Engine's."""
+
+    with pytest.raises(ValueError, match=r"no ColumnParallelLinear.*linear_fc1: TEColumnLinear has a GEMM"):
+        tpk_megatron.layer_spec(MLPSubmodules(linear_fc1=TEColumnLinear, linear_fc2=TEColumnLinear))
+
+
+@pytest.mark.cpu
+def test_the_first_name_of_megatron_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tpk_megatron.first_missing() is None
+    for owner, name, said in (
+        (parallel_state, "get_tensor_model_parallel_group", r"parallel_state\.get_tensor_model_parallel_group"),
+        (tensor_parallel.RowParallelLinear, "forward", r"RowParallelLinear takes \['self'\]"),
+    ):
+        with monkeypatch.context() as patch:
+            if name == "forward":
+                patch.setattr(owner, name, lambda self: None)
+            else:
+                patch.delattr(owner, name)
+            tpk_megatron.first_missing.cache_clear()
+            with pytest.raises(ValueError, match=said):
+                tpk_megatron.layer_spec(models.spec())
+        tpk_megatron.first_missing.cache_clear()
+    layer = tensor_parallel.RowParallelLinear.__new__(tensor_parallel.RowParallelLinear)
+    nn.Module.__init__(layer)
+    with pytest.raises(ValueError, match=re.escape("'s RowParallelLinear has no attribute bias")):
+        tpk_megatron._check(layer, "RowParallelLinear")
