@@ -50,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sample(count): without --full, only so many of the test's cases run")
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
+        torch.set_num_threads(1)  # several workers share the cores: threads that wait for each other only spin
 
 
 def missing_for(layer: str) -> str | None:

@@ -27,12 +27,12 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 CHANNEL, COLLECTIVES, SIGNALS, RACES = "cpu/channel.cpp", "cpu/collectives.cpp", "common/signals.h", "races.cpp"
 FLAGS = "-std=c++17 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion -Werror".split()
-THREAD = ("-O1", "-fsanitize=thread", "-fno-builtin")
-ADDRESS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREAD = ("-O0", "-fsanitize=thread", "-fno-builtin")
+ADDRESS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # The vector code of x86 is never run here (races.cpp forces the portable one), but has to be there: no sanitizers.
 ISA_FLAGS: dict[str, Sequence[str]] = {
-    "cpu/reduce_avx512.cpp": "-O1 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
-    "cpu/reduce_avx2.cpp": "-O1 -mavx2 -mfma -mf16c".split(),
+    "cpu/reduce_avx512.cpp": "-O0 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
+    "cpu/reduce_avx2.cpp": "-O0 -mavx2 -mfma -mf16c".split(),
     "cpu/residual_norm_avx512.cpp": "-O0 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
     "cpu/residual_norm_avx2.cpp": "-O0 -mavx2 -mfma -mf16c".split(),
     "cpu/few_rows_amx.cpp": (),

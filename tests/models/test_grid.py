@@ -28,11 +28,10 @@ pytestmark = pytest.mark.gloo
 SLICE = {
     2: [
         Cell("llama", True, "bf16", "train"),
-        Cell("gpt2", False, "fp32", "train"),
         Cell("llama", True, "fp32", "compile"),
         Cell("t5", True, "fp32", "checkpoint"),
+        Cell("transformer", False, "bf16", "eager"),
         Cell("bert", False, "fp32", "dropout"),
-        Cell("transformer", False, "bf16", "checkpoint"),
     ],
     3: [Cell("qwen2", True, "fp32", "train")],
 }

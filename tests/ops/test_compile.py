@@ -75,7 +75,7 @@ def compiled_equals_eager(backend: str, dynamic: bool | None, only: str | None) 
     return checked
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_whole_graphs_give_the_bits_of_eager(ranks: Pools, world: int, dynamic: bool) -> None:

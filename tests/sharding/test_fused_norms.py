@@ -263,7 +263,8 @@ def many(cases: list[tuple[str, bool, str | bool]]) -> list[tuple[int, list[str]
     return [trains(*case) for case in cases]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [3, 2])
 def test_three_steps_are_those_of_the_unsharded_model(ranks: Pools, world: int, full: bool) -> None:
     pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
     cases = [(name, sequence, fused) for name in ("llama", "block") for sequence in (False, True)
