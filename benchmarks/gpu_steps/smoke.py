@@ -104,7 +104,9 @@ def gather_gemm(lab: Lab) -> None:
     rank.preset()
     config = lab.configure(m, n, k, TP, moved_columns=k, reserved_sms=0)
     order = rank.order("all_gather", partition.array_split_sizes(m, TP), config)
-    gather.all_gather_matmul(whole, weight, out, gather.Arrivals(order, rank.flags, rank.table, 1), config)
+    arrivals = gather.Arrivals(order, rank.flags, rank.table, 1)
+    known = gather.all_gather_matmul(whole, weight, torch.empty_like(out), arrivals, config, rehearsal=True)
+    gather.all_gather_matmul(whole, weight, out, arrivals, config, known=known)  # as `symmetric` does
     rank.raise_if_failed()
     rank.close()
     check_product("all-gather + GEMM", out, whole, weight)
@@ -119,7 +121,8 @@ def scatter_gemm(lab: Lab) -> None:
     rank.next_call()
     config = lab.configure(m, n, k, TP, moved_columns=n, reserved_sms=0)
     departures = departures_of(rank, out, partition.array_split_sizes(m, TP), config)
-    scatter.matmul_reduce_scatter(x, weight, departures, config)
+    known = scatter.matmul_reduce_scatter(torch.empty_like(x), weight, departures, config, rehearsal=True)
+    scatter.matmul_reduce_scatter(x, weight, departures, config, known=known)
     rank.raise_if_failed()
     check_product("GEMM + reduce-scatter", out, x, weight)
     chunks = config.num_chunks

@@ -92,14 +92,18 @@ def another_call(all_reduce: Callable[..., None], group: Group, call: Any, **nam
     all_reduce(group, call._replace(fingerprint=group.rank), **named)
 
 
-def one_element(multiply: Callable[..., None], whole: Tensor, weight: Tensor, out: Tensor, *rest: Any) -> None:
-    multiply(whole, weight, out, *rest)
+def one_element(
+    multiply: Callable[..., None], whole: Tensor, weight: Tensor, out: Tensor, *rest: Any, **how: Any
+) -> None:
+    multiply(whole, weight, out, *rest, **how)
     out[-1, -1] += 1
 
 
-def no_announcement(multiply: Callable[..., None], x: Tensor, weight: Tensor, departures: Any, *rest: Any) -> None:
+def no_announcement(
+    multiply: Callable[..., None], x: Tensor, weight: Tensor, departures: Any, *rest: Any, **how: Any
+) -> None:
     departures.counters.fill_(100)  # it counts tiles, and never gets to the number of a chunk
-    multiply(x, weight, departures, *rest)
+    multiply(x, weight, departures, *rest, **how)
 
 
 def the_flag_comes(multiply: Callable[..., None], *operands: Any, **named: Any) -> None:
