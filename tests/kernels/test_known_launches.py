@@ -254,3 +254,25 @@ def test_triton_specialises_at_the_first_call_of_a_kind_alone(
     launches = 3 * GEMMS[op]
     assert driver.specialised == (launches if faulty else 1)
     assert len(driver.launched) == (launches if faulty else 1 + launches)  # the first one is rehearsed
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same, not at a multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def wider(x: Tensor) -> Tensor:
+    """The same, its rows further apart."""
+    return torch.cat([x, x], 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("change", [shifted, wider])
+def test_operands_that_lie_otherwise_are_another_kind(
+    on_gpu: Callable[[int], Noting], change: Callable[[Tensor], Tensor]
+) -> None:
+    driver, call = on_gpu(80), calls()["matmul_reduce_scatter"]
+    make_call = caller(Launching(), "matmul_reduce_scatter", call)
+    for operand in (call.xs[0], call.xs[0].clone(), change(call.xs[0]), change(call.xs[0])):
+        call.xs[0] = operand
+        make_call()
+    assert driver.specialised == 2

@@ -32,6 +32,7 @@ LINEAR, ATTENTION = "tests/nn/test_linear.py", "tests/nn/test_attention.py"
 VERIFY = "tests/verification/test_verification.py"
 CHECKPOINT = "tests/state/test_checkpoint.py"
 SHARED_FILE, KERNELS = "backends/shared_memory/implementations.py", "tests/kernels/test_interpreted.py"
+LAUNCHES = "tests/kernels/test_known_launches.py"
 FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.py"
 
 EDITS = (
@@ -282,6 +283,10 @@ EDITS = (
     # kernels, interpreted
     Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),
     Edit("kernels/matmul_reduce_scatter.py", "first_column + half * (BLOCK_N // 2)", "first_column", KERNELS),
+    # launches that are known
+    Edit("kernels/known_launches.py", "base=tensor", "base=like.base", LAUNCHES),
+    Edit("kernels/known_launches.py", "else None if like is None", "else tensor if like is None", LAUNCHES),
+    Edit("backends/symmetric/kernel_launches.py", ", t.data_ptr() % 16)", ")", LAUNCHES),
     # local ranks
     Edit(
         "launching/rank_process.py",
