@@ -19,6 +19,7 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tests.integrations.keras import models
 from tests.integrations.keras.test_training import TIMEOUT
+from tpkernels.integrations.keras.optimizers import ELEMENTWISE
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("keras")
@@ -209,9 +210,6 @@ def refusals(folder: str) -> list[str]:
         lambda: load_from(folder if first else "/"),
         lambda: wrap(model),
         lambda: model.get_layer("up").enable_lora(2),
-        lambda: model.compile(keras.optimizers.Lamb()),
-        lambda: model.compile(keras.optimizers.Adafactor()),
-        lambda: model.compile(keras.optimizers.Muon()),
         lambda: model.compile(model.optimizer),
         lambda: model.compile("sgd", jit_compile=True),
         lambda: model.export(f"{folder}/export"),
@@ -233,6 +231,9 @@ def refusals(folder: str) -> list[str]:
         lambda: tpk.keras.make_plan(fresh, 100),
         lambda: tpk.keras.KerasPlan.from_json(plan.to_json().replace("table", "stable")),
     ]
+    for name in sorted({name for name in vars(keras.optimizers) if name[0].isupper()} - {*ELEMENTWISE, *HOLDERS}):
+        with pytest.raises(ValueError, match=f"{name} updates elements of a variable together"):
+            model.compile(getattr(keras.optimizers, name)())
     said = []
     for attempt in attempts:
         try:
@@ -248,10 +249,12 @@ def refusals(folder: str) -> list[str]:
     return said
 
 
+HOLDERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
+"""Classes of ``keras.optimizers`` that update nothing by themselves."""
 UNKNOWN = ("tensorflow", "horovod", "fallback", "mpi")
 WORDS = (
-    "load_weights", "rank 1: ", "parallel already", "enable_lora on the whole model first", "Lamb", "Adafactor", "Muon",
-    "has state already", "jit_compile=True", "exported", "different batches",
+    "load_weights", "rank 1: ", "parallel already", "enable_lora on the whole model first", "has state already",
+    "jit_compile=True", "exported", "different batches",
     "torchrun --nproc_per_node 3 script.py` or `tpkernels run --tp 3 script.py", "device_ids has 1 names", "kind cuda",
     "must be a list of names", *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),
     "does not fit Keras's backend", "is not built", "rank 1: Sequential", "rank 1: world_size is 5",
