@@ -144,7 +144,7 @@ def command_lines() -> list[tuple[str, str]]:
 @parametrise(command_lines())
 def test_shell_snippets_are_commands_that_exist(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands look at files and devices while they are parsed: what the pages assume is there."""
-    for file in ("path/to/config.json", "old.json", "examples/keras_gemma_lora.py"):
+    for file in ("path/to/config.json", "old.json", "train.py", "examples/keras_gemma_lora.py"):
         tmp_path.joinpath(file).parent.mkdir(parents=True, exist_ok=True)
         tmp_path.joinpath(file).write_text("{}")
     tmp_path.joinpath("run/step-20").mkdir(parents=True)
