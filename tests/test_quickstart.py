@@ -169,13 +169,17 @@ def test_what_was_installed_with_more_extras_is_not_installed_again(checkout: Ch
     assert len([call for call in checkout.calls()[before:] if "[bench]" in call]) == 1, "an extra that was not there"
 
 
-def test_keras_hub_comes_with_the_tests_which_run_without_it_where_there_is_no_index(checkout: Checkout) -> None:
+def test_what_declares_too_much_comes_alone_and_tests_run_without_it_where_there_is_no_index(
+    checkout: Checkout,
+) -> None:
     checkout.make_environment(torch="2.13.0+cpu")
     module = checkout.load()
     lock = module.acquire_lock()
     environment = module.Environment(lock, module.parse(["test"]))
     environment.prepare(["demo", "test"])
-    assert checkout.calls()[-1].endswith("--no-deps keras-hub") and environment.state["done"]["KerasHub"]
+    first, second = checkout.calls()[-2:]
+    assert first.endswith("--no-deps keras-hub") and environment.state["done"]["KerasHub"]
+    assert second.endswith("--no-deps torchtitan==0.3.* spmd_types==0.2.3") and environment.state["done"]["torchtitan"]
     python = checkout.bin / "python"
     python.write_text(python.read_text().replace("sys.exit(0)\n", "sys.exit(0)\nif 'keras-hub' in args: sys.exit(1)\n"))
     del environment.state["done"]["KerasHub"]
@@ -183,6 +187,7 @@ def test_keras_hub_comes_with_the_tests_which_run_without_it_where_there_is_no_i
     environment.prepare(["demo", "test"])
     os.close(lock)
     assert "KerasHub" not in environment.state["done"] and environment.state["running"] is None
+    assert "torchtitan" in environment.state["done"], "and what comes behind it is installed"
 
 
 def test_a_changed_pyproject_installs_the_project_again_but_not_torch(checkout: Checkout, no_gpu: None) -> None:

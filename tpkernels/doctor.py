@@ -376,6 +376,7 @@ def _extras() -> Iterator[Finding]:
         ("peft", "adapters, see docs/trainers.md"),
         ("lightning", "Fabric and Lightning's Trainer, see docs/trainers.md"),
         ("megatron", "layers of Megatron-Core, see docs/trainers.md"),
+        ("torchtitan", "blocks of torchtitan, see docs/trainers.md"),
     )
     for module, purpose in purposes:
         version = _version({"megatron": "megatron-core"}.get(module, module.replace("_", "-")))

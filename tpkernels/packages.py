@@ -27,6 +27,7 @@ PIP_LINES = {
     "peft": "pip install peft",
     "lightning": "pip install lightning",
     "megatron": "pip install megatron-core",
+    "torchtitan": "pip install torchtitan",
     "pyroute2": "pip install pyroute2",
     "matplotlib": "pip install matplotlib",
 }
@@ -37,6 +38,7 @@ TESTED = {
     "peft": ("0.21",),
     "lightning": ("2.6",),
     "megatron": ("0.16", "0.15"),
+    "torchtitan": ("0.3",),
 }
 """Of the trainers that tpkernels runs in, the versions that its tests were run with, the newest first."""
 

@@ -1,0 +1,1 @@
+"""torchtitan: our ops in its blocks."""

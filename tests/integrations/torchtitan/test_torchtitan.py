@@ -1,0 +1,266 @@
+"""Overrides of torchtitan's blocks on Llama 3, beside torchtitan's own on two ranks: the numbers of one process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.nn.reference import LIMIT_S
+from tpkernels.testing.spawn import Pools
+from tpkernels.verification.bounds import FACTOR, bounds_of
+
+pytest.importorskip("torchtitan", reason="torchtitan is missing: pip install --no-deps torchtitan spmd_types, and tyro")
+
+from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+from tpkernels.integrations import torchtitan as tpk_torchtitan
+
+VOCABULARY, LENGTH, STEPS = 64, 8, 6
+IMPORTS = ["tpkernels.integrations.torchtitan.attention", "tpkernels.integrations.torchtitan.feed_forward"]
+
+
+class Attention(ScaledDotProductAttention):  # type: ignore[misc]
+    """torchtitan's asks for kernels of CUDA."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **given: Any) -> Tensor:
+        heads = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def config(*, fused: bool = True, sequence_parallel: bool = True) -> Any:
+    """A Llama of one small block, as it is once torchtitan's trainer has called update_from_config."""
+    from torchtitan.models.common.attention import QKVLinear
+
+    set_spmd_backend("spmd_types")
+    model = model_registry("debugmodel").model
+    model.layers = model.layers[:1]
+    (layer,) = model.layers
+    dim, heads, hidden = 32, 4, 48
+    model.dim, model.vocab_size = dim, VOCABULARY
+    model.tok_embeddings = replace(model.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=dim)
+    model.norm = replace(model.norm, normalized_shape=dim)
+    model.lm_head = replace(model.lm_head, in_features=dim, out_features=VOCABULARY)
+    for name in ("attention_norm", "ffn_norm"):
+        setattr(layer, name, replace(getattr(layer, name), normalized_shape=dim))
+    ffn, attention = layer.feed_forward, layer.attention
+    for name in ("w1", "w3"):
+        setattr(ffn, name, replace(getattr(ffn, name), in_features=dim, out_features=hidden))
+    ffn.w2 = replace(ffn.w2, in_features=hidden, out_features=dim)
+    attention.n_heads, attention.n_kv_heads, attention.dim, attention.inner_attention = (
+        heads,
+        2,
+        dim,
+        Attention.Config(),
+    )
+    attention.rope = replace(attention.rope, dim=dim // heads)
+    attention.wo = replace(attention.wo, in_features=dim, out_features=dim)
+    # Its own initialization has the sizes of before.
+    wqkv, head_dim = replace(attention.qkv_linear.wqkv, param_init=ffn.w2.param_init), dim // heads
+    if fused:
+        out = (heads + 2 * 2) * head_dim
+        projection = replace(wqkv, in_features=dim, out_features=out)
+        sizes = {"n_heads": heads, "n_kv_heads": 2, "head_dim": head_dim}
+        attention.qkv_linear = replace(attention.qkv_linear, wqkv=projection, **sizes)
+    else:
+        wq, wkv = (replace(wqkv, in_features=dim, out_features=size) for size in (dim, 2 * head_dim))
+        attention.qkv_linear = QKVLinear.Config(head_dim=head_dim, wq=wq, wkv=wkv)
+    set_llama3_sharding_config(model, enable_sp=sequence_parallel)
+    return model
+
+
+def overridden(model: Any) -> Any:
+    said = apply_overrides(OverrideConfig(imports=list(IMPORTS)), model)
+    assert len(said) >= 2, said
+    return model
+
+
+def build(model: Any) -> Any:
+    torch.manual_seed(0)
+    made = model.build()
+    with torch.no_grad():
+        made.init_weights(buffer_device=None)
+    return made
+
+
+@contextlib.contextmanager
+def mesh_of() -> Iterator[Any]:
+    world = dist.get_world_size()
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=world, pp=1, ep=1, world_size=world)
+    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
+        dims.build_mesh()
+    yield dims
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def train(model: Any, steps: int = STEPS) -> dict[str, Tensor]:
+    """Losses, the first step's gradients and the last weights, by name, as this rank holds them."""
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-2)  # see tests.integrations.curves.adamw
+    found: dict[str, Tensor] = {}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+        logits = local(model(ids))
+        if logits.shape[-1] != VOCABULARY:  # of this rank: a loss of all columns, whose gradient reaches its own
+            parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, logits.detach().contiguous())
+            parts[dist.get_rank()] = logits
+            logits = torch.cat(parts, -1)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        for name, parameter in model.named_parameters():
+            if dist.is_initialized() and dist.get_world_size() > 1 and "norm" in name:
+                dist.all_reduce(local(parameter.grad))  # as torchtitan's trainer does with sequence parallelism
+        if step == 0:
+            found |= {f"gradient {n}": local(p.grad).clone() for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {f"weight {name}": local(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def alone() -> tuple[dict[str, Tensor], ...]:
+    """One process in fp64 and in fp32, with query, key and value in one weight and in three; and our blocks."""
+    found = []
+    for fused in (True, False):
+        found += [train(build(config(fused=fused)).double()), train(build(config(fused=fused)))]
+        found.append(train(build(overridden(config(fused=fused)))))
+    return tuple(found)
+
+
+def cut(name: str, whole: Tensor, shape: torch.Size) -> Tensor:
+    dims = [dim for dim, size in enumerate(shape) if whole.shape[dim] != size]
+    return whole.chunk(dist.get_world_size(), dims[0])[dist.get_rank()] if dims else whole
+
+
+def on_mesh(make: Callable[[Any], Any], dims: ParallelDims, fused: bool, compiled: bool = False) -> Any:
+    plain = build(config(fused=fused))
+    model = build(make(config(fused=fused)))
+    names = set(model.state_dict())
+    assert names == set(plain.state_dict()), "checkpoints have torchtitan's names"
+    model.parallelize(dims)
+    with torch.no_grad():
+        for (name, parameter), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            local(parameter).copy_(cut(name, whole, local(parameter).shape))
+    if compiled:
+        for layer in model.layers.values():  # as torchtitan does, block by block
+            layer.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+def trained(fused: bool, compiled: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with mesh_of() as dims, set_current_spmd_mesh(dims.spmd_dense_mesh()):
+        found["stock"] = train(on_mesh(lambda cfg: cfg, dims, fused))
+        model = on_mesh(overridden, dims, fused)
+        with counted() as counts:
+            found["ours"] = train(model)
+        found["counts"] = dict(counts)
+        if compiled:
+            found["compiled"] = train(on_mesh(overridden, dims, fused, compiled=True), 2)
+    return found
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[collections.Counter[str]]:
+    counts: collections.Counter[str] = collections.Counter()
+    with contextlib.ExitStack() as stack:
+        for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+            real = getattr(tpk_torchtitan, name)
+
+            def call(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+                counts[name] += 1
+                return real(*args, **options)
+
+            stack.enter_context(mock.patch.object(tpk_torchtitan, name, call))
+        yield counts
+
+
+def whole(parts: list[dict[str, Tensor]], plain: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, expected in plain.items():
+        dims = [dim for dim, size in enumerate(expected.shape) if parts[0][name].shape[dim] != size]
+        found[name] = torch.cat([part[name] for part in parts], dims[0]) if dims else parts[0][name]
+    return found
+
+
+@pytest.mark.gloo
+def test_llama_with_our_blocks_is_as_exact_as_one_process(ranks: Pools) -> None:
+    (references,) = ranks(1).run(alone, timeout=LIMIT_S)
+    for fused, (exact, plain, ours) in zip((True, False), (references[:3], references[3:]), strict=True):
+        assert all(torch.equal(ours[name], plain[name]) for name in plain), "one rank runs torchtitan's blocks"
+        bounds = bounds_of({name: (exact[name], plain[name]) for name in exact}, {})
+        results = ranks(2).run(trained, fused, fused, timeout=LIMIT_S)
+        for result in results:
+            assert result["counts"] == {"all_gather_matmul": 2 * STEPS, "matmul_reduce_scatter": 2 * STEPS}
+        for kind in ("stock", "ours"):
+            found = whole([result[kind] for result in results], plain)
+            worst = {name: bounds[name].ratio(found[name]) / FACTOR for name in bounds}
+            assert max(worst.values()) <= 1, (kind, fused, max(worst.items(), key=lambda item: item[1]))
+        for result in results:
+            for name in ("loss 0", "loss 1") if fused else ():
+                assert torch.equal(result["compiled"][name], result["ours"][name]), name
+
+
+@pytest.mark.cpu
+def test_the_page_names_the_overrides() -> None:
+    page = Path(__file__).resolve().parents[3].joinpath("docs", "trainers.md").read_text(encoding="utf-8")
+    assert f"--override.imports {','.join(IMPORTS)}\n" in page
+
+
+@pytest.mark.cpu
+def test_what_our_blocks_do_not_have_is_refused() -> None:
+    from torchtitan.models.common.linear import Linear
+
+    def refused(message: str, model: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            overridden(model)
+
+    refused("enable_sequence_parallel", config(sequence_parallel=False))
+    model = config()
+    model.layers[0].feed_forward.w1 = replace(model.layers[0].feed_forward.w1, bias=True)
+    refused("bias in w1 or w3", model)
+    model = config()
+    model.layers[0].attention.wo = replace(model.layers[0].attention.wo, bias=True)
+    refused("last layer of GQAttention has a bias", model)
+    model = config()
+    model.layers[0].attention.sharding_config = None
+    refused(r"overrides come after update_from_config\(\)", model)
+
+    @dataclass(kw_only=True, slots=True)
+    class Quantized(Linear.Config):  # type: ignore[misc]
+        pass
+
+    model = config()
+    wo = model.layers[0].attention.wo
+    model.layers[0].attention.wo = Quantized(in_features=32, out_features=32, sharding_config=wo.sharding_config)
+    refused("our block takes the place of", model)
+    model = config()
+    set_spmd_backend("default")
+    try:
+        refused("needs parallelism.spmd_backend='spmd_types', got 'default'", model)
+    finally:
+        set_spmd_backend("spmd_types")
