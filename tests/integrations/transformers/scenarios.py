@@ -15,11 +15,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+import tpkernels as tpk
 import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations import causal_models
 from tests.integrations.curves import VOCABULARY, Curve, Reference
 from tests.integrations.transformers.running import train
-from tests.nn.reference import tp_mesh
+from tests.nn.reference import plan_once, tp_mesh
 
 Options = dict[str, Any]
 
@@ -57,12 +58,25 @@ def load(way: str, path: str, *, dtype: torch.dtype = torch.float32) -> Any:
 
     options: Options = {"dtype": dtype, "attn_implementation": "eager"}
     if way == "prepare":
-        return tpk_transformers.prepare(AutoModelForCausalLM.from_pretrained(path, **options), tp_mesh())
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        return tpk_transformers.prepare(model, tp_mesh(), _plan(model, path))
     tp_mesh()
     with tpk_transformers.register(strict=True) if way == "register" else contextlib.nullcontext():
         return AutoModelForCausalLM.from_pretrained(
             path, distributed_config=DistributedConfig(tp_size=tp_mesh().size()), **options
         )
+
+
+_plans: dict[str, tpk.ShardingPlan] = {}
+"""Of the last model: a run and what goes on from it, on as many ranks, have one plan."""
+
+
+def _plan(model: nn.Module, path: str) -> tpk.ShardingPlan:
+    key = f"{path} on {tp_mesh().size()}"
+    if key not in _plans:
+        _plans.clear()
+        _plans[key] = plan_once(model, tp_mesh())
+    return _plans[key]
 
 
 OPS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ BEST = {
     "save_strategy": "steps",
     "save_steps": 3,
 }
+GPT2 = Scenario("gpt2", "prepare")
 QUICK = [
     Scenario("llama", "register", trainer=MICRO),
-    Scenario("gpt2", "prepare"),
     Scenario("llama", "prepare", {**UNEVEN, "tie_word_embeddings": True}),
 ]
 FULL = [
@@ -73,23 +74,49 @@ def check_file(folder: str, scenario: Scenario, weights: dict[str, torch.Tensor]
     assert "distributed_config" not in Path(folder, "config.json").read_text(encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What several tests begin with: a GPT-2 that two ranks have trained."""
+
+    reference: Reference
+    path: str
+    folder: str
+    """Of its checkpoints."""
+    results: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def gpt2(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("gpt2")
+    reference, path, run = GPT2.reference(folder), scenarios.saved(GPT2, folder), str(folder / "run")
+    return Trained(reference, path, run, ranks(2).run(trained, GPT2, path, run, reference, timeout=2 * LIMIT_S))
+
+
+def check(scenario: Scenario, folder: str, results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["wrong"] == {} and result["resumed"] == ([], True, True), (scenario, result)
+    check_file(f"{folder}/checkpoint-{STEPS}", scenario, results[0]["weights"])
+
+
+def test_a_gpt2_of_prepare_trains_saves_and_goes_on_as_on_one_process(gpt2: Trained) -> None:
+    check(GPT2, gpt2.folder, gpt2.results)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_trainer_trains_saves_and_goes_on_as_on_one_process(
     ranks: Pools, tmp_path: Path, world: int, full: bool
 ) -> None:
     if world == 3 and not full:
         pytest.skip("--full: three ranks")
-    for number, scenario in enumerate([*QUICK, *FULL] if full else QUICK):
+    chosen = [*QUICK, *FULL, *([GPT2] if world == 3 else [])] if full else QUICK
+    for number, scenario in enumerate(chosen):
         folder = tmp_path / str(number)
         reference = scenario.reference(folder)
         assert len(reference.numbers) == 2 * STEPS
         path, run = scenarios.saved(scenario, folder), str(folder / "run")
         if world == 3 and scenario.way == "register":
             continue  # transformers' own plan does not cut two groups of keys over three ranks
-        results = ranks(world).run(trained, scenario, path, run, reference, timeout=2 * LIMIT_S)
-        for result in results:
-            assert result["wrong"] == {} and result["resumed"] == ([], True, True), (scenario, result)
-        check_file(f"{run}/checkpoint-{STEPS}", scenario, results[0]["weights"])
+        check(scenario, run, ranks(world).run(trained, scenario, path, run, reference, timeout=2 * LIMIT_S))
 
 
 def goes_on(scenario: Scenario, path: str, folder: str, reference: Reference) -> dict[str, float]:
@@ -106,17 +133,14 @@ def evaluated(scenario: Scenario, path: str, folder: str) -> Curve:
 
 
 def test_a_run_goes_on_at_another_number_of_ranks_and_ends_with_its_best_model(
-    ranks: Pools, tmp_path: Path, full: bool
+    ranks: Pools, tmp_path: Path, gpt2: Trained, full: bool
 ) -> None:
-    scenario = Scenario("gpt2", "prepare")
-    reference, path = scenario.reference(tmp_path), scenarios.saved(scenario, tmp_path)
-    folder = str(tmp_path / "run")
-    ranks(2).run(scenarios.run, scenario, path, folder, timeout=LIMIT_S)
     for world in (1, 3) if full else (1,):
-        assert ranks(world).run(goes_on, scenario, path, folder, reference, timeout=LIMIT_S) == [{}] * world
-    plain = scenario.build()
+        given = (GPT2, gpt2.path, gpt2.folder, gpt2.reference)
+        assert ranks(world).run(goes_on, *given, timeout=LIMIT_S) == [{}] * world
+    plain = GPT2.build()
     expected = scenarios.train(plain, tmp_path / "best", evaluation=Sentences(), **BEST, max_grad_norm=0.05)
-    for found in ranks(2).run(evaluated, scenario, path, str(tmp_path / "best-2"), timeout=LIMIT_S):
+    for found in ranks(2).run(evaluated, GPT2, gpt2.path, str(tmp_path / "best-2"), timeout=LIMIT_S):
         assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-5) and len(found.evaluations) == 2
         for name, weight in expected.weights.items():
             assert torch.allclose(found.weights[name], weight, atol=1e-5), name
@@ -162,23 +186,21 @@ def one_rank_does_not_save(scenario: Scenario, path: str, folder: str) -> None:
             del tpk_transformers.Snapshots.on_save
 
 
-def test_faults_are_caught(ranks: Pools, tmp_path: Path) -> None:
-    scenario = Scenario("gpt2", "prepare")
-    reference, path = scenario.reference(tmp_path), scenarios.saved(scenario, tmp_path)
-    for found in zip(*ranks(2).run(faulty, scenario, path, str(tmp_path), reference, timeout=LIMIT_S), strict=True):
+def test_faults_are_caught(ranks: Pools, tmp_path: Path, gpt2: Trained) -> None:
+    given = (GPT2, gpt2.path, str(tmp_path), gpt2.reference)
+    for found in zip(*ranks(2).run(faulty, *given, timeout=LIMIT_S), strict=True):
         assert any(found), "no rank noticed"
-    ranks(2).run(packed_file, scenario, path, str(tmp_path / "packed"), timeout=LIMIT_S)
+    ranks(2).run(packed_file, GPT2, gpt2.path, str(tmp_path / "packed"), timeout=LIMIT_S)
     with pytest.raises(AssertionError, match="missing_keys"):
-        check_file(str(tmp_path / "packed"), scenario, {})
+        check_file(str(tmp_path / "packed"), GPT2, {})
 
 
 def test_a_rank_that_does_not_save_is_named(ranks: Pools, tmp_path: Path, full: bool) -> None:
     if not full:
         pytest.skip("--full: waits for the time-out of a group")
-    scenario = Scenario("gpt2", "prepare")
-    path = scenarios.saved(scenario, tmp_path)
+    path = scenarios.saved(GPT2, tmp_path)
     with pytest.raises(RanksFailed) as caught:
-        ranks(2).run(one_rank_does_not_save, scenario, path, str(tmp_path / "one"), timeout=LIMIT_S)
+        ranks(2).run(one_rank_does_not_save, GPT2, path, str(tmp_path / "one"), timeout=LIMIT_S)
     errors = [
         error for error in caught.value.exceptions.values() if isinstance(error, GroupMismatch | CollectiveTimeout)
     ]
