@@ -260,6 +260,11 @@ def init(
         device: ``"cpu"`` or ``"cuda"``; default: CUDA where this process sees a GPU.
         timeout: seconds after which a wait for a peer fails; default: c10d's (30 minutes for gloo).
 
+    Examples:
+        >>> mesh = tpk.init()
+        >>> mesh.mesh_dim_names, mesh["tp"].size()
+        (('dp', 'tp'), 2)
+
     Raises:
         ValueError: ``dp * tp`` is not the number of ranks; variables of launchers that contradict each other, or do not
             say where the ranks meet.

@@ -49,6 +49,11 @@ def quantize_fp8(x: Tensor, *, per: str = "tensor") -> tuple[Tensor, Tensor]:
     ``scale = max |x| / 448`` in fp32, over the whole tensor (shape ``()``) or over each row, which is the last
     dimension (``per="row"``, shape ``[..., 1]``); 1 where all is zero.  NaN stays NaN, and infinity becomes it.
 
+    Examples:
+        >>> numbers, scale = tpk.quantize_fp8(torch.tensor([1.0, -896.0]))
+        >>> numbers.dtype, scale
+        (torch.float8_e4m3fn, tensor(2.))
+
     Raises:
         ValueError: ``per`` is neither "tensor" nor "row".
     """

@@ -238,6 +238,10 @@ def launch(
     timeout: seconds for the whole job, start included; None lets a healthy job run as long as it likes.
     grace: seconds that the other ranks have, after the first failure, to fail on their own before they are killed.
 
+    Examples:
+        >>> tpk.launch(max, 2, 3, 4)
+        [4, 4]
+
     Raises: ValueError for arguments that cannot be sent to a rank; LaunchError naming every rank that raised, died
     (with the signal) or had to be killed, with tracebacks, caused by the first failing rank's own exception.
 

@@ -78,6 +78,11 @@ class ParallelAttention(nn.Module):
     The others are as in :class:`ColumnParallelLinear`.  Under one seed the initial weights are those of ``nn.Linear``
     layers made in the order query, key, value, out.
 
+    Examples:
+        >>> attention = tpk.nn.ParallelAttention(16, 4, mesh["tp"], num_kv_heads=2, causal=True)
+        >>> attention(torch.randn(1, 5, 16)).shape
+        torch.Size([1, 5, 16])
+
     Raises:
         ValueError: bad arguments, with names and values.
     """

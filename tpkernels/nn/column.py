@@ -52,6 +52,11 @@ class ColumnParallelLinear(ParallelLinear):
             bias ``[units, unit]`` (10 units over 4 ranks: 3, 3, 3, 1).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
+    Examples:
+        >>> up = tpk.nn.ColumnParallelLinear(8, 32, mesh["tp"], activation="gelu")
+        >>> up(torch.ones(4, 8)).shape  # 16 of 32 features
+        torch.Size([4, 16])
+
     Raises:
         ValueError: bad arguments, with names and values.
 
@@ -178,6 +183,11 @@ class ColumnParallelLinears(nn.Module):
     under its name (``qkv.query.weight``), of which only the parameters are used: its hooks do not run.  ``unit`` is one
     number for all, or one per name.  With the activation "swiglu" or "geglu" there are two layers of one size, and
     ``forward`` returns ``act(first) * second``.  Everything else is as in :class:`ColumnParallelLinear`.
+
+    Examples:
+        >>> qkv = tpk.nn.ColumnParallelLinears(8, {"query": 8, "key": 4, "value": 4}, mesh["tp"])
+        >>> [y.shape[1] for y in qkv(torch.ones(4, 8))]
+        [4, 2, 2]
     """
 
     gated: str | None = None

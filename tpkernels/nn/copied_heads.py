@@ -42,6 +42,11 @@ class CopiedHeadsLinear(nn.Module):
 
     x and y are as for :class:`ColumnParallelLinear` with ``copies`` heads of output features.  Parameters are
     replicated DTensors; their gradients are summed over the group, complete and equal on all ranks.
+
+    Examples:
+        >>> key = tpk.nn.CopiedHeadsLinear.from_linear(nn.Linear(8, 4), mesh["tp"], heads=1, copies=2)  # one on each
+        >>> key(torch.ones(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def __init__(self) -> None:

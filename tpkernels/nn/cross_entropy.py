@@ -84,6 +84,11 @@ def vocab_parallel_cross_entropy(
         shard_sizes: every rank's columns (``head.shard_sizes``); needed, on every rank, when they are not all equal.
         chunk_tokens: tokens that are worked on at a time; default: as many as make a chunk of 64 MiB.
 
+    Examples:
+        >>> head = tpk.nn.ColumnParallelLinear(8, 100, mesh["tp"], bias=False)
+        >>> tpk.nn.vocab_parallel_cross_entropy(head(torch.ones(3, 8)), torch.tensor([1, 2, 99]), mesh["tp"]).shape
+        torch.Size([])
+
     Raises:
         ValueError: bad arguments; labels that are neither ``ignore_index`` nor within the vocabulary, or that differ
             between ranks (on every rank; the group works on).

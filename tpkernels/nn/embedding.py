@@ -56,6 +56,11 @@ class VocabParallelEmbedding(nn.Module):
         sequence_dim: the dimension of y that sequence parallelism cuts; 0 where ids are ``[S, B]``.
         implementation: "auto" or the name of one, for the sum.
 
+    Examples:
+        >>> embedding = tpk.nn.VocabParallelEmbedding(100, 8, mesh["tp"])
+        >>> embedding(torch.tensor([3, 99])).shape
+        torch.Size([2, 8])
+
     Raises:
         ValueError: bad arguments; in ``forward`` ids that are no integers or outside the vocabulary.
 

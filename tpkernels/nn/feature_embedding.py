@@ -27,6 +27,11 @@ class FeatureParallelEmbedding(nn.Module):
     """``y = weight[ids]``: ids ``[...]`` equal on all ranks, y ``[..., dim_r]``, or whole with ``gather_output``.
 
     For tables whose features are cut with what they meet, such as a bias per attention head.
+
+    Examples:
+        >>> table = tpk.nn.FeatureParallelEmbedding.from_embedding(nn.Embedding(10, 8), mesh["tp"])
+        >>> table(torch.tensor([1, 2])).shape
+        torch.Size([2, 4])
     """
 
     weight: nn.Parameter

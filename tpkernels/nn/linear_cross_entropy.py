@@ -79,6 +79,11 @@ def vocab_parallel_linear_cross_entropy(
         chunk_tokens: tokens, of all ranks together, that are worked on at a time; default: a chunk of 64 MiB.
 
     The others are as in :func:`vocab_parallel_cross_entropy`, and so are the errors.
+
+    Examples:
+        >>> head = tpk.nn.ColumnParallelLinear(8, 100, mesh["tp"], bias=False)
+        >>> tpk.nn.vocab_parallel_linear_cross_entropy(torch.ones(3, 8), head, torch.tensor([1, 2, 99])).shape
+        torch.Size([])
     """
     settings = Settings(ignore_index, label_smoothing, z_loss)
     mesh = head.mesh

@@ -19,6 +19,13 @@ def use_main_grads(module: nn.Module, *, dtype: torch.dtype = torch.float32) -> 
             master[parameter].grad = parameter.main_grad        # an fp32 copy that the optimizer works on
 
     A parameter that has a ``main_grad`` already keeps it.
+
+    Examples:
+        >>> mlp = tpk.nn.use_main_grads(tpk.nn.ParallelMLP(8, 32, mesh["tp"], dtype=torch.bfloat16))
+        >>> mlp(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+        >>> weight = next(mlp.parameters())
+        >>> weight.grad is None, weight.main_grad.dtype
+        (True, torch.float32)
     """
     for parameter in module.parameters():
         if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:

@@ -319,6 +319,11 @@ def mesh_mlp_bytes(
     all ranks.  ``"1d x dp"`` is it over x ranks, with the gradients of y replicas summed by a ring all-reduce.
     ``gated``: a weight more, and no activations more.
     Reductions count what arrives at their owner: the partial sums of all others.
+
+    Examples:
+        >>> moved = tpk.nn.mesh_mlp_bytes(4096, 1024, 4096, 2, 2)
+        >>> sorted(moved)
+        ['1d', '1d x dp', '2d']
     """
     ranks, unit = y * x, itemsize
     rows, weight = tokens // y * d_model, d_model * d_ff

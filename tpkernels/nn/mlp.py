@@ -33,6 +33,11 @@ class ParallelMLP(nn.Module):
     The rest is as in :class:`ColumnParallelLinear`.  Submodules: ``up`` and ``down``; with a gate ``gate_up`` (``gate``
     and ``up``) and ``down``.  x and y are ``[..., S_r, ..., d_model]`` with ``sequence_parallel``, equal on all ranks
     without.  Under one seed the initial weights are those of ``nn.Linear`` layers made in the order (gate,) up, down.
+
+    Examples:
+        >>> mlp = tpk.nn.ParallelMLP(8, 32, mesh["tp"], activation="swiglu")
+        >>> mlp(torch.ones(4, 8)).shape
+        torch.Size([4, 8])
     """
 
     def __init__(

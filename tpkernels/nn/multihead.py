@@ -49,6 +49,13 @@ class ParallelMultiheadAttention(nn.Module):
     """Takes and gives what ``nn.MultiheadAttention`` does, equal on all ranks; made by :meth:`from_attention`.
 
     The packed projection becomes three layers ``query``, ``key`` and ``value``; ``out_proj`` keeps its name.
+
+    Examples:
+        >>> plain = nn.MultiheadAttention(16, 4, batch_first=True)
+        >>> attention = tpk.nn.ParallelMultiheadAttention.from_attention(plain, mesh["tp"])
+        >>> x = torch.ones(1, 5, 16)
+        >>> attention(x, x, x, need_weights=False)[0].shape
+        torch.Size([1, 5, 16])
     """
 
     in_proj_bias = None

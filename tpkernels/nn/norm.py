@@ -23,7 +23,12 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` with replicated DTensor parameters; with ``sequence_parallel`` their gradients are summed."""
+    """``nn.LayerNorm`` with replicated DTensor parameters; with ``sequence_parallel`` their gradients are summed.
+
+    Examples:
+        >>> tpk.nn.LayerNorm(8, mesh["tp"])(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
 
     def __init__(
         self,
@@ -66,7 +71,12 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` with a replicated DTensor weight; with ``sequence_parallel`` its gradient is summed."""
+    """``nn.RMSNorm`` with a replicated DTensor weight; with ``sequence_parallel`` its gradient is summed.
+
+    Examples:
+        >>> tpk.nn.RMSNorm(8, mesh["tp"], sequence_parallel=True)(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
 
     def __init__(
         self,

@@ -64,6 +64,11 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     x and y are as for :class:`ColumnParallelLinear`; y on rank r is the concatenation of its part of each segment.  The
     parts are submodules ``part0``, ``part1``, ...; their parameters in order make up the packed ones.
+
+    Examples:
+        >>> qkv = tpk.nn.PackedColumnParallelLinear(8, {"query": 8, "key": 4, "value": 4}, mesh["tp"])
+        >>> qkv(torch.ones(3, 8)).shape  # 4 + 2 + 2 features
+        torch.Size([3, 8])
     """
 
     @classmethod

@@ -38,6 +38,13 @@ def sharded_rng(group: GroupLike) -> Iterator[None]:
 
     All ranks of the group must enter it in the same order.  With one rank it does nothing, so that results equal those
     of the model without tensor parallelism.  Not for regions that are compiled or captured into a CUDA graph.
+
+    Examples:
+        >>> with tpk.nn.sharded_rng(mesh["tp"]):
+        ...     mine = torch.rand(4)
+        >>> both = tpk.all_gather(mine, mesh["tp"])
+        >>> bool((both[:4] == both[4:]).any())
+        False
     """
     pg = process_group(group)
     if pg.size() == 1:
@@ -68,6 +75,11 @@ class Dropout(nn.Dropout):
 
     Args:
         sharded: the input is this rank's part of something (with sequence parallelism: of the sequence), not a replica.
+
+    Examples:
+        >>> drop = tpk.nn.Dropout(0.5, mesh["tp"], sharded=True)  # another mask on each rank
+        >>> drop.eval()(torch.ones(3))
+        tensor([1., 1., 1.])
     """
 
     def __init__(self, p: float, group: GroupLike, *, sharded: bool) -> None:
@@ -86,6 +98,9 @@ class Dropout(nn.Dropout):
 
 def check_rng(group: GroupLike) -> None:
     """Compare the ranks' default CPU generators; a collective call.
+
+    Examples:
+        >>> tpk.nn.check_rng(mesh["tp"])
 
     Raises:
         ValueError: they differ, on every rank: replicas would drop out different elements.

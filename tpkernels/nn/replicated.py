@@ -47,6 +47,11 @@ def replicate_parameters(
         converted: the same dictionary in several calls keeps parameters tied that modules of different calls share.
 
     Parameters that are DTensors stay as they are.  A parameter that several modules share stays shared.
+
+    Examples:
+        >>> norm = tpk.nn.replicate_parameters(nn.LayerNorm(8), mesh["tp"], sequence_parallel=True)
+        >>> [type(parameter).__name__ for parameter in norm.parameters()]
+        ['DTensor', 'DTensor']
     """
     mesh = tp_mesh(group, module)
     converted = {} if converted is None else converted

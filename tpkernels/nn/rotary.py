@@ -18,6 +18,10 @@ def apply_rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, interle
         positions: ``[S]``, or any shape that broadcasts against ``x.shape[:-1]``.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+
+    Examples:
+        >>> tpk.nn.apply_rotary(torch.ones(1, 4), torch.tensor([0]))  # position 0 is not turned
+        tensor([[1., 1., 1., 1.]])
     """
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:

@@ -49,6 +49,11 @@ class RowParallelLinear(ParallelLinear):
     ``[out, units, unit]`` where they have a dimension of their own.  With ``split_input`` x
     is the whole ``[..., in]``, equal on all ranks, and each rank takes its features of it (their gradient is gathered):
     a layer of its own, that needs no column layer before it.
+
+    Examples:
+        >>> down = tpk.nn.RowParallelLinear(32, 8, mesh["tp"])
+        >>> down(torch.ones(4, 16)).shape  # of this rank's 16 features
+        torch.Size([4, 8])
     """
 
     cut_dim = 1

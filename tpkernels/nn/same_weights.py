@@ -64,6 +64,11 @@ def init_weights(mode: str) -> Iterator[None]:
         with tpk.nn.init_weights("same"):
             layer = tpk.nn.ColumnParallelLinear.from_linear(linear, mesh)
 
+    Examples:
+        >>> linear = nn.Linear(8, 32)  # the ranks share one seed, so that its weights are the same
+        >>> with tpk.nn.init_weights("same"):
+        ...     layer = tpk.nn.ColumnParallelLinear.from_linear(linear, mesh["tp"])
+
     Raises:
         ValueError: another mode; inside, with "same", weights or random generators that differ.
     """

@@ -150,6 +150,11 @@ def all_gather_matmul(
         y for one weight or a gated pair, a list of y for a sequence; with ``return_gathered`` a tuple (that, gathered
         x), for fp8 (that, gathered x, gathered scale_x).
 
+    Examples:
+        >>> x, weight = torch.ones(4, 8), torch.ones(3, 8)
+        >>> tpk.all_gather_matmul(x, weight, mesh["tp"], activation="relu").shape
+        torch.Size([8, 3])
+
     Raises:
         ValueError: bad arguments; nothing was sent.
         UnsupportedProblem: the forced implementation cannot run this.

@@ -61,6 +61,10 @@ def all_gather(
             backward pass takes this rank's slice.  By default ranks use y differently, and their gradients are summed.
         implementation: "auto", or the name of one (see :func:`tpkernels.explain`), which also runs the backward pass.
 
+    Examples:
+        >>> tpk.all_gather(torch.ones(2, 3), mesh["tp"]).shape
+        torch.Size([4, 3])
+
     Raises:
         ValueError, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
     """
@@ -80,7 +84,13 @@ def reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s."""
+    """y_r = shard r along ``dim`` of the sum over ranks of ``x``; the default cut is ``numpy.array_split``'s.
+
+    Examples:
+        >>> tpk.reduce_scatter(torch.ones(4, 3), mesh["tp"])
+        tensor([[2., 2., 2.],
+                [2., 2., 2.]])
+    """
     check_local(group, x=[x])
     if group_size(group) == 1:
         return _same(x)
@@ -90,7 +100,12 @@ def reduce_scatter(
 
 
 def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> Tensor:
-    """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too."""
+    """y = sum over ranks of ``x``, equal bit for bit everywhere; the gradient of y must be equal everywhere, too.
+
+    Examples:
+        >>> tpk.all_reduce(torch.ones(3), mesh["tp"])
+        tensor([2., 2., 2.])
+    """
     if is_plain(x):
         state = resolve(group)
         return _same(x) if state.size == 1 else _run_all_reduce(state, x, implementation)
@@ -102,7 +117,14 @@ def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> 
 
 
 def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
-    """y = x for a replicated ``x`` that the ranks go on to use differently; the gradient is summed over the group."""
+    """y = x for a replicated ``x`` that the ranks go on to use differently; the gradient is summed over the group.
+
+    Examples:
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> tpk.copy_to_group(x, mesh["tp"]).sum().backward()
+        >>> x.grad
+        tensor([2., 2., 2.])
+    """
     check_local(None, x=[x])
     if group_size(group) == 1:
         return _same(x)
@@ -111,7 +133,12 @@ def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
 
 
 def shard(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[int] | None = None) -> Tensor:
-    """y_r = this rank's slice of a replicated ``x``; the gradient is gathered."""
+    """y_r = this rank's slice of a replicated ``x``; the gradient is gathered.
+
+    Examples:
+        >>> tpk.shard(torch.ones(5, 3), mesh["tp"], shard_sizes=(4, 1)).shape[0] == (4, 1)[rank]
+        True
+    """
     check_local(None, x=[x])
     if group_size(group) == 1:
         return _same(x)

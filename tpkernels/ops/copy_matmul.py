@@ -55,6 +55,12 @@ def copy_matmul(
 
     ``x`` is ``[..., K]`` and equal on all ranks, ``weight_i`` is ``[N_i, K]``, ``y_i`` is ``[..., N_i]``.
 
+    Examples:
+        >>> x, weight = torch.ones(4, 8, requires_grad=True), torch.ones(3, 8)
+        >>> tpk.copy_matmul(x, weight, mesh["tp"]).sum().backward()
+        >>> x.grad[0, 0]  # 3 columns on each of two ranks
+        tensor(6.)
+
     Raises:
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`; those of the group only in the backward pass.

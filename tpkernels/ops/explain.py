@@ -39,6 +39,11 @@ def explain(
         device: where the tensors are, "cpu" or "cuda"; default: the mesh's device, or that of the group's own backend
             (CUDA if it has one for both).
 
+    Examples:
+        >>> why = tpk.explain("all_gather_matmul", m=512, n=256, k=256, dtype=torch.float32, group=mesh["tp"])
+        >>> why.chosen in ("unfused", "chunked", "shared_memory")
+        True
+
     Raises:
         ValueError: unknown op, negative size or unsupported dtypes; the group has no backend for the device.
     """

@@ -106,6 +106,11 @@ def matmul_all_reduce(
     compute the same loss; those of ``residual`` and ``norm_weight`` are then complete on every rank.  Results with a
     residual are rounded where the single ops round: y, the sums and the normed rows.
 
+    Examples:
+        >>> x, weight = torch.ones(1, 8), torch.ones(3, 8)
+        >>> tpk.matmul_all_reduce(x, weight, mesh["tp"])
+        tensor([[16., 16., 16.]])
+
     Raises:
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.

@@ -132,6 +132,12 @@ def matmul_reduce_scatter(
     The gradients of ``bias`` and ``norm_weight`` are the full ones on every rank, so they need no further reduction;
     that of ``norm_weight`` costs an all-reduce of its size.
 
+    Examples:
+        >>> x, weight = torch.ones(4, 8), torch.ones(3, 8)
+        >>> tpk.matmul_reduce_scatter(x, weight, mesh["tp"])
+        tensor([[16., 16., 16.],
+                [16., 16., 16.]])
+
     Raises:
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_matmul`.

@@ -90,6 +90,12 @@ class MasterWeights(Optimizer):
     parameter's ``main_grad`` (:func:`tpkernels.nn.use_main_grads`) is taken where it has one, and ``grad`` where not;
     the caller zeroes both.  Whoever writes to parameters behind its back calls :meth:`reset_masters`.
 
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)).bfloat16(), mesh["tp"])
+        >>> optimizer = tpk.optim.MasterWeights(mlp.parameters(), lambda masters: torch.optim.AdamW(masters, lr=1e-4))
+        >>> mlp(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+
     Raises:
         ValueError: no floating-point dtype, parameters that are none, a mesh without a tensor-parallel axis; in
             ``step`` a sparse gradient; in ``load_state_dict`` a state without masters.

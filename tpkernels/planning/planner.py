@@ -1,9 +1,9 @@
 """``make_plan``: decide what to do with every module of a model.
 
 It owns how the sources combine: overrides and the data flow decide, while plan files and ``tp_plan`` are printed beside
-them.  It also owns the rule for the layers that are left.  That rule needs no surroundings, because whole tensors go in
-and come out: a linear that is much wider at its output is cut by columns and gathered, one much wider at its input
-takes its part of the input and is summed, and every other one is cut by columns and gathered.
+them; and the rule for the layers that are left.  That rule needs no surroundings, because whole tensors go in and come
+out: a linear that is much wider at its output is cut by columns and gathered, one that is much wider at its input takes
+its part of the input and is summed, and every other one is cut by columns and gathered.
 """
 
 from __future__ import annotations
@@ -62,13 +62,16 @@ def make_plan(
         sequence_parallel: let the residual stream of a decoder's or encoder's blocks travel cut along the sequence.
         overrides: patterns of module names to styles; ``*`` also stands for leading parts (``*.lm_head``).  They win
             over everything else.  Values as in the plan of :func:`parallelize`.
-        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with.  Only
-            shapes and dtypes are used.  Models of transformers, and models that take the ids or features that their
-            first layer takes, need none.
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with; only
+            shapes and dtypes count.  Models of transformers, and those that feed their first layer, need none.
+
+    Examples:
+        >>> tpk.make_plan(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), 4).bytes_per_rank  # of four ranks
+        (576, 576, 576, 576)
 
     Raises:
-        ValueError: nothing to cut; more ranks than attention heads; overrides that match nothing, contradict each
-            other, or would leave a part where a whole tensor is needed; a model that is parallel already.
+        ValueError: nothing to cut, more ranks than heads, a model that is parallel already; overrides that match
+            nothing, contradict each other, or would leave a part where a whole tensor is needed.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
@@ -92,10 +95,8 @@ def check_plain(model: nn.Module) -> None:
     """Refuse a model that is parallel already."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"parameter {name!r} is a DTensor already (placements {parameter.placements}): the model was "
-                "parallelized before, and a second time would cut its shards again"
-            )
+            said = f"parameter {name!r} is a DTensor already (placements {parameter.placements})"
+            raise ValueError(f"{said}: the model was parallelized before, a second time would cut its shards again")
 
 
 class _Planner:

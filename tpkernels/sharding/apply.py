@@ -101,6 +101,12 @@ def parallelize(
     All ranks of ``mesh`` call it: those of the axis "tp" and of axes for data parallelism ("dp...", "data...").  Make
     the optimizer after this call: parameters are new objects, and the step of one that holds the old ones raises.
 
+    Examples:
+        >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> mlp = tpk.parallelize(mlp, mesh["tp"], example_inputs=torch.randn(4, 8))
+        >>> mlp[0].weight.to_local().shape  # half of 32
+        torch.Size([16, 8])
+
     Raises:
         ValueError: a pattern matches no module, a style does not fit a module, two patterns give one module
             different styles, a cut that DTensor cannot express, tied weights, a plan for another model or number of

@@ -74,6 +74,12 @@ def data_parallel(
     ("dp", "tp").  Of several micro-batches only the last one's backward pass needs to communicate:
     ``model.set_requires_gradient_sync(False)`` before the others.
 
+    Examples:
+        >>> mesh = tpk.init(dp=2, tp=1)
+        >>> model = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> model = tpk.data_parallel(model, mesh)
+        >>> model(torch.full((4, 8), float(rank))).sum().backward()  # gradients are means over both ranks' batches
+
     Raises:
         ValueError: a mesh without these axes, parameters that are no DTensors or live on another mesh, a unit that is
             no part of ``model``, a second call, replicas that differ in names, shapes or dtypes.

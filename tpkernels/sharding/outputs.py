@@ -64,6 +64,12 @@ def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
 
     ``parallelize`` does this for plans that are proven.  An explicit mapping of names to styles is carried out as it
     stands, and what leaves such a model as a part is its caller's, unless this is called.
+
+    Examples:
+        >>> model = tpk.parallelize(nn.Sequential(nn.Linear(8, 32)), mesh["tp"], {"0": "column"})
+        >>> tpk.sharding.whole_outputs(model, mesh["tp"])
+        >>> model(torch.ones(4, 8)).shape
+        torch.Size([4, 32])
     """
     tp = tp_mesh(mesh, model)
     if tp.size() == 1:

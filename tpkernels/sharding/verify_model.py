@@ -48,6 +48,11 @@ def verify(
     over the bound is therefore compared with more passes of the unsharded model; in bf16 a jump can still look like a
     difference, and a note says whether there is one in fp32, too.
 
+    Examples:
+        >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> tpk.verify(mlp, mesh["tp"], torch.randn(4, 8)).ok
+        True
+
     Raises:
         ValueError: weights or inputs that differ between ranks, inputs that the model does not run with, a model that
             cannot be copied or is parallel already, a plan that :func:`parallelize` refuses; on every rank.

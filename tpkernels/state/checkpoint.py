@@ -43,6 +43,11 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, T
     All ranks of the model call it.  The tensors are copies; tied names have one.  With ``rank`` only that rank of the
     job gets them, the others an empty dictionary: they hold one whole tensor at a time.
 
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> tpk.full_state_dict(mlp)["0.weight"].shape
+        torch.Size([32, 8])
+
     Raises:
         ValueError: the model is not parallelized, or on the meta device; on every rank.
     """
@@ -68,6 +73,10 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
 
     Of tied names one is enough.  Dtypes are converted as ``load_state_dict`` does.  A model on the meta device gets its
     shards, and the buffers that no state dict has.
+
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> tpk.load_full_state_dict(mlp, {name: tensor * 2 for name, tensor in tpk.full_state_dict(mlp).items()})
 
     Raises:
         ValueError: names that are missing or unexpected, other shapes, tensors that differ between ranks, a model that
@@ -102,6 +111,13 @@ def load_pretrained(model: nn.Module, path: str | Path, *, ignore: Sequence[str]
     itself ignores is ignored.  Of tied names one is enough.  Dtypes are converted to the model's.  Checkpoints whose
     tensors are laid out otherwise than the model's (transformers calls that a weight conversion) are refused by their
     names or shapes.
+
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> tpk.save_pretrained(mlp, folder)
+        >>> loaded = tpk.load_pretrained(mlp, folder)
+        >>> loaded.bytes_read < loaded.checkpoint_bytes
+        True
 
     Raises:
         ValueError: files that are damaged or cut off, another model's checkpoint (names that are missing or unexpected,

@@ -43,6 +43,13 @@ def clip_grad_norm_(
     of plain ones and of replicas must be equal on all ranks and count once.  All ranks of the model call it.
     ``foreach=False``: one gradient at a time.
 
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> mlp(torch.ones(4, 8)).sum().backward()
+        >>> norm = tpk.clip_grad_norm_(mlp.parameters(), 1.0)
+        >>> bool(norm > 1) and torch.allclose(tpk.clip_grad_norm_(mlp.parameters(), 2.0), torch.tensor(1.0))
+        True
+
     Raises:
         ValueError: a negative ``max_norm``, a ``norm_type`` that is not positive, gradients that are partial sums,
             parameters that ``tpk.parallelize`` has replaced.

@@ -34,6 +34,12 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_file_bytes: int
         folder: holds no safetensors yet, and is the same for all ranks.
         max_file_bytes: a file is closed before it would be larger; a single tensor may be.
 
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> tpk.save_pretrained(mlp, folder)
+        >>> sorted(path.name for path in folder.iterdir())
+        ['model.safetensors']
+
     Raises:
         ValueError: a folder that holds a checkpoint, a model that is not parallelized or on the meta device, a failure
             to write; on every rank.

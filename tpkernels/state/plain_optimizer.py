@@ -39,6 +39,14 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, full: bool =
     whole plain tensor, equal on all ranks.  With ``full`` all are whole plain tensors.  All ranks call it.  Slots of a
     fresh optimizer are made as torch makes them, by a step of learning rate 0, which counts as one.
 
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> optimizer = torch.optim.AdamW(mlp.parameters())
+        >>> mlp(torch.ones(4, 8)).sum().backward(); optimizer.step()
+        >>> state = tpk.optimizer_state_dict(mlp, optimizer, full=True)
+        >>> state["state"]["0.weight"]["exp_avg"].shape
+        torch.Size([32, 8])
+
     Raises:
         ValueError: the model is not parallelized, parameters that are not the model's, slots of a packed parameter
             that are not shaped like it (Adafactor's factors); on every rank.
@@ -70,6 +78,13 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
         state_dict: whole plain tensors, equal on all ranks, or DTensors on a mesh of the model's.  It is not changed.
 
     All ranks call it.
+
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> optimizer = torch.optim.AdamW(mlp.parameters())
+        >>> mlp(torch.ones(4, 8)).sum().backward(); optimizer.step()
+        >>> state = tpk.optimizer_state_dict(mlp, optimizer)
+        >>> tpk.load_optimizer_state_dict(mlp, optimizer, state)
 
     Raises:
         ValueError: names, slots, shapes or groups that are not this optimizer's, or tensors, values or options that

@@ -57,6 +57,12 @@ def save_snapshot(model: nn.Module, optimizer: Optimizer | None, folder: str | P
 
     The snapshot is complete when this returns.  An interrupted one is no snapshot, and :func:`load_snapshot` says so.
 
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> optimizer = torch.optim.AdamW(mlp.parameters())
+        >>> mlp(torch.ones(4, 8)).sum().backward(); optimizer.step()
+        >>> tpk.save_snapshot(mlp, optimizer, folder / "step-1", extra={"step": 1})
+
     Raises:
         ValueError: a folder in use, a model that is not parallelized or on the meta device, state of the optimizer that
             is neither tensor nor plain value, a failure to write; on every rank.
@@ -119,6 +125,14 @@ def load_snapshot(model: nn.Module, optimizer: Optimizer | None, folder: str | P
 
     Parameters, buffers and slots get the bits that were saved; digests of all of them are checked before anything
     changes.
+
+    Examples:
+        >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
+        >>> optimizer = torch.optim.AdamW(mlp.parameters())
+        >>> mlp(torch.ones(4, 8)).sum().backward(); optimizer.step()
+        >>> tpk.save_snapshot(mlp, optimizer, folder / "step-1", extra={"step": 1})
+        >>> tpk.load_snapshot(mlp, optimizer, folder / "step-1")
+        {'step': 1}
 
     Raises:
         ValueError: no complete snapshot, one that was damaged, one of another model or optimizer, ranks that see

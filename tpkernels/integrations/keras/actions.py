@@ -43,7 +43,13 @@ class Action:
 
 @dataclass(frozen=True)
 class Split(Action):
-    """Each rank has its part along ``dim``, as ``numpy.array_split`` cuts, in units of ``unit`` that stay together."""
+    """Each rank has its part along ``dim``, as ``numpy.array_split`` cuts, in units of ``unit`` that stay together.
+
+    Examples:
+        >>> parts = [tpk.keras.Split(2, dim=1)(keras.ops.ones((4, 6)), rank) for rank in range(2)]
+        >>> tpk.keras.Split(2, dim=1).undo(parts).shape
+        torch.Size([4, 6])
+    """
 
     dim: int = 0
     unit: int = 1
@@ -68,7 +74,13 @@ class Split(Action):
 
 @dataclass(frozen=True)
 class Gather(Action):
-    """Each rank has the whole; of an output: the ranks' parts along ``dim`` were gathered."""
+    """Each rank has the whole; of an output: the ranks' parts along ``dim`` were gathered.
+
+    Examples:
+        >>> whole = keras.ops.ones((4, 6))
+        >>> tpk.keras.Gather(2).undo([whole, whole]).shape
+        torch.Size([4, 6])
+    """
 
     dim: int = -1
 
@@ -92,7 +104,13 @@ class Gather(Action):
 
 @dataclass(frozen=True)
 class Sum(Action):
-    """The whole is the sum of what the ranks have: all of it on rank 0, and zeros elsewhere."""
+    """The whole is the sum of what the ranks have: all of it on rank 0, and zeros elsewhere.
+
+    Examples:
+        >>> parts = [tpk.keras.Sum(2)(keras.ops.ones((2,)), rank) for rank in range(2)]
+        >>> tpk.keras.Sum(2).undo(parts)
+        tensor([1., 1.])
+    """
 
     def __call__(self, tensor: Any, rank: int) -> Any:
         self._check_rank(rank)

@@ -21,6 +21,10 @@ __all__ = ["Communicator"]
 class Communicator:
     """The ranks that run; every rank makes the same calls in the same order.
 
+    Examples:
+        >>> tpk.keras.Communicator().all_reduce(keras.ops.ones((2,)))  # of one rank
+        tensor([1., 1.])
+
     Raises:
         ValueError: Keras runs on another backend than torch; JAX communicates by itself, by the layouts of arrays.
     """

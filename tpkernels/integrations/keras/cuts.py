@@ -73,6 +73,10 @@ def even_cut(shape: Sequence[int], dim: int, world_size: int, *, unit: int = 1, 
 def array_split(x: Any, n: int, axis: int = 0) -> list[Any]:
     """Cut a tensor of whichever backend Keras runs on as ``numpy.array_split`` does: 10 over 3 are 4, 3 and 3.
 
+    Examples:
+        >>> [part.shape[0] for part in tpk.keras.array_split(keras.ops.ones((10, 2)), 3)]
+        [4, 3, 3]
+
     Raises:
         ValueError: ``n`` is less than 1, or the tensor has no such axis.
     """

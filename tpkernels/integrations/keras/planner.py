@@ -38,6 +38,11 @@ def make_plan(model: Any, n: int, *, example_inputs: Any = None) -> KerasPlan:
         example_inputs: tensors in the structure that the model is called with; only shapes and dtypes are used.
             Functional and Sequential models need none.
 
+    Examples:
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32), keras.layers.Dense(8)])
+        >>> [layer.style for layer in tpk.keras.make_plan(model, 2).layers]
+        ['column', 'row']
+
     Raises:
         ValueError: the model is not built; ``n`` is less than 1, or more than can be cut; the model cannot be traced.
     """

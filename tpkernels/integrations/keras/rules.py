@@ -26,6 +26,12 @@ def analyze_dense_layer(layer: Any) -> str:
 
     "up_projection" makes more than 1.5 times what it takes, "down_projection" takes more than 1.5 times what it makes;
     exactly 1.5 is neither.  Everything else, other layers included, is "generic_dense".
+
+    Examples:
+        >>> dense = keras.layers.Dense(32)
+        >>> dense.build((None, 8))
+        >>> tpk.keras.analyze_dense_layer(dense)
+        'up_projection'
     """
     equation = equation_of(layer) if layer.built else "is not built"
     if isinstance(equation, str):
@@ -45,6 +51,12 @@ class DefaultConfig:
 
 def get_default_config(model: Any, device_ids: Sequence[str]) -> DefaultConfig:
     """The plan for as many ranks as there are devices, as rules; on torch it is the one that :func:`make_plan` proves.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32), keras.layers.Dense(8)])
+        >>> config = tpk.keras.get_default_config(model, ["cpu:0", "cpu:1"])
+        >>> list(config.output_rules.values())
+        [{0: Sum(world_size=2)}]
 
     Raises:
         ValueError: no devices; otherwise as :func:`make_plan`.
