@@ -88,6 +88,11 @@ def trained(names: tuple[str, ...], rank_of_lora: int) -> dict[str, Any]:
         found[name] = {"history": history["loss"], "weights": weights, "predicted": model.predict(x, verbose=0)}
         if dist.get_world_size() > 1:
             found[name]["styles"] = {layer.name: layer.style for layer in model.tensor_parallel_plan.layers}
+            sent = models.bytes_of_a_step(model, {key: rows[:3] for key, rows in x.items()})
+            planned = sum(layer.sent for layer in model.tensor_parallel_plan.layers)
+            # With LoRA, nothing below the first attention is trained: its query, key and value send no gradient of x.
+            untrained = 3 * 3 * 7 * hub.BACKBONES[name][1]["hidden_dim"] * 8 if rank_of_lora else 0
+            assert 0 < sent == planned - untrained, (name, sent, planned)
             found[name]["cuts"] = sorted(model.tensor_parallel_plan.cuts)
     return found
 

@@ -93,7 +93,11 @@ def check_bytes(model: Any) -> None:
     counters = sum(v.value.nbytes for v in model.optimizer.variables if not v.shape)
     assert sum(slots) - counters == expected, (slots, expected)
     whole = 8 * sum(int(np.prod(shape)) for shape in plan.variables.values())
-    print(f"rank {rank}: {held:,} of {whole:,} bytes of variables, {expected:,} bytes of slots")
+    sent = models.bytes_of_a_step(model, models.data()[0][:3])
+    assert sent == sum(layer.sent for layer in plan.layers) > 0
+    assert f"each rank sends up to {sent:,} bytes in a training step on int32[3, 6]" in str(plan)
+    print(f"rank {rank} sends {sent:,} bytes in forward and backward of 3 rows; ", end="")
+    print(f"{held:,} of {whole:,} bytes of variables, {expected:,} bytes of slots")
 
 
 def test_a_run_goes_on_from_its_files_at_another_world_size(ranks: Pools, tmp_path: Path) -> None:

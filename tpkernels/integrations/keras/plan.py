@@ -42,6 +42,8 @@ class LayerPlan:
     cuts: dict[str, Cut] = field(default_factory=dict)
     copied: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Of style "copied": the ranges of output features that each rank uses, in order, a head as often as needed."""
+    sent: int | None = None
+    """Bytes that a rank sends for it in a training step on the inputs of the plan; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class KerasPlan:
     summed: tuple[str, ...] = ()
     """Variables that are whole and meet parts: their gradients are summed."""
     notes: tuple[str, ...] = ()
+    inputs: str = ""
+    """Shapes and dtypes of the inputs for which bytes are counted."""
 
     @property
     def cuts(self) -> dict[str, Cut]:
@@ -83,18 +87,30 @@ class KerasPlan:
         )
 
     def __str__(self) -> str:
-        rows = [("layer", "kind", "style", "per rank", "why")]
+        rows = [("layer", "kind", "style", "per rank", "bytes/step", "why")]
         for layer in self.layers:
             per_rank = "/".join(map(str, next(iter(layer.cuts.values())).sizes)) if layer.cuts else "-"
-            rows.append((layer.name or self.model, layer.kind, layer.style, per_rank, layer.reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+            rows.append((layer.name or self.model, layer.kind, layer.style, per_rank, _bytes(layer), layer.reason))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
         ]
         total = sum(map(prod, self.variables.values()))
         held = ", ".join(f"{self.elements_on(rank):,}" for rank in range(self.world_size))
         lines.append(f"{self.model} over {self.world_size} ranks: {total:,} numbers; on each rank {held}")
+        lines.append(self._traffic())
         return "\n".join([*lines, *self.notes])
+
+    def _traffic(self) -> str:
+        if self.world_size == 1:
+            return "one rank sends nothing"
+        known = [layer.sent for layer in self.layers if layer.sent is not None]
+        unknown = [layer.name for layer in self.layers if layer.sent is None]
+        if not known:
+            return "what the ranks send in a training step is not known: the backend chooses"
+        said = f"each rank sends up to {sum(known):,} bytes in a training step on {self.inputs or 'its inputs'}"
+        said += f", and what {len(unknown)} layers send, which is not known" if unknown else ""
+        return f"{said}, beside what the optimizer gathers"
 
     def to_json(self) -> str:
         """The plan as JSON, with a digest by which a damaged file is noticed."""
@@ -107,7 +123,7 @@ class KerasPlan:
             "format": FORMAT, "version": VERSION, "model": self.model, "world_size": self.world_size,
             "layers": json.loads(json.dumps(layers)), "variables": {p: list(s) for p, s in self.variables.items()},
             "numbers": json.loads(json.dumps([vars(one) for one in self.numbers])), "random": list(self.random),
-            "summed": list(self.summed), "notes": list(self.notes),
+            "summed": list(self.summed), "notes": list(self.notes), "inputs": self.inputs,
         }  # fmt: skip
 
     @classmethod
@@ -137,6 +153,7 @@ class KerasPlan:
         return cls(
             data["model"], data["world_size"], tuple(layers), {p: tuple(s) for p, s in data["variables"].items()},
             numbers, tuple(data["random"]), tuple(data["summed"]), tuple(data["notes"]),
+            data.get("inputs", ""),
         )  # fmt: skip
 
     def validate(self, model: Any, world_size: int) -> None:
@@ -168,3 +185,9 @@ class KerasPlan:
                     f"the plan is not for this {type(model).__name__}: layer {one.name!r} has an activity regularizer, "
                     "which would count this rank's part of its output alone"
                 )
+
+
+def _bytes(layer: LayerPlan) -> str:
+    if layer.sent is None:
+        return "?"
+    return f"{layer.sent:,}" if layer.sent else "-"

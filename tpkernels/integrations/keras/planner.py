@@ -16,6 +16,7 @@ from tpkernels.integrations.keras.cuts import Cut, even_cut
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan, Numbers
 from tpkernels.integrations.keras.shadow import MODES_RUN, Equation, KerasShadow
 from tpkernels.integrations.keras.tables import table_cuts, why_table_stays_whole
+from tpkernels.integrations.keras.traffic import Traffic
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.proofs import Decision, decide
@@ -98,11 +99,15 @@ class _Planner:
         self.model, self.world_size = model, world_size
         self.shadow = KerasShadow(model)
         self.observation = _observe(self.shadow, example)
+        assert self.observation.recording is not None
+        self.recording: Recording = self.observation.recording
+        self.traffic = Traffic(self.recording, world_size)
+        leaves = torch.utils._pytree.tree_leaves(example)
+        self.inputs = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in leaves)
         self.decision = Decision()
 
     def plan(self) -> KerasPlan:
-        recording = self.observation.recording
-        assert recording is not None
+        recording = self.recording
         excluded = self._excluded(recording)
         self.decision = decide(self.observation, self.world_size, excluded, {})
         layers: dict[str, LayerPlan] = {}
@@ -124,6 +129,7 @@ class _Planner:
         return KerasPlan(
             type(self.model).__name__, self.world_size, ordered, variables, self._numbers(),
             tuple(sorted(self._noisy(recording))), tuple(sorted(self.decision.partial)),
+            inputs=self.inputs,
         )  # fmt: skip
 
     def _excluded(self, recording: Recording) -> dict[str, str]:
@@ -189,7 +195,12 @@ class _Planner:
 
     def _layer(self, name: str, style: str, reason: str, cuts: dict[str, Cut], copied: Any = ()) -> LayerPlan:
         layer = self.shadow.keras_layers[name]
-        return LayerPlan(name, layer.path or layer.name, type(layer).__name__, style, reason, cuts, copied)
+        sent: int | None = 0
+        if style == "vocabulary":
+            sent = self.traffic.table(name, layer)
+        elif style != "whole":
+            sent = self.traffic.linear(name, layer, self.shadow.equations[name], style, cuts)
+        return LayerPlan(name, layer.path or layer.name, type(layer).__name__, style, reason, cuts, copied, sent)
 
     # ------------------------------------------------------------------ what is left
 

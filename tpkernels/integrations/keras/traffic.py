@@ -1,0 +1,78 @@
+"""What the layers of a plan send in one training step, in bytes of one rank.
+
+It owns the numbers that a plan prints; tests compare them with the calls that are made.  An all-reduce moves
+``2 (n - 1) / n`` of its tensor at best, an all-gather ``(n - 1) / n``.  Where all that comes before a layer is
+frozen, it may send less.  What an optimizer gathers, and what ranks compare, is not in them.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from tpkernels.integrations.keras import backend
+from tpkernels.integrations.keras.cuts import Cut
+from tpkernels.integrations.keras.shadow import Equation
+from tpkernels.planning.row_counts import untrained_in
+from tpkernels.planning.trace import Recording
+
+__all__ = ["Traffic"]
+
+
+class Traffic:
+    """Of the layers that ``recording`` has seen, on ``world_size`` ranks."""
+
+    def __init__(self, recording: Recording, world_size: int) -> None:
+        self._recording, self._world_size = recording, world_size
+        self._untrained = untrained_in(recording)
+
+    def linear(self, name: str, layer: Any, equation: Equation, style: str, cuts: dict[str, Cut]) -> int | None:
+        """Of a Dense or EinsumDense layer; None where its rows are not known."""
+        rows = self._recording.layer_rows.get(name)
+        if rows is None or style == "whole":
+            return None if rows is None else 0
+        goes_in, comes_out = rows * equation.in_features, rows * equation.out_features
+        by_column = style in ("column", "column_gather", "copied")
+        reduced = goes_in if by_column else comes_out
+        if by_column and name in self._untrained:
+            reduced = 0  # nobody wants the gradient of the model's own input
+        gathered = {"column_gather": comes_out, "row_split": goes_in}.get(style, 0)
+        if style == "row_split" and name in self._untrained:
+            gathered = 0
+        if style == "copied":
+            merged = layer.lora_enabled or layer._kernel.trainable
+            trained = [layer._kernel] * merged + [one for one in (layer.bias,) if one is not None and one.trainable]
+            reduced += sum(map(_numbers, trained))
+        elif layer.lora_enabled:
+            whole = [one for one in (layer.lora_kernel_a, layer.lora_kernel_b) if one.path not in cuts]
+            return self._share(2 * reduced + gathered, layer) + sum(self._summed(one, layer) for one in whole)
+        return self._share(2 * reduced + gathered, layer)
+
+    def table(self, name: str, layer: Any) -> int:
+        """Of an embedding that is cut by its rows, and of its head."""
+        total, features = backend.plain_shape(layer._embeddings)
+        sent = 0
+        for scope in self._recording.scopes:
+            if scope.name != name:
+                continue
+            x = scope.args[0]
+            if scope.kwargs.get("reverse", scope.args[1:] == (True,)):
+                rows = x.numel() // x.shape[-1]
+                sent += 2 * x.numel() + rows * total
+            else:
+                sent += 2 * x.numel() * features
+        factor = self._summed(layer.lora_embeddings_b, layer) if layer.lora_enabled else 0
+        return self._share(sent, layer) + factor
+
+    def _summed(self, factor: Any, layer: Any) -> int:
+        """Of the gradient of a factor of LoRA, which Keras keeps in float32 under any policy that casts nothing."""
+        mixed = layer.compute_dtype != layer.variable_dtype
+        return self._share(2 * _numbers(factor), layer, None if mixed else factor.dtype)
+
+    def _share(self, elements: int, layer: Any, dtype: str | None = None) -> int:
+        item = int(backend.torch_dtype(dtype or layer.compute_dtype).itemsize)
+        return elements * item * (self._world_size - 1) // self._world_size
+
+
+def _numbers(variable: Any) -> int:
+    return prod(backend.plain_shape(variable))
