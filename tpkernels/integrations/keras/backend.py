@@ -260,10 +260,12 @@ def move(variable: Any, value: Any, layout: Any) -> None:
 def base_metrics_result(model: Any) -> Any:
     """The metrics of this process alone: Keras 3.16 sums them over all processes, which here see the same batch.
 
-    The values are copies: some metrics return a view of their state, which validation overwrites before callbacks read
-    the results of training.  Keras 3.16 copies its sums for the same reason.
+    There the values are copies, as Keras's sums are: some metrics return a view of their state, which validation
+    overwrites before callbacks read the results of training.  Earlier versions hand the views on, sharded or not.
     """
     found = private("metrics")(model)
+    if _found(PRIVATE_NAMES["metrics"][0]) is None:
+        return found
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
