@@ -34,9 +34,9 @@ PIP_LINES = {
 
 TESTED = {
     "transformers": ("5.23",),
-    "accelerate": ("1.15",),
+    "accelerate": ("1.15", "1.14"),
     "peft": ("0.21",),
-    "lightning": ("2.6",),
+    "lightning": ("2.6", "2.5"),
     "megatron": ("0.16", "0.15"),
     "torchtitan": ("0.3",),
 }
