@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,26 @@ def communicate() -> list[Any]:
     with pytest.raises(ValueError, match="different tensors"):
         talk.broadcast(mine[: talk.rank + 1])
     return [np.asarray(one) for one in found]
+
+
+def private_names_of_others(file: Path) -> list[str]:
+    """Attributes with an underscore that a file takes from objects other than its own, and strings that name some."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+        own = isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "torch.utils")
+        text = isinstance(node, ast.Attribute | ast.Constant) and isinstance(name, str)
+        if text and not own and re.fullmatch(r"_[a-z]\w*", name):
+            found.append(f"{file.name}:{node.lineno} {name}")
+    return found
+
+
+@pytest.mark.cpu
+def test_private_names_of_keras_stand_in_one_file() -> None:
+    files = sorted(Path(tpk.__file__).parent.joinpath("integrations", "keras").glob("*.py"))
+    named = {file.name: private_names_of_others(file) for file in files}
+    assert len(named.pop("backend.py")) > 20
+    assert [name for names in named.values() for name in names] == []
 
 
 def test_plans_actions_files_rules_and_private_names(ranks: Pools, tmp_path: Path) -> None:

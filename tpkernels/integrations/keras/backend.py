@@ -119,6 +119,33 @@ def seed_generators(layer: Any) -> list[Any]:
     return list(getattr(layer, "_seed_generators", []))
 
 
+def kernel_of(layer: Any) -> Any:
+    """The variable of a Dense or EinsumDense layer, without LoRA."""
+    return layer._kernel
+
+
+def table_of(layer: Any) -> Any:
+    """The variable of an Embedding layer, without LoRA."""
+    return layer._embeddings
+
+
+def key_value_layers(layer: Any) -> list[Any]:
+    """The layers that make keys and values, of an attention layer of Keras or KerasHub."""
+    names = ("_key_dense", "key_dense", "_value_dense", "value_dense")
+    return [made for made in (getattr(layer, name, None) for name in names) if made is not None]
+
+
+def declared_inputs(model: Any) -> Any:
+    """What a Functional or Sequential model says that it is called with; None for others."""
+    inputs = getattr(model, "_inputs_struct", None)
+    return inputs if inputs is not None else getattr(getattr(model, "_functional", None), "input", None)
+
+
+def set_mask(output: Any, mask: Any) -> None:
+    """Let the layers behind know which steps are padding."""
+    output._keras_mask = mask
+
+
 def draw_from_state(generator: Any) -> None:
     """Let a generator without a seed of the user's draw from its state: torch's default generator, from which Keras
     draws otherwise, would go on differently on each rank."""
@@ -267,6 +294,29 @@ def base_metrics_result(model: Any) -> Any:
     if _found(PRIVATE_NAMES["metrics"][0]) is None:
         return found
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def gather_only(callback: Any) -> None:
+    """Let a ``BackupAndRestore`` gather weights, and write and remove nothing."""
+    path = callback._weights_path
+    bare(callback, "_save_model", lambda: callback.model.save_weights(filepath=path, overwrite=True))
+    bare(callback, "on_train_end", lambda logs=None: None)
+
+
+def updates_of(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How an optimizer applies gradients, and how it clips them."""
+    return optimizer._backend_apply_gradients, optimizer._clip_gradients
+
+
+def set_updates(optimizer: Any, apply: Callable[..., Any], clip: Callable[..., Any]) -> None:
+    bare(optimizer, "_backend_apply_gradients", apply)
+    bare(optimizer, "_clip_gradients", clip)
+
+
+def rename_variables(optimizer: Any, original: Callable[[Any], Any]) -> None:
+    """Let an optimizer know each variable by the name that it has for ``original(variable)``."""
+    key = optimizer._var_key
+    bare(optimizer, "_var_key", lambda variable: key(original(variable)))
 
 
 def forget_functions(model: Any) -> None:

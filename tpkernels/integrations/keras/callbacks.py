@@ -15,9 +15,4 @@ def files_on_rank_0(callbacks: Any, rank: int) -> None:
     kind = backend.keras_module().callbacks.BackupAndRestore
     for callback in callbacks if isinstance(callbacks, Iterable) else [callbacks]:
         if rank and isinstance(callback, kind):
-            backend.bare(callback, "_save_model", _gather_only(callback))
-            backend.bare(callback, "on_train_end", lambda logs=None: None)
-
-
-def _gather_only(callback: Any) -> Any:
-    return lambda: callback.model.save_weights(filepath=callback._weights_path, overwrite=True)
+            backend.gather_only(callback)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.batches import check_same
 from tpkernels.integrations.keras.plan import KerasPlan
 from tpkernels.integrations.keras.shadow import Equation, equation_of, named_layers
@@ -55,13 +56,10 @@ def _heads(model: Any, plan: KerasPlan, rank: int) -> set[int]:
     names = {id(layer): name for name, layer in named_layers(model).items()}
     found = set()
     for layer in named_layers(model).values():
-        for attribute in ("_key_dense", "key_dense", "_value_dense", "value_dense"):
-            made = getattr(layer, attribute, None)
-            if made is None:
-                continue
+        for made in backend.key_value_layers(layer):
             entry = entries[names[id(made)]]
             if entry.style == "column":
-                found.add(entry.cuts[made._kernel.path].sizes[rank])
+                found.add(entry.cuts[backend.kernel_of(made).path].sizes[rank])
             else:
                 equation = equation_of(made)
                 assert isinstance(equation, Equation), "a linear layer has one"

@@ -35,12 +35,12 @@ def linear(layer: Any, equation: Equation, plan: LayerPlan, rank: int, group: An
     order = [equation.kernel.index(letter) for letter in made + contracted]
     inner = [equation.sizes[letter] for letter in made[1:]]
     by_column = plan.style in ("column", "column_gather")
-    cut = plan.cuts.get(layer._kernel.path)
+    cut = plan.cuts.get(backend.kernel_of(layer).path)
     letters = made if by_column else contracted
     sizes = [size * prod(equation.sizes[letter] for letter in letters[1:]) for size in cut.sizes] if cut else []
 
     def kernel() -> Tensor:
-        weight: Tensor = layer._kernel.value
+        weight: Tensor = backend.kernel_of(layer).value
         if layer.lora_enabled:
             a, b = layer.lora_kernel_a.value, layer.lora_kernel_b.value
             if plan.style != "copied":

@@ -80,7 +80,7 @@ def _slots_like_variables(optimizer: Any, shards: Shards) -> None:
 
 
 def _whole_norms(optimizer: Any, shards: Shards) -> None:
-    apply, clip = optimizer._backend_apply_gradients, optimizer._clip_gradients
+    apply, clip = backend.updates_of(optimizer)
     updated: list[Any] = []
     ops = backend.keras_module().ops
 
@@ -101,8 +101,7 @@ def _whole_norms(optimizer: Any, shards: Shards) -> None:
             return [g * scale.to(g.dtype) for g in grads]
         return clip(grads)
 
-    backend.bare(optimizer, "_backend_apply_gradients", backend_apply_gradients)
-    backend.bare(optimizer, "_clip_gradients", clip_gradients)
+    backend.set_updates(optimizer, backend_apply_gradients, clip_gradients)
 
 
 def _squares(grads: list[Tensor], variables: list[Any], shards: Shards) -> Tensor:

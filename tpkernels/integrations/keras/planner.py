@@ -79,8 +79,7 @@ def example_of(model: Any) -> Any:
         ValueError: a subclassed model does not say it.
     """
     keras = backend.keras_module()
-    inputs = getattr(model, "_inputs_struct", None)
-    inputs = inputs if inputs is not None else getattr(getattr(model, "_functional", None), "input", None)
+    inputs = backend.declared_inputs(model)
     if inputs is None:
         raise ValueError(
             f"{type(model).__name__} does not say what it is called with: pass example_inputs, tensors with the shapes "
@@ -275,7 +274,7 @@ def linear_cuts(
     """Cuts of the kernel, of a column layer's bias, and of the LoRA factor that has the cut dimension."""
     letter = (equation.made if made else equation.contracted)[0]
     dim = equation.kernel.index(letter)
-    kernel = layer._kernel
+    kernel = backend.kernel_of(layer)
     shape = backend.plain_shape(kernel)
     cuts = {kernel.path: even_cut(shape, dim, world_size, unit=unit, runs=runs)}
     if made and layer.bias is not None:

@@ -26,7 +26,6 @@ def slice_replicas(optimizer: Any, shards: Shards) -> None:
     """Let an optimizer without state hold slots for slices of whole variables."""
     slices = _Slices(shards)
     build, apply, finalize = optimizer.build, optimizer.apply, optimizer.finalize_variable_values
-    key = optimizer._var_key
 
     def build_on_slices(variables: Sequence[Any]) -> None:
         build(slices.of(variables))
@@ -44,7 +43,7 @@ def slice_replicas(optimizer: Any, shards: Shards) -> None:
     backend.bare(optimizer, "build", build_on_slices)
     backend.bare(optimizer, "apply", apply_to_slices)
     backend.bare(optimizer, "finalize_variable_values", finalize_slices)
-    backend.bare(optimizer, "_var_key", lambda variable: key(slices.whole_of(variable)))
+    backend.rename_variables(optimizer, slices.whole_of)
 
 
 class _Slices:

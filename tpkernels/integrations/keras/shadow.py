@@ -58,7 +58,7 @@ def equation_of(layer: Any) -> Equation | str:
     if type(layer) is keras.layers.Dense:
         if getattr(layer, "quantization_mode", None) is not None:
             return f"is quantized ({layer.quantization_mode})"
-        shape = backend.plain_shape(layer._kernel)
+        shape = backend.plain_shape(backend.kernel_of(layer))
         return Equation("io", "i", "o", {"i": shape[0], "o": shape[1]})
     if type(layer) is not keras.layers.EinsumDense:
         return f"no way to cut a {type(layer).__name__} is known"
@@ -67,7 +67,7 @@ def equation_of(layer: Any) -> Equation | str:
     inputs, output = layer.equation.replace(" ", "").split("->")
     x, kernel = (term.replace("...", "") for term in inputs.split(","))
     output = output.replace("...", "")
-    sizes = dict(zip(kernel, backend.plain_shape(layer._kernel), strict=True))
+    sizes = dict(zip(kernel, backend.plain_shape(backend.kernel_of(layer)), strict=True))
     contracted = "".join(letter for letter in x if letter in kernel and letter not in output)
     made = "".join(letter for letter in output if letter in kernel and letter not in x)
     if set(kernel) != set(contracted) | set(made) or not contracted or not made:
@@ -229,7 +229,7 @@ class KerasShadow(Shadow):
             self.equations[name] = equation
             self.layers[name] = Layer("linear", equation.in_features, equation.out_features)
             self.owners |= {id(fakes[id(variable)]): name for variable in own if id(variable) in fakes}
-            self.modules[name].__dict__["weight"] = fakes[id(layer._kernel)]
+            self.modules[name].__dict__["weight"] = fakes[id(backend.kernel_of(layer))]
             self._calls[name] = self._linear(name, layer, equation)
 
     def _linear(self, name: str, layer: Any, equation: Equation) -> Callable[..., Any]:
@@ -281,7 +281,7 @@ class KerasShadow(Shadow):
                     after = layer.register_forward_hook(self._leaving(name))
                     stack.callback(before.remove)
                     stack.callback(after.remove)
-                for generator in getattr(layer, "_seed_generators", []):
+                for generator in backend.seed_generators(layer):
                     backend.bare(generator, "next", lambda ordered=True: (0, 0))
                     stack.callback(object.__delattr__, generator, "next")
             for name, call in self._calls.items():

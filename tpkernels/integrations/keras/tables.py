@@ -36,7 +36,7 @@ def table_cuts(layer: Any, world_size: int) -> dict[str, Cut] | None:
     """Cuts of the table by its rows, of its LoRA factor, and of a head that is not tied; None for other layers."""
     if not _is_table(layer) or getattr(layer, "quantization_mode", None) is not None:
         return None
-    dims = [(layer._embeddings, 0)]
+    dims = [(backend.table_of(layer), 0)]
     if layer.lora_enabled:
         dims.append((layer.lora_embeddings_a, 0))
     if _is_reversible(layer) and not layer.tie_weights:
@@ -46,7 +46,7 @@ def table_cuts(layer: Any, world_size: int) -> dict[str, Cut] | None:
 
 def why_table_stays_whole(layer: Any, world_size: int, layers: Iterable[Any]) -> str | None:
     """The reason not to cut a table that could be, or None."""
-    rows, features = backend.plain_shape(layer._embeddings)
+    rows, features = backend.plain_shape(backend.table_of(layer))
     own = set(map(id, backend.variables_of(layer)))
     for other in layers:
         if other is not layer and own & set(map(id, backend.variables_of(other))):
@@ -65,7 +65,7 @@ def lookup(layer: Any, cut: Cut, rank: int, group: Any) -> Callable[..., Any]:
     total = cut.shape[0]
 
     def table() -> Tensor:
-        weight: Tensor = layer._embeddings.value
+        weight: Tensor = backend.table_of(layer).value
         if not layer.lora_enabled:
             return weight
         b = copy_to_group(layer.lora_embeddings_b.value, group)
@@ -109,7 +109,7 @@ def lookup(layer: Any, cut: Cut, rank: int, group: Any) -> Callable[..., Any]:
             return head(inputs)
         out = look_up(inputs)
         if layer.mask_zero:
-            out._keras_mask = keras.ops.not_equal(inputs, 0)
+            backend.set_mask(out, keras.ops.not_equal(inputs, 0))
         return out
 
     return call

@@ -40,8 +40,10 @@ class Traffic:
         if style == "row_split" and name in self._untrained:
             gathered = 0
         if style == "copied":
-            merged = layer.lora_enabled or layer._kernel.trainable
-            trained = [layer._kernel] * merged + [one for one in (layer.bias,) if one is not None and one.trainable]
+            merged = layer.lora_enabled or backend.kernel_of(layer).trainable
+            trained = [backend.kernel_of(layer)] * merged + [
+                one for one in (layer.bias,) if one is not None and one.trainable
+            ]
             reduced += sum(map(_numbers, trained))
         elif layer.lora_enabled:
             whole = [one for one in (layer.lora_kernel_a, layer.lora_kernel_b) if one.path not in cuts]
@@ -50,7 +52,7 @@ class Traffic:
 
     def table(self, name: str, layer: Any) -> int:
         """Of an embedding that is cut by its rows, and of its head."""
-        total, features = backend.plain_shape(layer._embeddings)
+        total, features = backend.plain_shape(backend.table_of(layer))
         sent = 0
         for scope in self._recording.scopes:
             if scope.name != name:
