@@ -33,6 +33,7 @@ def pieces(folder: str) -> bool:
         backend.private("invented")
     del backend.PRIVATE_NAMES["invented"]
     _plans()
+    _whole()
     _actions()
     _files(f"{folder}/some.weights.h5")
     for ratio, said in ((15, "generic_dense"), (16, "up_projection"), (6, "down_projection"), (7, "generic_dense")):
@@ -65,6 +66,22 @@ def _plans() -> None:
         if variable.path in three.cuts:
             assert [part.shape for part in parts] == [three.cuts[variable.path].shape_on(rank) for rank in range(3)]
     assert isinstance(config.output_rules["down"][0], tpk.keras.Sum) and "up" not in config.output_rules
+
+
+def _whole() -> None:
+    """Layers that no rule cuts stay whole, and the plan says why."""
+    keras = models.keras_on_torch()
+    layers = keras.layers
+    quantized = layers.Dense(8, name="quantized", dtype="float32")
+    inputs = keras.Input((6, 8))
+    x = layers.LSTM(8, name="recurrent")(layers.Conv1D(8, 2, name="convolution")(inputs))
+    model = keras.Model(inputs, layers.Dense(20, name="plain")(quantized(x)))
+    quantized.quantize("int8")
+    found = {layer.name: (layer.style, layer.reason) for layer in tpk.keras.make_plan(model, 2).layers}
+    assert found["plain"][0] == "column_gather"
+    for name, word in (("quantized", "is quantized (int8)"), ("recurrent", "LSTM"), ("convolution", "Conv1D")):
+        style, reason = next(said for known, said in found.items() if known.startswith(name))
+        assert style == "whole" and word in reason, (name, style, reason)
 
 
 def _actions() -> None:
