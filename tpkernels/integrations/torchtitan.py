@@ -28,7 +28,6 @@ from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.packages import needed
 
 with needed("torchtitan", "tpkernels.integrations.torchtitan"):
-    import spmd_types
     from torchtitan.config import derive, override
     from torchtitan.distributed.spmd_types import current_spmd_mesh
     from torchtitan.distributed.utils import get_spmd_backend
@@ -37,6 +36,8 @@ with needed("torchtitan", "tpkernels.integrations.torchtitan"):
     from torchtitan.models.common.feed_forward import FeedForward
     from torchtitan.models.common.linear import Linear
     from torchtitan.protocols.sharding import ShardingConfig
+with needed("torchtitan", "tpkernels.integrations.torchtitan"):
+    import spmd_types  # behind torchtitan, which needs it: where both are missing, that one is named
 
 __all__ = [
     "GatheringFeedForward",
