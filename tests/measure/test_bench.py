@@ -25,11 +25,11 @@ from tpkernels.comm.timeline import Event
 from tpkernels.gemm.native import native
 from tpkernels.launching import local_ranks
 from tpkernels.launching.local_ranks import LaunchError
-from tpkernels.measure import bench, bench_table, netlab, suites
+from tpkernels.measure import bench, bench_table, netlab, suites, usual_dtype
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.rivals import RIVALS, Problem, Rival
 from tpkernels.measure.trace import RankTrace, trace_overlap
-from tpkernels.testing.spawn import fork_server
+from tpkernels.testing.spawn import Pools, fork_server
 
 
 def _arguments(*words: str) -> argparse.Namespace:
@@ -338,3 +338,23 @@ def test_chunked_moves_its_bytes_while_gemms_run_and_unfused_does_not(
 
 def _is_complete(events: list[Event]) -> bool:
     return {"gemm", "recv"} <= {event.kind for event in events}
+
+
+def dtype_where(seconds: dict[str, float]) -> tuple[str, str | None, int]:
+    calls = []
+
+    def gemm_seconds(dtype: torch.dtype) -> float:
+        calls.append(dtype)
+        return seconds["bf16" if dtype == torch.bfloat16 else "fp32"]
+
+    with mock.patch.object(usual_dtype, "_gemm_seconds", gemm_seconds):
+        return *usual_dtype.usual_dtype("cpu", dist.group.WORLD), len(calls)  # type: ignore[arg-type]
+
+
+@pytest.mark.gloo
+def test_cores_without_units_for_bf16_are_measured_in_fp32_and_the_ranks_agree(ranks: Pools) -> None:
+    slow = ranks(2).run(dtype_where, {"bf16": 4e-3, "fp32": 1e-3})
+    assert [(name, calls) for name, _, calls in slow] == [("fp32", 2), ("fp32", 0)]  # the first rank alone looks
+    assert "multiply bf16 at 67 GFLOP/s and fp32 at 268 GFLOP/s" in (slow[1][1] or "")
+    assert ranks(2).run(dtype_where, {"bf16": 1e-3, "fp32": 1e-3}) == [("bf16", None, 2), ("bf16", None, 0)]
+    assert usual_dtype.usual_dtype("cuda", None) == ("bf16", None)  # type: ignore[arg-type]

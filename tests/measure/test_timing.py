@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from tpkernels.measure.timing import Measurement, measure
+from tpkernels.measure.timing import LEAST_REPEATS, Measurement, measure
 
 
 def test_candidates_take_turns() -> None:
@@ -67,6 +68,14 @@ def test_a_sample_of_several_calls_is_their_mean() -> None:
     measured = measure({"a": lambda: (calls.append(1), time.sleep(0.005))}, repeats=2, warmup=0, calls_per_sample=4)
     assert len(calls) == 8
     assert 0.0049 < measured["a"].best < 0.02
+
+
+@pytest.mark.parametrize(("budget_s", "repeats"), [(10.0, 9), (0.05, 5), (1e-6, LEAST_REPEATS)])
+def test_repeats_that_would_take_longer_than_they_may_are_left_out(budget_s: float, repeats: int) -> None:
+    now = iter(range(1000))
+    with mock.patch.object(time, "perf_counter", lambda: next(now) / 200):  # a call takes 5 ms
+        times = measure({"a": int, "b": int}, repeats=9, warmup=0, budget_s=budget_s)
+    assert [len(one.seconds) for one in times.values()] == [repeats] * 2
 
 
 def test_nothing_to_time_and_no_repeats_are_refused() -> None:

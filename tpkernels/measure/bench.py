@@ -14,7 +14,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from tpkernels.measure.rivals import RIVALS, Rival
 from tpkernels.measure.suites import SUITES
 from tpkernels.measure.timing import measure
 from tpkernels.measure.trace import RankTrace, trace_overlap, write_chrome_trace
+from tpkernels.measure.usual_dtype import AUTO, usual_dtype
 
 _SAMPLE_S = 0.002
 # A sample shorter than this is mostly timer and barrier noise; several calls then make one sample.
@@ -50,6 +51,7 @@ _RIVAL_ERRORS = (AssertionError, AttributeError, ImportError, LookupError, NotIm
 class Plan:
     """What every rank measures; crosses process boundaries.
 
+    dtype: a name, or "auto" (:func:`usual_dtype`), which the ranks replace.
     tp: sizes of the groups, each made of the first ranks; none: all ranks. json: file to which the results so far are
     written after every case, with what `environment` says. out: folder for the table and the figure, which are also
     drawn when a group of several is done, under `title`.
@@ -95,7 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks of a group; repeatable: as many are started as the largest takes (default: 2, all GPUs on CUDA)",
     )  # fmt: skip
     parser.add_argument("--nproc", "--world", type=flags.at_least(1), metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument(
+        "--dtype", choices=(AUTO, *DTYPES), default=AUTO,
+        help="of the operands (default auto: bf16, or fp32 on cores that multiply that faster)",
+    )  # fmt: skip
     flags.add_device(parser)
     links.add_arguments(parser)
     parser.add_argument("--repeats", type=flags.at_least(1), metavar="N", help="timed calls of each way (default 9)")
@@ -211,6 +216,11 @@ def run_rank(plan: Plan) -> RankOutput:
     tpk.init(device=plan.device, timeout=plan.case_timeout_s)
     device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
     everybody = _store_group(dist.get_world_size(), plan.timeout_s)
+    if plan.dtype == AUTO:
+        name, why = usual_dtype(plan.device, everybody)
+        plan = replace(plan, dtype=name)
+        if why and dist.get_rank() == 0:
+            print(f"measuring {why}", file=sys.stderr, flush=True)
     output, count = RankOutput(), len(plan.problems)
     start, all_cases = time.monotonic(), count * max(1, len(plan.tp))
     for group, control in _groups(plan):
@@ -255,7 +265,11 @@ def time_case(case: TimedCase, plan: Plan, control: dist.ProcessGroup | None = N
         calls_per_sample=_calls_per_sample(case),
         group=case.group,
         device=case.device,
+        budget_s=plan.case_timeout_s / 2,  # the other half is for the checks before and the timeline behind
     )
+    fewest = min(len(one.seconds) for one in times.values())
+    if fewest < plan.repeats and case.group.rank() == 0:
+        print(f"{fewest} repeats instead of {plan.repeats}, to end within --case-timeout", file=sys.stderr, flush=True)
     return CaseResult(
         case.op,
         str(case.shape),

@@ -25,6 +25,7 @@ from tpkernels.measure.gpt import Sizes
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
 from tpkernels.measure.trace import write_chrome_trace
 from tpkernels.measure.training import RankResult, Training, train_in_turns
+from tpkernels.measure.usual_dtype import AUTO, usual_dtype
 
 __all__ = ["add_arguments", "main", "run_rank"]
 
@@ -48,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"of the model (default {default})",
         )
     parser.add_argument("--quick", action="store_true", help="a tiny model: tries the command, measures nothing")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and data (default bf16)")
+    parser.add_argument(
+        "--dtype",
+        choices=(AUTO, *DTYPES),
+        default=AUTO,
+        help="of weights and data (default auto: bf16, or fp32 on cores that multiply that faster)",
+    )
     flags.add_device(parser, "cpu")
     flags.add_tp(parser, None, "ranks to start (default: 2, all GPUs on CUDA)")
     links.add_arguments(parser)
@@ -93,6 +99,7 @@ def main(args: argparse.Namespace) -> int:
             return 1
     else:
         results = tpk.launch(run_rank, nproc, training, args.timeout, timeout=args.timeout)
+    training = dataclasses.replace(training, dtype=results[0].dtype)
     return _report(args, profile_report.Profile(training, results, link=_link(args)), nproc)
 
 
@@ -101,7 +108,7 @@ def make_training(args: argparse.Namespace) -> Training:
     sizes = dataclasses.replace(
         _QUICK if args.quick else Sizes(), **{name: value for name, value in given.items() if value is not None}
     )
-    return Training(sizes, args.steps, args.warmup, DTYPES[args.dtype], args.device, args.seed)
+    return Training(sizes, args.steps, args.warmup, DTYPES.get(args.dtype), args.device, args.seed)
 
 
 def run_rank(training: Training, timeout_s: float) -> RankResult:
@@ -109,6 +116,11 @@ def run_rank(training: Training, timeout_s: float) -> RankResult:
     mesh = tpk.init(device=training.device, timeout=timeout_s)["tp"]
     control: Any = dist.new_group(backend="gloo")
     try:
+        if training.dtype is None:
+            name, why = usual_dtype(training.device, control)
+            training = dataclasses.replace(training, dtype=DTYPES[name])
+            if why and dist.get_rank() == 0:
+                print(f"training {why}", file=sys.stderr, flush=True)
         with deadline(timeout_s, f"rank {dist.get_rank()}: training"):
             return train_in_turns(training, mesh, control)
     finally:

@@ -15,6 +15,7 @@ number, from which all ranks start together.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -59,6 +60,9 @@ class Measurement:
         )
 
 
+LEAST_REPEATS = 3
+
+
 def measure(
     candidates: Mapping[str, Callable[[], object]],
     *,
@@ -68,11 +72,14 @@ def measure(
     verify: Callable[[str, object], None] | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
+    budget_s: float = math.inf,
 ) -> dict[str, Measurement]:
     """Time every candidate `repeats` times, taking turns; see the module docstring for what is guarded against.
 
     calls_per_sample: above 1, a sample is the mean over so many calls in a row (for calls of microseconds).
     verify: called with each candidate's name and result before anything is timed; it raises on a wrong result.
+    budget_s: seconds of all repeats; there are fewer where the first says that they would take longer, but at least
+    LEAST_REPEATS of those that were asked for.
     On a CUDA `device` the time is that of the current stream (see the module docstring), host work included only where
     the device waits for it.
     Raises: ValueError for no candidates or fewer than one repeat.
@@ -93,10 +100,15 @@ def measure(
         for name in names:
             candidates[name]()
     mine: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats):
+    repeat = 0
+    while repeat < repeats:
         for name in _turns(names, repeat):
             _barrier(group)
             mine[name].append(clock(candidates[name], calls_per_sample))
+        repeat += 1
+        if repeat == 1 and budget_s < math.inf:
+            (first,) = _maximum_over_ranks([[calls_per_sample * sum(row[0] for row in mine.values())]], group, device)
+            repeats = min(repeats, max(LEAST_REPEATS, int(budget_s / first[0])))
     slowest = _maximum_over_ranks([mine[name] for name in names], group, device)
     return {name: Measurement(name, tuple(row)) for name, row in zip(names, slowest, strict=True)}
 

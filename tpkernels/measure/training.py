@@ -45,22 +45,26 @@ RECORDED = 3
 
 @dataclass(frozen=True)
 class Training:
-    """What every rank trains; crosses process boundaries."""
+    """What every rank trains; crosses process boundaries.
+
+    dtype: None until the ranks have found out which is faster.
+    """
 
     sizes: Sizes
     steps: int = 10
     warmup: int = 2
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32
     device: str = "cpu"
     seed: int = 0
 
 
 @dataclass
 class RankResult:
-    """`curves` has "shifted", too, on rank 0, for the bound."""
+    """`curves` has "shifted", too, on rank 0, for the bound. dtype: of the model that was trained."""
 
     curves: dict[str, Curve]
     traces: list[RankTrace]
+    dtype: torch.dtype | None = None
 
 
 class _Trainee:
@@ -126,7 +130,7 @@ def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGr
         dist.barrier(control)
         if name in works:
             traces.append(_recorded(f"{name}, step {number}", rank, works[name], device))
-    return RankResult(curves, traces)
+    return RankResult(curves, traces, training.dtype)
 
 
 def _timed(curve: Curve, trainee: _Trainee | None, data: list[Tensor]) -> None:

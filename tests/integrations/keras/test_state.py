@@ -250,6 +250,9 @@ def refusals(folder: str) -> list[str]:
     for old, new in zip([*before, *untouched], [*model.get_weights(), *fresh.get_weights()], strict=True):
         assert np.array_equal(old, new)
     wrap(fresh, world, ["cpu:0"] * world, "gloo", plan=plan, shard_optimizer_states=False)  # and now it works
+    alone: list[dict[str, Any]] = [{"world_size": world}, {"device_ids": ["cpu:0"] * world}]
+    for given in [*alone, {"distributed_backend": "gloo"}, {"plan": plan}, {"shard_optimizer_states": False}]:
+        assert wrap(models.small(), **given).tensor_parallel_plan == plan, given
     return said
 
 
