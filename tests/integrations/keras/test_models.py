@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,6 +71,24 @@ def every_kind() -> dict[str, Any]:
         model.fit(x, y, batch_size=8, epochs=2, verbose=0)
         found[kind] = {"weights": dict(enumerate(model.get_weights())), "predicted": model.predict(x, verbose=0)}
     return found
+
+
+def compiled() -> dict[str, Any]:
+    """Keras's step under ``torch.compile``, without the compiler behind it, whose rounding is another."""
+    keras = models.keras_on_torch()
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(8, 9)), random.normal(size=(8, 4))
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    model = made(keras.Sequential([keras.Input((9,)), keras.layers.Dense(30), keras.layers.Dense(4)]))
+    parallel = dist.get_world_size() > 1
+    model.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.5), "mse", jit_compile=parallel)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        losses = [model.train_on_batch(x, y) for _ in range(2)]
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs) is parallel
+    return {"weights": dict(enumerate(model.get_weights())), "history": np.array(losses)}
 
 
 def every_way() -> dict[str, Any]:
@@ -175,6 +195,14 @@ def test_less_precision_is_as_far_from_float64_as_on_the_unsharded_model(ranks: 
 def test_sequential_nested_shared_and_subclassed_models(ranks: Pools) -> None:
     (expected,) = ranks(1).run(every_kind, timeout=TIMEOUT)
     for found in ranks(2).run(every_kind, timeout=TIMEOUT):
+        models.assert_equal(found, expected)
+
+
+def test_steps_that_keras_compiles_are_those_of_the_unsharded_model(ranks: Pools, full: bool) -> None:
+    if not full:
+        pytest.skip("--full: 18 seconds of compiling")
+    (expected,) = ranks(1).run(compiled, timeout=TIMEOUT)
+    for found in ranks(2).run(compiled, timeout=TIMEOUT):
         models.assert_equal(found, expected)
 
 

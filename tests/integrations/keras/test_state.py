@@ -215,7 +215,6 @@ def refusals(folder: str) -> list[str]:
         lambda: wrap(model),
         lambda: model.get_layer("up").enable_lora(2),
         lambda: model.compile(model.optimizer),
-        lambda: model.compile("sgd", jit_compile=True),
         lambda: model.export(f"{folder}/export"),
         lambda: model.train_on_batch(x[rank : rank + 8], y[:8]),
         lambda: wrap(fresh, world_size=world + 1),
@@ -261,7 +260,7 @@ HOLDERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 UNKNOWN = ("tensorflow", "horovod", "fallback", "mpi")
 WORDS = (
     "load_weights", "rank 1: ", "parallel already", "enable_lora on the whole model first", "has state already",
-    "jit_compile=True", "exported", "different batches",
+    "exported", "different batches",
     "torchrun --nproc_per_node 3 script.py` or `tpkernels run --tp 3 script.py", "device_ids has 1 names", "kind cuda",
     "must be a list of names", *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),
     "does not fit Keras's backend", "is not built", "rank 1: Sequential", "rank 1: world_size is 5",

@@ -135,12 +135,6 @@ class TensorParallel:
                 f"compile of {state.kind.__name__} takes no optimizer: its own ones would update parts of variables as "
                 "if they were whole"
             )
-        options = call.arguments | call.arguments.get("kwargs", {})
-        if options.get("jit_compile") is True and state.shards.world_size > 1:
-            raise ValueError(
-                "jit_compile=True is not for a model that is cut: its collectives were not tried under torch.compile "
-                "in Keras's steps; leave it out, which is eager on torch"
-            )
         optimizer = call.arguments["optimizer"]
         if optimizer is not None and optimizer != "auto" and state.shards.world_size > 1:
             optimizer = call.arguments["optimizer"] = backend.keras_module().optimizers.get(optimizer)
