@@ -41,7 +41,7 @@ from tpkernels import launchers
 
 __all__ = [
     "Config", "inherited", "job_environment", "load", "local_rank", "meeting", "nccl_failures_raise",
-    "nccl_waits_block",
+    "nccl_waits_block", "profiler_says_nothing",
 ]  # fmt: skip
 
 # How the threads that torch gives an NCCL group treat an operation that fails or takes longer than the time-out; read
@@ -203,3 +203,11 @@ def _positive(environ: Mapping[str, str], name: str, limit: int | None = None) -
     if limit is not None and int(value) > limit:
         raise ValueError(f"{name} must be at most {limit}, got {value}")
     return int(value)
+
+
+def profiler_says_nothing(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Kineto reports no start and stop of its own on stderr, unless the user has set how much it says.
+
+    It reads the variable when it is first used.  99 is above every level that it has.
+    """
+    environ.setdefault("KINETO_LOG_LEVEL", "99")

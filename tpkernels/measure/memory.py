@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 
 import torch
+
+from tpkernels import config
 
 __all__ = ["peak_bytes"]
 
@@ -19,8 +20,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device | None = None) -
         before = torch.cuda.memory_allocated()
         work()
         return torch.cuda.max_memory_allocated() - before
-    # Kineto reads this when it is first used; else it reports each start and stop of its own on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    config.profiler_says_nothing()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
