@@ -97,6 +97,70 @@ for words, attempt in (
 print("all of it ran")
 """
 
+HUB = """
+import sys, warnings
+import keras
+import numpy as np
+import keras_hub
+import tpkernels as tpk
+from tests.integrations.keras.hub import BACKBONES, data, prompts
+
+def backbone(name, lora=0):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    kind, arguments = BACKBONES[name]
+    body = getattr(keras_hub.models, kind + "Backbone")(**arguments)
+    if lora:
+        body.enable_lora(lora)
+    return body
+
+def classifier(name, lora):
+    body = backbone(name, lora)
+    out = body.output["sequence_output"] if isinstance(body.output, dict) else body.output
+    pooled = keras.layers.GlobalAveragePooling1D()(out)
+    return keras.Model(body.input, keras.layers.Dense(3, name="head")(pooled))
+
+def language_model(name):
+    kind = BACKBONES[name][0] + "CausalLM"
+    return getattr(keras_hub.models, kind)(backbone=backbone(name), preprocessor=None)
+
+def trained(model):
+    x, y = data(model)
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    losses = model.fit(x, y, batch_size=4, epochs=3, verbose=0, shuffle=False).history["loss"]
+    return [np.array(losses), *model.get_weights(), model.predict(x, verbose=0)]
+
+def tokens(model):
+    model.compile(sampler="greedy")
+    return model.generate(prompts(), stop_token_ids=None)["token_ids"]
+
+def moved(model, n):
+    with warnings.catch_warnings(record=True):  # what stays whole
+        model = tpk.keras.TensorParallel(model, world_size=n, device_ids=[f"cpu:{one}" for one in range(n)])
+    cut = [v for v in model.trainable_variables if v.value.addressable_shards[0].data.shape != v.value.shape]
+    assert cut, "nothing is cut"
+    return model
+
+for name in BACKBONES:
+    for lora in (0, 4) if name.split()[0] in ("Llama", "Mistral", "Gemma") else (0,):
+        expected = trained(classifier(name, lora))
+        for n in (2, 4):
+            for mine, whole in zip(trained(moved(classifier(name, lora), n)), expected, strict=True):
+                assert np.abs(mine - whole).max() <= 1e-5 * max(1e-5, np.abs(whole).max()), (name, lora, n)
+for name in ("GPT-2", "Gemma 4/1", "Llama"):
+    expected = tokens(language_model(name))
+    for n in (2, 4):
+        assert np.array_equal(tokens(moved(language_model(name), n)), expected), (name, n)
+print("all of it ran")
+"""
+
+
+@pytest.mark.cpu
+def test_models_of_keras_hub_train_and_generate_as_without(tmp_path: Path) -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("jax", "keras", "keras_hub")):
+        pytest.skip("--full: only where jax, 100 MB, was installed by hand")
+    assert "all of it ran" in run(HUB, "jax", tmp_path)
+
 
 @pytest.mark.cpu
 def test_a_model_trains_on_one_two_and_four_devices_as_without(tmp_path: Path) -> None:
