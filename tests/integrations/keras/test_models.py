@@ -192,10 +192,11 @@ def test_less_precision_is_as_far_from_float64_as_on_the_unsharded_model(ranks: 
             assert found <= max(3 * own, least * np.linalg.norm(numbers)), (policy, name, found, own)
 
 
-def test_sequential_nested_shared_and_subclassed_models(ranks: Pools) -> None:
+def test_sequential_nested_shared_and_subclassed_models(ranks: Pools, full: bool) -> None:
     (expected,) = ranks(1).run(every_kind, timeout=TIMEOUT)
-    for found in ranks(2).run(every_kind, timeout=TIMEOUT):
-        models.assert_equal(found, expected)
+    for world_size in (2, 3, 4) if full else (2,):
+        for found in ranks(world_size).run(every_kind, timeout=TIMEOUT):
+            models.assert_equal(found, expected)
 
 
 def test_steps_that_keras_compiles_are_those_of_the_unsharded_model(ranks: Pools, full: bool) -> None:
