@@ -116,7 +116,10 @@ def test_backbones_train_as_unsharded(ranks: Pools, full: bool) -> None:
     copied = [name for name, style in said["Gemma 4/1"][0].items() if style == "copied"]
     assert len(copied) == 2, "the only key-value head is on both ranks"
     if full:
-        compared(ranks, 3, ("GPT-2, 5 heads", "Gemma 8/4", "Llama"), 0)
+        # Refused: more ranks than heads, and for Mistral more ranks than key-value heads.
+        three = tuple(name for name in names if name != "GPT-2, 2 heads")
+        compared(ranks, 3, three, 0)
+        compared(ranks, 4, tuple(name for name in three if name != "Mistral"), 0)
 
 
 def test_lora_is_cut_with_its_layer(ranks: Pools, full: bool) -> None:
