@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from torch.distributed import run
 
+from tests.comm.test_job_store import free_port
 from tpkernels.testing.spawn import fork_server
 
 pytestmark = pytest.mark.gloo
@@ -27,7 +27,9 @@ import tpkernels as tpk
 joined = pathlib.Path(__file__).with_name("joined")
 if os.environ["HOST"] == "1":
     joined.touch()
+deadline = time.monotonic() + 120
 while not joined.exists():
+    assert time.monotonic() < deadline, "host 1 has not joined"
     time.sleep(0.05)
 
 clip, calls = tpk.clip_grad_norm_, []
@@ -52,12 +54,6 @@ def torchrun(host: int, arguments: list[str], output: Path) -> None:
             os.dup2(file.fileno(), descriptor)
     os.environ.update(OMP_NUM_THREADS="1", HOST=str(host))
     run.main(["--run-path", "--start-method", "fork", *arguments])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def said(hosts: Sequence[Sequence[str]], folder: Path, name: str) -> list[str]:

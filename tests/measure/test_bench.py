@@ -27,7 +27,9 @@ from tpkernels.launching import local_ranks
 from tpkernels.launching.local_ranks import LaunchError
 from tpkernels.measure import bench, bench_table, netlab, suites, usual_dtype
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase
+from tpkernels.measure.report import CaseResult
 from tpkernels.measure.rivals import RIVALS, Problem, Rival
+from tpkernels.measure.timing import Measurement
 from tpkernels.measure.trace import RankTrace, trace_overlap
 from tpkernels.testing.spawn import Pools, fork_server
 
@@ -338,6 +340,14 @@ def test_chunked_moves_its_bytes_while_gemms_run_and_unfused_does_not(
 
 def _is_complete(events: list[Event]) -> bool:
     return {"gemm", "recv"} <= {event.kind for event in events}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("counts", "said"), [((3, 3), "2 ranks, n=3"), ((9, 4), "2 ranks, n=4 to 9")])
+def test_a_title_has_the_repeats_that_were_timed(counts: tuple[int, int], said: str) -> None:
+    times = [{"torch": Measurement("torch", (1.0,) * count)} for count in counts]
+    results = [CaseResult("all_gather_matmul", "8x16x32", "bf16", 2, one, 64, "chunked", 4) for one in times]
+    assert bench._titled(bench.Plan((), title="2 ranks"), results) == said
 
 
 def dtype_where(seconds: dict[str, float]) -> tuple[str, str | None, int]:

@@ -189,15 +189,21 @@ def make_plan(args: argparse.Namespace, nproc: int) -> Plan:
         tp=_group_sizes(args, nproc),
         json=args.json or (str(Path(args.out, "bench.json")) if args.out else None),
         out=args.out,
-        title=_title(args, nproc, device, repeats),
+        title=_title(args, nproc, device),
         environment=report.describe_environment({**setup, "repeats": repeats}),
     )
 
 
-def _title(args: argparse.Namespace, nproc: int, device: str, repeats: int) -> str:
+def _title(args: argparse.Namespace, nproc: int, device: str) -> str:
     link = "no lab" if not args.netlab else f"network lab at {args.netlab}"
     link += f", delay {args.delay}" if args.delay else ""
-    return f"{nproc} ranks, {device}, {link}, n={repeats}" + (", quick" if args.quick else "")
+    return f"{nproc} ranks, {device}, {link}" + (", quick" if args.quick else "")
+
+
+def _titled(plan: Plan, results: Sequence[CaseResult]) -> str:
+    """With the repeats that were timed, which are fewer where a case would have exceeded its time."""
+    counts = {len(one.seconds) for result in results for one in result.times.values()}
+    return f"{plan.title}, n={min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "")
 
 
 def _group_sizes(args: argparse.Namespace, nproc: int) -> tuple[int, ...]:
@@ -237,7 +243,7 @@ def run_rank(plan: Plan) -> RankOutput:
             if group.rank() == 0 and plan.json:
                 report.write_json(plan.json, {**plan.environment, "complete": False}, output.results)
         if group.rank() == 0 and plan.out and len(plan.tp) > 1:
-            bench_table.write_table_and_figure(plan.out, output.results, f"{plan.title} (so far)")
+            bench_table.write_table_and_figure(plan.out, output.results, f"{_titled(plan, output.results)} (so far)")
     dist.barrier(everybody)  # ranks of no group wait here for the others, as long as the whole may take
     return output
 
@@ -385,17 +391,18 @@ def _all_outputs(mine: RankOutput) -> list[RankOutput]:
 
 def _report(args: argparse.Namespace, plan: Plan, outputs: Sequence[RankOutput]) -> None:
     results, traces = outputs[0].results, [trace for output in outputs for trace in output.traces]
-    bench_table.print_results(results, plan.title)
+    title = _titled(plan, results)
+    bench_table.print_results(results, title)
     if args.compare:
         print("\n".join(compare.lines(args.compare, plan.environment, results)))
     if plan.json:
         report.write_json(plan.json, {**plan.environment, "complete": True}, results)
         print(f"samples: {plan.json}")
     if args.out:
-        for written in bench_table.write_table_and_figure(args.out, results, plan.title):
+        for written in bench_table.write_table_and_figure(args.out, results, title):
             print(written)
-        sections = html_report.bench_sections(results, plan.title, traces)
-        print(html_report.write(Path(args.out, "bench.html"), plan.title, plan.environment, sections))
+        sections = html_report.bench_sections(results, title, traces)
+        print(html_report.write(Path(args.out, "bench.html"), title, plan.environment, sections))
     if args.trace:
         write_chrome_trace(args.trace, traces)
         print(f"timeline: {args.trace} (open in https://ui.perfetto.dev)")
