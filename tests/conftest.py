@@ -7,6 +7,7 @@ Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
@@ -29,7 +30,11 @@ PRELOADED = [
     spawn.__name__,
     "transformers.modeling_utils",
     "transformers.models",
+    "tests.frozen",
 ]
+
+UNMEASURED = {"TPKERNELS_CALIBRATE": "0"}
+"""Each new group of each test would measure its costs, and choose otherwise on a busy machine."""
 
 LAYERS = {
     "cpu": "no process group",
@@ -51,6 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
         torch.set_num_threads(1)  # several workers share the cores: threads that wait for each other only spin
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        importlib.import_module("tests.frozen")
 
 
 def missing_for(layer: str) -> str | None:
@@ -109,7 +119,7 @@ def preloaded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """`ranks(3).run(fn, *args)` runs fn on three persistent ranks and returns their results."""
-    pools = Pools(forked=True)
+    pools = Pools(forked=True, environment=UNMEASURED)
     yield pools
     pools.close()
 

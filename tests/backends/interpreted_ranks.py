@@ -6,12 +6,11 @@ new interpreters cost each rank seconds of imports.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from unittest import mock
 
-from tpkernels.launching.local_ranks import RankTeam
 from tpkernels.testing import spawn
 from tpkernels.testing.spawn import Pools, WorkerPool
 
@@ -20,7 +19,11 @@ __all__ = ["InterpretedPools"]
 # The product of a row with a matrix must not depend on the row's place (tests/kernels/interpreter.py).
 # Its threads would spin while they wait for work, of which such small products give them none.
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Prescott", "OPENBLAS_NUM_THREADS": "1"}
-PRELOADED = ["torch", "torch.distributed", "tpkernels", "tpkernels.sharding", "tpkernels.kernels", spawn.__name__]
+PRELOADED = [
+    *("torch", "torch.distributed", "tpkernels", "tpkernels.sharding", "tpkernels.kernels"),
+    spawn.__name__,
+    "tests.frozen",
+]
 _server = forkserver.ForkServer()
 
 
@@ -42,13 +45,11 @@ class InterpretedContext(ForkServerContext):
 
 
 class InterpretedPool(WorkerPool):
-    def __init__(self, nproc: int, *, forked: bool) -> None:
-        super().__init__(nproc)
+    def __init__(self, nproc: int, *, forked: bool, environment: Mapping[str, str] | None) -> None:
+        super().__init__(
+            nproc, environment={**(environment or {}), **ENVIRONMENT}
+        )  # which the server and the ranks inherit
         self._context = InterpretedContext()
-
-    def _started(self) -> RankTeam:
-        with mock.patch.dict(os.environ, ENVIRONMENT):  # which the server and the ranks inherit
-            return super()._started()
 
 
 class InterpretedPools(Pools):

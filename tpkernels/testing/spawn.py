@@ -18,7 +18,7 @@ import multiprocessing
 import pickle
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from types import TracebackType
@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tpkernels.launching.local_ranks import LaunchError, Outcome, RankTeam, check_nproc, pack_call
-from tpkernels.launching.rank_process import MASTER_ADDR, RankStuck
+from tpkernels.launching.rank_process import MASTER_ADDR, RankStuck, children_inherit
 
 T = TypeVar("T")
 
@@ -65,18 +65,26 @@ class WorkerPool:
     group_timeout: seconds of the default group's collectives.
     forked: start ranks in milliseconds (:func:`fork_server`) instead of new interpreters in seconds. What modules read
     from the environment while they are imported, as Triton does, is then what it was when the first such pool started.
+    environment: variables that the ranks have besides those of this process.
 
     Not thread-safe. Use it as a context manager or call `close`; workers also die with this process.
     """
 
     def __init__(
-        self, nproc: int, *, group_timeout: float = GROUP_TIMEOUT_S, pin: bool = False, forked: bool = False
+        self,
+        nproc: int,
+        *,
+        group_timeout: float = GROUP_TIMEOUT_S,
+        pin: bool = False,
+        forked: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         check_nproc(nproc)
         self.nproc = nproc
         self._group_timeout = group_timeout
         self._pin = pin
         self._context = fork_server() if forked else None
+        self._environment = dict(environment or {})
         self._team: RankTeam | None = None
         self._generation = 0
 
@@ -165,9 +173,10 @@ class WorkerPool:
         if self._team is not None and any(rank.has_ended() for rank in self._team.ranks):
             self.close()  # a worker died between calls
         if self._team is None:
-            self._team = RankTeam(
-                self.nproc, pin=self._pin, exit_on_failure=False, num_threads=1, context=self._context
-            )
+            with children_inherit(self._environment):
+                self._team = RankTeam(
+                    self.nproc, pin=self._pin, exit_on_failure=False, num_threads=1, context=self._context
+                )
             self._generation = 0
             self.renew()
         return self._team
@@ -234,12 +243,12 @@ def _run_seeded(call: bytes) -> tuple[object, int]:
 class Pools:
     """Pools by world size, started when first asked for. At most `limit` are alive: the oldest used makes room."""
 
-    def __init__(self, *, limit: int = 3, forked: bool = False) -> None:
-        self._limit, self._forked = limit, forked
+    def __init__(self, *, limit: int = 3, forked: bool = False, environment: Mapping[str, str] | None = None) -> None:
+        self._limit, self._forked, self._environment = limit, forked, environment
         self._pools: dict[int, WorkerPool] = {}
 
     def __call__(self, nproc: int) -> WorkerPool:
-        pool = self._pools.pop(nproc, None) or WorkerPool(nproc, forked=self._forked)
+        pool = self._pools.pop(nproc, None) or WorkerPool(nproc, forked=self._forked, environment=self._environment)
         self._pools[nproc] = pool  # now the most recently used
         for oldest in list(self._pools)[: -self._limit]:
             self._pools.pop(oldest).close()
