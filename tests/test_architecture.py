@@ -6,6 +6,7 @@ Each rule is a function from a source tree to its violations; each is run on thi
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -184,7 +185,13 @@ def modules(root: Path) -> Iterator[tuple[Path, str, ast.Module]]:
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root / PACKAGE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        yield path.relative_to(root), name, ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(root), name, parsed(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Parsed once for all rules, which only read."""
+    return ast.parse(source)
 
 
 def imports(root: Path, path: Path, module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -53,6 +53,7 @@ def gated_launches(emulation: Emulation, fault: bool) -> tuple[list[str], str]:
     return seen, said
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_a_gated_pair_is_one_launch_whose_epilogue_makes_the_output(
     pools: Pools, emulation: Emulation, capability: int

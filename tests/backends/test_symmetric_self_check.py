@@ -49,6 +49,7 @@ def checked(emulation: Emulation, dtypes: list[torch.dtype]) -> tuple[list[Any],
         return list(channels.first_uses), tried.call_count
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("one_shot_bytes", [0, 1 << 16], ids=["in two steps", "in one step"])
 def test_every_op_is_tried_once_per_dtype_and_then_runs(
     pools: Pools, emulation: Emulation, one_shot_bytes: int

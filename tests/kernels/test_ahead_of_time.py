@@ -136,8 +136,10 @@ SPECIALISED = {
 }
 
 
-def test_warp_specialisation_changes_nothing_on_sm_90(report: dict[str, Any], tmp_path: Path) -> None:
+def test_warp_specialisation_changes_nothing_on_sm_90(report: dict[str, Any], tmp_path: Path, full: bool) -> None:
     """As tiles.py says of the Tritons that were tried. Once one does: a further choice of loop for a GPU to compare."""
+    if not full:
+        pytest.skip("--full: compiles two kernels once more")
     change = {file: (LOOP + "):", LOOP + ", warp_specialize=True):") for file in SPECIALISED}
     package = mutant(tmp_path, "specialised", change)
     found = compiled(tmp_path, "--only", *SPECIALISED.values(), "--packages", package)["packages"][package]

@@ -316,6 +316,7 @@ def _record_calls(op: str, shape: Shape) -> list[RankTrace]:
         return [bench.record_call(case, name) for _ in range(RECORDED) for name in ("unfused", "chunked")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from tests.models.architectures.sweep import verdict_of
 from tpkernels.testing.spawn import Pools
 
 LIMIT_S = 180.0
-SAMPLE = ("qwen3_moe", "deepseek_v2", "llama4_text", "jamba", "beit relative", "ctrl")
+SAMPLE = ("qwen3_moe", "deepseek_v2", "llama4_text", "beit relative", "ctrl", "jamba")
 """What was wrong or raised once, each for a reason of its own: norms of heads, latent attention, complex numbers,
-weights that the model reads itself, fake tensors in caches, additions in place."""
+fake tensors in caches, additions in place, weights that the model reads itself."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_architecture_computes_what_the_unsharded_model_computes(ranks: Pools, name: str) -> None:
@@ -42,8 +43,9 @@ def _scale_a_gradient(given: Reference, factor: float) -> dict[str, Any]:
     return {"first": first, "right": found["wrong"], "wrong": examine(given, False, False)["wrong"]}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gloo
-@pytest.mark.parametrize("factor", [1.02, 1 + 1e-8])
+@pytest.mark.parametrize("factor", [1 + 1e-8, 1.02])
 def test_a_gradient_that_is_off_is_wrong(ranks: Pools, factor: float) -> None:
     """Also by less than what a model that amplifies its roundings may be: this one does not."""
     for found in ranks(2).run(_scale_a_gradient, reference_of("gpt2"), factor, timeout=LIMIT_S):

@@ -28,9 +28,7 @@ pytestmark = pytest.mark.gloo
 SLICE = {
     2: [
         Cell("llama", True, "bf16", "train"),
-        Cell("llama", True, "fp32", "compile"),
         Cell("t5", True, "fp32", "checkpoint"),
-        Cell("transformer", False, "bf16", "eager"),
         Cell("bert", False, "fp32", "dropout"),
     ],
     3: [Cell("qwen2", True, "fp32", "train")],

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.gloo
 WHOLE = {"sequence_parallel": False}
 CUT = {"sequence_parallel": True}
 SOME = {
-    3: ("bert 10", "gpt2 10", "qwen2", "t5 10", "conv_lstm", "attention"),
-    4: ("opt 10", "qwen2", "conv_lstm", "transformer 10"),
+    3: ("gpt2 10", "qwen2", "t5 10", "conv_lstm", "attention"),
+    4: ("opt 10", "qwen2", "conv_lstm"),
 }
 """Families at numbers of ranks that their heads do not divide; all of them with ``--full``."""
-SAMPLE = {2: ("gpt_neox", "bloom", "swin", "qwen3", "phi3", "mamba"), 3: ("gemma",), 4: ("stablelm",)}
+SAMPLE = {2: ("bloom", "swin", "phi3", "mamba"), 3: ("gemma",), 4: ("stablelm",)}
 """Of the architectures that nothing knows; all of them with ``--full``."""
 
 
@@ -63,7 +63,7 @@ def test_families_compute_what_the_unsharded_model_computes(ranks: Pools, world:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_families_with_a_residual_cut_along_the_sequence(ranks: Pools, world: int, full: bool) -> None:
-    names = {2: (*zoo.FAMILIES, "transformer"), 3: ("llama", "t5 10"), 4: ("gpt2 10", "mistral")}[world]
+    names = {2: (*tuple(zoo.FAMILIES)[::2], "transformer"), 3: ("llama", "t5 10"), 4: ("gpt2 10", "mistral")}[world]
     if full:
         names = (*zoo.FAMILIES, *zoo.UNEVEN, "transformer", "transformer 10")
     for name, plan in found(ranks, world, [(name, CUT) for name in names]).items():

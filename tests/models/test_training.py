@@ -187,6 +187,7 @@ def embeds(sequence: bool) -> tuple[float, float, float]:
     return float((actual.double() - exact).abs().max()), own, share
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_pretrained_minilm_embeds_as_before(ranks: Pools, sequence: bool) -> None:
     try:

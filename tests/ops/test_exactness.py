@@ -23,6 +23,7 @@ WORLDS = [2, 3]
 COMMUNICATING = (GATHER, SCATTER, REDUCE)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("world", WORLDS)
 def test_integers_are_exact_at_any_chunk_count(ranks: Pools, world: int, num_chunks: int) -> None:

@@ -37,6 +37,7 @@ def test_every_dtype_is_within_the_bound(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_any_dimension_can_be_gathered_or_scattered(ranks: Pools, world: int) -> None:
     shapes = [(12, 24), (12, 12, 24), (2, 12, 12, 24), (12, 2, 3, 12)]
@@ -74,6 +75,7 @@ def test_shards_may_be_uneven_fewer_than_ranks_or_empty(ranks: Pools, world: int
         ranks(world).run(check_all, cases, num_chunks)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_inner_sizes_may_be_zero_or_one(ranks: Pools, world: int) -> None:
     cases = []
@@ -152,6 +154,7 @@ def test_inputs_need_not_be_contiguous(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_real_sizes_with_the_chunk_counts_and_choices_of_the_library(ranks: Pools, world: int) -> None:
     cases = []

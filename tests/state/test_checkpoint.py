@@ -71,6 +71,7 @@ def whole_states(cases: list[tuple[str, bool]]) -> dict[str, list[str]]:
     return wrong
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [

@@ -115,6 +115,7 @@ def speak(names: list[str]) -> dict[str, list[str]]:
     return {name: speaks(name) for name in names}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "names"), [(2, ["gpt2", "transformer"]), (3, ["gpt2 10", "llama 10", "mistral 10", "transformer 10"])]
 )

@@ -62,6 +62,7 @@ def worst_ratio(expected: Bounded, actual: Tensor) -> float:
 # ---------------------------------------------------------------- correct results pass
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
