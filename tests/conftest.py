@@ -7,7 +7,6 @@ Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
@@ -30,7 +29,6 @@ PRELOADED = [
     spawn.__name__,
     "transformers.modeling_utils",
     "transformers.models",
-    "tests.frozen",
 ]
 
 UNMEASURED = {"TPKERNELS_CALIBRATE": "0"}
@@ -56,11 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
         torch.set_num_threads(1)  # several workers share the cores: threads that wait for each other only spin
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):
-        importlib.import_module("tests.frozen")
 
 
 def missing_for(layer: str) -> str | None:

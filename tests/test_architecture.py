@@ -188,10 +188,7 @@ def modules(root: Path) -> Iterator[tuple[Path, str, ast.Module]]:
         yield path.relative_to(root), name, parsed(path.read_text(encoding="utf-8"))
 
 
-@functools.cache
-def parsed(source: str) -> ast.Module:
-    """Parsed once for all rules, which only read."""
-    return ast.parse(source)
+parsed = functools.cache(ast.parse)  # once for all rules, which only read
 
 
 def imports(root: Path, path: Path, module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:

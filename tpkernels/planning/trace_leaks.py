@@ -138,8 +138,6 @@ def nothing_left() -> Iterator[Watch]:
     """
     watch = Watch()
     was_frozen = gc.get_freeze_count() > 0
-    if was_frozen:
-        gc.collect()  # garbage since the user's freeze would stay for good
     gc.freeze()  # a collection then looks at what the trace has made, not at every object of the process
     try:
         try:
@@ -150,20 +148,16 @@ def nothing_left() -> Iterator[Watch]:
             raise
         _check(watch)
     finally:
+        gc.unfreeze()
         if was_frozen:
-            gc.collect()
             gc.freeze()
-        else:
-            gc.unfreeze()
 
 
 @contextmanager
 def _thawed() -> Iterator[None]:
     """Let ``gc`` see all objects within the block; those that were frozen are frozen again afterwards."""
     was_frozen = gc.get_freeze_count() > 0
-    if was_frozen:
-        gc.collect()
-        gc.unfreeze()
+    gc.unfreeze()
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
 import random
 import time
@@ -37,6 +38,8 @@ CALL_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 30.0
 MOST_GROUPS = 6
 """Process groups that calls may leave behind in a rank: each has a thread of gloo's that wakes 100 times a second."""
+MOST_THREADS = 20
+"""Of a rank that makes its default group anew: with more, old groups are looked for."""
 SEED = 20240229
 
 
@@ -218,7 +221,8 @@ class WorkerPool:
 def _make_default_group(rank: int, world_size: int, port: int, generation: int, timeout_s: float) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # groups that somebody's cycle holds keep their threads
+        if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+            gc.collect()  # a tenth of a second; groups that somebody's cycle holds keep their threads
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(MASTER_ADDR, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group(
