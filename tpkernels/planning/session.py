@@ -115,6 +115,8 @@ class Scope:
     kwargs: dict[str, Any]
     start: int
     stop: int = -1
+    trained: bool = False
+    """Whether somebody wants the gradient of a tensor among its arguments."""
 
 
 def canonical(func: Any) -> Any:

@@ -59,6 +59,8 @@ class Recording(Session):
         """Tensors among what the model returns."""
         self.layer_rows: dict[str, int] = {}
         """Rows of each layer's input, over all calls."""
+        self.gradient_rows: dict[str, int] = {}
+        """Those of them of which somebody wants the gradient."""
         self.layer_inputs: dict[str, list[int]] = {}
         self.layer_reads: dict[str, list[tuple[int, int]]] = {}
         """Of each call of a layer: which tensor it read, and the node that had last written it."""
@@ -136,6 +138,7 @@ class Recording(Session):
         self.layer_reads.setdefault(name, []).append((id(x), self._node_of.get(id(x), -1)))
         rows = x.numel() if layer.kind == "embedding" else x.numel() // max(1, x.shape[-1])
         self.layer_rows[name] = self.layer_rows.get(name, 0) + rows
+        self.gradient_rows[name] = self.gradient_rows.get(name, 0) + (rows if x in self.requiring else 0)
         event = Event(None, [Shape(x.shape)], {}, [Shape(shape)], layer=name, sources=(self.source(x),))
         self._add(event, [out])
         return out
@@ -170,8 +173,9 @@ class Recording(Session):
         return self._open[-1].name if self._open else ""
 
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
+        trained = any(isinstance(one, Tensor) and one in self.requiring for one in tree_leaves((args, kwargs)))
         args, kwargs = self.shadow.copied((args, kwargs))
-        self._open.append(Scope(name, args, kwargs, len(self.events)))
+        self._open.append(Scope(name, args, kwargs, len(self.events), trained=trained))
         self.kept.append((args, kwargs))
 
     def left(self, name: str, output: Any = None) -> None:

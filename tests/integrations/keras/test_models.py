@@ -37,8 +37,12 @@ def perceptron(kind: str) -> Any:
     if kind == "nested":
         inner = keras.Sequential([keras.Input((9,)), up, down], name="block")
         return made(keras.Model(inputs, head(inner(inputs) + inputs)))
-    if kind == "shared":
-        return made(keras.Model(inputs, head(down(up(down(up(inputs)))))))
+    if kind.startswith("shared"):
+        model = keras.Model(inputs, head(down(up(down(up(inputs))))))
+        up.trainable = down.trainable = kind != "shared, frozen"
+        if kind == "shared, LoRA":
+            up.enable_lora(2)
+        return made(model)
 
     class Own(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -63,10 +67,15 @@ def every_kind() -> dict[str, Any]:
     random = np.random.default_rng(0)
     x, y = random.normal(size=(24, 9)), random.normal(size=(24, 4))
     found = {}
-    for kind in ("sequential", "nested", "shared", "subclassed"):
+    for kind in ("sequential", "nested", "shared", "subclassed", "shared, frozen", "shared, LoRA"):
         model = perceptron(kind)
         if dist.get_world_size() > 1:
-            assert sorted(layer.style for layer in model.tensor_parallel_plan.layers)[:2] == ["column", "row"], kind
+            plan = model.tensor_parallel_plan
+            assert {layer.style for layer in plan.layers} > {"column", "row"}, kind
+            sent, planned = models.bytes_of_a_step(model, x[:3]), sum(layer.sent for layer in plan.layers)
+            assert sent == planned > 0, (kind, sent, planned)
+        if "," in kind:
+            continue  # what is sent differs, and nothing else
         model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-3), "mse", jit_compile=False)
         model.fit(x, y, batch_size=8, epochs=2, verbose=0)
         found[kind] = {"weights": dict(enumerate(model.get_weights())), "predicted": model.predict(x, verbose=0)}

@@ -135,6 +135,12 @@ def key_value_layers(layer: Any) -> list[Any]:
     return [made for made in (getattr(layer, name, None) for name in names) if made is not None]
 
 
+def meaning_of(attribute: str) -> str:
+    """The name by which the search knows a number of a layer: that of heads without an underscore, for example."""
+    known = {"num_repeats": "num_key_value_groups", "_num_key_value_groups": "num_key_value_groups"}
+    return known.get(attribute, attribute.removeprefix("_") if "head" in attribute else attribute)
+
+
 def declared_inputs(model: Any) -> Any:
     """What a Functional or Sequential model says that it is called with; None for others."""
     inputs = getattr(model, "_inputs_struct", None)

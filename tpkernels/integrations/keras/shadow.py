@@ -146,19 +146,15 @@ class _Called:
         return self.keras_model(*args, **kwargs)
 
 
-ALIASES = {"num_repeats": "num_key_value_groups"}
-"""Attributes of Keras's layers under the names by which the search knows what they mean."""
-
-
 class _Seen:
-    """A layer as the search sees it: private numbers (``_num_heads``) and :data:`ALIASES` under public names.
+    """A layer as the search sees it: its numbers under the names by which the search knows what they mean.
 
     ``named`` maps the names that it shows to those of the layer.
     """
 
     def __init__(self, layer: Any) -> None:
         numbers = {key: value for key, value in vars(layer).items() if type(value) is int}
-        public = {ALIASES.get(key, key.removeprefix("_") if "head" in key else key): key for key in numbers}
+        public = {backend.meaning_of(key): key for key in numbers}
         self.__dict__.update({key: value for key, value in vars(layer).items() if key not in numbers})
         self.__dict__.update({name: numbers[key] for name, key in public.items()})
         self.__dict__.update(keras_layer=layer, named=public)
@@ -234,6 +230,7 @@ class KerasShadow(Shadow):
 
     def _linear(self, name: str, layer: Any, equation: Equation) -> Callable[..., Any]:
         inner = [equation.sizes[letter] for letter in equation.made[1:]]
+        trained = any(variable.trainable for variable in backend.weights_of(layer))
 
         def call(inputs: Tensor, training: object = None) -> Any:
             assert self.session is not None
@@ -241,6 +238,8 @@ class KerasShadow(Shadow):
             if len(equation.contracted) > 1:
                 x = x.reshape(*x.shape[: -len(equation.contracted)], -1)
             y = self.session.layer_called(name, x)
+            if trained or x in self.session.requiring:
+                self.session.requiring.made([y])
             if inner:
                 y = y.reshape(*y.shape[:-1], -1, *inner)
             return y if layer.activation is None else layer.activation(y)

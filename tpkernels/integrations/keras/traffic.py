@@ -1,8 +1,8 @@
 """What the layers of a plan send in one training step, in bytes of one rank.
 
 It owns the numbers that a plan prints; tests compare them with the calls that are made.  An all-reduce moves
-``2 (n - 1) / n`` of its tensor at best, an all-gather ``(n - 1) / n``.  Where all that comes before a layer is
-frozen, it may send less.  What an optimizer gathers, and what ranks compare, is not in them.
+``2 (n - 1) / n`` of its tensor at best, an all-gather ``(n - 1) / n``.  A layer before which nothing is trained sums no
+gradient of its input.  What an optimizer gathers, and what ranks compare, is not in them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.cuts import Cut
 from tpkernels.integrations.keras.shadow import Equation
-from tpkernels.planning.row_counts import untrained_in
 from tpkernels.planning.trace import Recording
 
 __all__ = ["Traffic"]
@@ -24,35 +23,35 @@ class Traffic:
 
     def __init__(self, recording: Recording, world_size: int) -> None:
         self._recording, self._world_size = recording, world_size
-        self._untrained = untrained_in(recording)
 
     def linear(self, name: str, layer: Any, equation: Equation, style: str, cuts: dict[str, Cut]) -> int | None:
         """Of a Dense or EinsumDense layer; None where its rows are not known."""
         rows = self._recording.layer_rows.get(name)
         if rows is None or style == "whole":
             return None if rows is None else 0
-        goes_in, comes_out = rows * equation.in_features, rows * equation.out_features
-        by_column = style in ("column", "column_gather", "copied")
-        reduced = goes_in if by_column else comes_out
-        if by_column and name in self._untrained:
-            reduced = 0  # nobody wants the gradient of the model's own input
-        gathered = {"column_gather": comes_out, "row_split": goes_in}.get(style, 0)
-        if style == "row_split" and name in self._untrained:
-            gathered = 0
+        goes_back = self._recording.gradient_rows[name] * equation.in_features
+        comes_out = rows * equation.out_features
+        if style == "row":
+            sent = self._share(2 * comes_out, layer)
+        elif style == "row_split":
+            sent = self._share(2 * comes_out, layer) + self._share(goes_back, layer)
+        else:
+            gathered = comes_out if style == "column_gather" else 0
+            sent = self._share(2 * goes_back, layer) + self._share(gathered, layer)
+        calls = len(self._recording.layer_reads[name])
         if style == "copied":
             merged = layer.lora_enabled or backend.kernel_of(layer).trainable
-            trained = [backend.kernel_of(layer)] * merged + [
+            used = [backend.kernel_of(layer)] * merged + [
                 one for one in (layer.bias,) if one is not None and one.trainable
             ]
-            reduced += sum(map(_numbers, trained))
-        elif layer.lora_enabled:
-            whole = [one for one in (layer.lora_kernel_a, layer.lora_kernel_b) if one.path not in cuts]
-            return self._share(2 * reduced + gathered, layer) + sum(self._summed(one, layer) for one in whole)
-        return self._share(2 * reduced + gathered, layer)
+            return sent + calls * sum(self._share(2 * _numbers(one), layer) for one in used)
+        factors = (layer.lora_kernel_a, layer.lora_kernel_b) if layer.lora_enabled else ()
+        return sent + calls * sum(self._summed(one, layer) for one in factors if one.path not in cuts)
 
     def table(self, name: str, layer: Any) -> int:
         """Of an embedding that is cut by its rows, and of its head."""
         total, features = backend.plain_shape(backend.table_of(layer))
+        factor = self._summed(layer.lora_embeddings_b, layer) if layer.lora_enabled else 0
         sent = 0
         for scope in self._recording.scopes:
             if scope.name != name:
@@ -60,16 +59,16 @@ class Traffic:
             x = scope.args[0]
             if scope.kwargs.get("reverse", scope.args[1:] == (True,)):
                 rows = x.numel() // x.shape[-1]
-                sent += 2 * x.numel() + rows * total
+                sent += self._share(2 * x.numel(), layer) * scope.trained + self._share(rows * total, layer)
+                sent += factor * layer.tie_weights
             else:
-                sent += 2 * x.numel() * features
-        factor = self._summed(layer.lora_embeddings_b, layer) if layer.lora_enabled else 0
-        return self._share(sent, layer) + factor
+                sent += self._share(2 * x.numel() * features, layer) + factor
+        return sent
 
     def _summed(self, factor: Any, layer: Any) -> int:
         """Of the gradient of a factor of LoRA, which Keras keeps in float32 under any policy that casts nothing."""
         mixed = layer.compute_dtype != layer.variable_dtype
-        return self._share(2 * _numbers(factor), layer, None if mixed else factor.dtype)
+        return self._share(2 * _numbers(factor), layer, None if mixed else factor.dtype) if factor.trainable else 0
 
     def _share(self, elements: int, layer: Any, dtype: str | None = None) -> int:
         item = int(backend.torch_dtype(dtype or layer.compute_dtype).itemsize)
