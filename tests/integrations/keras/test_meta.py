@@ -64,20 +64,24 @@ def loaded(file: str, width: int) -> Any:
     return model
 
 
-def saved(folder: str) -> Any:
+def saved(folder: str, kind: str) -> Any:
     keras = models.keras_on_torch()
     for width in (4, WIDTH):
         keras.utils.clear_session()
         keras.utils.set_random_seed(0)
         whole = deep(width)
-        whole.save_weights(f"{folder}/{width}.weights.h5")
+        if kind == ".keras":
+            whole.save(f"{folder}/{width}{kind}")
+        else:  # with .json, in shards of two variables
+            shards = {"max_shard_size": 2.5 * ONE / 2**30} if kind == ".weights.json" else {}
+            whole.save_weights(f"{folder}/{width}{kind}", **shards)
     return whole.predict(np.ones((4, WIDTH), "float32"), verbose=0)
 
 
-def from_meta(folder: str) -> dict[str, Any]:
+def from_meta(folder: str, kind: str) -> dict[str, Any]:
     models.keras_on_torch().utils.set_random_seed(dist.get_rank())
-    loaded(f"{folder}/4.weights.h5", 4)  # whatever planning and loading import
-    model, grown = most_memory_during(lambda: loaded(f"{folder}/{WIDTH}.weights.h5", WIDTH))
+    loaded(f"{folder}/4{kind}", 4)  # whatever planning and loading import
+    model, grown = most_memory_during(lambda: loaded(f"{folder}/{WIDTH}{kind}", WIDTH))
     assert not any(variable.value.is_meta for variable in model.variables)
     parts = sum(variable.value.nbytes for variable in model.variables)
     x = np.ones((4, WIDTH), "float32")
@@ -87,9 +91,14 @@ def from_meta(folder: str) -> dict[str, Any]:
     return {"predicted": predicted, "grown": grown, "parts": parts, "after": after}
 
 
-def test_a_model_of_the_meta_device_loads_its_parts_of_a_file(ranks: Pools, tmp_path: Path) -> None:
-    (expected,) = ranks(1).run(saved, str(tmp_path), timeout=TIMEOUT)
-    first, second = ranks(2).run(from_meta, str(tmp_path), timeout=TIMEOUT)
+@pytest.mark.parametrize("kind", [".weights.h5", ".weights.json", ".keras"])
+def test_a_model_of_the_meta_device_loads_its_parts_of_a_file(
+    ranks: Pools, tmp_path: Path, kind: str, full: bool
+) -> None:
+    if kind != ".weights.h5" and not full:
+        pytest.skip("--full: files of which whole variables are read, one at a time")
+    (expected,) = ranks(1).run(saved, str(tmp_path), kind, timeout=TIMEOUT)
+    first, second = ranks(2).run(from_meta, str(tmp_path), kind, timeout=TIMEOUT)
     whole = 2 * PAIRS * ONE
     for found in (first, second):
         models.assert_equal(found["predicted"], expected, bound=1e-5)

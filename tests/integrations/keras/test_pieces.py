@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def pieces(folder: str) -> bool:
     _plans()
     _whole()
     _actions()
-    _files(f"{folder}/some.weights.h5")
+    _files(folder)
     for ratio, said in ((15, "generic_dense"), (16, "up_projection"), (6, "down_projection"), (7, "generic_dense")):
         layer = keras.layers.Dense(ratio)
         layer.build((None, 10))
@@ -104,16 +105,19 @@ def _actions() -> None:
     assert tpk.keras.Cut.from_json(packed.to_json()) == packed
 
 
-def _files(file: str) -> None:
-    """Parts of variables in a weight file, of several pieces, and of a dtype that HDF5 and torch do not share."""
+def _files(folder: str) -> None:
+    """Parts of variables in a weight file, of several pieces, and of a dtype that HDF5 and torch do not share.
+
+    In one file, in shards of one variable each, in an archive, and in one that somebody has compressed.
+    """
     keras = models.keras_on_torch()
-    from tpkernels.integrations.keras.stored import Stored, unread
+    from tpkernels.integrations.keras.stored import Stored, member, unread
 
     cuts = (
         tpk.keras.Cut((6, 3), 0, (((0, 1), (3, 4)), ((1, 3), (4, 6)), ())),
         tpk.keras.Cut((6, 3), 1, (((0, 2),), ((2, 3),))),
     )
-    seen = []
+    seen: list[str] = []
 
     def look(value: Any) -> None:
         assert isinstance(value, Stored)
@@ -130,14 +134,35 @@ def _files(file: str) -> None:
             np.array(value, copy=False)
         seen.append(dtype)
 
+    layer: Any = None
     for dtype in ("float32", "bfloat16"):
         layer = keras.layers.Dense(3, dtype=dtype)
         model = keras.Sequential([keras.Input((6,)), layer])
-        model.save_weights(file)
+        model.save_weights(f"{folder}/some.weights.h5")
+        model.save_weights(f"{folder}/some.weights.json", max_shard_size=80 / 2**30)
+        assert dtype == "bfloat16" or len(list(Path(folder).glob("some_0*.weights.h5"))) == 2
+        model.save(f"{folder}/some.keras")
         object.__setattr__(layer.kernel, "assign", look)
-        with unread():
-            model.load_weights(file)
-    assert seen == ["float32", "bfloat16"]
+        for kind in (".weights.h5", ".weights.json", ".keras"):
+            with unread():
+                model.load_weights(f"{folder}/some{kind}")
+            assert seen.pop() == dtype and not seen, (dtype, kind)
+    with zipfile.ZipFile(f"{folder}/some.keras") as plain, zipfile.ZipFile(f"{folder}/small.keras", "w", 8) as small:
+        for name in plain.namelist():
+            small.writestr(name, plain.read(name))
+    whole: list[Any] = []
+    object.__setattr__(layer.kernel, "assign", whole.append)
+    with unread():
+        model.load_weights(f"{folder}/small.keras")
+    assert [type(one) for one in whole] == [np.ndarray]
+    model.load_weights(f"{folder}/some.keras")
+    assert len(whole) == 2 and np.array_equal(*whole), "and Keras reads files as before"
+    with zipfile.ZipFile(f"{folder}/some.keras") as plain:
+        inside = member(plain, "metadata.json")
+        assert inside is not None and inside.read() == plain.read("metadata.json")
+        plain.getinfo("metadata.json").header_offset += 1
+        with pytest.raises(zipfile.BadZipFile, match="where its directory says"):
+            member(plain, "metadata.json")
 
 
 def communicate() -> list[Any]:

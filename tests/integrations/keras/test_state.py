@@ -212,6 +212,7 @@ def refusals(folder: str) -> list[str]:
     attempts: list[Callable[[], Any]] = [
         lambda: model.load_weights(f"{folder}/bad.weights.h5"),
         lambda: load_from(folder if first else "/"),
+        lambda: model.load_weights(f"{folder}/{'good' if first else 'bad'}.weights.h5"),
         lambda: wrap(model),
         lambda: model.get_layer("up").enable_lora(2),
         lambda: model.compile(model.optimizer),
@@ -259,8 +260,8 @@ HOLDERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 """Classes of ``keras.optimizers`` that update nothing by themselves."""
 UNKNOWN = ("tensorflow", "horovod", "fallback", "mpi")
 WORDS = (
-    "load_weights", "rank 1: ", "parallel already", "enable_lora on the whole model first", "has state already",
-    "exported", "different batches",
+    "load_weights", "rank 1: ", "pass the same name", "parallel already", "enable_lora on the whole model first",
+    "has state already", "exported", "different batches",
     "torchrun --nproc_per_node 3 script.py` or `tpkernels run --tp 3 script.py", "device_ids has 1 names", "kind cuda",
     "must be a list of names", *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),
     "does not fit Keras's backend", "is not built", "rank 1: Sequential", "rank 1: world_size is 5",

@@ -8,6 +8,7 @@ of it a version lacks.  Known to work: Keras 3.13.2 and 3.15.1 (2026-11-23).
 from __future__ import annotations
 
 import importlib
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ PRIVATE_NAMES = {
     "parameters": ("keras.src.backend.torch.layer:TorchLayer._track_variables",
                    "keras.src.backend.torch.layer:Layer._track_variables"),
     "store": ("keras.src.saving.saving_lib:H5IOStore.__getitem__",),
+    "store files": ("keras.src.saving.saving_lib:H5IOStore._get_h5_file",),
     "stores": ("keras.src.saving.saving_lib:H5IOStore",),
     "backup": ("keras.src.callbacks.backup_and_restore:BackupAndRestore._save_model",),
 }  # fmt: skip
@@ -194,21 +196,37 @@ def repeats_as_numbers() -> Iterator[None]:
 # ---------------------------------------------------------------- files
 
 
+def _h5py() -> Any:
+    with needed("h5py", "weight files of Keras"):
+        return importlib.import_module("h5py")
+
+
+def weight_file(file: Any) -> Any:
+    """An HDF5 file, open for reading."""
+    return _h5py().File(file, mode="r")
+
+
 @contextmanager
-def datasets_as(kind: Callable[[Any, Any], Any]) -> Iterator[None]:
+def datasets_as(kind: Callable[[Any, Any], Any], member: Callable[[Any, str], Any]) -> Iterator[None]:
     """Inside, Keras's weight files give ``kind(dataset, dtype)`` where they would read a whole variable.
 
-    Files inside of an archive, and those of several shards, are read as ever: they may be closed before ``kind`` reads.
-    So is what is no plain dataset, which Keras refuses.
+    What stands in an archive is opened as ``member(archive, name)``, or, where that is None, read by Keras.  So is what
+    is no plain dataset, which Keras refuses.
     """
-    with needed("h5py", "weight files of Keras"):
-        h5py = importlib.import_module("h5py")
-    store, read = private("stores"), private("store")
+    h5py = _h5py()
+    store, read, opened = private("stores"), private("store"), private("store files")
+
+    def open_file(self: Any, path_or_io: Any, mode: str | None = None) -> Any:
+        inside = member(self.archive, str(path_or_io)) if self.archive and (mode or self.mode) == "r" else None
+        if inside is None:
+            return opened(self, path_or_io, mode)
+        self.io_file = inside
+        return weight_file(inside)
 
     def get(self: Any, key: str) -> Any:
         group = self._h5_entry_group
-        plain = type(self) is store and self.archive is None and key in group
-        if not plain or group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
+        compressed = self.archive and isinstance(self.io_file, zipfile.ZipExtFile)
+        if compressed or key not in group or group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
             return read(self, key)
         dataset = group[key]
         if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
@@ -216,11 +234,11 @@ def datasets_as(kind: Callable[[Any, Any], Any]) -> Iterator[None]:
         rounded = dataset.attrs.get("dtype") == "bfloat16"
         return kind(dataset, importlib.import_module("ml_dtypes").bfloat16 if rounded else dataset.dtype)
 
-    store.__getitem__ = get
+    store.__getitem__, store._get_h5_file = get, open_file
     try:
         yield
     finally:
-        store.__getitem__ = read
+        store.__getitem__, store._get_h5_file = read, opened
 
 
 # ---------------------------------------------------------------- variables

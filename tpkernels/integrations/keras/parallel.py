@@ -209,8 +209,12 @@ class TensorParallel:
                 read()
 
         ranks = Ranks([state.shards.pg])
-        ranks.step(f"load_weights({str(filepath)!r})", try_out)
-        ranks.step(f"load_weights({str(filepath)!r})", read)
+        names = [one["file"] for one in ranks.exchange("load_weights", {"file": str(filepath)})]
+        for rank, name in enumerate(names):
+            if name != names[0]:
+                raise ValueError(f"load_weights: rank 0 loads {names[0]!r}, rank {rank} {name!r}: pass the same name")
+        ranks.step(f"load_weights({names[0]!r})", try_out)
+        ranks.step(f"load_weights({names[0]!r})", read)
         state.unloaded = False
 
     def export(self, *args: Any, **kwargs: Any) -> None:

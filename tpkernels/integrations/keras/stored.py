@@ -1,11 +1,15 @@
 """Variables in a weight file while it is loaded: each rank reads the slices of its own parts, and nothing else of them.
 
-It owns :class:`Stored`, a variable that is still in the file.  It assumes that the file is open while it is read, as it
-is for ``.weights.h5``.  From ``.keras`` archives and from files of several shards, Keras reads whole variables.
+It owns :class:`Stored`, a variable that is still in the file, and :class:`Member`, a file in an archive.  Keras closes
+one of several shards before the variables of it are wanted; it is then opened again.  An archive that somebody has
+compressed (Keras does not) is read as Keras reads it, whole variables at a time.
 """
 
 from __future__ import annotations
 
+import io
+import struct
+import zipfile
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,16 +20,16 @@ from torch import Tensor
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.cuts import Cut
 
-__all__ = ["Stored", "unread"]
+__all__ = ["Member", "Stored", "member", "unread"]
 
 
 class Stored:
-    """A dataset of an open HDF5 file.  To NumPy, and so to whatever does not know this class, it is the whole array."""
+    """A dataset of an HDF5 file.  To NumPy, and so to whatever does not know this class, it is the whole array."""
 
     def __init__(self, dataset: Any, dtype: Any) -> None:
         self.shape: tuple[int, ...] = tuple(dataset.shape)
         self.dtype = np.dtype(dtype)
-        self._dataset = dataset
+        self._dataset, self._file, self._name = dataset, dataset.file.filename, dataset.name
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -43,8 +47,15 @@ class Stored:
             raise ValueError("a variable of a weight file has to be read, which makes a copy")
         found = np.empty(self.shape, self.dtype)
         if found.size:
-            self._dataset.read_direct(found)
+            self._read(found, (), ())
         return found if dtype is None else found.astype(dtype, copy=False)
+
+    def _read(self, found: Any, there: Any, here: Any) -> None:
+        if self._dataset:
+            self._dataset.read_direct(found, there, here)
+            return
+        with backend.weight_file(self._file) as file:
+            file[self._name].read_direct(found, there, here)
 
     def part(self, cut: Cut, rank: int) -> Tensor:
         """What ``rank`` holds of it; no other number is read."""
@@ -53,13 +64,56 @@ class Stored:
         for start, stop in cut.ranges[rank]:
             here = (*before, slice(at, at + stop - start))
             if found[here].size:
-                self._dataset.read_direct(found, (*before, slice(start, stop)), here)
+                self._read(found, (*before, slice(start, stop)), here)
             at += stop - start
         if self.dtype.name == "bfloat16":  # which torch does not know of NumPy
             return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(found)
 
 
+class Member(io.RawIOBase):
+    """``size`` bytes of a file from ``start``, as a file."""
+
+    def __init__(self, path: str, start: int, size: int) -> None:
+        super().__init__()
+        self._file, self._start, self._size, self._at = open(path, "rb", buffering=0), start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        here = memoryview(buffer)[: max(0, self._size - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(here)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def member(archive: zipfile.ZipFile, name: str) -> Member | None:
+    """The file ``name`` of an archive, read where it lies; None where it is compressed or encrypted."""
+    info = archive.getinfo(name)
+    plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+    if archive.filename is None or not plain or info.flag_bits & 1:
+        return None
+    with open(archive.filename, "rb") as file:
+        file.seek(info.header_offset)
+        signature, name_bytes, extra_bytes = struct.unpack("<4s22xHH", file.read(30))
+    if signature != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"{archive.filename} has no file {name!r} where its directory says")
+    return Member(archive.filename, info.header_offset + 30 + name_bytes + extra_bytes, info.file_size)
+
+
 def unread() -> AbstractContextManager[None]:
     """Inside, Keras's ``load_weights`` assigns variables as :class:`Stored`."""
-    return backend.datasets_as(Stored)
+    return backend.datasets_as(Stored, member)
