@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+import tpkernels as tpk
 from tests.integrations.keras import hub, models
+from tests.integrations.keras.test_meta import most_memory_during
 from tests.integrations.keras.test_training import TIMEOUT
 from tpkernels.testing.spawn import Pools
 
@@ -129,6 +133,32 @@ def test_lora_is_cut_with_its_layer(ranks: Pools, full: bool) -> None:
         for name, (_, cuts) in compared(ranks, world_size, names, 2).items():
             factors = [path.rpartition("_")[2] for path in cuts if "lora" in path]
             assert factors and set(factors) == {"a"}, (name, cuts)  # [features, heads, rank]; b has no heads
+
+
+def two_billion() -> tuple[dict[str, int], float, int]:
+    """Styles of a plan for Gemma in the sizes of its 2B, on the meta device; CPU seconds; bytes of growth."""
+    keras = models.keras_on_torch()
+    import keras_hub
+
+    keras.utils.clear_session()
+    sizes = {"vocabulary_size": 256_000, "num_layers": 18, "num_query_heads": 8, "num_key_value_heads": 1}
+    sizes |= {"hidden_dim": 2048, "intermediate_dim": 32_768, "head_dim": 256}
+    with keras.device("meta"):
+        built = keras_hub.models.GemmaBackbone(**sizes, dtype="bfloat16")
+    assert built.count_params() > 2.5e9
+    start = time.process_time()
+    plan, grown = most_memory_during(lambda: tpk.keras.make_plan(built, 2))
+    return Counter(layer.style for layer in plan.layers), time.process_time() - start, grown
+
+
+def test_a_model_of_two_billion_weights_is_planned_in_a_minute_and_a_gigabyte(ranks: Pools, full: bool) -> None:
+    if not full:
+        pytest.skip("--full: a quarter of a minute of planning")
+    ((styles, seconds, grown),) = ranks(1).run(two_billion, timeout=TIMEOUT)
+    print(f"{seconds:.1f} CPU seconds, {grown / 2**20:.0f} MiB, {styles}")
+    # Of each layer: query and two gates; output and down; key and value; three norms, the last one of the model.
+    assert styles == {"vocabulary": 1, "column": 3 * 18, "row": 2 * 18, "copied": 2 * 18, "whole": 2 * 18 + 1}
+    assert seconds < 60 and grown < 2**30
 
 
 def example() -> list[float]:

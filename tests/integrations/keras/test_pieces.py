@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,26 @@ def _files(folder: str) -> None:
             member(plain, "metadata.json")
 
 
+def deep(depth: int) -> list[str]:
+    """Styles of two layers inside of so many Sequentials."""
+    from tpkernels.integrations.keras.shadow import KerasShadow
+
+    keras = models.keras_on_torch()
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32), keras.layers.Dense(8)])
+    for _ in range(depth):
+        model = keras.Sequential([keras.Input((8,)), model])
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(len(inspect.stack(0)) + depth - 5)
+        shadow = KerasShadow(model)  # one step per level would be too many
+        sys.setrecursionlimit(100 * depth)  # for Keras's own calls of its layers
+        assert len(shadow.keras_layers) > depth
+        return [layer.style for layer in tpk.keras.make_plan(model, 2).layers]
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def communicate() -> list[Any]:
     keras = models.keras_on_torch()
     talk = tpk.keras.Communicator(world_size=dist.get_world_size())
@@ -201,6 +223,11 @@ def test_private_names_of_keras_stand_in_one_file() -> None:
 
 def test_plans_actions_files_rules_and_private_names(ranks: Pools, tmp_path: Path) -> None:
     assert ranks(1).run(pieces, str(tmp_path), timeout=TIMEOUT) == [True]
+
+
+def test_a_deep_nest_of_models_is_planned_without_recursion(ranks: Pools, full: bool) -> None:
+    """Keras's own calls reach Python's limit at 74 levels; whatever the limit, they end the process at 1,500."""
+    assert ranks(1).run(deep, 700 if full else 120, timeout=TIMEOUT) == [["column", "row"]]
 
 
 def test_the_communicator_reduces_gathers_broadcasts_and_scatters(ranks: Pools) -> None:
