@@ -65,7 +65,7 @@ def every_optimizer(parallel: bool, names: tuple[str, ...] = ()) -> dict[str, An
         if dist.get_world_size() == 1:
             models.exact(model)
             object.__setattr__(optimizer, "_clip_by_norm", models.ExactClip(optimizer.clipnorm))
-        found[name] = models.trained(model, optimizer)
+        found[name] = models.trained(model, optimizer, epochs=3)
     return found
 
 
