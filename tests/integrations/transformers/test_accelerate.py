@@ -1,63 +1,176 @@
-"""accelerate without Trainer: a loop of one's own on a model of ``prepare``; what it cannot save, it does not."""
+"""accelerate without Trainer: ``prepare`` of a parallel model, and what ``save_state`` writes of it and loads again."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tpkernels as tpk
 from tests.integrations import causal_models
-from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, reference, weights_of
-from tests.integrations.curves import train as plain_train
+from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, weights_of
 from tests.nn.reference import LIMIT_S, tp_mesh, whole
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 pytest.importorskip("accelerate", reason="the package accelerate is missing: pip install --no-deps accelerate psutil")
 
+import tpkernels.integrations.accelerate as tpk_accelerate
 import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations.transformers.running import on_cpu
 
 pytestmark = pytest.mark.gloo
 
 SIZES = {"n_layer": 1}
+HALF = 3
+Loop = tuple[Any, Any, Any, Any, Any]
 
 
-def loop(folder: str, expected: Reference) -> dict[str, Any]:
-    from accelerate import Accelerator
+def prepared(parallel: bool, dtype: torch.dtype = torch.float32) -> Loop:
+    """What ``prepare`` gives for a model, an optimizer, a scheduler and the batches; rows that are cut in two."""
+    from accelerate import Accelerator, ParallelismConfig
 
+    model = causal_models.gpt2(**SIZES).to(dtype)
+    # By itself accelerate steps a scheduler once for each rank, whatever the ranks are.
+    options: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False}
+    if parallel:
+        model = tpk_transformers.prepare(model, tp_mesh())
+        options["parallelism_config"] = ParallelismConfig(tp_size=dist.get_world_size())
+    accelerator = Accelerator(**options)
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
+    rows = torch.utils.data.DataLoader(torch.cat(batches()), batch_size=2)  # type: ignore[arg-type]
+    return (accelerator, *accelerator.prepare(model, optimizer, scheduler, rows))
+
+
+def steps(loop: Loop, first: int = 0, last: int = 6) -> Curve:
+    accelerator, model, optimizer, scheduler, rows = loop
+    curve = Curve()
+    for number, ids in enumerate(rows):
+        if not first <= number < last:
+            continue
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        curve.gradients = curve.gradients or gradients_of(model)
+        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        curve.losses.append(float(loss.detach()))
+        curve.norms.append(float(whole(norm)))
+    curve.weights = weights_of(model)
+    return curve
+
+
+def alone() -> Reference:
     with on_cpu():
-        accelerator = Accelerator(cpu=True)
-        model = tpk_transformers.prepare(causal_models.gpt2(**SIZES), tp_mesh())
-        # On CPUs prepare() would wrap it in DistributedDataParallel, whatever it is.
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        optimizer = accelerator.prepare(adamw(model.parameters()))
-        curve = Curve()
-        for ids in batches():
-            loss = model(input_ids=ids, labels=ids).loss
-            accelerator.backward(loss)
-            curve.gradients = curve.gradients or gradients_of(model)
-            norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            curve.losses.append(float(loss.detach()))
-            curve.norms.append(float(whole(norm)))
-        curve.weights = weights_of(model)
+        exact = steps(prepared(False, torch.float64))
+    with on_cpu():
+        return Reference.of(exact, steps(prepared(False)))
+
+
+def as_accelerate_does(loop: Loop, folder: str) -> tuple[str, bool]:
+    """What comes of ``save_state`` without our hooks: the error, and whether the other format holds parts alone."""
+    accelerator = loop[0]
+    with pytest.raises(RuntimeError) as caught:
+        accelerator.save_state(f"{folder}/safe")
+    accelerator.save_state(f"{folder}/pickled", safe_serialization=False)
+    dist.barrier()
+    held = torch.load(f"{folder}/pickled/pytorch_model.bin", weights_only=False)
+    names = [name for name, value in held.items() if hasattr(value, "to_local") and value.placements[0].is_shard()]
+    return str(caught.value), bool(names)
+
+
+def saved(folder: str, expected: Reference) -> dict[str, Any]:
+    with on_cpu():
+        loop = prepared(True)
+        said = as_accelerate_does(loop, folder)
+        accelerator, model, optimizer, *_ = loop
+        tpk_accelerate.save_whole(accelerator)
+        curve = steps(loop, last=HALF)
         state = {name: whole(value) for name, value in accelerator.get_state_dict(model).items()}
         plain = tpk.full_state_dict(model)
-        with pytest.raises(RuntimeError, match="data pointer"):
-            accelerator.save_state(folder)
-        left = [path.name for path in Path(folder).rglob("*") if path.is_file()]
-    same = state.keys() == plain.keys() and all(torch.equal(state[name], plain[name]) for name in plain)
-    return {"wrong": expected.wrong(curve), "state": same, "left": left}
+        same = state.keys() == plain.keys() and all(torch.equal(state[name], plain[name]) for name in plain)
+        for number, safe in enumerate((True, False)):
+            accelerator.save_state(f"{folder}/half-{number}", safe_serialization=safe)
+        own = optimizer.state_dict()
+        rest = steps(loop, HALF)
+    both = Curve(curve.losses + rest.losses, curve.norms + rest.norms, curve.gradients, rest.weights)
+    return {
+        "said": said,
+        "wrong": expected.wrong(both),
+        "state": same,
+        "own": all(isinstance(key, int) for key in own["state"]),
+        "rest": rest,
+    }
 
 
-def test_a_loop_of_ones_own_is_right_and_save_state_raises_instead_of_writing_parts(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    expected = reference(causal_models.gpt2(**SIZES), lambda model: plain_train(model, batches()))
-    for found in ranks(2).run(loop, str(tmp_path), expected, timeout=LIMIT_S):
-        assert found == {"wrong": {}, "state": True, "left": []}
+def goes_on(folder: str, number: int, parallel: bool) -> tuple[Curve, list[str]]:
+    """The rest of the run in a model that began with other weights."""
+    with on_cpu():
+        loop = prepared(parallel)
+        with torch.no_grad():
+            for parameter in loop[1].parameters():
+                parameter.mul_(0.5)
+        if parallel:
+            tpk_accelerate.save_whole(loop[0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop[0].load_state(f"{folder}/half-{number}")
+        return steps(loop, HALF), [str(one.message) for one in caught if "random_states" in str(one.message)]
+
+
+def test_a_prepared_loop_is_right_and_its_state_is_saved_whole(ranks: Pools, tmp_path: Path, full: bool) -> None:
+    expected, folder = alone(), str(tmp_path)
+    first, _ = results = ranks(2).run(saved, folder, expected, timeout=LIMIT_S)
+    for found in results:
+        assert found["wrong"] == {} and found["state"] and found["own"], found
+        assert "data pointer" in found["said"][0] and found["said"][1], "accelerate by itself saves parts, or nothing"
+    rest: Curve = first["rest"]
+    for number in (0, 1) if full else (0,):
+        for again, _ in ranks(2).run(goes_on, folder, number, True, timeout=LIMIT_S):
+            assert again.losses == rest.losses and again.norms == rest.norms
+            assert all(torch.equal(again.weights[name], weight) for name, weight in rest.weights.items())
+    # One process, without us: the folder is accelerate's own.
+    again, _ = goes_on(folder, 0, False)
+    assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
+    if full:
+        for rank, (again, said) in enumerate(ranks(3).run(goes_on, folder, 0, True, timeout=LIMIT_S)):
+            assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
+            assert [one.partition(" ")[0] for one in said] == ["random_states_2.pkl"][: rank == 2]
+
+
+def refusals(folder: str) -> list[str]:
+    said = []
+    with on_cpu():
+        loop = prepared(True)
+        accelerator = loop[0]
+        tpk_accelerate.save_whole(accelerator)
+        other = accelerator.prepare_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+        for break_it, mend in (
+            (lambda: None, lambda: accelerator._optimizers.remove(other)),
+            (lambda: accelerator._models.append(torch.nn.Linear(2, 2)), lambda: None),
+            (lambda: accelerator._models.pop(0), lambda: None),
+        ):
+            break_it()
+            with pytest.raises(ValueError) as caught:
+                accelerator.save_state(folder)
+            said.append(str(caught.value))
+            mend()
+        del accelerator._optimizers
+        with pytest.raises(ValueError) as caught:
+            tpk_accelerate.save_whole(accelerator)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_saved_whole_is_refused_before_anything_is_written(ranks: Pools, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    expected = ["parameter", "one model, and this one has 2", "the Linear is not parallel", "Accelerator._optimizers"]
+    for said in ranks(2).run(refusals, str(folder), timeout=LIMIT_S):
+        assert len(said) == len(expected) and all(part in one for part, one in zip(expected, said, strict=True)), said
+    assert not list(folder.iterdir())
