@@ -23,6 +23,7 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.packages import needed
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.sharding.apply import parallelize
+from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.state.collective_errors import Ranks
 from tpkernels.state.plain_state import speak_originals
 
@@ -36,21 +37,24 @@ def prepare(
     mesh: DeviceMesh,
     plan: str | ShardingPlan | Mapping[str, object] = "auto",
     *,
+    shard: bool = False,
     verify: bool = False,
     example_inputs: object = None,
 ) -> M:
     """Make a model of transformers tensor-parallel in place, for its Trainer or accelerate; returns it.
 
     Args:
-        mesh: a mesh with a "tp" axis (``tpk.init()``), or that axis.
+        mesh: a mesh with a "tp" axis (``tpk.init()``), or that axis; with an axis "dp" of several ranks the model
+            becomes data-parallel over it, too (:func:`tpkernels.data_parallel`).
         plan, verify, example_inputs: as for :func:`tpkernels.parallelize`.
+        shard: with several replicas, cut parameters over them.
 
-    All ranks of the mesh are one replica: they train on the same batches, and ``save_pretrained`` writes the unsharded
-    model.  Adapters of PEFT are added before.
+    The ranks of a replica train on the same batches, and Trainer gives each replica its own; ``save_pretrained`` writes
+    the unsharded model.  Adapters of PEFT are added before.
 
     Raises:
-        ValueError: not a model of transformers, a mesh with several replicas, a rank that would hold nothing of a
-            parameter, a transformers with other private names; and whatever ``parallelize`` refuses.
+        ValueError: not a model of transformers, a rank that would hold nothing of a parameter, a transformers with
+            other private names; and whatever ``parallelize`` and ``data_parallel`` refuse.
     """
     private_names.check()
     with needed("transformers", "prepare()"):
@@ -59,13 +63,12 @@ def prepare(
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"prepare() takes a model of transformers, or one that PEFT made of it, got {type(model)}")
     tp = tp_mesh(mesh, model)
-    if mesh.ndim > 1 and mesh.size() != tp.size():
-        raise ValueError(
-            f"prepare() takes a mesh of one replica, got {mesh}: Trainer does not know of replicas that it did not make"
-        )
+    replicas = mesh.size() // tp.size()
     parallelize(model, tp, plan, verify=verify, example_inputs=example_inputs)
     Ranks.of(model).step("prepare", lambda: _check_parts(model))
-    private_names.mark_as_parallel(inner, tp, tp.size(), 1)
+    if replicas > 1:
+        data_parallel(model, mesh, shard=shard)
+    private_names.mark_as_parallel(inner, tp, tp.size(), replicas)
     speak_for_trainer(model)
     return model
 

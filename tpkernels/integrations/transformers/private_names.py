@@ -100,6 +100,8 @@ def mark_as_parallel(model: Any, mesh: Any, tp_size: int, dp_size: int) -> None:
     model._device_mesh = mesh
     model._is_distributed_loading_by_transformers = True
     model._tp_plan = {}  # its rules are not what cut the model
+    if dp_size > 1:
+        model._is_fsdp_managed_module = True  # Trainer then reduces the gradients of a step once, in the last backward
 
 
 class unmarked:

@@ -2,10 +2,10 @@
 
 Trainer would write the optimizer of rank 0 alone, which is a part of it.  :class:`Snapshots` writes a snapshot
 (``tpk.save_snapshot``) into each checkpoint instead: model, optimizer, scheduler and random numbers, those of the first
-rank, because the ranks of a replica share them.  The model is there as Trainer writes it, too, in the unsharded model's
-names and shapes.
+rank, because the ranks of a replica share them and Trainer gives all replicas one seed.  The model is there as Trainer
+writes it, too, in the unsharded model's names and shapes.
 
-Assumes that all ranks are one replica.  Refuses to go on from a checkpoint without a snapshot, on every rank.
+Refuses to go on from a checkpoint without a snapshot, on every rank.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""Two replicas of two ranks under Trainer, each replica with batches of its own: as one process with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpkernels as tpk
+from tests.integrations.curves import STEPS, Curve, Reference
+from tests.nn.reference import LIMIT_S, plan_once
+from tpkernels.testing.spawn import Pools
+
+pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
+pytest.importorskip("accelerate", reason="the package accelerate is missing: pip install --no-deps accelerate psutil")
+
+import tpkernels.integrations.transformers as tpk_transformers
+from tests.integrations.transformers import scenarios
+from tests.integrations.transformers.running import train
+from tests.integrations.transformers.scenarios import Scenario
+from tests.integrations.transformers.test_trainer import check_file
+from tpkernels.integrations.transformers import prepared
+
+pytestmark = pytest.mark.gloo
+
+REPLICAS, ROWS = 2, 4
+"""In each step a process alone takes so many rows; two replicas take them one by one, in two micro-batches."""
+GPT2 = Scenario("gpt2", "prepare", {"n_layer": 1}, {"per_device_train_batch_size": ROWS})
+LLAMA = Scenario("llama", "prepare", {"intermediate_size": 57, "num_hidden_layers": 1}, GPT2.trainer)
+OURS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS // REPLICAS}
+_meshes: list[tuple[object, DeviceMesh]] = []
+
+
+def mesh() -> DeviceMesh:
+    """One mesh of a pool: every group costs threads."""
+    if not _meshes or _meshes[-1][0] is not dist.group.WORLD:
+        _meshes.append((dist.group.WORLD, tpk.init(dp=REPLICAS, tp=dist.get_world_size() // REPLICAS)))
+    return _meshes[-1][1]
+
+
+def load(scenario: Scenario, path: str, shard: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    both = mesh()
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if scenario.way == "prepare":
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        return tpk_transformers.prepare(model, both, plan_once(model, both), shard=shard)
+    config = DistributedConfig(tp_size=both["tp"].size(), fsdp_size=REPLICAS)
+    with tpk_transformers.register(strict=True):
+        return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options)
+
+
+def run(scenario: Scenario, path: str, folder: str, shard: bool, resume: str | None = None) -> Curve:
+    callbacks = [tpk_transformers.Snapshots(resume)]
+    options = {**OURS, "save_strategy": "steps", "save_steps": 3}
+    return train(load(scenario, path, shard), folder, callbacks=callbacks, resume=resume, **options)
+
+
+def trained(scenario: Scenario, path: str, folder: str, reference: Reference, shard: bool) -> dict[str, Any]:
+    from transformers import Trainer
+
+    waits: list[object] = []
+    defer = Trainer._defer_fsdp_gradient_reduction
+    with mock.patch.object(Trainer, "_defer_fsdp_gradient_reduction", lambda self: waits.append(self) or defer(self)):
+        curve = run(scenario, path, folder, shard)
+    again = run(scenario, path, f"{folder}-resumed", shard, resume=f"{folder}/checkpoint-3")
+    same = again.losses == curve.losses[3:] and again.norms == curve.norms[3:]
+    return {
+        "wrong": reference.wrong(curve),
+        "waits": len(waits),
+        "resumed": same and all(torch.equal(again.weights[name], weight) for name, weight in curve.weights.items()),
+        "weights": curve.weights if dist.get_rank() == 0 else None,
+    }
+
+
+def independent(model: Any, *_: object, **options: object) -> None:
+    model.set_requires_gradient_sync = lambda wanted: None
+
+
+def faulty(path: str, folder: str, reference: Reference) -> list[dict[str, float]]:
+    """Gradients that nobody averages, and replicas that all train on the first one's batches."""
+    mark = prepared.private_names.mark_as_parallel
+    alone: Callable[..., None] = lambda model, tp, size, replicas: mark(model, tp, size, 1)  # noqa: E731
+    found = []
+    for number, fault in enumerate(
+        (
+            mock.patch.object(prepared, "data_parallel", independent),
+            mock.patch.object(prepared.private_names, "mark_as_parallel", alone),
+        )
+    ):
+        with fault:
+            found.append(reference.wrong(run(GPT2, path, f"{folder}-{number}", shard=False)))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_replicas_train_save_and_go_on_as_one_process(ranks: Pools, tmp_path: Path, world: int, full: bool) -> None:
+    if world == 4 and not full:
+        pytest.skip("--full: four ranks")
+    cases = [(GPT2, False)]
+    if world == 4:
+        cases += [(LLAMA, True), (replace(LLAMA, way="register"), True)]
+    for number, (scenario, shard) in enumerate(cases):
+        folder = tmp_path / str(number)
+        reference, path = scenario.reference(folder), scenarios.saved(scenario, folder)
+        given = (scenario, path, str(folder / "run"), reference, shard)
+        results = ranks(world).run(trained, *given, timeout=2 * LIMIT_S)
+        for found in results:
+            assert found["wrong"] == {} and found["resumed"], (scenario, found)
+            assert found["waits"] == STEPS, "gradients travel once in a step"
+        check_file(f"{folder}/run/checkpoint-{STEPS}", scenario, results[0]["weights"])
+        if scenario is GPT2 and world == 4:
+            faults = ranks(world).run(faulty, path, str(folder / "faulty"), reference, timeout=LIMIT_S)
+            for found in zip(*faults, strict=True):
+                assert any(found), "no rank noticed"
