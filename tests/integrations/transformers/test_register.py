@@ -120,6 +120,58 @@ def test_a_module_that_runs_no_op_of_ours_is_named_with_the_reason_and_strict_ra
     assert "style 'moe_tp_experts' has no counterpart" in moe_said[0]
 
 
+class Biased(nn.Linear):
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=True)
+
+
+def phi3(linear: type[nn.Module] = nn.Linear) -> Any:
+    """Gate and up in one weight."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+    from transformers.models.phi3 import modeling_phi3
+
+    with mock.patch.object(modeling_phi3, "nn", types.SimpleNamespace(**{**vars(nn), "Linear": linear})):
+        torch.manual_seed(0)
+        return Phi3ForCausalLM(Phi3Config(**scenarios.causal_models.LLAMA | {"num_hidden_layers": 1}))
+
+
+def packed(path: str, biased: str) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.models.phi3 import modeling_phi3
+
+    tp_mesh()
+    plan = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    given: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=2, tp_plan=plan), "dtype": torch.float32}
+    with tpk_transformers.register(strict=True) as registration:
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **given)
+    loss = model(input_ids=ids(), labels=ids()).loss
+    loss.backward()
+    with mock.patch.object(modeling_phi3, "nn", types.SimpleNamespace(**{**vars(nn), "Linear": Biased})):
+        with tpk_transformers.register(), pytest.raises(ValueError) as caught:
+            AutoModelForCausalLM.from_pretrained(biased, **given)
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    used = registration.used["model.layers.0.mlp.gate_up_proj"]
+    return {"used": used, "loss": float(loss.detach()), "gradients": gradients, "said": str(caught.value)}
+
+
+@pytest.mark.gloo
+def test_a_packed_weight_runs_our_op_and_one_with_a_bias_which_transformers_cuts_otherwise_is_refused(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    plain = phi3()
+    plain.save_pretrained(tmp_path / "packed")
+    phi3(Biased).save_pretrained(tmp_path / "biased")
+    loss = plain(input_ids=ids(), labels=ids()).loss
+    loss.backward()
+    for found in ranks(2).run(packed, str(tmp_path / "packed"), str(tmp_path / "biased"), timeout=LIMIT_S):
+        assert found["used"] == "ColumnParallelLinear (column)"
+        assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+        for name, parameter in plain.named_parameters():
+            close(found["gradients"][name], parameter.grad, name)
+        assert "model.layers.0.mlp.gate_up_proj has a bias" in found["said"]
+
+
 @pytest.mark.cpu
 def test_the_handle_gives_transformers_its_styles_back() -> None:
     styles = private_names.styles()

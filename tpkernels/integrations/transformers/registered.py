@@ -181,6 +181,11 @@ def _style(theirs: Any, key: str, registration: Registration) -> Any:
             registration.note_name(module, str(parameter_name))
 
     def install_forward(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if key == "packed_colwise" and getattr(module, "bias", None) is not None:
+            raise ValueError(
+                f"{registration.name_of(module)} has a bias, which transformers' style 'packed_colwise' cuts otherwise "
+                "than the weight: its numbers would be wrong; use another plan, or prepare()"
+            )
         if what is None:
             registration.leave(module, f"style {key!r} has no counterpart among our layers")
         elif registration.take(module, what, mesh):
