@@ -47,7 +47,7 @@ FLOORS = (
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 # What is right is pure arithmetic: these modules import nothing but partition and each other, so no op judges itself.
-JUDGES = frozenset({"testing.numeric", "testing.expected", "testing.payload"})
+JUDGES = frozenset({"testing.numeric", "testing.expected", "testing.grouped_expected", "testing.payload"})
 
 # Launchers tell torch.distributed in their children who they are; the functions that may, and they may not read.
 ENVIRONMENT_WRITERS = {

@@ -10,9 +10,10 @@ import torch
 
 import tpkernels  # noqa: F401  (registers the implementations)
 from tpkernels import dispatch
+from tpkernels.backends.point_to_point import chunked
 from tpkernels.backends.shared_memory.segments import SharedMemory
 from tpkernels.comm.resources import Standing
-from tpkernels.dispatch import OPS, Costs, Implementation, Problem
+from tpkernels.dispatch import GROUPED, OPS, Costs, Implementation, Problem
 from tpkernels.errors import TpKernelsError, UnsupportedProblem
 from tpkernels.gemm.native import native
 
@@ -40,7 +41,7 @@ def offer(name: str, op: str = "all_gather_matmul", refusal: str | None = None, 
     return Implementation(name, op, lambda p: refusal, lambda p, costs: cost, lambda context, call: None)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, *GROUPED])
 def test_every_op_has_the_fallback_that_refuses_nothing(op: str) -> None:
     names = [implementation.name for implementation in dispatch.implementations(op)]
     assert names[0] == "unfused"
@@ -58,7 +59,7 @@ def test_a_slow_link_chooses_overlap_and_a_tiny_problem_does_not() -> None:
         assert chosen.name == "unfused", str(explanation)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, *GROUPED])
 @pytest.mark.parametrize("changes", [{"m": 0}, {"n": 0}, {"k": 0}, {"world_size": 1}, {"m": 1}, {"world_size": 7}])
 def test_estimates_are_finite_and_positive_at_the_edges(op: str, changes: dict[str, int]) -> None:
     for implementation in dispatch.implementations(op):
@@ -77,17 +78,33 @@ def test_wire_bytes_count_the_payload_once_and_twice_for_an_all_reduce() -> None
 
 
 def test_an_op_gathers_or_reduces_and_its_name_says_what_else_it_does() -> None:
-    assert OPS == tuple(dispatch.FACTS) and len(OPS) == 6
+    assert (*OPS, *GROUPED) == tuple(dispatch.FACTS) and len(OPS) == 6
     for op, facts in dispatch.FACTS.items():
         assert facts.multiplies is ("matmul" in op) is (op not in COLLECTIVES)
         assert facts.gathers is ("all_gather" in op) is not facts.reduces
         assert facts.everywhere is ("all_reduce" in op)
+        assert facts.grouped is ("grouped" in op) is (op in GROUPED)
         assert problem(op).facts is facts
 
 
 def test_flops_are_one_ranks() -> None:
     assert problem("matmul_all_reduce").flops == 2 * 4096 * 8192 * 2048 / 2
+    assert problem("grouped_matmul_all_reduce", experts=64, top_k=6).flops == 6 * 4096 * 8192 * 2048
     assert all(problem(op).flops == 0 for op in COLLECTIVES)
+
+
+def test_each_part_of_a_grouped_gemm_goes_through_the_weights_of_the_experts_that_it_uses() -> None:
+    """So a cut costs more the more experts there are, and decoding reads as many as there are rows."""
+    many = problem("grouped_matmul_all_reduce", experts=64, top_k=2)
+    assert [many.num_matrices(calls) for calls in (1, 8, 4096)] == [64, 64, 2]
+    assert problem("grouped_matmul_all_reduce", m=3, experts=64, top_k=2).num_matrices() == 6
+    costs = Costs(gemm_overhead_us=0.0)
+    dense, few = (problem("matmul_all_reduce", m=4, experts=experts) for experts in (1, 8))
+    assert 3.5 < costs.gemm_us(few) / costs.gemm_us(dense) <= 4.0
+    for op, link_gbytes in zip(GROUPED, (0.02, 0.02, 0.1), strict=True):
+        slow = Costs(link_gbytes=link_gbytes)
+        chunks = [chunked._num_chunks(problem(op, experts=experts), slow, 2048, 8) for experts in (1, 8, 128)]
+        assert sorted(chunks, reverse=True) == chunks and chunks[0] > chunks[-1], op
 
 
 def test_auto_takes_the_smallest_estimate_and_the_first_registered_on_a_tie(registry: dict) -> None:

@@ -22,6 +22,7 @@ from tpkernels.gemm import fp8
 
 __all__ = [
     "FACTS",
+    "GROUPED",
     "OPS",
     "Candidate",
     "Costs",
@@ -47,6 +48,8 @@ class Facts(NamedTuple):
     """Sums over the ranks."""
     everywhere: bool = False
     """Every rank gets the whole sum, not its shard of it."""
+    grouped: bool = False
+    """Each row has a matrix of its expert's: a GEMM per expert."""
 
 
 FACTS = {
@@ -56,8 +59,13 @@ FACTS = {
     "all_gather": Facts(multiplies=False, gathers=True),
     "reduce_scatter": Facts(multiplies=False, reduces=True),
     "all_reduce": Facts(multiplies=False, reduces=True, everywhere=True),
+    "all_gather_grouped_matmul": Facts(multiplies=True, gathers=True, grouped=True),
+    "grouped_matmul_reduce_scatter": Facts(multiplies=True, reduces=True, grouped=True),
+    "grouped_matmul_all_reduce": Facts(multiplies=True, reduces=True, everywhere=True, grouped=True),
 }
-OPS = tuple(FACTS)
+OPS = tuple(op for op, facts in FACTS.items() if not facts.grouped)
+"""Those whose rows all have the same matrix, or none."""
+GROUPED = tuple(op for op, facts in FACTS.items() if facts.grouped)
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,8 @@ class Problem:
 
     ``m``, ``n`` and ``k`` are those of the GEMM over the whole group: ``all_gather_matmul`` runs m x n/W x k on each of
     the W ranks, ``matmul_reduce_scatter`` and ``matmul_all_reduce`` run m x n x k/W.  Collectives without a GEMM move
-    a whole of ``m`` rows of ``k`` (gather) or ``n`` (reduce) elements.
+    a whole of ``m`` rows of ``k`` (gather) or ``n`` (reduce) elements.  Of a grouped GEMM ``m`` are the tokens, each of
+    which is multiplied with the matrices of ``top_k`` of ``experts`` experts.
     """
 
     op: str
@@ -86,6 +95,8 @@ class Problem:
     """Of the result and of partials, if it is another one: of fp8 calls."""
     activation: str | None = None
     """What follows the product; of a gated one, ``n`` are the columns of both products."""
+    experts: int = 1
+    top_k: int = 1
 
     def refusal(self, resource: str) -> str | None:
         """Why the group does not have this resource; None if it does."""
@@ -121,7 +132,11 @@ class Problem:
     @property
     def flops(self) -> float:
         """Floating-point operations of one rank's GEMM."""
-        return 2.0 * self.m * self.n * self.k / self.world_size if self.facts.multiplies else 0.0
+        return 2.0 * self.m * self.top_k * self.n * self.k / self.world_size if self.facts.multiplies else 0.0
+
+    def num_matrices(self, calls: int = 1) -> int:
+        """Matrices that are read in each of ``calls`` parts of the GEMM, if the experts are used alike."""
+        return min(self.experts, max(1, self.m * self.top_k // calls))
 
     @property
     def num_chunks(self) -> int:
@@ -180,14 +195,15 @@ class Costs:
         While streaming the weight takes longer than the arithmetic, most of the arithmetic hides behind it (fitted to
         bf16 on one CPU core); with more rows it ends at the arithmetic and the measured cost of a further call.
         """
-        weight_bytes = problem.n * problem.k * problem.dtype.itemsize / problem.world_size
+        matrices = problem.num_matrices(calls)
+        weight_bytes = matrices * problem.n * problem.k * problem.dtype.itemsize / problem.world_size
         compute = problem.flops / self.gemm_gflops * 1e-3 / calls
         stream, relay = weight_bytes / self.weight_gbytes * 1e-3, weight_bytes / self.relay_gbytes * 1e-3
         if compute <= stream:
             one = stream + (0.8 * compute * (compute / stream) ** 0.5 if stream else 0.0)
         else:
             one = compute + relay + (0.8 * stream - relay) * stream / compute
-        return calls * (one + self.gemm_overhead_us)
+        return calls * (one + matrices * self.gemm_overhead_us)
 
     def few_rows_us(self, problem: Problem) -> float:
         """One rank's GEMM by the kernel for few rows, each of which adds the same; else :meth:`gemm_us`."""
@@ -237,8 +253,8 @@ class Implementation:
     describe: Callable[[Problem], str] | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"implementation {self.name!r} is for an unknown op {self.op!r}; known: {OPS}")
+        if self.op not in FACTS:
+            raise ValueError(f"implementation {self.name!r} is for an unknown op {self.op!r}; known: {tuple(FACTS)}")
 
 
 @dataclass(frozen=True)
@@ -263,8 +279,9 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
+        experts = f" experts={p.experts} top_k={p.top_k}" if p.facts.grouped else ""
         lines = [
-            f"{p.op}  m={p.m} n={p.n} k={p.k} {dtype_text(p.dtype, p.out_dtype)}  "
+            f"{p.op}  m={p.m} n={p.n} k={p.k}{experts} {dtype_text(p.dtype, p.out_dtype)}  "
             f"world_size={p.world_size} device={p.device} backend={p.backend} co_located={p.co_located}",
             f"-> {self.chosen}: {self.reason}",
         ]
@@ -305,8 +322,8 @@ def register(implementation: Implementation) -> None:
 
 def implementations(op: str) -> list[Implementation]:
     """Registered implementations of an op in order of registration."""
-    if op not in OPS:
-        raise ValueError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+    if op not in FACTS:
+        raise ValueError(f"unknown op {op!r}; known: {', '.join(FACTS)}")
     return [implementation for (of, _), implementation in _registry.items() if of == op]
 
 

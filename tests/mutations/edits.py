@@ -66,7 +66,7 @@ EDITS = (
         UNFUSED,
     ),
     Edit(ROWS, "for part in parts[1:]:", "for part in parts[2:]:", UNFUSED),
-    Edit(ROWS, "                total += bias\n", "                total += 2 * bias\n", UNFUSED),
+    Edit(ROWS, "total += bias if bias.dim() == 1 else", "total += 2 * bias if bias.dim() == 1 else", UNFUSED),
     Edit(ROWS, "epilogue.fill(part, segment.dst)", "epilogue.fill(part, segment.start)", CHUNKED),
     Edit(ROWS, "        bias = out\n", "        bias = None\n", "tests/ops/test_gradients.py"),
     Edit(
@@ -84,7 +84,7 @@ EDITS = (
     Edit(POINT, "if arrived == group.size - 1:", "if arrived == group.size - 2:", "tests/ops/test_values.py"),
     Edit(
         POINT,
-        "reduce_rows(outgoing.parts(chunk, own), own[start:stop], call.bias)",
+        "reduce_rows(outgoing.parts(chunk, own), own[start:stop], bias_of(call.bias, start, stop))",
         "reduce_rows(outgoing.parts(chunk, own), own[start:stop])",
         CHUNKED,
     ),
@@ -116,6 +116,25 @@ EDITS = (
         "        group.calls = call\n        if group.trail is not None:\n            group.trail.add(call, signature",
         f"{FAILURES} {AGREEMENT}",
     ),
+    # experts
+    Edit(
+        "backends/grouped_gemms.py",
+        "total.index_add_(0, call.rows.tokens[low:high] - start, weighted)",
+        "total.index_copy_(0, call.rows.tokens[low:high] - start, weighted)",
+        "tests/ops/test_grouped.py",
+    ),
+    Edit(
+        "gemm/grouped.py",
+        "weighted = (h[low:high] * weights[low:high, None]).to(h.dtype)",
+        "weighted = h[low:high]",
+        "tests/ops/test_grouped.py",
+    ),
+    Edit(
+        "ops/grouped_reduction.py",
+        "        if group.size > 1:\n",
+        "        if group.size > 2:\n",
+        "tests/ops/test_grouped.py",
+    ),
     # choice
     Edit(
         "dispatch.py",
@@ -125,8 +144,8 @@ EDITS = (
     ),
     Edit(
         "dispatch.py",
-        "return calls * (one + self.gemm_overhead_us)",
-        "return one + self.gemm_overhead_us",
+        "return calls * (one + matrices * self.gemm_overhead_us)",
+        "return one + matrices * self.gemm_overhead_us",
         "tests/test_dispatch.py",
     ),
     # ops and their gradients

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tpkernels as tpk
 import tpkernels.nn  # its ops are registered then
+from tests.ops.grouped_arguments import grouped_op_arguments
 from tests.ops.support import new_group, own_part
 from tpkernels.comm.groups import group_name
 from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, operands
@@ -261,6 +262,7 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
             [True, True, True],
         )),
         *norm_op_arguments(name),
+        *grouped_op_arguments(name),
         *mesh_op_arguments(name),
         *scaled_op_arguments(name),
     ]  # fmt: skip

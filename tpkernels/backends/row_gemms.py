@@ -15,12 +15,13 @@ from torch import Tensor
 from tpkernels.comm import timeline
 from tpkernels.gemm import fp8
 from tpkernels.gemm.fp8 import Operand, Scaled
-from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulReduceScatter, activation_forward
+from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulReduceScatter, accumulation_dtype, activation_forward
 from tpkernels.partition import Layout
 
 __all__ = [
     "Epilogue",
     "accumulation_dtype",
+    "bias_of",
     "earlier_products",
     "gemm",
     "partial_rows",
@@ -87,12 +88,17 @@ class Epilogue:
 
     def fill(self, x: Tensor, start: int) -> None:
         """Compute the rows of the whole that begin at ``start`` from their gathered input rows ``x``."""
-        call, stop = self.call, start + x.shape[0]
-        operand = call.operand(x)
+        self.multiply(self.call.operand(x), start, self.call.matrices, self.call.biases)
+
+    def multiply(
+        self, operand: Operand, start: int, matrices: Sequence[Operand], biases: Sequence[Tensor | None]
+    ) -> None:
+        """Compute the rows from ``start`` on with these matrices, of the shapes of the call's."""
+        call, stop = self.call, start + operand.shape[0]
         if call.gated:
-            self._fill_gated(operand, start, stop)
+            self._multiply_gated(operand, start, stop, matrices, biases)
             return
-        for i, (matrix, bias) in enumerate(zip(call.matrices, call.biases, strict=True)):
+        for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
             out = self.outs[i][start:stop]
             if call.activation is None:
                 gemm(operand, matrix, out, bias)
@@ -101,10 +107,12 @@ class Epilogue:
             gemm(operand, matrix, before, bias)
             out.copy_(activation_forward(call.activation, before))
 
-    def _fill_gated(self, operand: Operand, start: int, stop: int) -> None:
+    def _multiply_gated(
+        self, operand: Operand, start: int, stop: int, matrices: Sequence[Operand], biases: Sequence[Tensor | None]
+    ) -> None:
         call, out = self.call, self.outs[0][start:stop]
         gate, up = self._before(0, out, start), self._before(1, out, start)
-        for before, matrix, bias in zip((gate, up), call.matrices, call.biases, strict=True):
+        for before, matrix, bias in zip((gate, up), matrices, biases, strict=True):
             gemm(operand, matrix, before, bias)
         assert call.activation is not None
         torch.mul(activation_forward(GATED[call.activation], gate), up, out=out)
@@ -195,10 +203,15 @@ def partial_rows(
         bias = out
 
 
+def bias_of(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """What rows ``[start, stop)`` have added: one row for all of them, or their own."""
+    return bias if bias is None or bias.dim() == 1 else bias[start:stop]
+
+
 def reduce_rows(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None) -> None:
     """out = parts[0] + parts[1] + ... + bias, in this order, in the accumulation dtype, rounded once.
 
-    ``out`` may be one of the parts.
+    ``out`` may be one of the parts; ``bias`` is one row, or as many as ``out`` has.
     """
     rows, columns = out.shape
     if out.numel() == 0:
@@ -214,12 +227,8 @@ def reduce_rows(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None
             for part in parts[1:]:
                 total += part[start : start + step]
             if bias is not None:
-                total += bias
+                total += bias if bias.dim() == 1 else bias[start : start + step]
             out[start : start + step].copy_(total)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def whole_like(x: Tensor, layout: Layout) -> Tensor:

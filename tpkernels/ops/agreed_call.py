@@ -54,6 +54,8 @@ class Signature(NamedTuple):
     detail: str = ""
     out_dtype: torch.dtype | None = None
     activation: str | None = None
+    experts: int = 1
+    top_k: int = 1
 
     def __str__(self) -> str:
         kind = "feature" if self.layout.feature else "row"
@@ -63,6 +65,8 @@ class Signature(NamedTuple):
             f"columns={self.columns}, implementation={self.implementation!r}"
         )
         text += f", activation={self.activation!r}" if self.activation else ""
+        if dispatch.FACTS[self.op].grouped:
+            text += f", experts={self.experts}, top_k={self.top_k}"
         return text + (f", {self.detail})" if self.detail else ")")
 
 
@@ -315,6 +319,8 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         resources=resources.standings(group, device.type),
         out_dtype=signature.out_dtype,
         activation=signature.activation,
+        experts=signature.experts,
+        top_k=signature.top_k,
     )
 
 
@@ -357,12 +363,15 @@ def explain(
     out_dtype: torch.dtype | None,
     group: Group | None,
     device: str,
+    experts: int = 1,
+    top_k: int = 1,
 ) -> Explanation:
     """See :func:`tpkernels.explain`; a collective call, because "auto" rests on costs that the ranks agree on."""
-    problem = Problem(op, m, n, k, dtype, 1, device, "none", out_dtype=out_dtype)
+    problem = Problem(op, m, n, k, dtype, 1, device, "none", out_dtype=out_dtype, experts=experts, top_k=top_k)
     if group is None or group.size == 1:
         return dispatch.select(problem, "auto", Costs())[1]
-    name = f"explain({op}, m={m}, n={n}, k={k}, {dispatch.dtype_text(dtype, out_dtype)}, device={device})"
+    sizes = f"m={m}, n={n}, k={k}" + (f", experts={experts}, top_k={top_k}" if problem.facts.grouped else "")
+    name = f"explain({op}, {sizes}, {dispatch.dtype_text(dtype, out_dtype)}, device={device})"
     _check(group, name, device)
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 

@@ -26,10 +26,12 @@ __all__ = [
     "check_gather",
     "check_local",
     "check_out_dtype",
+    "check_same",
     "check_scales",
     "check_scatter",
     "check_shard_sizes",
     "check_weights",
+    "dtype_names",
     "plain_linear",
 ]
 
@@ -67,7 +69,7 @@ def check_common(
     if x.dtype == fp8.DTYPE and not scaled:
         raise ValueError(f"x of {x.dtype} needs scale_x and scale_weight; tpkernels.quantize_fp8 returns both")
     if x.dtype not in DTYPES and not scaled:
-        raise ValueError(f"x must be one of {_names(DTYPES)}, got {x.dtype}")
+        raise ValueError(f"x must be one of {dtype_names(DTYPES)}, got {x.dtype}")
     if activation is not None and activation not in ACTIVATIONS and activation not in GATED:
         raise ValueError(f"activation must be None or one of {[*sorted(ACTIVATIONS), *GATED]}, got {activation!r}")
     dispatch.check_name(op, implementation)
@@ -92,14 +94,14 @@ def check_weights(
             raise ValueError(f"{name} must have 2 dimensions [N, K], got shape {tuple(weight.shape)}")
         if weight.shape[1] != k:
             raise ValueError(f"{name} must be [N, {k}] to match x, got shape {tuple(weight.shape)}")
-        _check_same(name, weight, x)
+        check_same(name, weight, x)
         if bias is not None:
             name = f"bias[{i}]" if len(weights) > 1 else "bias"
             if bias.shape != (weight.shape[0],):
                 raise ValueError(f"{name} must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
             if out_dtype is not None and bias.dtype != out_dtype:
                 raise ValueError(f"{name} must have the dtype of the result (out_dtype={out_dtype}), got {bias.dtype}")
-            _check_same(name, bias, x, dtype=out_dtype)
+            check_same(name, bias, x, dtype=out_dtype)
 
 
 def check_gate(activation: str | None, weights: Sequence[Tensor]) -> None:
@@ -124,12 +126,12 @@ def _check_scale(name: str, scale: Tensor, of: Tensor, x: Tensor) -> None:
         raise ValueError(
             f"{name} must have one element (per tensor) or shape {per_row} (per row), got {tuple(scale.shape)}"
         )
-    _check_same(name, scale, x, dtype=torch.float32)
+    check_same(name, scale, x, dtype=torch.float32)
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:
     if out_dtype not in SCALED_OUT_DTYPES:
-        raise ValueError(f"out_dtype must be one of {_names(SCALED_OUT_DTYPES)}, got {out_dtype}")
+        raise ValueError(f"out_dtype must be one of {dtype_names(SCALED_OUT_DTYPES)}, got {out_dtype}")
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -204,7 +206,8 @@ def as_list(value: Tensor | Sequence[Tensor | None] | None, count: int) -> list[
     return list(value)
 
 
-def _check_same(name: str, tensor: Tensor, x: Tensor, *, dtype: torch.dtype | None = None) -> None:
+def check_same(name: str, tensor: Tensor, x: Tensor, *, dtype: torch.dtype | None = None) -> None:
+    """``tensor`` has the device of ``x``, and its dtype or the one named."""
     if dtype is not None and tensor.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
     if dtype is None and tensor.dtype != x.dtype:
@@ -213,5 +216,5 @@ def _check_same(name: str, tensor: Tensor, x: Tensor, *, dtype: torch.dtype | No
         raise ValueError(f"{name} must be on the device of x ({x.device}), got {tensor.device}")
 
 
-def _names(dtypes: Sequence[torch.dtype]) -> str:
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -25,21 +25,26 @@ from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.gemm import fp8, residual_norm
 from tpkernels.gemm.fp8 import Operand, Scaled
+from tpkernels.gemm.grouped import TokenRows
 from tpkernels.partition import Layout
 
 __all__ = [
     "ACTIVATIONS",
     "GATED",
     "AllGather",
+    "AllGatherGroupedMatmul",
     "AllGatherMatmul",
     "AllReduce",
     "Context",
     "Gathered",
+    "GroupedMatmulAllReduce",
+    "GroupedMatmulReduceScatter",
     "MatmulAllReduce",
     "MatmulReduceScatter",
     "ReduceScatter",
     "RepeatedSum",
     "ResidualNorm",
+    "accumulation_dtype",
     "activation_backward",
     "activation_forward",
     "gate_backward",
@@ -121,6 +126,11 @@ class Gathered:
     outs: list[Tensor]
     preactivations: list[Tensor] = field(default_factory=list)
     whole: Tensor | None = None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over ranks and experts are made in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def nothing() -> None:
@@ -219,6 +229,70 @@ class RepeatedSum(Protocol):
     def named(self, error: BaseException) -> BaseException:
         """The failure that an error of the two means."""
         ...
+
+
+@dataclass(frozen=True)
+class AllGatherGroupedMatmul:
+    """outs[i][row] = activation(whole[token of row] @ matrices[i][expert of row] + biases[i][expert of row]).
+
+    ``matrices`` are ``[E, contraction, columns]`` and ``biases`` ``[E, columns]``; ``run`` returns a :class:`Gathered`.
+    ``x`` is this rank's contiguous ``[tokens, contraction]``, and the layout is one of rows with one segment per rank.
+    """
+
+    x: Tensor
+    layout: Layout
+    rows: Callable[[], TokenRows]
+    """Waits for the tokens' experts, which travel beside x; to be called once x is on its way, as often as you like."""
+    matrices: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    activation: str | None = None
+    keep_whole: bool = False
+    keep_preactivation: bool = False
+
+
+@dataclass(frozen=True)
+class GroupedMatmulAllReduce:
+    """out = sum over ranks of partial + bias, equal bit for bit on all ranks, where
+
+    partial[t] = addend[t] + sum over the rows of t of weights[row] * (sum_i xs[i][row] @ matrices[i][expert of row])
+
+    ``xs`` are contiguous ``[rows, contraction_i]`` and ``matrices`` ``[E, contraction_i, columns]``.  The products have
+    the dtype of xs.  They are weighted and summed by expert, then by token, in the accumulation dtype, and rounded
+    once; what is sent of partials has the dtype of xs.  ``meanwhile`` as in :class:`MatmulReduceScatter`.
+    """
+
+    xs: Sequence[Tensor]
+    matrices: Sequence[Tensor]
+    rows: TokenRows
+    weights: Tensor | None
+    """``[rows]`` in the accumulation dtype; None: all are 1."""
+    bias: Tensor | None = None
+    """As many rows as ``out`` has, in the accumulation dtype."""
+    addend: Tensor | None = None
+    meanwhile: Callable[[], None] = nothing
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and on the device of the result."""
+        return self.xs[0]
+
+    @property
+    def tail(self) -> None:
+        """Nothing follows the sum."""
+
+    @property
+    def columns(self) -> int:
+        return self.matrices[0].shape[2]
+
+
+@dataclass(frozen=True)
+class GroupedMatmulReduceScatter(GroupedMatmulAllReduce):
+    """out = (sum over ranks of partial)[shard of this rank] + bias, which has the rows of this shard.
+
+    The layout is one of rows with one segment per rank.
+    """
+
+    layout: Layout = field(kw_only=True)
 
 
 @dataclass(frozen=True)

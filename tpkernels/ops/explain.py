@@ -25,6 +25,8 @@ def explain(
     dtype: torch.dtype,
     group: GroupLike,
     out_dtype: torch.dtype | None = None,
+    experts: int | None = None,
+    top_k: int | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Which implementation ``"auto"`` picks for a GEMM of m x n x k over the whole group, with every reason.
@@ -33,9 +35,11 @@ def explain(
     ``print()`` the result for a table.
 
     Args:
-        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or a collective's name.
+        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", one of the same with ``grouped_matmul``
+            in the place of ``matmul``, or a collective's name.
         dtype: of the operands; float8_e4m3fn for the ops with a GEMM, which then return ``out_dtype`` (default bf16).
         m, n, k: global sizes: each rank runs m x n/W x k when gathering and m x n x k/W when reducing.
+        experts, top_k: of a grouped op, whose ``m`` tokens each go to ``top_k`` of so many experts.
         device: where the tensors are, "cpu" or "cuda"; default: the mesh's device, or that of the group's own backend
             (CUDA if it has one for both).
 
@@ -50,6 +54,7 @@ def explain(
     state = resolve(group)
     try:
         _check(op, m, n, k, dtype, out_dtype, device)
+        _check_experts(op, experts, top_k)
     except ValueError as error:
         agreement.refuse(state, f"explain({op})", str(error))
         raise
@@ -57,7 +62,10 @@ def explain(
         device = group.device_type if isinstance(group, DeviceMesh) else state.backends.own_device
     if dtype == fp8.DTYPE:
         out_dtype = out_dtype or torch.bfloat16
-    return agreed_call.explain(op, m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, group=state, device=device)
+    return agreed_call.explain(
+        op, m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, group=state, device=device, experts=experts or 1,
+        top_k=top_k or 1,
+    )  # fmt: skip
 
 
 def _check(
@@ -69,10 +77,20 @@ def _check(
     for name, value in (("m", m), ("n", n), ("k", k)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    if dtype == fp8.DTYPE and "matmul" in op:
+    if dtype == fp8.DTYPE and "matmul" in op and op not in dispatch.GROUPED:
         check_out_dtype(torch.bfloat16 if out_dtype is None else out_dtype)
         return
     if out_dtype is not None:
         raise ValueError(f"out_dtype is for GEMMs of float8_e4m3fn, got op={op!r}, dtype={dtype}, {out_dtype=}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {[str(d) for d in DTYPES]}, got {dtype}")
+
+
+def _check_experts(op: str, experts: int | None, top_k: int | None) -> None:
+    if op not in dispatch.GROUPED:
+        if experts is not None or top_k is not None:
+            raise ValueError(f"experts and top_k are for {', '.join(dispatch.GROUPED)}, got op={op!r}")
+        return
+    for name, value in (("experts", experts), ("top_k", top_k)):
+        if value is None or value < 1:
+            raise ValueError(f"{name} of {op} must be at least 1, got {value}")

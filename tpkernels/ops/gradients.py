@@ -1,7 +1,8 @@
 """Gradients of a GEMM's operands, as the ops give them to autograd; those that nobody needs are not computed.
 
 Owns the step between ``torch.autograd`` and the op that computes the gradients, for ops with one weight
-(:func:`of_linear`) and with several (:func:`of_linears`), and ``linear_backward``, the op where nothing is sent.
+(:func:`of_linear`) and with several (:func:`of_linears`; of a grouped op, whose weights have a dimension for experts,
+too), and ``linear_backward``, the op where nothing is sent.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.ops.contract import GATED, activation_backward, gate_backward
 from tpkernels.ops.main_grad import Sink, weight_gradients
 from tpkernels.ops.registration import call_backward, define
 from tpkernels.ops.shapes import flat
 
-__all__ = ["fake_of_linear", "fake_of_linears", "needs_of_linears", "of_linear", "of_linears"]
+__all__ = ["fake_of_linear", "fake_of_linears", "needs_of_linears", "of_linear", "of_linears", "of_products"]
 
 
 def of_linear(ctx: Any, op: str, *arguments: Any) -> list[Tensor | None]:
@@ -57,8 +59,23 @@ def fake_of_linears(x: Tensor, shape: Sequence[int], weights: Sequence[Tensor], 
     """``shape``: that of the gradient of x."""
     results = [x.new_empty(shape)] if needs[0] else []
     results += [weight.new_empty(weight.shape) for weight in weights] if needs[1] else []
-    results += [x.new_empty(weight.shape[0]) for weight in weights] if needs[2] else []
+    results += [x.new_empty(weight.shape[:-1]) for weight in weights] if needs[2] else []
     return results
+
+
+def of_products(
+    activation: str | None, dys: Sequence[Tensor | None], weights: Sequence[Tensor], before: Sequence[Tensor], rows: int
+) -> list[Tensor]:
+    """Gradients of products of so many ``rows`` from those of the outputs; of an output that was not used they are 0.
+
+    ``before``: the products, where there is an activation.
+    """
+    given = [
+        weight.new_zeros(rows, weight.shape[-2]) if dy is None else dy for dy, weight in zip(dys, weights, strict=False)
+    ]
+    if activation in GATED:
+        return [*gate_backward(activation, given[0], *before)]
+    return [activation_backward(activation, dy, before[i] if before else None) for i, dy in enumerate(given)]
 
 
 def _linear_backward(

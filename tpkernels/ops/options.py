@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Reduce", "Scatter"]
+__all__ = ["GroupedScatter", "Reduce", "Scatter"]
 
 
 class Reduce(NamedTuple):
@@ -22,5 +22,13 @@ class Scatter(NamedTuple):
 
     group_name: str
     scatter_dim: int
+    shard_sizes: list[int] | None
+    implementation: str
+
+
+class GroupedScatter(NamedTuple):
+    """A sum over the ranks of a row per token, cut by tokens; without sizes as evenly as possible."""
+
+    group_name: str
     shard_sizes: list[int] | None
     implementation: str

@@ -2,5 +2,6 @@
 
 from tpkernels.backends.point_to_point import unfused  # noqa: I001  (the order is that of the listing)
 from tpkernels.backends.point_to_point import chunked
+from tpkernels.backends.point_to_point import grouped
 
-__all__ = ["chunked", "unfused"]
+__all__ = ["chunked", "grouped", "unfused"]

@@ -16,7 +16,9 @@ Ideas: decomposed collectives after Wang et al., "Overlap Communication with Dep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Protocol
 
 from torch import Tensor
 
@@ -24,13 +26,31 @@ from tpkernels import dispatch
 from tpkernels.backends.point_to_point.collectives import CollectiveGather, CollectivePartials, fits
 from tpkernels.backends.point_to_point.copy_engines import CopyEngines
 from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange
-from tpkernels.backends.row_gemms import Epilogue, partial_rows, place_rows, reduce_rows, whole_like
+from tpkernels.backends.row_gemms import Epilogue, bias_of, partial_rows, place_rows, reduce_rows, whole_like
 from tpkernels.comm import resources, timeline, transport
 from tpkernels.dispatch import Costs, Implementation, Problem
-from tpkernels.ops.contract import AllGatherMatmul, Context, Gathered, MatmulAllReduce, MatmulReduceScatter
-from tpkernels.partition import Layout, array_split_sizes, chunk_ranges
+from tpkernels.ops.contract import (
+    AllGatherMatmul,
+    Context,
+    Gathered,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    ResidualNorm,
+)
+from tpkernels.partition import Layout, array_split_sizes, chunk_ranges, offsets
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "Fill",
+    "all_gather_matmul",
+    "all_reduce_rows",
+    "describe",
+    "estimate",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter_rows",
+    "refuses",
+    "with_chunks",
+]
 
 # A GEMM of fewer rows leaves most of a GPU idle: 1024 rows and 2048 columns are 64 tiles of 128 x 256, for 132 SMs. Not
 # measured yet.
@@ -38,7 +58,7 @@ MIN_CUDA_CHUNK_ROWS = 1024
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
-    context, layout, group = _with_chunks(context, call.layout), call.layout, context.group
+    context, layout, group = with_chunks(context, call.layout), call.layout, context.group
     whole = whole_like(call.x, layout) if call.keep_whole or layout.feature else None
     incoming: ShardExchange | CollectiveGather
     if fits(context, layout):
@@ -81,45 +101,85 @@ def _multiply_complete_rows(
                 epilogue.fill(whole[start : start + rows.shape[0]], start)
 
 
+Fill = Callable[[int, int, int, Tensor], None]
+"""Writes this rank's partial of rows ``[start, stop)`` of an owner's shard: ``fill(owner, start, stop, out)``."""
+
+
+class Tail(Protocol):
+    """What a reducing call has beside its partial."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def meanwhile(self) -> Callable[[], None]: ...
+    @property
+    def tail(self) -> ResidualNorm | None: ...
+
+
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
-    context = _with_chunks(context, call.layout)
-    layout, group, like = call.layout, context.group, call.like
-    outgoing: PartialExchange | CollectivePartials
-    if fits(context, layout):
-        outgoing = CollectivePartials(context, layout, call.columns, like)
-    else:
-        outgoing = PartialExchange(context, layout, call.columns, like)
+    layout = call.layout
 
     def fill(owner: int, start: int, stop: int, out: Tensor) -> None:
-        with timeline.span("gemm", "gemm", peer=owner):
-            partial_rows(call.xs, call.matrices, call.addend, layout, owner, start, stop, out)
+        partial_rows(call.xs, call.matrices, call.addend, layout, owner, start, stop, out)
 
+    return reduce_scatter_rows(with_chunks(context, layout), layout, call.columns, call.like, fill, call)
+
+
+def reduce_scatter_rows(
+    context: Context, layout: Layout, num_columns: int, like: Tensor, fill: Fill, call: Tail
+) -> Tensor:
+    """This rank's rows of the sum of all partials; a bias has one row, or those of this rank."""
+    group = context.group
+    outgoing: PartialExchange | CollectivePartials
+    if fits(context, layout):
+        outgoing = CollectivePartials(context, layout, num_columns, like)
+    else:
+        outgoing = PartialExchange(context, layout, num_columns, like)
+    fill = _timed(fill)
     for chunk in range(context.num_chunks):
         outgoing.send(chunk, fill)
-    columns = layout.sizes[group.rank] if layout.feature else call.columns
+    columns = layout.sizes[group.rank] if layout.feature else num_columns
     own = like.new_empty(layout.shard_rows(group.rank), columns)
     fill(group.rank, 0, own.shape[0], own)
     call.meanwhile()
     for chunk in range(context.num_chunks):
         start, stop = outgoing.rows(group.rank, chunk)
-        reduce_rows(outgoing.parts(chunk, own), own[start:stop], call.bias)
+        reduce_rows(outgoing.parts(chunk, own), own[start:stop], bias_of(call.bias, start, stop))
         if call.tail is not None:
             call.tail.fill(own[start:stop], start)
     outgoing.finish()
     return own
 
 
+def _timed(fill: Fill) -> Fill:
+    def timed(owner: int, start: int, stop: int, out: Tensor) -> None:
+        with timeline.span("gemm", "gemm", peer=owner):
+            fill(owner, start, stop, out)
+
+    return timed
+
+
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     """Sum of all partials on every rank: in one round where that is expected to be quicker, else in two."""
-    like = call.like
-    rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
+    everything = Layout(1, (call.xs[0].shape[0],), 1)
+
+    def fill(start: int, stop: int, out: Tensor) -> None:
+        partial_rows(call.xs, call.matrices, None, everything, 0, start, stop, out)
+
+    return all_reduce_rows(context, call.xs[0].shape[0], call.matrices[0].shape[1], call.like, fill, call)
+
+
+def all_reduce_rows(
+    context: Context, rows: int, columns: int, like: Tensor, fill: Callable[[int, int, Tensor], None], call: Tail
+) -> Tensor:
+    """The sum of all partials; ``fill(start, stop, out)`` writes rows of this rank's."""
     layout = Layout(1, array_split_sizes(rows, context.group.size), 1)
-    context = _with_chunks(context, layout)
+    context = with_chunks(context, layout)
     out = like.new_empty(rows, columns)
     if _in_one_round(context.problem, context.costs):
-        _all_reduce_one_shot(context, call, layout, out)
+        _all_reduce_one_shot(context, fill, call, layout, out)
     else:
-        _all_reduce_two_phases(context, call, layout, out)
+        _all_reduce_two_phases(context, fill, call, layout, out)
     return out
 
 
@@ -129,43 +189,38 @@ def _in_one_round(problem: Problem, costs: Costs) -> bool:
     return costs.link_us(whole, 1) <= costs.link_us(problem.wire_bytes, 2)
 
 
-def _all_reduce_one_shot(context: Context, call: MatmulAllReduce, layout: Layout, out: Tensor) -> None:
-    everything = Layout(1, (layout.total_rows,), 1)
+def _all_reduce_one_shot(
+    context: Context, fill: Callable[[int, int, Tensor], None], call: Tail, layout: Layout, out: Tensor
+) -> None:
     outgoing = PartialExchange(context, layout, out.shape[1], out, everything=True)
-
-    def fill(owner: int, start: int, stop: int, part: Tensor) -> None:
-        with timeline.span("gemm", "gemm"):
-            partial_rows(call.xs, call.matrices, None, everything, 0, start, stop, part)
-
     for chunk in range(context.num_chunks):
-        outgoing.send(chunk, fill)
+        outgoing.send(chunk, _timed(lambda _, start, stop, part: fill(start, stop, part)))
     call.meanwhile()
     for chunk in range(context.num_chunks):
         start, stop = outgoing.rows(context.group.rank, chunk)
-        reduce_rows(outgoing.parts(chunk), out[start:stop], call.bias)
+        reduce_rows(outgoing.parts(chunk), out[start:stop], bias_of(call.bias, start, stop))
         if call.tail is not None:
             call.tail.fill(out[start:stop], start)
     outgoing.finish()
 
 
-def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layout, out: Tensor) -> None:
+def _all_reduce_two_phases(
+    context: Context, fill_rows: Callable[[int, int, Tensor], None], call: Tail, layout: Layout, out: Tensor
+) -> None:
     """Chunk c of our rows is summed and sent on while chunk c + 1 is computed."""
     group = context.group
     outgoing = PartialExchange(context, layout, out.shape[1], out)
-    first = sum(layout.sizes[: group.rank])
+    starts = offsets(layout.sizes)
+    first = starts[group.rank]
     own = out[first : first + layout.sizes[group.rank]]
-    starts = {rank: sum(layout.sizes[:rank]) for rank in range(group.size)}
     outbound: list[transport.Transfer] = []
     inbound: list[tuple[transport.Transfer, int, int]] = []
-
-    def fill(owner: int, start: int, stop: int, part: Tensor) -> None:
-        with timeline.span("gemm", "gemm", peer=owner):
-            partial_rows(call.xs, call.matrices, None, layout, owner, start, stop, part)
+    fill = _timed(lambda owner, start, stop, part: fill_rows(starts[owner] + start, starts[owner] + stop, part))
 
     def pass_on(chunk: int) -> None:
         start, stop = outgoing.rows(group.rank, chunk)
         done = own[start:stop]
-        reduce_rows(outgoing.parts(chunk, own), done, call.bias)
+        reduce_rows(outgoing.parts(chunk, own), done, bias_of(call.bias, first + start, first + stop))
         places = {}
         for peer in reversed(outgoing.peers):
             low, high = chunk_ranges(layout.sizes[peer], context.num_chunks)[chunk]
@@ -195,7 +250,7 @@ def _all_reduce_two_phases(context: Context, call: MatmulAllReduce, layout: Layo
     outgoing.finish()
 
 
-def _with_chunks(context: Context, layout: Layout) -> Context:
+def with_chunks(context: Context, layout: Layout) -> Context:
     """The number of chunks that suits the problem, from facts that are equal on all ranks."""
     if context.forced_chunks:
         return context
@@ -207,16 +262,17 @@ def _with_chunks(context: Context, layout: Layout) -> Context:
 def _num_chunks(problem: Problem, costs: Costs, shard_rows: int, most: int) -> int:
     """At most so many; on a CPU, once costs were measured, as few as are expected to take the least time.
 
-    Where a library lays out the weight anew at every GEMM, a cut may cost more than it hides.
+    Where a library lays out the weight anew at every GEMM, a cut may cost more than it hides.  A cut of a grouped GEMM
+    goes through the weights of all experts again, for a few rows of each, so that built-in costs decide there too.
     """
     if problem.device == "cuda":
         return max(1, min(most, shard_rows // MIN_CUDA_CHUNK_ROWS))
-    if not costs.measured:
+    if not costs.measured and not problem.facts.grouped:
         return most
     return min(range(1, most + 1), key=lambda count: _estimate_us(problem, costs, count))
 
 
-def _refuses(problem: Problem) -> str | None:
+def refuses(problem: Problem) -> str | None:
     if problem.world_size == 1:
         return "one rank has nothing to transfer"
     if problem.backend not in ("gloo", "nccl"):
@@ -224,7 +280,7 @@ def _refuses(problem: Problem) -> str | None:
     return None
 
 
-def _estimate(problem: Problem, costs: Costs) -> float:
+def estimate(problem: Problem, costs: Costs) -> float:
     shard_rows = -(-problem.m // problem.world_size)
     return _estimate_us(problem, costs, _num_chunks(problem, costs, shard_rows, problem.num_chunks))
 
@@ -253,7 +309,7 @@ def _estimate_us(problem: Problem, costs: Costs, chunks: int) -> float:
     return max(busy + max(0.0, exposed - own), link + costs.link_latency_us + (gemm - own) / (chunks * peers))
 
 
-def _describe(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
     return f"up to {problem.num_chunks} chunk(s) per shard"
 
 
@@ -263,4 +319,4 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("chunked", _op, _refuses, _estimate, _run, describe=_describe))
+    dispatch.register(Implementation("chunked", _op, refuses, estimate, _run, describe=describe))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange
-from tpkernels.backends.row_gemms import Epilogue, gemm, reduce_rows, take_rows, whole_like
+from tpkernels.backends.row_gemms import Epilogue, bias_of, gemm, reduce_rows, take_rows, whole_like
 from tpkernels.comm import timeline
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import (
@@ -33,9 +33,13 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "estimate",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",
+    "refuses",
+    "sum_everywhere",
+    "sum_own_rows",
 ]
 
 
@@ -63,7 +67,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 
 def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
-    return _sum_own_rows(context, call.x, call.layout, None)
+    return sum_own_rows(context, call.x, call.layout, None)
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
@@ -71,11 +75,11 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
         return _alone(call)
     partial = _partial(call)
     call.meanwhile()
-    return _finished(call, _sum_own_rows(context, partial, call.layout, call.bias))
+    return _finished(call, sum_own_rows(context, partial, call.layout, call.bias))
 
 
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
-    return _sum_everywhere(context, call.x, None)
+    return sum_everywhere(context, call.x, None)
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
@@ -83,7 +87,7 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         return _alone(call)
     partial = _partial(call)
     call.meanwhile()
-    return _finished(call, _sum_everywhere(context, partial, call.bias))
+    return _finished(call, sum_everywhere(context, partial, call.bias))
 
 
 def _alone(call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
@@ -109,8 +113,11 @@ def _partial(call: MatmulReduceScatter | MatmulAllReduce, bias: Tensor | None = 
     return partial
 
 
-def _sum_own_rows(context: Context, partial: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
-    """Each owner gets everybody's rows of its shard and sums them; one message per pair of ranks."""
+def sum_own_rows(context: Context, partial: Tensor, layout: Layout, bias: Tensor | None) -> Tensor:
+    """Each owner gets everybody's rows of its shard and sums them; one message per pair of ranks.
+
+    ``bias``: one row, or those of this rank's shard.
+    """
     context = context._replace(num_chunks=1)
     rank = context.group.rank
     outgoing = PartialExchange(context, layout, partial.shape[1], partial)
@@ -122,7 +129,7 @@ def _sum_own_rows(context: Context, partial: Tensor, layout: Layout, bias: Tenso
     return out
 
 
-def _sum_everywhere(context: Context, partial: Tensor, bias: Tensor | None) -> Tensor:
+def sum_everywhere(context: Context, partial: Tensor, bias: Tensor | None) -> Tensor:
     """Reduce-scatter and all-gather by rows; with two ranks both simply exchange everything."""
     context = context._replace(num_chunks=1)
     group = context.group
@@ -134,7 +141,8 @@ def _sum_everywhere(context: Context, partial: Tensor, bias: Tensor | None) -> T
         reduce_rows(outgoing.parts(0, partial), reduced, bias)
         outgoing.finish()
         return reduced
-    own = _sum_own_rows(context, partial, layout, bias)
+    first = sum(layout.sizes[: group.rank])
+    own = sum_own_rows(context, partial, layout, bias_of(bias, first, first + layout.sizes[group.rank]))
     return all_gather(context._replace(tag=context.tag + 1), AllGather(own, layout))()
 
 
@@ -158,11 +166,11 @@ def _lay(whole: Tensor, layout: Layout, rank: int, rows: Tensor) -> None:
         target.copy_(rows.view(target.shape))
 
 
-def _refuses(problem: Problem) -> str | None:
+def refuses(problem: Problem) -> str | None:
     return None
 
 
-def _estimate(problem: Problem, costs: Costs) -> float:
+def estimate(problem: Problem, costs: Costs) -> float:
     gemm = costs.gemm_us(problem) if problem.flops else 0.0
     if problem.world_size == 1:
         return gemm
@@ -178,4 +186,4 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("unfused", _op, _refuses, _estimate, _run))
+    dispatch.register(Implementation("unfused", _op, refuses, estimate, _run))

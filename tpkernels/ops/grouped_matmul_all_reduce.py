@@ -1,0 +1,132 @@
+"""``grouped_matmul_all_reduce``: multiply rows with this rank's slice of their experts; every rank gets all sums.
+
+Forward, on rank r of W, with p_r as in :mod:`tpkernels.ops.grouped_matmul_reduce_scatter`::
+
+    y = p_0 + ... + p_{W-1} + sum_j weights[:, j] * b[experts[:, j]]      equal bit for bit on all ranks
+
+Backward.  dy is the same on every rank, as with :mod:`tpkernels.ops.matmul_all_reduce`, so that only the gradient of
+the routing's weights needs the other ranks: the equations are those of the op that scatters, with g[i] = dy[token of
+i].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm.groups import GroupLike, group_name, resolve
+from tpkernels.gemm.grouped import TokenRows, products
+from tpkernels.ops import agreed_call
+from tpkernels.ops.checks import check_local
+from tpkernels.ops.contract import GroupedMatmulAllReduce
+from tpkernels.ops.grouped_reduction import (
+    check_reduction,
+    fake_gradients,
+    fields,
+    gradients,
+    gradients_of,
+    refuse_reduction,
+)
+from tpkernels.ops.options import Reduce
+from tpkernels.ops.registration import call, define
+from tpkernels.ops.routing import Routing, as_routing, grouped_signature
+from tpkernels.ops.shapes import flat, fresh, rows_layout
+
+__all__ = ["grouped_matmul_all_reduce"]
+
+_OP = "grouped_matmul_all_reduce"
+
+
+def grouped_matmul_all_reduce(
+    h: Tensor,
+    weights: Tensor,
+    routing: Routing,
+    group: GroupLike,
+    *,
+    bias: Tensor | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Multiply rows with the weights of their experts, sum each token's and sum over the group; for whole residuals.
+
+    Unfused equation, with the rows of h as :func:`tpkernels.copy_grouped_matmul` makes them::
+
+        slots = argsort(routing.experts.flatten(), stable=True)
+        u[slots[s]] = h[s] @ weights[e]^T,                       e = routing.experts.flatten()[slots[s]]
+        p     = sum_j routing.weights[:, j] * u.view(T, k, H)[:, j]
+        y     = all_reduce(p) + sum_j routing.weights[:, j] * bias[routing.experts[:, j]]
+
+    =============  ==================  ================================================================
+    argument       shape               notes
+    =============  ==================  ================================================================
+    ``h``          ``[T * k, F_r]``    fp32, bf16, fp16 or fp64; any strides
+    ``weights``    ``[E, H, F_r]``     this rank's columns of every expert; F_r may differ between ranks
+    ``routing``    of ``[T, k]``       equal on all ranks
+    ``bias``       ``[E, H]`` or None  equal on all ranks; added once, after the sum over the ranks
+    ``y``          ``[T, H]``          equal on all ranks; dtype of h
+    =============  ==================  ================================================================
+
+    Roundings, and the gradients of ``bias`` and the routing's weights, are as in
+    :func:`tpkernels.grouped_matmul_reduce_scatter`.  The gradient that arrives for y must be the same on every rank.
+
+    Examples:
+        >>> h, weights = torch.ones(2, 5), torch.ones(3, 6, 5)  # one token, 2 experts
+        >>> routing = tpk.Routing(torch.tensor([[0, 2]]), torch.full((1, 2), 0.5))
+        >>> tpk.grouped_matmul_all_reduce(h, weights, routing, mesh["tp"])
+        tensor([[10., 10., 10., 10., 10., 10.]])
+
+    Raises:
+        ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
+        :func:`tpkernels.all_gather_grouped_matmul`.
+    """
+    routing = as_routing(routing, group)
+    check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
+    y: Tensor = call(_OP, h, weights, bias, routing, Reduce(group_name(group), implementation))
+    return y
+
+
+def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce) -> Tensor:
+    group = resolve(options.group_name)
+    refuse_reduction(
+        group, _OP, weight, routing, lambda: check_reduction(_OP, h, weight, bias, routing, options.implementation)
+    )
+    tokens, top_k = routing.experts.shape
+    arguments = GroupedMatmulAllReduce(**fields(h, weight, bias, routing, slice(None)))
+    layout, experts = rows_layout(tokens, group.size), (weight.shape[0], top_k)
+    signature = grouped_signature(_OP, h, layout, weight.shape[1], options.implementation, experts)
+    return fresh(agreed_call.run(group, signature, h.shape[1], arguments, h.device), (tokens, weight.shape[1]))
+
+
+def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce) -> Tensor:
+    check_reduction(_OP, h, weight, bias, routing, options.implementation)
+    return h.new_empty(routing.experts.shape[0], weight.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, weight, bias, experts, routing_weights, *options = inputs
+    ctx.save_for_backward(h, weight, bias, experts, routing_weights)
+    ctx.options = Reduce(*options)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    op = torch.ops.tpkernels.grouped_matmul_all_reduce_backward
+    return gradients_of(ctx, lambda needs: op(dy, *ctx.saved_tensors, *ctx.options, needs))
+
+
+def _backward_kernel(
+    dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce, needs: list[bool]
+) -> list[Tensor]:
+    rows, dy2d = TokenRows(routing.experts, weight.shape[0]), flat(dy)
+    of_rows = products(dy2d, weight, rows) if needs[0] or needs[3] else None
+    return gradients(resolve(options.group_name), dy2d, of_rows, flat(h), bias, routing, rows, needs)
+
+
+def _backward_fake(
+    dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce, needs: list[bool]
+) -> list[Tensor]:
+    return fake_gradients(h, weight, routing, needs)
+
+
+define(_OP, kernel=_kernel, fake=_fake, backward=_backward, setup_context=_setup_context, autocast=3)
+define(f"{_OP}_backward", kernel=_backward_kernel, fake=_backward_fake)
