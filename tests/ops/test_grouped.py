@@ -18,15 +18,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import tpkernels as tpk
-from tests.ops.support import new_group
+from tests.ops.support import IMPLEMENTATIONS, new_group
 from tpkernels import dispatch
 from tpkernels.backends import grouped_gemms
 from tpkernels.backends.point_to_point import grouped as point_to_point
+from tpkernels.backends.shared_memory import implementations as shared_memory
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import Implementation
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.gemm.grouped import TokenRows
-from tpkernels.testing.grouped import COPY, GATHER, GROUPED, REDUCE, SCATTER, GroupedCase, judge
+from tpkernels.gemm.native import why_not
+from tpkernels.testing.faults import poisoned_memory
+from tpkernels.testing.grouped import (
+    COPY,
+    GATHER,
+    GROUPED,
+    REDUCE,
+    SCATTER,
+    GroupedCase,
+    call,
+    judge,
+    operands,
+)
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
@@ -34,7 +47,6 @@ from tpkernels.testing.spawn import Pools
 pytestmark = pytest.mark.gloo
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-IMPLEMENTATIONS = ("unfused", "chunked")
 SIZES = {1: (7,), 2: (9, 4), 3: (5, 0, 8), 4: (3, 1, 0, 6)}
 
 
@@ -81,6 +93,32 @@ def test_values_and_gradients_are_within_the_bound(ranks: Pools, world: int, num
     assert min(ranks(world).run(judge_all, num_chunks, every)) == -(-41 // every)
 
 
+def judge_in_shared_memory() -> int:
+    """Both ways of the gather, both of a large sum."""
+    sizes, count = SIZES[dist.get_world_size()], 0
+    for in_one, in_one_step in ((True, 0), (False, 1 << 20)):
+        with (
+            mock.patch.object(shared_memory, "_in_one_gemm", lambda problem, costs, one=in_one: one),
+            mock.patch.object(shared_memory, "ONE_SHOT_BYTES", in_one_step),
+            new_group() as group,
+        ):
+            for op in GROUPED:
+                base = GroupedCase(op, sizes, implementation="shared_memory", shape=(9, 16))
+                cases = [base.but(bias=True, load="one"), base.but(dtype=BF16), base.but(sizes=(0,) * len(sizes))]
+                if op == GATHER:
+                    cases.append(base.but(activation="swiglu", return_gathered=True, bias=True))
+                for case in cases:
+                    judge(case, group)
+                    count += 1
+    return count
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_way_through_shared_memory_is_within_the_bound(ranks: Pools, world: int) -> None:
+    assert min(ranks(world).run(judge_in_shared_memory)) == 26
+
+
 def exact(num_chunks: int | None) -> list[list[torch.Tensor]]:
     """Every op forward and backward on integers, whose sums are exact, in all implementations."""
     found = []
@@ -120,6 +158,28 @@ def twice() -> None:
 
 def test_repeated_calls_and_late_ranks_give_the_same_bits(ranks: Pools) -> None:
     ranks(2).run(twice)
+
+
+def after_poison() -> None:
+    """NaN in the calls before, in all buffers and in the outputs that the caller owns, reaches no later call."""
+    with new_group(2) as group, poisoned_memory():
+        for op in GROUPED:
+            for name in IMPLEMENTATIONS:
+                case = GroupedCase(op, (9, 4), dtype=BF16, bias=True, implementation=name, shape=(24, 40))
+                parts, rank = operands(case), dist.get_rank()
+                own = parts.own(case, rank)
+                own[0].fill_(float("nan"))
+                for _ in range(2):  # slots alternate
+                    (out, *rest) = call(case, parts, own, group)
+                    assert bool(out.isnan().all())
+                    for one in (out, *(one for one in rest if one.is_floating_point())):
+                        one.fill_(float("nan"))
+                for turn in range(2):
+                    judge(case.but(call=turn), group)
+
+
+def test_nothing_of_an_earlier_call_is_left(ranks: Pools) -> None:
+    ranks(2).run(after_poison)
 
 
 def seeded(fault: str) -> str:
@@ -265,7 +325,7 @@ def explained() -> list[tuple[str, str, str]]:
             sizes = {"m": 12, "n": 6 * world if op == GATHER else 6, "k": 8 if op == GATHER else 8 * world}
             said = tpk.explain(op, **sizes, experts=4, top_k=2, dtype=FP32, group=group)
             judge(GroupedCase(op, (12 // world,) * world, implementation="auto"), group, backward=False)
-            agreed = next(plan for call, plan in reversed(resolve(group).agreed.items()) if call.op == op)
+            agreed = next(plan for one, plan in reversed(resolve(group).agreed.items()) if one.op == op)
             assert said == agreed.explanation
             found.append((str(said), said.chosen, agreed.implementation.name))
         for wrong in ({}, {"experts": 4}, {"experts": 0, "top_k": 2}):

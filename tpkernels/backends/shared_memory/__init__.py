@@ -1,5 +1,5 @@
 """``shared_memory``: segments of memory that the ranks of one host share, on CPUs."""
 
-from tpkernels.backends.shared_memory import implementations
+from tpkernels.backends.shared_memory import grouped, implementations
 
-__all__ = ["implementations"]
+__all__ = ["grouped", "implementations"]

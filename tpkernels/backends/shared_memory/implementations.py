@@ -201,7 +201,7 @@ def agree_on_few_rows(group: Group, call: int, problem: Problem, layout: Layout)
 
 def _may_take_few_rows(problem: Problem) -> bool:
     """The same on every rank."""
-    if problem.out_dtype is not None or not config.load().calibrate:
+    if problem.out_dtype is not None or problem.facts.grouped or not config.load().calibrate:
         return False
     return few_rows.serves(problem.m, problem.n, _local_contraction(problem), problem.dtype)
 
