@@ -1,4 +1,4 @@
-"""Tensor-parallel modules: column and row linears, the embedding and the loss of a cut vocabulary, the
+"""Tensor-parallel modules: column and row linears, the embedding and the loss of a cut vocabulary, experts, the
 feed-forward block, norms, replicated parameters.
 
 All parameters are DTensors on the group's one-dimensional mesh, so that optimizers, ``clip_grad_norm_``, FSDP2 and
@@ -11,6 +11,7 @@ from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.cross_entropy import vocab_parallel_cross_entropy
 from tpkernels.nn.embedding import VocabParallelEmbedding
+from tpkernels.nn.experts import ParallelExperts
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from tpkernels.nn.main_grads import use_main_grads
@@ -35,6 +36,7 @@ __all__ = [
     "MeshMLP2D",
     "PackedColumnParallelLinear",
     "ParallelAttention",
+    "ParallelExperts",
     "ParallelMLP",
     "ParallelMultiheadAttention",
     "RMSNorm",
