@@ -1,4 +1,6 @@
-"""Arguments of the ops with experts as `torch.ops.tpkernels` takes them, for the checks of test_compile.py."""
+"""What test_compile.py shows the compiler of the ops with experts: their arguments as `torch.ops.tpkernels` takes them,
+and both blocks that are made of them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tpkernels as tpk
+from tests.ops.support import new_group
+from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import payload
 
 
@@ -56,3 +61,49 @@ def grouped_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
             [dz], t(whole, 8, r=0, grad=False), [w.detach()], experts, name, "chunked", [True, True, True],
         )),
     ]  # fmt: skip
+
+
+def scattered(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: Any) -> Tensor:
+    """On this rank's tokens."""
+    weights, experts = (x @ router.T).float().softmax(-1).topk(2)
+    h, whole = tpk.all_gather_grouped_matmul(
+        x, (gate, up), tpk.Routing(experts, weights), group, activation="swiglu", implementation="chunked"
+    )
+    return tpk.grouped_matmul_reduce_scatter(h, down, whole, group, implementation="chunked")
+
+
+def everywhere(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: Any) -> Tensor:
+    """On tokens that all ranks have."""
+    weights, experts = (x @ router.T).float().softmax(-1).topk(2)
+    routing = tpk.Routing(experts, weights)
+    h = tpk.copy_grouped_matmul(x, (gate, up), routing, group, activation="geglu", implementation="unfused")
+    return tpk.grouped_matmul_all_reduce(h, down, routing, group, implementation="unfused")
+
+
+def grouped_blocks_compiled(backend: str) -> int:
+    """Values, gradients and strides of whole graphs against eager; the same under autocast."""
+    rank, compared = dist.get_rank(), 0
+    with new_group(2) as group:
+        for block in (scattered, everywhere):
+            for autocast in (False, True):
+                of_x = rank if block is scattered else 0
+
+                def run(f: Any, autocast: bool = autocast, of_x: int = of_x) -> list[Tensor]:
+                    shapes = {"x": (6, 8), "router": (3, 8), "gate": (3, 5, 8), "up": (3, 5, 8), "down": (3, 8, 5)}
+                    shared = {"x": of_x, "router": 0}
+                    leaves = [
+                        payload(shape, rank=shared.get(name, rank), name=name).requires_grad_()
+                        for name, shape in shapes.items()
+                    ]
+                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                        y = f(*leaves, group)
+                    assert y.dtype == (torch.bfloat16 if autocast else torch.float32)
+                    return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+                torch._dynamo.reset()
+                compiled = torch.compile(block, fullgraph=True, backend=backend)
+                for now, before in zip(run(compiled), run(block), strict=True):
+                    assert now.stride() == before.stride()
+                    assert_bitwise_equal(now.detach(), before.detach(), f"{block.__name__}, {autocast=}")
+                    compared += 1
+    return compared

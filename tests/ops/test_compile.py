@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tpkernels as tpk
 import tpkernels.nn  # its ops are registered then
-from tests.ops.grouped_arguments import grouped_op_arguments
+from tests.ops.grouped_arguments import grouped_blocks_compiled, grouped_op_arguments
 from tests.ops.support import new_group, own_part
 from tpkernels.comm.groups import group_name
 from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case, call, operands
@@ -81,6 +81,10 @@ def compiled_equals_eager(backend: str, dynamic: bool | None, only: str | None) 
 @pytest.mark.parametrize("world", [2, 3])
 def test_whole_graphs_give_the_bits_of_eager(ranks: Pools, world: int, dynamic: bool) -> None:
     assert min(ranks(world).run(compiled_equals_eager, "aot_eager", dynamic, None, timeout=240)) == 10
+
+
+def test_whole_graphs_of_experts_give_the_bits_of_eager(ranks: Pools) -> None:
+    assert ranks(2).run(grouped_blocks_compiled, "aot_eager", timeout=240) == [24, 24]
 
 
 def test_inductor_gives_the_bits_of_eager(ranks: Pools) -> None:
