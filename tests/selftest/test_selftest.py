@@ -61,9 +61,10 @@ def test_every_op_and_module_is_compared_in_every_implementation(
     path = tmp_path / "rows.json"
     assert cli.main(["test", "--quick", "--dtype", "bf16", "--json", str(path)]) == 0
     rows = rows_of(path)
-    needs_no_row = {"copy_to_group", "shard", "explain"}  # the duals of all_reduce and all_gather; no values
+    needs_no_row = {"copy_to_group", "shard", "explain", "Routing"}  # the duals of all_reduce and all_gather; no values
+    duals = {"copy_matmul": "matmul_all_reduce", "copy_grouped_matmul": "grouped_matmul_all_reduce"}
     for op in set(ops.__all__) - needs_no_row:
-        for name in implementations_of("matmul_all_reduce" if op == "copy_matmul" else op):
+        for name in implementations_of(duals.get(op, op)):
             row = rows[op, name]
             assert row["verdict"] == ("ok" if name in ABLE else "refused"), row
             assert name not in ABLE or (0 < row["worst"] <= 1 and name in row["ran"]), row

@@ -92,6 +92,7 @@ def run_rank(options: Options) -> list[Row]:
 
     import tpkernels as tpk
     from tpkernels.selftest.compare import compare, merge
+    from tpkernels.selftest.grouped_ops import grouped_subjects
     from tpkernels.selftest.modules import module_subjects
     from tpkernels.selftest.ops import Place, op_subjects
 
@@ -102,7 +103,7 @@ def run_rank(options: Options) -> list[Row]:
     try:
         dtypes = tuple(getattr(torch, DTYPES[name]) for name in options.dtypes)
         place = Place(mesh.get_group(), device, dtypes, options.quick)
-        subjects = op_subjects(place) if "ops" in options.parts else []
+        subjects = [*op_subjects(place), *grouped_subjects(place)] if "ops" in options.parts else []
         subjects += module_subjects(place, mesh) if "modules" in options.parts else []
         rows: list[Row] = []
         for number, subject in enumerate(subjects):

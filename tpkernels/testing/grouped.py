@@ -6,6 +6,7 @@ whoever compares two calls. Every rank can make the operands of all ranks by its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,21 @@ from tpkernels.testing import grouped_expected as expected
 from tpkernels.testing.numeric import GATED, Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
 
-__all__ = ["GROUPED", "GroupedCase", "GroupedOperands", "call", "judge", "operands", "upstream"]
+__all__ = [
+    "COPY",
+    "GATHER",
+    "GROUPED",
+    "REDUCE",
+    "SCATTER",
+    "GroupedCase",
+    "GroupedOperands",
+    "call",
+    "expected_gradients",
+    "expected_value",
+    "judge",
+    "operands",
+    "upstream",
+]
 
 GATHER, SCATTER, REDUCE, COPY = GROUPED = (
     "all_gather_grouped_matmul",
@@ -86,11 +101,11 @@ class GroupedOperands(NamedTuple):
     experts: Tensor
     routing_weights: Tensor
 
-    def own(self, case: GroupedCase, rank: int) -> list[Tensor]:
+    def own(self, case: GroupedCase, rank: int, device: torch.device | str = "cpu") -> list[Tensor]:
         """What this rank passes, each a tensor of its own: x, the routing's weights, weights, biases."""
         low, high = _range(case, rank) if case.op == GATHER else (0, case.tokens)
         tensors = [self.xs[rank], self.routing_weights[low:high], *self.weights[rank], *self.biases[rank]]
-        return [one.clone(memory_format=torch.preserve_format) for one in tensors if one is not None]
+        return [one.to(device, copy=True) for one in tensors if one is not None]
 
 
 def operands(case: GroupedCase) -> GroupedOperands:
@@ -154,7 +169,7 @@ def call(case: GroupedCase, parts: GroupedOperands, own: list[Tensor], group: An
     low, high = _range(case, rank) if case.op == GATHER else (0, case.tokens)
     x, routing_weights, *rest = own
     weights, biases = rest[: case.num_weights], rest[case.num_weights :]
-    routing = tpk.Routing(parts.experts[low:high], routing_weights)
+    routing = tpk.Routing(parts.experts[low:high].to(x.device), routing_weights)
     options: dict[str, Any] = {"implementation": case.implementation, "bias": biases or None}
     if case.op == SCATTER:
         options["bias"] = biases[0] if biases else None
@@ -195,7 +210,7 @@ def judge(case: GroupedCase, group: Any, *, backward: bool = True) -> list[Tenso
         targets.append(outs[3])
         grads.append(payload(outs[3].shape, outs[3].dtype, rank=rank, name="d gathered"))
     found: list[Tensor | None] = list(torch.autograd.grad(targets, own, grads, allow_unused=case.op == COPY))
-    for name, grad, bound in zip(_names(case), found, _gradients(case, parts, dys, rank), strict=True):
+    for name, grad, bound in zip(_names(case), found, expected_gradients(case, parts, dys, rank), strict=True):
         if bound is None:
             assert grad is None, f"{what}: d {name}"
         else:
@@ -209,23 +224,24 @@ def _names(case: GroupedCase) -> list[str]:
     return ["x", "routing", *["weights"] * case.num_weights, *biases]
 
 
+def expected_value(case: GroupedCase, parts: GroupedOperands, rank: int) -> Bounded:
+    """One rank's h or y within its bound."""
+    if not case.reduces:
+        before = _before(case, parts, rank)
+        if case.activation in GATED:
+            return before[0].gated(case.activation, before[1], dtype=case.dtype).rounded(case.dtype)
+        return before[0].activation(case.activation, dtype=case.dtype).rounded(case.dtype)
+    y = expected.reduced(
+        [[x] for x in parts.xs], [[w[0]] for w in parts.weights], parts.experts, parts.routing_weights,
+        dtype=case.dtype, bias=parts.biases[0][0],
+    )  # fmt: skip
+    low, high = _range(case, rank) if case.op == SCATTER else (0, case.tokens)
+    return y.narrow(0, low, high - low)
+
+
 def _check_values(case: GroupedCase, parts: GroupedOperands, outs: list[Tensor], rank: int, what: str) -> None:
     assert all(out.is_contiguous() for out in outs), f"{what}: strides"
-    if case.reduces:
-        one = [[w[0]] for w in parts.weights]
-        y = expected.reduced(
-            [[x] for x in parts.xs], one, parts.experts, parts.routing_weights, dtype=case.dtype,
-            bias=parts.biases[0][0],
-        )  # fmt: skip
-        low, high = _range(case, rank) if case.op == SCATTER else (0, case.tokens)
-        y.narrow(0, low, high - low).check(outs[0].detach(), what)
-        return
-    before = _before(case, parts, rank)
-    if case.activation in GATED:
-        h = before[0].gated(case.activation or "", before[1], dtype=case.dtype)
-    else:
-        h = before[0].activation(case.activation, dtype=case.dtype)
-    h.rounded(case.dtype).check(outs[0].detach(), what)
+    expected_value(case, parts, rank).check(outs[0].detach(), what)
     if case.op == GATHER:
         assert_bitwise_equal(outs[1], parts.experts, f"{what}: experts")
         assert_bitwise_equal(outs[2].detach(), parts.routing_weights, f"{what}: weights of the routing")
@@ -251,11 +267,13 @@ def _dzs(case: GroupedCase, parts: GroupedOperands, dy: Tensor, rank: int) -> li
     return [before[0].activation_gradient(case.activation, dy, dtype=case.dtype).rounded(case.dtype)]
 
 
-def _gradients(case: GroupedCase, parts: GroupedOperands, dys: list[Tensor], rank: int) -> list[Bounded | None]:
-    """In the order of `GroupedOperands.own`."""
+def expected_gradients(
+    case: GroupedCase, parts: GroupedOperands, dys: Sequence[Tensor], rank: int
+) -> list[Bounded | None]:
+    """Of what `GroupedOperands.own` lists, in that order; None: there is no gradient."""
     dtype, experts, count = case.dtype, parts.experts, case.num_experts
     if case.reduces:
-        dy = torch.cat(dys) if case.op == SCATTER else dys[0]
+        dy = torch.cat(list(dys)) if case.op == SCATTER else dys[0]
         h, w, bias = parts.xs[rank], parts.weights[rank][0], parts.biases[rank][0]
         v = expected.products(dy, w.transpose(1, 2), experts, dtype=dtype).rounded(dtype)
         dh = v.times(expected.of_rows(parts.routing_weights, experts).unsqueeze(1)).rounded(dtype)
