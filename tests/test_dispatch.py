@@ -96,11 +96,12 @@ def test_flops_are_one_ranks() -> None:
 def test_each_part_of_a_grouped_gemm_goes_through_the_weights_of_the_experts_that_it_uses() -> None:
     """So a cut costs more the more experts there are, and decoding reads as many as there are rows."""
     many = problem("grouped_matmul_all_reduce", experts=64, top_k=2)
-    assert [many.num_matrices(calls) for calls in (1, 8, 4096)] == [64, 64, 2]
-    assert problem("grouped_matmul_all_reduce", m=3, experts=64, top_k=2).num_matrices() == 6
+    assert [round(many.num_matrices(calls), 2) for calls in (1, 8, 4096)] == [64, 64, 1.98]
+    assert 5.5 < problem("grouped_matmul_all_reduce", m=3, experts=64, top_k=2).num_matrices() < 6
+    assert all(problem(op, m=m).num_matrices(calls) == 1.0 for op in OPS for m in (0, 1, 999) for calls in (1, 8))
     costs = Costs(gemm_overhead_us=0.0)
     dense, few = (problem("matmul_all_reduce", m=4, experts=experts) for experts in (1, 8))
-    assert 3.5 < costs.gemm_us(few) / costs.gemm_us(dense) <= 4.0
+    assert 2.5 < costs.gemm_us(few) / costs.gemm_us(dense) <= 4.0
     for op, link_gbytes in zip(GROUPED, (0.02, 0.02, 0.1), strict=True):
         slow = Costs(link_gbytes=link_gbytes)
         chunks = [chunked._num_chunks(problem(op, experts=experts), slow, 2048, 8) for experts in (1, 8, 128)]

@@ -134,9 +134,10 @@ class Problem:
         """Floating-point operations of one rank's GEMM."""
         return 2.0 * self.m * self.top_k * self.n * self.k / self.world_size if self.facts.multiplies else 0.0
 
-    def num_matrices(self, calls: int = 1) -> int:
-        """Matrices that are read in each of ``calls`` parts of the GEMM, if the experts are used alike."""
-        return min(self.experts, max(1, self.m * self.top_k // calls))
+    def num_matrices(self, calls: int = 1) -> float:
+        """Matrices that each of ``calls`` parts of the GEMM is expected to read, if tokens choose experts by chance."""
+        rows = max(1, self.m * self.top_k // calls)
+        return self.experts * (1.0 - (1.0 - 1.0 / self.experts) ** rows)
 
     @property
     def num_chunks(self) -> int:

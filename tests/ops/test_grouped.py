@@ -26,6 +26,7 @@ from tpkernels.backends.shared_memory import implementations as shared_memory
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import Implementation
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
+from tpkernels.gemm import few_rows
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.gemm.native import why_not
 from tpkernels.testing.faults import poisoned_memory
@@ -117,6 +118,31 @@ def judge_in_shared_memory() -> int:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_way_through_shared_memory_is_within_the_bound(ranks: Pools, world: int) -> None:
     assert min(ranks(world).run(judge_in_shared_memory)) == 26
+
+
+def judge_few_rows() -> list[int]:
+    """Rows of a decoding step by the compiled kernel: so many of its GEMMs in each op, judged."""
+    world, counts = dist.get_world_size(), []
+    with mock.patch.object(few_rows, "wins", few_rows.serves), new_group(2) as group:
+        for op in (COPY, REDUCE, SCATTER):
+            for name in IMPLEMENTATIONS:
+                for dtype in (FP32, BF16):
+                    case = GroupedCase(
+                        op, (3, 2, 1)[:world], (130, 256), dtype=dtype, bias=True, num_experts=3, implementation=name
+                    )
+                    with mock.patch.object(few_rows, "multiply", wraps=few_rows.multiply) as kernel:
+                        judge(case, group)
+                    counts.append(sum(call.args[0].shape[0] for call in kernel.mock_calls))
+    return counts
+
+
+@pytest.mark.skipif(not few_rows.serves(4, 130, 256, FP32), reason="no compiled kernel for few rows")
+def test_few_rows_take_the_compiled_kernel_except_unfused(ranks: Pools) -> None:
+    """Twice top_k rows of 5 tokens; in the backward pass weights do not lie by the rows of what is summed."""
+    for counts in ranks(2).run(judge_few_rows):
+        of_name = dict(zip(IMPLEMENTATIONS, zip(*[iter(counts)] * 2, strict=True), strict=False))
+        assert of_name["unfused"] == (0, 0), counts
+        assert all(10 <= count <= 20 for count in counts[2 : 2 * len(IMPLEMENTATIONS)]), counts
 
 
 def exact(num_chunks: int | None) -> list[list[torch.Tensor]]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tpkernels.backends.row_gemms import Epilogue, accumulation_dtype, gemm
-from tpkernels.gemm.grouped import TokenRows
+from tpkernels.gemm.grouped import TokenRows, are_few, multiply
 from tpkernels.ops.contract import AllGatherGroupedMatmul, AllGatherMatmul, GroupedMatmulAllReduce
 
-__all__ = ["GroupedEpilogue", "partial_tokens"]
+__all__ = ["GroupedEpilogue", "partial_tokens", "takes_few_rows"]
 
 
 class GroupedEpilogue(Epilogue):
@@ -38,8 +38,16 @@ class GroupedEpilogue(Epilogue):
             self.multiply(picked, low, matrices, biases)
 
 
-def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Tensor) -> None:
-    """out = this rank's partial sums of tokens ``[start, stop)``: see :class:`GroupedMatmulAllReduce`."""
+def takes_few_rows(call: GroupedMatmulAllReduce) -> bool:
+    """Whether the compiled kernel makes the products; each rank decides for its own ones."""
+    return len(call.xs) == 1 and are_few(call.xs[0], call.matrices[0], call.rows)
+
+
+def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Tensor, *, few: bool = False) -> None:
+    """out = this rank's partial sums of tokens ``[start, stop)``: see :class:`GroupedMatmulAllReduce`.
+
+    ``few``: what :func:`takes_few_rows` says of the whole call.
+    """
     wide = accumulation_dtype(out.dtype)
     total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide, device=out.device)
     if call.addend is None:
@@ -49,7 +57,10 @@ def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Ten
     for expert, low, high in call.rows.runs(start, stop):
         product, addend = out.new_empty(high - low, out.shape[1]), None
         for x, matrices in zip(call.xs, call.matrices, strict=True):
-            gemm(x[low:high], matrices[expert], product, addend)
+            if addend is None:
+                multiply(x[low:high], matrices[expert], product, None, few)
+            else:
+                gemm(x[low:high], matrices[expert], product, addend)
             addend = product
         weighted = product.to(wide) if call.weights is None else product * call.weights[low:high, None]
         total.index_add_(0, call.rows.tokens[low:high] - start, weighted)

@@ -4,7 +4,8 @@ Each of T tokens goes to k experts, which makes T * k *slots*: slot ``t * k + j`
 rows of a grouped GEMM are the slots sorted by expert and, for one expert, by slot.  So the rows of one expert lie
 together, and so do those among them whose tokens are consecutive: a chunk of tokens is one range of rows per expert.
 
-Owns this order, which is a function of the experts alone, and the gradients that one rank computes by itself.
+Owns this order, which is a function of the experts alone, and what one rank computes by itself.  Where all rows of a
+call are few, as in decoding, the compiled kernel of :mod:`tpkernels.gemm.few_rows` may multiply them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.gemm import few_rows
+
 __all__ = [
     "Run",
     "TokenRows",
     "bias_gradients",
+    "are_few",
     "matrix_gradients",
+    "multiply",
     "products",
     "reduced_bias_gradient",
     "reduced_matrix_gradient",
@@ -79,15 +84,32 @@ class TokenRows:
         return torch.empty_like(values).index_copy_(0, self.slots, values).view(self.num_tokens, self.top_k)
 
 
-def products(x: Tensor, matrices: Tensor, rows: TokenRows, biases: Tensor | None = None) -> Tensor:
+def are_few(x: Tensor, matrices: Tensor, rows: TokenRows) -> bool:
+    """Whether the compiled kernel for few rows was measured to be the one to take in this process.
+
+    A function of all rows, so that a call has the same bits however its tokens are cut.
+    """
+    return x.is_cpu and few_rows.wins(rows.count, matrices.shape[2], matrices.shape[1], x.dtype)
+
+
+def multiply(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None, few: bool) -> None:
+    """out = x @ matrix + bias; ``few``: by the compiled kernel, if the transpose of the matrix lies by its rows."""
+    if few and few_rows.multiply(x, matrix.t(), out, bias):
+        return
+    if bias is None:
+        torch.mm(x, matrix, out=out)
+    else:
+        torch.addmm(bias, x, matrix, out=out)
+
+
+def products(
+    x: Tensor, matrices: Tensor, rows: TokenRows, biases: Tensor | None = None, *, few: bool = False
+) -> Tensor:
     """``x[token of row] @ matrices[e] + biases[e]`` for every row, e its expert; matrices ``[E, contraction, N]``."""
     found = x.new_empty(rows.count, matrices.shape[2])
     for expert, low, high in rows.runs():
-        picked, out = x.index_select(0, rows.tokens[low:high]), found[low:high]
-        if biases is None:
-            torch.mm(picked, matrices[expert], out=out)
-        else:
-            torch.addmm(biases[expert], picked, matrices[expert], out=out)
+        picked, bias = x.index_select(0, rows.tokens[low:high]), None if biases is None else biases[expert]
+        multiply(picked, matrices[expert], found[low:high], bias, few)
     return found
 
 

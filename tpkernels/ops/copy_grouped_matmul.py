@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
-from tpkernels.gemm.grouped import TokenRows, bias_gradients, matrix_gradients, products
+from tpkernels.gemm.grouped import TokenRows, are_few, bias_gradients, matrix_gradients, products
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
@@ -109,8 +109,13 @@ def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], experts: Ten
     _check(x, weights, bias_list, experts, options)
     check_expert_values(experts, weights[0].shape[0])
     rows, x2d = TokenRows(experts, weights[0].shape[0]), flat(x)
-    pairs = zip(weights, bias_list, strict=True)
-    return [products(x2d, weight.transpose(1, 2), rows, bias) for weight, bias in pairs]
+    outs = []
+    for weight, bias in zip(weights, bias_list, strict=True):
+        matrices = weight.transpose(1, 2)
+        # The unfused way is what others are compared with: torch's GEMM.
+        few = options.implementation != "unfused" and are_few(x2d, matrices, rows)
+        outs.append(products(x2d, matrices, rows, bias, few=few))
+    return outs
 
 
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], experts: Tensor, options: Reduce) -> list[Tensor]:
