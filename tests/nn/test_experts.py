@@ -193,6 +193,13 @@ def layouts() -> None:
     routing = route(whole.router, x)
     flat = tpk.Routing(*(one.view(6, -1) for one in routing))
     assert torch.equal(plain(x, routing), plain(x.view(6, H), flat).view(x.shape))
+    same = copy.deepcopy(plain)
+    same.load_state_dict(plain.state_dict())
+    assert torch.equal(same(x, routing), plain(x, routing))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same(x, routing).dtype == torch.bfloat16
+    same.to(torch.float64)
+    assert same(x.double(), routing).dtype == torch.float64  # the routing's weights may have another dtype
     frozen = ParallelExperts.from_parameters(whole.up.detach(), whole.down.detach(), mesh)
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
 
