@@ -121,7 +121,6 @@ def test_bad_arguments_are_one_line_before_ranks_start(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_the_command_prints_where_it_is_and_what_to_do_next(
     tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]
