@@ -317,7 +317,7 @@ def test_an_interrupted_installation_ends_its_pip_and_is_remembered(
     checkout.bin.joinpath("slow").write_text("")
     process = checkout.start("demo")
     wait_for(checkout.venv / "quickstart.json", '"running": "torch"')
-    wait_for(checkout.log, "torch==2.13.0")
+    wait_for(checkout.log, "-qq torch==2.13.0")
     os.kill(process.pid, signum)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
@@ -330,7 +330,7 @@ def test_after_sigkill_the_next_run_waits_for_the_orphaned_pip(checkout: Checkou
     slow = checkout.bin / "slow"
     slow.write_text("")
     first = checkout.start("demo")
-    wait_for(checkout.log, "torch==2.13.0")
+    wait_for(checkout.log, "-qq torch==2.13.0")
     first.kill()  # its pip lives on and holds the lock
     first.wait(timeout=60)
     second = checkout.start("demo", "--no-such-thing")
