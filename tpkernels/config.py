@@ -137,6 +137,12 @@ def meeting(job: launchers.Job, environ: Mapping[str, str] = os.environ) -> laun
     return None if job.launcher == "torchrun" else launchers.meeting_of(job, environ)
 
 
+def torchrun_meeting(environ: Mapping[str, str] = os.environ) -> launchers.Meeting | None:
+    """Where ``torchrun`` tells ranks to meet; None where it does not say so, of which c10d's error tells more."""
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    return launchers.Meeting(host, int(port), None) if host and port.isdecimal() else None
+
+
 @contextmanager
 def nccl_failures_raise(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     """NCCL groups that are made inside leave it to us to raise: torch does not end the process when they fail.

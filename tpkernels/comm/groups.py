@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from tpkernels import config
 from tpkernels.comm import gloo_threads
 from tpkernels.comm.device_backends import DeviceBackends
-from tpkernels.comm.job_store import meet_at
+from tpkernels.comm.job_store import meet_as_torchrun, meet_at
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Works
 from tpkernels.errors import CommunicationError, GroupPoisoned
@@ -337,12 +337,15 @@ def _init_process_group(
     if device == "cuda":
         torch.cuda.set_device(_own_gpu(environment.local_rank if environment else 0))
         options["pg_options"] = _nccl_options(timeout)
-    place = None if environment is None else config.meeting(environment)
     if environment is None:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    elif place is not None:
-        store = meet_at(place, environment, timeout)
-        options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
+    else:
+        place, meet = config.meeting(environment), meet_at
+        if place is None:
+            place, meet = config.torchrun_meeting(), meet_as_torchrun
+        if place is not None:
+            store = meet(place, environment, timeout)
+            options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
 
 

@@ -1,4 +1,8 @@
-"""The store that the ranks of a job meet at when ``srun`` or ``mpirun`` started them: rank 0 serves it.
+"""The store that the ranks of a job meet at: rank 0 serves it when ``srun`` or ``mpirun`` started them.
+
+Under ``torchrun`` it is that of c10d's ``env://``, which torchrun's agent serves, or rank 0 where there is no agent.
+It keeps what earlier groups of the job have written, and c10d calls the next default group by the same name: gloo's
+ranks may then connect to addresses that nobody listens at any more.  Each group therefore has a prefix of its own.
 
 Owns: that the ranks which meet are those of one job.  Each rank takes a place of its own under the job's name, so that
 a process of another job that comes to the same port raises, and does not compute with strangers.  Waits are bounded by
@@ -14,9 +18,11 @@ import torch.distributed as dist
 
 from tpkernels.launchers import Job, Meeting
 
-__all__ = ["meet_at"]
+__all__ = ["meet_as_torchrun", "meet_at"]
 
 TIMEOUT = datetime.timedelta(minutes=5)
+TORCHRUN_TIMEOUT = datetime.timedelta(minutes=30)
+"""c10d's own for ``env://``."""
 _met: dict[Meeting, tuple[Any, int]] = {}
 """Stores of this process, and how often a group was made with each: a job may leave its group and make another one."""
 
@@ -33,6 +39,22 @@ def meet_at(place: Meeting, job: Job, timeout: datetime.timedelta | None) -> Any
         store = _first_time(place, job, timeout or TIMEOUT)
     _met[place] = store, times + 1
     return dist.PrefixStore(f"tpkernels/group/{times}", store)  # type: ignore[attr-defined]
+
+
+def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | None) -> Any:
+    """The store of ``env://``, kept for the next group of the job; the first group has c10d's own keys.
+
+    Raises:
+        RuntimeError: the store was not reached within the timeout.
+    """
+    limit = timeout or TORCHRUN_TIMEOUT
+    store, times = _met.get(place, (None, 0))
+    if store is None:
+        rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
+        store, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=limit))
+    store.set_timeout(limit)
+    _met[place] = store, times + 1
+    return store if times == 0 else dist.PrefixStore(f"tpkernels/group/{times}", store)  # type: ignore[attr-defined]
 
 
 def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
