@@ -96,7 +96,7 @@ def test_a_model_of_the_meta_device_loads_its_parts_of_a_file(
     ranks: Pools, tmp_path: Path, kind: str, full: bool
 ) -> None:
     if kind != ".weights.h5" and not full:
-        pytest.skip("--full: files of which whole variables are read, one at a time")
+        pytest.skip("--full: the other kinds of files")
     (expected,) = ranks(1).run(saved, str(tmp_path), kind, timeout=TIMEOUT)
     first, second = ranks(2).run(from_meta, str(tmp_path), kind, timeout=TIMEOUT)
     whole = 2 * PAIRS * ONE
