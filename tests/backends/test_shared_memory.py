@@ -153,12 +153,12 @@ def test_rows_are_one_gemm_where_a_cut_costs_more_than_the_memory(
     costs = Costs(gemm_gflops=200.0, gemm_overhead_us=3.0, weight_gbytes=10.0, copy_gbytes=5.0)
     costs = replace(costs, relay_gbytes=relay_gbytes, measured=True)
     problem = Problem(op, m, 4096, 4096, torch.bfloat16, 2, co_located=True, resources=(Standing(SharedMemory.name),))
-    assert shared_memory._in_one_gemm(problem, costs) is one
+    assert shared_memory.in_one_gemm(problem, costs) is one
 
 
 def judge_one_way(cases: list[Any], one_gemm: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "_in_one_gemm", lambda problem, costs: one_gemm)
+        patch.setattr(shared_memory, "in_one_gemm", lambda problem, costs: one_gemm)
         judge_all(cases, "unfused", 3)
 
 

@@ -99,7 +99,7 @@ def judge_in_shared_memory() -> int:
     sizes, count = SIZES[dist.get_world_size()], 0
     for in_one, in_one_step in ((True, 0), (False, 1 << 20)):
         with (
-            mock.patch.object(shared_memory, "_in_one_gemm", lambda problem, costs, one=in_one: one),
+            mock.patch.object(shared_memory, "in_one_gemm", lambda problem, costs, one=in_one: one),
             mock.patch.object(shared_memory, "ONE_SHOT_BYTES", in_one_step),
             new_group() as group,
         ):

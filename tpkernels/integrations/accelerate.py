@@ -12,7 +12,7 @@ access the data pointer on an invalid python storage"; with ``safe_serialization
 parts and says nothing.  With it the folder is that of one process: ``model.safetensors`` and ``optimizer.bin`` are
 whole.
 
-Assumes that all ranks are one replica.  Of accelerate's private names it uses one, ``Accelerator._optimizers``.
+Refuses ranks that are several replicas.  Of accelerate's private names it uses one, ``Accelerator._optimizers``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -41,7 +42,8 @@ def save_whole(accelerator: Any) -> None:
 
     Raises:
         ValueError: this accelerate has other private names; in ``save_state`` and ``load_state``, before anything is
-            written or loaded: several models, a model that is not parallel, an optimizer of other parameters.
+            written or loaded: several models, a model that is not parallel or has replicas, an optimizer of other
+            parameters.
     """
     if not isinstance(getattr(accelerator, "_optimizers", None), list):
         raise ValueError("this accelerate has no Accelerator._optimizers: save_whole() was tested with 1.15")
@@ -102,8 +104,14 @@ class _States:
         if len(models) != 1:
             raise ValueError(f"save_whole() serves an accelerator with one model, and this one has {len(models)}")
         model: nn.Module = self.accelerator.unwrap_model(models[0])
-        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        sizes = {one.device_mesh.shape for one in model.parameters() if isinstance(one, DTensor)}
+        if not sizes:
             raise ValueError(f"the {type(model).__name__} is not parallel: save_whole() is for models that are")
+        if sizes != {(dist.get_world_size(),)}:
+            raise ValueError(
+                f"save_whole() serves ranks that are one replica; the meshes of the {type(model).__name__} are of "
+                f"{sorted(sizes)}, and there are {dist.get_world_size()} ranks: tpk.save_snapshot knows of replicas"
+            )
         return model
 
     def _optimizers(self) -> list[Optimizer]:

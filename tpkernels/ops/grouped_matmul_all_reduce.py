@@ -11,9 +11,6 @@ i].
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
@@ -22,12 +19,13 @@ from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import check_local
 from tpkernels.ops.contract import GroupedMatmulAllReduce
 from tpkernels.ops.grouped_reduction import (
+    backward_of,
     check_reduction,
     fake_gradients,
     fields,
     gradients,
-    gradients_of,
     refuse_reduction,
+    setup_context,
 )
 from tpkernels.ops.options import Reduce
 from tpkernels.ops.registration import call, define
@@ -103,17 +101,6 @@ def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, opti
     return h.new_empty(routing.experts.shape[0], weight.shape[1])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, weight, bias, experts, routing_weights, *options = inputs
-    ctx.save_for_backward(h, weight, bias, experts, routing_weights)
-    ctx.options = Reduce(*options)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    op = torch.ops.tpkernels.grouped_matmul_all_reduce_backward
-    return gradients_of(ctx, lambda needs: op(dy, *ctx.saved_tensors, *ctx.options, needs))
-
-
 def _backward_kernel(
     dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce, needs: list[bool]
 ) -> list[Tensor]:
@@ -128,5 +115,5 @@ def _backward_fake(
     return fake_gradients(h, weight, routing, needs)
 
 
-define(_OP, kernel=_kernel, fake=_fake, backward=_backward, setup_context=_setup_context, autocast=3)
+define(_OP, kernel=_kernel, fake=_fake, backward=backward_of(_OP), setup_context=setup_context, autocast=3)
 define(f"{_OP}_backward", kernel=_backward_kernel, fake=_backward_fake)

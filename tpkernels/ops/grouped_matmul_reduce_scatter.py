@@ -18,9 +18,8 @@ Backward, with g[i] = dy of all ranks[token of i]::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
@@ -30,12 +29,13 @@ from tpkernels.ops.checks import check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherGroupedMatmul, Gathered, GroupedMatmulReduceScatter
 from tpkernels.ops.grouped_reduction import (
+    backward_of,
     check_reduction,
     fake_gradients,
     fields,
     gradients,
-    gradients_of,
     refuse_reduction,
+    setup_context,
 )
 from tpkernels.ops.options import GroupedScatter
 from tpkernels.ops.registration import call, define
@@ -138,17 +138,6 @@ def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, opti
     return h.new_empty(layout.sizes[pg.rank()], weight.shape[1])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, weight, bias, experts, routing_weights, *options = inputs
-    ctx.save_for_backward(h, weight, bias, experts, routing_weights)
-    ctx.options = GroupedScatter(*options)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    op = torch.ops.tpkernels.grouped_matmul_reduce_scatter_backward
-    return gradients_of(ctx, lambda needs: op(dy, *ctx.saved_tensors, *ctx.options, needs))
-
-
 def _backward_kernel(
     dy: Tensor,
     h: Tensor,
@@ -188,5 +177,5 @@ def _backward_fake(
     return fake_gradients(h, weight, routing, needs)
 
 
-define(_OP, kernel=_kernel, fake=_fake, backward=_backward, setup_context=_setup_context, autocast=3)
+define(_OP, kernel=_kernel, fake=_fake, backward=backward_of(_OP), setup_context=setup_context, autocast=3)
 define(f"{_OP}_backward", kernel=_backward_kernel, fake=_backward_fake)

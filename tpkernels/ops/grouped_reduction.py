@@ -26,7 +26,15 @@ from tpkernels.ops.routing import (
 )
 from tpkernels.ops.shapes import flat
 
-__all__ = ["check_reduction", "fake_gradients", "fields", "gradients", "gradients_of", "refuse_reduction"]
+__all__ = [
+    "backward_of",
+    "check_reduction",
+    "fake_gradients",
+    "fields",
+    "gradients",
+    "refuse_reduction",
+    "setup_context",
+]
 
 _T = TypeVar("_T")
 
@@ -71,15 +79,25 @@ def fields(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, own
     }
 
 
-def gradients_of(ctx: Any, results: Callable[[list[bool]], Sequence[Tensor]]) -> tuple[Any, ...]:
-    """Gradients of h, weight, bias, experts and weights of the routing, from ``results(needs)``: the needed ones."""
-    h, weight, bias, _, routing_weights = ctx.needs_input_grad[:5]
-    needs = [h, weight, bias, routing_weights]
-    if not any(needs):
-        return (None,) * 5
-    found = list(results(needs))
-    dh, dw, db, dr = (found.pop(0) if need else None for need in needs)
-    return dh, dw, db, None, dr
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, weight, bias, experts, routing_weights, *ctx.options = inputs
+    ctx.save_for_backward(h, weight, bias, experts, routing_weights)
+
+
+def backward_of(op: str) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+    """From the gradient of y those of h, weight, bias, experts and weights of the routing, by ``{op}_backward``."""
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        h, weight, bias, _, routing_weights = ctx.needs_input_grad[:5]
+        needs = [h, weight, bias, routing_weights]
+        if not any(needs):
+            return (None,) * 5
+        kernel = getattr(torch.ops.tpkernels, f"{op}_backward")
+        found = list(kernel(dy, *ctx.saved_tensors, *ctx.options, needs))
+        dh, dw, db, dr = (found.pop(0) if need else None for need in needs)
+        return dh, dw, db, None, dr
+
+    return backward
 
 
 def gradients(

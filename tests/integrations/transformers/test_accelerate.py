@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +151,9 @@ def refusals(folder: str) -> list[str]:
         loop = prepared(True)
         accelerator = loop[0]
         tpk_accelerate.save_whole(accelerator)
+        with mock.patch.object(dist, "get_world_size", lambda: 4), pytest.raises(ValueError) as caught:
+            accelerator.save_state(folder)
+        said.append(str(caught.value))
         other = accelerator.prepare_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
         for break_it, mend in (
             (lambda: None, lambda: accelerator._optimizers.remove(other)),
@@ -170,7 +174,13 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_cannot_be_saved_whole_is_refused_before_anything_is_written(ranks: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    expected = ["parameter", "one model, and this one has 2", "the Linear is not parallel", "Accelerator._optimizers"]
+    expected = [
+        "ranks that are one replica",
+        "parameter",
+        "one model, and this one has 2",
+        "the Linear is not parallel",
+        "Accelerator._optimizers",
+    ]
     for said in ranks(2).run(refusals, str(folder), timeout=LIMIT_S):
         assert len(said) == len(expected) and all(part in one for part, one in zip(expected, said, strict=True)), said
     assert not list(folder.iterdir())

@@ -32,17 +32,17 @@ __all__ = ["all_gather_grouped_matmul", "grouped_matmul_all_reduce", "grouped_ma
 
 
 def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) -> Gathered:
-    segments, layout, rank = dense._segments(context), call.layout, context.group.rank
-    in_place = not dense._in_one_gemm(context.problem, context.costs)
+    segments, layout, rank = dense.segments_of(context), call.layout, context.group.rank
+    in_place = not dense.in_one_gemm(context.problem, context.costs)
     whole = whole_like(call.x, layout) if call.keep_whole or not in_place else None
     epilogue, starts = GroupedEpilogue(call, call.rows()), offsets(layout.sizes)
-    segments.reserve(dense._largest_shard(layout, call.x))
+    segments.reserve(dense.largest_shard(layout, call.x))
     with segments.call(context.fingerprint, context.text) as channel:
         segments.stage(call.x)
         channel.signal()
         if not in_place:
             assert whole is not None
-            dense._gather(channel, layout, call.x, whole)
+            dense.gather_shards(channel, layout, call.x, whole)
             with timeline.span("gemm", "gemm"):
                 epilogue.fill_tokens(whole, 0)
         else:
@@ -69,7 +69,7 @@ def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) ->
 
 def _sum_tokens(context: Context, call: GroupedMatmulAllReduce, start: int, stop: int, *, everywhere: bool) -> Tensor:
     """The sum over the ranks of the partials of tokens ``[start, stop)``, of all of them ``everywhere``."""
-    segments, shape = dense._segments(context), (call.rows.num_tokens, call.columns)
+    segments, shape = dense.segments_of(context), (call.rows.num_tokens, call.columns)
     out = call.like.new_empty(stop - start, call.columns)
     segments.reserve(shape[0] * shape[1] * out.element_size())
     few = takes_few_rows(call)
@@ -80,9 +80,9 @@ def _sum_tokens(context: Context, call: GroupedMatmulAllReduce, start: int, stop
         call.meanwhile()
         by_shares = everywhere and segments.size > 2 and out.nbytes > dense.ONE_SHOT_BYTES
         if call.bias is None and by_shares:
-            dense._sum_shares(segments, segments.view(segments.rank, shape, out.dtype), None, out, None)
+            dense.sum_shares(segments, segments.view(segments.rank, shape, out.dtype), None, out, None)
         elif call.bias is None:
-            dense._sum_slots(channel, start * call.columns, call.columns, None, out, None, 0)
+            dense.sum_slots(channel, start * call.columns, call.columns, None, out, None, 0)
         else:
             for peer in peers_after(segments.rank, segments.size):
                 channel.wait(peer, 1)
@@ -96,4 +96,4 @@ for _op, _run in (
     ("grouped_matmul_reduce_scatter", grouped_matmul_reduce_scatter),
     ("grouped_matmul_all_reduce", grouped_matmul_all_reduce),
 ):
-    dispatch.register(Implementation("shared_memory", _op, dense._refuses, dense._estimate, _run))
+    dispatch.register(Implementation("shared_memory", _op, dense.refuses, dense.estimate, _run))

@@ -54,9 +54,17 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "estimate",
+    "gather_shards",
+    "in_one_gemm",
+    "largest_shard",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",
+    "refuses",
+    "segments_of",
+    "sum_shares",
+    "sum_slots",
 ]
 
 # Up to here every rank sums everything itself; above, each sums its share and copies the others'.
@@ -69,17 +77,17 @@ _ALIGNMENT = 64
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
-    segments, layout = _segments(context), call.layout
-    in_place = not layout.feature and not _in_one_gemm(context.problem, context.costs)
+    segments, layout = segments_of(context), call.layout
+    in_place = not layout.feature and not in_one_gemm(context.problem, context.costs)
     whole = whole_like(call.x, layout) if call.keep_whole or not in_place else None
     epilogue = Epilogue(call)
-    segments.reserve(_largest_shard(layout, call.x))
+    segments.reserve(largest_shard(layout, call.x))
     with segments.call(context.fingerprint, context.text) as channel:
         segments.stage(call.x)
         channel.signal()
         if not in_place:
             assert whole is not None
-            _gather(channel, layout, call.x, whole)
+            gather_shards(channel, layout, call.x, whole)
             with timeline.span("gemm", "gemm"):
                 epilogue.fill(whole, 0)
         else:
@@ -94,13 +102,13 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
-    if _in_one_gemm(context.problem, context.costs):
+    if in_one_gemm(context.problem, context.costs):
         return _sum_after_one_gemm(context, call)
     return _sum_owner_by_owner(context, call)
 
 
 def _sum_after_one_gemm(context: Context, call: MatmulReduceScatter) -> Tensor:
-    segments, layout, like = _segments(context), call.layout, call.like
+    segments, layout, like = segments_of(context), call.layout, call.like
     rank, rows, columns = segments.rank, call.xs[0].shape[0], call.matrices[0].shape[1]
     own = like.new_empty(layout.shard_rows(rank), layout.sizes[rank] if layout.feature else columns)
     bias, first = _contiguous(call.bias), offsets(layout.sizes)[rank]
@@ -113,13 +121,13 @@ def _sum_after_one_gemm(context: Context, call: MatmulReduceScatter) -> Tensor:
         call.meanwhile()
         outer = len(starts)
         for place, out in enumerate(own.chunk(outer) if own.shape[0] else [own] * outer):
-            _sum_slots(channel, starts[place], columns, bias, out, call.tail, place * out.shape[0])
+            sum_slots(channel, starts[place], columns, bias, out, call.tail, place * out.shape[0])
     return own
 
 
 def _sum_owner_by_owner(context: Context, call: MatmulReduceScatter) -> Tensor:
     """Owner o is the ((o - r) mod W)-th that rank r computes for, and waits for so many of its signals."""
-    segments, layout, like = _segments(context), call.layout, call.like
+    segments, layout, like = segments_of(context), call.layout, call.like
     rank, size = segments.rank, segments.size
     shapes = [(layout.shard_rows(o), layout.sizes[o] if layout.feature else call.columns) for o in range(size)]
     places = [_places(shapes, like.element_size(), producer) for producer in range(size)]
@@ -149,7 +157,7 @@ def _sum_owner_by_owner(context: Context, call: MatmulReduceScatter) -> Tensor:
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     """One shot for two ranks or little data: everybody sums everything.  Else each rank sums its share of the rows."""
-    segments, like = _segments(context), call.like
+    segments, like = segments_of(context), call.like
     rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
     num_bytes = rows * columns * like.element_size()
     if num_bytes <= COPIED_BYTES and call.bias is None and call.meanwhile is nothing:
@@ -171,9 +179,9 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         channel.signal()
         call.meanwhile()
         if segments.size == 2 or num_bytes <= ONE_SHOT_BYTES:
-            _sum_slots(channel, 0, columns, bias, out, call.tail, 0)
+            sum_slots(channel, 0, columns, bias, out, call.tail, 0)
         else:
-            _sum_shares(segments, partial, bias, out, call.tail)
+            sum_shares(segments, partial, bias, out, call.tail)
     return out
 
 
@@ -182,7 +190,7 @@ def repeat_matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Repeate
     rows, columns, dtype = call.xs[0].shape[0], call.matrices[0].shape[1], call.like.dtype
     if rows * columns * dtype.itemsize > COPIED_BYTES:
         return None
-    return _segments(context).repeated_sum(
+    return segments_of(context).repeated_sum(
         context.fingerprint, context.text, (rows, columns), dtype, multiplies=bool(context.agreed)
     )
 
@@ -210,7 +218,7 @@ def _local_contraction(problem: Problem) -> int:
     return -(-problem.k // problem.world_size)
 
 
-def _sum_slots(
+def sum_slots(
     channel: Any, start: int, stride: int, bias: Tensor | None, out: Tensor, tail: ResidualNorm | None, row: int
 ) -> None:
     """out = sum over ranks of their slots, from element ``start`` on; ``row``: the place of ``out`` in the tail."""
@@ -232,7 +240,7 @@ def _blocks(out: Tensor, tail: ResidualNorm | None) -> Iterator[tuple[int, int]]
         yield low, min(rows, low + step)
 
 
-def _sum_shares(
+def sum_shares(
     segments: SharedSegments, partial: Tensor, bias: Tensor | None, out: Tensor, tail: ResidualNorm | None
 ) -> None:
     """Each rank sums its share of the rows, then copies everybody's sums."""
@@ -281,24 +289,24 @@ def _multiply(
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
     """One native call, piece by piece through a small slot."""
     out = torch.empty_like(call.x)
-    _segments(context).all_reduce(context.fingerprint, context.text, call.x, out)
+    segments_of(context).all_reduce(context.fingerprint, context.text, call.x, out)
     return out
 
 
 def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     """Gathers at once: a copy by this very core can hide behind nothing, and the slot is free again."""
-    segments = _segments(context)
+    segments = segments_of(context)
     whole = whole_like(call.x, call.layout)
-    segments.reserve(_largest_shard(call.layout, call.x))
+    segments.reserve(largest_shard(call.layout, call.x))
     with segments.call(context.fingerprint, context.text) as channel:
         segments.stage(call.x)
         channel.signal()
-        _gather(channel, call.layout, call.x, whole)
+        gather_shards(channel, call.layout, call.x, whole)
     return lambda: whole
 
 
 def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
-    segments, layout, x = _segments(context), call.layout, call.x
+    segments, layout, x = segments_of(context), call.layout, call.x
     rank, itemsize = segments.rank, x.element_size()
     rows, stride = (x.shape[0], x.shape[1]) if layout.feature else (layout.outer, x.numel() // max(1, layout.outer))
     width = stride // max(1, sum(layout.sizes))  # elements of one unit of the sharded dimension
@@ -312,13 +320,13 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
     return out
 
 
-def _segments(context: Context) -> SharedSegments:
+def segments_of(context: Context) -> SharedSegments:
     segments: SharedSegments | None = context.group.resources[SharedMemory.name].segments
     assert segments is not None, "selected without shared memory"
     return segments
 
 
-def _gather(channel: Any, layout: Layout, own: Tensor, whole: Tensor) -> None:
+def gather_shards(channel: Any, layout: Layout, own: Tensor, whole: Tensor) -> None:
     """Lay all shards side by side: per row of a feature layout, else per outer index."""
     width = own.element_size() * (1 if layout.feature else layout.inner * own.shape[1])
     rows = own.shape[0] if layout.feature else layout.outer
@@ -353,13 +361,13 @@ def _places(shapes: Sequence[tuple[int, int]], itemsize: int, producer: int) -> 
     return places
 
 
-def _largest_shard(layout: Layout, x: Tensor) -> int:
+def largest_shard(layout: Layout, x: Tensor) -> int:
     columns = max(layout.sizes) if layout.feature else x.shape[1]
     return layout.max_shard_rows * columns * x.element_size()
 
 
 @lru_cache(maxsize=1024)
-def _in_one_gemm(problem: Problem, costs: Costs) -> bool:
+def in_one_gemm(problem: Problem, costs: Costs) -> bool:
     """Whether one GEMM, and what is copied for it, is expected to beat a GEMM per shard.
 
     By more than the memory that it takes is worth.
@@ -373,7 +381,7 @@ def _in_one_gemm_us(problem: Problem, costs: Costs) -> float:
     return costs.gemm_us(problem) + costs.copy_us(copied, 0)
 
 
-def _refuses(problem: Problem) -> str | None:
+def refuses(problem: Problem) -> str | None:
     if problem.world_size == 1:
         return "one rank has nothing to share"
     if problem.device != "cpu":
@@ -388,7 +396,7 @@ def _refuses(problem: Problem) -> str | None:
     return None
 
 
-def _estimate(problem: Problem, costs: Costs) -> float:
+def estimate(problem: Problem, costs: Costs) -> float:
     facts = problem.facts
     if facts.gathers and facts.multiplies:
         return _either_way_us(problem, costs) + costs.copy_us(problem.wire_bytes / (problem.world_size - 1))
@@ -427,4 +435,4 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("shared_memory", _op, _refuses, _estimate, _run, **_OF_FEW_ROWS.get(_op, {})))
+    dispatch.register(Implementation("shared_memory", _op, refuses, estimate, _run, **_OF_FEW_ROWS.get(_op, {})))
