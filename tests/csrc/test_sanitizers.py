@@ -166,20 +166,22 @@ def with_address_sanitizer() -> Tree:
 
 COMMANDS = (
     "calls 2 50 1 1500",  # spinning
-    "calls 3 50 2 1500",
     "calls 4 0 3 800",  # sleeping
     "calls 2 0 4 800",
-    "failures 2 50 5 0",
     "failures 3 0 6 0",
+    "calls 3 50 2 1500",
     "failures 4 50 7 0",
+    "failures 2 50 5 0",
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_thread_sanitizer_reports_nothing(command: str, with_thread_sanitizer: Tree, full: bool) -> None:
     _check_clean(with_thread_sanitizer, command, full)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_address_and_undefined_behaviour_sanitizers_report_nothing(
     command: str, with_address_sanitizer: Tree, full: bool

@@ -1,69 +1,82 @@
-"""The library of the CUDA kernels out of a wheel, built once as pip builds it."""
+"""The library of the CUDA kernels as `setup.py` builds it, and what its assembler gave each kernel.
+
+The installation has built it already: here only those of its sources are compiled that have changed since.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import re
 import runpy
-import shutil
 import subprocess
-import sys
-import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from filelock import FileLock
 
-from tests.builds import built_once, sources
+from tests.builds import TIMEOUT_S
 from tpkernels.backends.symmetric import cuda_native
 
 ROOT = Path(__file__).parents[2]
-# What pip calls. Of the CPU core there is a refusal at once: another test builds it.
-TOP = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
-BUILD = "from setuptools import build_meta as b; print(b.build_wheel('made'))"
 
 
 @pytest.fixture(scope="session")
-def built() -> tuple[Path, str]:
-    """The library, its record beside it, and what the build said."""
+def built() -> Path:
+    """The library; its record, its objects and the rules of ninja lie beside it."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
-    with mock.patch.dict(os.environ, TPKERNELS_CUDA="1"):
+    folder = ROOT / "build" / "cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock", timeout=TIMEOUT_S), mock.patch.dict(os.environ, TPKERNELS_CUDA="1"):
         try:
-            nvcc = setup["find_nvcc"]()
-        except setup["CannotBuild"] as reason:
-            nvcc = str(reason)
-    made_of = [*(ROOT / name for name in TOP), *sources(ROOT / "csrc")]
-    folder = built_once("cuda-wheel", made_of, (nvcc, _settings()), build)
-    return folder / "build" / "cuda" / "_cuda.so", (folder / "said").read_text()
+            library, facts = setup["build_cuda"]()
+        except setup["CannotBuild"] as error:
+            if "no nvcc: " in error.reason:
+                pytest.skip(error.reason)
+            raise
+        record = {"built": True, "module": library.name, **facts}
+        folder.joinpath("_cuda_build.json").write_text(json.dumps(record))
+    assert isinstance(library, Path)
+    return library
 
 
-def _settings() -> dict[str, str]:
-    """What setup.py and the compilers read from the environment."""
-    flags = ("CXX", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "CUDA_PATH")
-    return {name: os.environ[name] for name in flags if name in os.environ}
+@dataclass(frozen=True)
+class Resources:
+    """Of one instance of a kernel, read from its machine code; bytes, registers of a thread."""
 
-
-def build(folder: Path) -> None:
-    for name in TOP:
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("bindings.cpp"))
-    folder.joinpath("tpkernels").mkdir()
-    folder.joinpath("tpkernels", "__init__.py").touch()
-    folder.joinpath("made").mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "TPKERNELS_REQUIRE_NATIVE"}
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=folder, env={**environment, "TPKERNELS_CUDA": "1"}, capture_output=True,
-        text=True, timeout=500,
-    )  # fmt: skip
-    if done.returncode != 0 and "no nvcc: " in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-2].strip())
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.joinpath("made").iterdir()
-    leftovers = folder / "build" / "cuda"  # whoever wants its rules and objects finds them beside the library
-    for name in ("_cuda.so", "_cuda_build.json"):
-        leftovers.joinpath(name).write_bytes(zipfile.ZipFile(wheel).read(f"tpkernels/{name}"))
-    folder.joinpath("said").write_text(done.stdout)
+    kernel: str
+    architecture: str
+    registers: int
+    stack: int
+    shared: int
+    local: int
 
 
 @pytest.fixture(scope="session")
-def library(built: tuple[Path, str]) -> cuda_native.Library:
-    return cuda_native.Library(built[0])
+def resources(built: Path) -> Sequence[Resources]:
+    told = subprocess.run(
+        [cuobjdump(), "-res-usage", built], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    found = []
+    for part in re.split(r"^arch = ", told, flags=re.MULTILINE)[1:]:
+        for name, *numbers in re.findall(
+            r"Function _ZN3tpk\d+([a-z_]+?)(?:I\S*)?E\S*:\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", part
+        ):
+            found.append(Resources(name, part.split()[0], *map(int, numbers)))
+    return found
+
+
+def cuobjdump() -> Path:
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        pytest.skip("needs cuobjdump, of the package triton")
+    return Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@pytest.fixture(scope="session")
+def library(built: Path) -> cuda_native.Library:
+    return cuda_native.Library(built)

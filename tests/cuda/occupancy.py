@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -38,10 +39,10 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Gpu:
-    name: str
+    name: str = field(compare=False)
     capability: int
     num_sms: int
-    source: str
+    source: str = field(compare=False)
     """Of the number of SMs."""
 
     @property
@@ -53,7 +54,7 @@ class Gpu:
 class Kernel:
     """One block of it. registers: of a thread. shared: bytes, static and dynamic."""
 
-    name: str
+    name: str = field(compare=False)
     threads: int
     registers: int
     shared: int = 0
@@ -100,6 +101,7 @@ def room(limits: Limits, residents: Sequence[Kernel], kernel: Kernel) -> int:
     return count
 
 
+@cache
 def least_room(gpu: Gpu, waiting: Kernel, blocks: int, kernel: Kernel) -> int:
     """Blocks of `kernel` that find room on a GPU while as many of `blocks` wait as can, wherever those were put."""
     most = room(gpu.limits, [], waiting)

@@ -271,10 +271,8 @@ def put(built: Path, folder: Path, **changes: object) -> None:
     folder.joinpath("_cuda_build.json").write_text(json.dumps(record))
 
 
-def test_doctor_shows_the_library_its_architectures_and_how_it_was_found(
-    built: tuple[Path, str], installation: Path
-) -> None:
-    put(built[0], installation, found="/opt/bin/nvcc (PATH)")
+def test_doctor_shows_the_library_its_architectures_and_how_it_was_found(built: Path, installation: Path) -> None:
+    put(built, installation, found="/opt/bin/nvcc (PATH)")
     kernels, library = doctor._cuda_kernels()
     assert kernels.value.startswith("for sm_80, sm_90a, sm_100a, PTX of compute_80; ")
     if torch.cuda.is_available():
@@ -283,17 +281,17 @@ def test_doctor_shows_the_library_its_architectures_and_how_it_was_found(
         assert kernels.status == "optional" and "nothing to run on" in kernels.value and "CUDA error" in kernels.advice
     assert library.value.startswith(f"{installation}/_cuda.so (this installation's), built by nvcc 1")
     assert library.value.endswith(", found: /opt/bin/nvcc (PATH)") and library.status == "ok"
-    put(built[0], installation, dropped=["sm_100a"])
+    put(built, installation, dropped=["sm_100a"])
     (_, library) = doctor._cuda_kernels()
     assert library.status == "optional" and "without sm_100a, which its nvcc did not know" in library.advice
 
 
 def test_a_library_that_was_built_elsewhere_can_be_named(
-    built: tuple[Path, str], installation: Path, monkeypatch: pytest.MonkeyPatch
+    built: Path, installation: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = installation / "elsewhere"
     elsewhere.mkdir()
-    put(built[0], elsewhere)
+    put(built, elsewhere)
     monkeypatch.setenv("TPKERNELS_CUDA_LIBRARY", str(elsewhere / "_cuda.so"))
     kernels, library = doctor._cuda_kernels()
     assert kernels.value.startswith("for sm_80, sm_90a")

@@ -1,4 +1,4 @@
-"""The library of the CUDA kernels: out of a wheel, loaded on any machine, and clear about what is missing.
+"""The library of the CUDA kernels: built, loaded on any machine, and clear about what is missing.
 
 nvcc compiles for sm_80, sm_90a and sm_100a and fails on a spilled register; that needs no GPU.
 """
@@ -10,13 +10,14 @@ import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cuda.conftest import Resources, cuobjdump
 from tpkernels import errors
 from tpkernels.backends.symmetric import cuda_group, cuda_native
 from tpkernels.backends.symmetric.cuda_group import Failure, Norm, OneShot
@@ -48,21 +49,18 @@ NO_GPU_ERRORS = (35, 100)  # no driver (or an old one), no device
 # --- building with nvcc -----------------------------------------------------------------------------------------------
 
 
-def test_every_kernel_compiles_for_every_architecture_without_spilling(built: tuple[Path, str]) -> None:
-    compiled = re.findall(r"Compiling entry function '_ZN3tpk\d+([a-z_]+?)(?:I.*)?E[a-zN].*?' for '(sm_\w+)'", built[1])
-    assert {kernel for kernel, _ in compiled} == KERNELS
-    assert {architecture for _, architecture in compiled} == ARCHITECTURES
-    reports = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", built[1])
-    assert len(reports) == len(compiled) and set(reports) == {("0", "0", "0")}
+def test_every_kernel_compiles_for_every_architecture_without_spilling(resources: Sequence[Resources]) -> None:
+    found = {(each.kernel, each.architecture) for each in resources}
+    assert found == {(kernel, architecture) for kernel in KERNELS for architecture in ARCHITECTURES}
+    assert {(each.stack, each.local) for each in resources} == {(0, 0)}
 
 
-def test_the_record_names_the_architectures_that_the_library_has(built: tuple[Path, str]) -> None:
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    record = native.build_record(built[0].with_name("_cuda_build.json"))
+def test_the_record_names_the_architectures_that_the_library_has(built: Path) -> None:
+    tool = cuobjdump()
+    record = native.build_record(built.with_name("_cuda_build.json"))
     assert record is not None and record.built and record.dropped == ()
     found = {
-        option: subprocess.run([tool, option, built[0]], capture_output=True, text=True, check=True, timeout=60).stdout
+        option: subprocess.run([tool, option, built], capture_output=True, text=True, check=True, timeout=60).stdout
         for option in ("-lelf", "-lptx")
     }
     code = {f"sm_{name}" for name in re.findall(r"\.sm_(\w+)\.cubin", found["-lelf"])}
@@ -85,15 +83,15 @@ def test_a_kernel_that_spills_fails_the_build(tmp_path: Path) -> None:
     assert done.returncode != 0 and "Local memory used" in done.stdout + done.stderr
 
 
-def test_the_library_needs_no_cuda_to_load_and_exports_its_interface_alone(built: tuple[Path, str]) -> None:
+def test_the_library_needs_no_cuda_to_load_and_exports_its_interface_alone(built: Path) -> None:
     tool = shutil.which("nm")
     if tool is None:
         pytest.skip("needs nm (binutils)")
-    listed = subprocess.run([tool, "-D", "--defined-only", str(built[0])], capture_output=True, text=True, timeout=60)
+    listed = subprocess.run([tool, "-D", "--defined-only", str(built)], capture_output=True, text=True, timeout=60)
     exported = {line.split()[-1] for line in listed.stdout.splitlines()}
     declared = set(re.findall(r"^[a-z_0-9* ]+?\b(tpk_\w+)\(", HEADER, re.MULTILINE))
     assert exported == declared and len(declared) > 15
-    needed = subprocess.run(["ldd", str(built[0])], capture_output=True, text=True, timeout=60).stdout
+    needed = subprocess.run(["ldd", str(built)], capture_output=True, text=True, timeout=60).stdout
     assert "cuda" not in needed.replace("_cuda.so", "") and "torch" not in needed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 pytestmark = pytest.mark.cpu
 
 
-def compile_ptx(built: tuple[Path, str], source: Path) -> str:
+@cache
+def compile_ptx(built: Path, source: Path) -> str:
     """The PTX that the flags of setup.py give."""
-    rules = built[0].with_name("build.ninja").read_text()
+    rules = built.with_name("build.ninja").read_text()
     nvcc = re.search(r"command = (\S+)", rules)
     assert nvcc is not None
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{source.parents[1]}", "-arch=compute_90", "-ptx"]
@@ -35,10 +37,8 @@ READS_PAST_THE_CACHES = re.compile(r"ld\.global\S*\.nc|ldu\.|ld\.global\.ca")
 
 
 @pytest.mark.parametrize("unit", ["sync", "reduce", "one_shot"])
-def test_no_kernel_reads_peers_data_through_a_cache_that_acquiring_does_not_refresh(
-    built: tuple[Path, str], unit: str
-) -> None:
-    ptx = compile_ptx(built, built[0].parents[2] / "csrc" / "cuda" / f"{unit}.cu")
+def test_no_kernel_reads_peers_data_through_a_cache_that_acquiring_does_not_refresh(built: Path, unit: str) -> None:
+    ptx = compile_ptx(built, built.parents[2] / "csrc" / "cuda" / f"{unit}.cu")
     kernels = kernels_of(ptx)
     assert kernels
     for name, body in kernels.items():
@@ -64,10 +64,10 @@ def alias_fences_are_missing(body: str) -> bool:
 
 
 def test_multicast_stores_are_fenced_from_what_reaches_their_memory_by_another_address(
-    built: tuple[Path, str],
+    built: Path,
 ) -> None:
     """The ways on which order is lost are no races of threads on a CPU; that is read in the PTX."""
-    kernels = kernels_of(compile_ptx(built, built[0].parents[2] / "csrc" / "cuda" / "one_shot.cu"))
+    kernels = kernels_of(compile_ptx(built, built.parents[2] / "csrc" / "cuda" / "one_shot.cu"))
     assert len(kernels) == 11
     for name, body in kernels.items():
         assert "multimem.st.relaxed.sys.global.v4.f32" in body and "multimem.ld_reduce" not in body, name
@@ -78,7 +78,7 @@ def test_multicast_stores_are_fenced_from_what_reaches_their_memory_by_another_a
             assert alias_fences_are_missing(body[:start] + body[end:]), f"{name}: the lint sees nothing"
 
 
-def test_that_cache_would_be_seen(built: tuple[Path, str], tmp_path: Path) -> None:
+def test_that_cache_would_be_seen(built: Path, tmp_path: Path) -> None:
     source = tmp_path / "cuda" / "restricted.cu"
     source.parent.mkdir()
     source.write_text(

@@ -220,6 +220,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ranks_race_nowhere_and_sum_exactly(command: str, program: list[str], full: bool) -> None:
     scenario, *numbers = command.split()
@@ -229,6 +230,7 @@ def test_ranks_race_nowhere_and_sum_exactly(command: str, program: list[str], fu
         assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", ""), done.stderr
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_caught(name: str, seeded: Path) -> None:
     fault, number = FAULTS[name], list(FAULTS).index(name) + 1

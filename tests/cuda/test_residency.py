@@ -9,7 +9,6 @@ fail.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
 import re
 import subprocess
@@ -24,6 +23,7 @@ import torch
 
 from tests.builds import compiler
 from tests.cuda import emulator
+from tests.cuda.conftest import Resources
 from tests.cuda.occupancy import LIMITS, Gpu, Kernel, Limits, least_room, room
 from tpkernels.backends.symmetric.channels import MAX_LANES
 from tpkernels.backends.symmetric.cuda_group import Group, Norm, OneShot
@@ -66,22 +66,13 @@ def whole_sm(limits: Limits) -> Kernel:
 
 
 @pytest.fixture(scope="session")
-def kernels(built: tuple[Path, str]) -> Mapping[str, Mapping[str, list[Kernel]]]:
+def kernels(resources: Sequence[Resources]) -> Mapping[str, Mapping[str, list[Kernel]]]:
     """By architecture and name: each instance of a kernel in the library."""
-    triton = importlib.util.find_spec("triton")
-    if triton is None or triton.origin is None:
-        pytest.skip("needs cuobjdump, of the package triton")
-    tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    told = subprocess.run([tool, "-res-usage", built[0]], capture_output=True, text=True, check=True, timeout=60).stdout
     threads = {"reduce": _constant("numbers.h", "kReduceThreads"), "sync": _constant("sync.cu", "kOneWarp")}
     found: dict[str, dict[str, list[Kernel]]] = {}
-    for part in re.split(r"^arch = ", told, flags=re.MULTILINE)[1:]:
-        architecture = found.setdefault(part.split()[0], {})
-        for name, registers, shared in re.findall(
-            r"Function _ZN3tpk\d+([a-z_]+?)(?:I\S*)?E\S*:\s*REG:(\d+) STACK:0 SHARED:(\d+) LOCAL:0", part
-        ):
-            size = threads["reduce" if name in GRIDS else "sync"]
-            architecture.setdefault(name, []).append(Kernel(name, size, int(registers), int(shared)))
+    for each in resources:
+        kernel = Kernel(each.kernel, threads["reduce" if each.kernel in GRIDS else "sync"], each.registers, each.shared)
+        found.setdefault(each.architecture, {}).setdefault(each.kernel, []).append(kernel)
     return found
 
 
@@ -202,7 +193,7 @@ def test_two_blocks_per_sm_would_leave_nccl_nothing(
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def test_the_arithmetic_is_that_of_nvidias_occupancy_calculator(built: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_arithmetic_is_that_of_nvidias_occupancy_calculator(built: Path, tmp_path: Path) -> None:
     capabilities = sorted(LIMITS)
     cases = list(itertools.product(capabilities, (32, 64, 256, 512, 640, 1024), (8, 32, 33, 40, 64, 65, 96, 128, 168)))
     rows = ",".join(
@@ -222,7 +213,7 @@ def test_the_arithmetic_is_that_of_nvidias_occupancy_calculator(built: tuple[Pat
         "const int bad = cudaOccMaxActiveBlocksPerMultiprocessor(&result, &gpu, &kernel, &state, c[1], 0);\n"
         'std::printf("%d\\n", bad ? -bad : result.activeBlocksPerMultiprocessor); } }\n'
     )
-    include = re.search(r"-I'?(\S+/include)'?\s", built[0].with_name("build.ninja").read_text())
+    include = re.search(r"-I'?(\S+/include)'?\s", built.with_name("build.ninja").read_text())
     assert include is not None
     program = tmp_path / "occupancy"
     command = [compiler(), "-O0", f"-I{include[1]}", str(source), "-o", str(program)]

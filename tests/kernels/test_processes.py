@@ -13,7 +13,7 @@ from tests.kernels.interpreter import Failed, Interpreter, mutant
 
 pytestmark = pytest.mark.cpu
 
-SHARDS = ((20, 33), (17, 0, 37), (5, 40, 1, 18))
+SHARDS = ((17, 0, 37), (20, 33), (5, 40, 1, 18))
 
 
 def run(interpreter: Interpreter, world: worlds.World) -> None:
@@ -23,7 +23,7 @@ def run(interpreter: Interpreter, world: worlds.World) -> None:
 
 
 def test_ranks_compute_what_they_should_call_after_call(interpreter: Interpreter, tmp_path: Path, full: bool) -> None:
-    for shards in SHARDS if full else SHARDS[:2]:
+    for shards in SHARDS if full else SHARDS[:1]:
         folder = tmp_path / f"{len(shards)} ranks"
         run(interpreter, worlds.World(folder, shards, n=40, k=48, num_chunks=2, calls=12 if full else 2))
 
