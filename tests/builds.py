@@ -1,5 +1,7 @@
 """What tests compile, built once for one state of its sources: for all processes of a run, and for the runs after it.
 
+What the installation has built serves here as well (:func:`as_installed`).
+
 Owns `build/tests/NAME/KEY`, of each name the few that were used last. A key is all that a build is made of: files,
 commands, and what the compiler says of itself. A build that was cut short is made anew.
 """
@@ -8,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 
-__all__ = ["built_once", "compiler", "sources"]
+__all__ = ["as_installed", "built_once", "compiler", "sources"]
 
 ROOT = Path(__file__).parents[1]
 KEPT = 3  # of each name: a branch, the one before, and a stray edit
@@ -65,3 +69,21 @@ def built_once(name: str, files: Iterable[Path], settings: object, make: Callabl
         for old in by_age[:-KEPT]:
             shutil.rmtree(old.parent)
     return folder
+
+
+def as_installed(build: str) -> tuple[Path, dict[str, Any]]:
+    """What setup.py's function ``build`` gives: the built file, its objects beside it, and the facts of the build.
+
+    Of what the installation has compiled only that is compiled again which has changed since. Skips the test where
+    setup.py says that it cannot be built for want of a compiler.
+    """
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    (ROOT / "build").mkdir(exist_ok=True)
+    with FileLock(ROOT / "build" / f"{build}.lock", timeout=TIMEOUT_S):
+        try:
+            found: tuple[Path, dict[str, Any]] = setup[build]()
+        except setup["CannotBuild"] as error:
+            if error.reason.startswith(("no nvcc: ", "no C++ compiler: ")):
+                pytest.skip(error.reason)
+            raise
+    return found

@@ -41,16 +41,6 @@ def parametrise(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in pairs])
 
 
-def run_python(*args: str, cwd: Path) -> str:
-    """Run a Python command line with this checkout importable; its output."""
-    code = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv.pop(0); " \
-        "runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
-    argv = [sys.executable, *args] if args[0] == "-m" else [sys.executable, "-c", code, str(ROOT), *args]
-    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.cpu
 def test_the_readme_is_short() -> None:
     lines = ROOT.joinpath("README.md").read_text().splitlines()
@@ -82,8 +72,7 @@ def pages() -> list[tuple[str, list[str]]]:
 def test_python_snippets_run_on_two_ranks_and_differ_by_rounding_only(text: str, tmp_path: Path) -> None:
     script = tmp_path / "swap.py"
     script.write_text(text)
-    first = text == programs()[0][1]  # as a reader runs it; the others without waiting for imports
-    output = run_python(str(script), cwd=tmp_path) if first else run_forked(script)
+    output = run_forked(script)
     last = output.strip().splitlines()[-1]
     differences = ast.literal_eval(last[last.index("[") :])
     assert len(differences) == 2
@@ -257,8 +246,10 @@ CHECKS = {
 def test_the_first_torchrun_line_of_the_documents_runs(tmp_path: Path) -> None:
     line = next(line for _, line in command_lines() if line.startswith("torchrun"))
     argv = shlex.split(line)
-    output = run_python("-m", "torch.distributed.run", "--standalone", *argv[1:], cwd=ROOT)
-    assert output.count("-> ") == 3, f"one answer per op, printed by one rank only:\n{output}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *argv[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("-> ") == 3, f"one answer per op, printed by one rank only:\n{done.stdout}"
 
 
 def names_in_backticks() -> Iterator[tuple[str, str]]:

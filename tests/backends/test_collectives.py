@@ -60,6 +60,7 @@ def on_rank(cases: list[Case], judge: str, num_chunks: int) -> int:
     return counts.get("posted", 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [2, 3])
 def test_chunks_as_collectives_are_exact_and_leave_nothing_behind(ranks: Pools, world: int) -> None:

@@ -218,6 +218,7 @@ def stop_between_calls(victim: int, timeout: float, known: bool) -> tuple[BaseEx
     return result
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
 def test_a_stopped_peer_is_named_when_the_time_is_up(pool_of: Any, world: int, victim: int, known: bool) -> None:

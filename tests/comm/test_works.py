@@ -294,6 +294,7 @@ def check_lost(results: Sequence[Any], victim: int) -> None:
         assert type(again) is GroupPoisoned and took < SOON, (again, took)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
 def test_survivors_of_a_killed_rank_raise_its_name_and_live(workers: Any, world: int, victim: int) -> None:

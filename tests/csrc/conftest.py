@@ -9,8 +9,8 @@ from tests.csrc import exercises
 
 @pytest.fixture(scope="session")
 def built() -> Path:
-    """The library of all kernels and their drivers."""
-    return exercises.built("kernels.so", ["-O3"])
+    """The library of the drivers and of the installation's own objects of all kernels, which lie beside it."""
+    return exercises.of_the_installation()
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,14 @@
 """What the tests of the compiled kernels share: how they are built with their drivers, and matrices in memory.
 
-All kernels and drivers are one library for ctypes, and one program under AddressSanitizer and
-UndefinedBehaviorSanitizer: `exercise CASES [few_rows | residual_norm]`.
+All kernels and drivers are one library for ctypes (:func:`of_the_installation`), and one program under
+AddressSanitizer and UndefinedBehaviorSanitizer: `exercise CASES [few_rows | residual_norm]`.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tests.builds import built_once, compiler, sources
+from tests.builds import as_installed, built_once, compiler, sources
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = REPOSITORY / "csrc" / "cpu"
@@ -37,7 +38,7 @@ GUARD = 0xA5
 
 
 def built(target: str, flags: Sequence[str]) -> Path:
-    """A library or a program of all kernels and their drivers; the objects stay beside it."""
+    """A program of all kernels and their drivers; the objects stay beside it."""
     units = (*KERNELS, *DRIVERS)
 
     def make(folder: Path) -> None:
@@ -47,6 +48,20 @@ def built(target: str, flags: Sequence[str]) -> Path:
 
     made_of = sources(CPU.parent, Path(__file__).parent)
     return built_once(f"csrc-{target}", made_of, (flags, FLAGS, ISA_FLAGS), make) / target
+
+
+def of_the_installation() -> Path:
+    """A library of the drivers and of the kernels' objects as the installation has them; these are copied beside it."""
+    core, facts = as_installed("build_core")
+    objects = [core.parent / "cpu" / f"{kernel.stem}.o" for kernel in KERNELS]
+
+    def make(folder: Path) -> None:
+        for path in objects:
+            shutil.copy(path, folder)
+        drivers = [compile_one(driver, folder, ["-O1"]) for driver in DRIVERS]
+        link(folder / "kernels.so", [*(folder / path.name for path in objects), *drivers], [])
+
+    return built_once("csrc-kernels.so", [*objects, *DRIVERS], (facts, FLAGS), make) / "kernels.so"
 
 
 def compile_one(source: Path, folder: Path, flags: Sequence[str]) -> Path:

@@ -1,7 +1,4 @@
-"""The library of the CUDA kernels as `setup.py` builds it, and what its assembler gave each kernel.
-
-The installation has built it already: here only those of its sources are compiled that have changed since.
-"""
+"""The library of the CUDA kernels as `setup.py` builds it, and what its assembler gave each kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import runpy
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,30 +13,20 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from filelock import FileLock
 
-from tests.builds import TIMEOUT_S
+from tests.builds import as_installed
 from tpkernels.backends.symmetric import cuda_native
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def built() -> Path:
     """The library; its record, its objects and the rules of ninja lie beside it."""
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    folder = ROOT / "build" / "cuda"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock", timeout=TIMEOUT_S), mock.patch.dict(os.environ, TPKERNELS_CUDA="1"):
-        try:
-            library, facts = setup["build_cuda"]()
-        except setup["CannotBuild"] as error:
-            if "no nvcc: " in error.reason:
-                pytest.skip(error.reason)
-            raise
-        record = {"built": True, "module": library.name, **facts}
-        folder.joinpath("_cuda_build.json").write_text(json.dumps(record))
-    assert isinstance(library, Path)
+    with mock.patch.dict(os.environ, TPKERNELS_CUDA="1"):
+        library, facts = as_installed("build_cuda")
+    record = {"built": True, "module": library.name, **facts}
+    temporary = library.with_name(f"_cuda_build.json.{os.getpid()}")  # other processes read it
+    temporary.write_text(json.dumps(record))
+    temporary.replace(library.with_name("_cuda_build.json"))
     return library
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
+from tests.forked_scripts import command_forked
 from tests.nn.reference import LIMIT_S, close_replicas, tp_mesh, whole
 from tpkernels import demo
 from tpkernels.demo import minilm, show, text, training
@@ -179,10 +179,8 @@ def test_heads_that_cannot_be_shared_are_refused_before_ranks_start() -> None:
 
 
 @pytest.mark.gloo
-def test_the_command_trains_on_three_ranks_and_shows_both_curves() -> None:
-    command = [sys.executable, "-m", "tpkernels", "demo", "--only", "train", "--tp", "3", "--steps", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("OK") == 2
-    assert "3 ranks" in done.stdout
-    assert "@ both" in done.stdout
+def test_the_command_trains_on_three_ranks_and_shows_both_curves(tmp_path: Path) -> None:
+    printed = command_forked(tmp_path, "demo", "--only", "train", "--tp", "3", "--steps", "4")
+    assert printed.count("OK") == 2
+    assert "3 ranks" in printed
+    assert "@ both" in printed

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 import tpkernels as tpk
+from tests.forked_scripts import command_forked
 from tests.nn.reference import LIMIT_S
 from tpkernels import cli
 from tpkernels.demo import train
@@ -122,14 +123,11 @@ def test_bad_arguments_are_one_line_before_ranks_start(
 
 
 @pytest.mark.gloo
-def test_the_command_prints_where_it_is_and_what_to_do_next(
-    tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_where_it_is_and_what_to_do_next(tmp_path: Path, text: str) -> None:
     sizes = ["--layers", "1", "--width", "24", "--heads", "4", "--length", "13", "--text", text]
     folder, report = str(tmp_path / "run"), tmp_path / "run.json"
     more = ["--steps", "2", "--folder", folder, "--checkpoint-every", "2", "--json", str(report)]
-    assert cli.main(["train-demo", *sizes, *more]) == 0
-    printed = " ".join(capfd.readouterr().out.split())
+    printed = " ".join(command_forked(tmp_path, "train-demo", *sizes, *more).split())
     assert "1 replica x 2 tensor-parallel ranks" in printed
     assert f"--resume {folder}/step-2".replace(" ", "") in printed.replace(" ", "")
     assert len(json.loads(report.read_text())["steps"]) == 2

@@ -155,7 +155,7 @@ def test_more_ranks_than_cores_share_them_with_one_thread_each() -> None:
     assert launch(cores_and_threads, len(cores) + 1) == [(cores, 1)] * (len(cores) + 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "said", "cause"),
     [

@@ -26,7 +26,7 @@ SOME = {
     4: ("opt 10", "qwen2", "conv_lstm"),
 }
 """Families at numbers of ranks that their heads do not divide; all of them with ``--full``."""
-SAMPLE = {2: ("bloom", "swin", "phi3", "mamba"), 3: ("gemma",), 4: ("stablelm",)}
+SAMPLE = {2: ("bloom", "swin", "mamba"), 3: ("gemma",), 4: ("stablelm",)}
 """Of the architectures that nothing knows; all of them with ``--full``."""
 
 
@@ -46,6 +46,7 @@ def found(ranks: Pools, world: int, cases: list[tuple[str, dict[str, Any]]]) -> 
     return {name: result for (name, _), result in zip(cases, results[0], strict=True)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_families_compute_what_the_unsharded_model_computes(ranks: Pools, world: int, full: bool) -> None:
     even = [name for name in (*zoo.FAMILIES, *zoo.PLAIN) if not name.endswith(" 10")]
@@ -60,7 +61,7 @@ def test_families_compute_what_the_unsharded_model_computes(ranks: Pools, world:
     assert plans["conv_lstm"]["styles"]["lstm"] == plans["conv_lstm"]["styles"]["conv"] == "Replicate"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_families_with_a_residual_cut_along_the_sequence(ranks: Pools, world: int, full: bool) -> None:
     names = {2: (*tuple(zoo.FAMILIES)[::2], "transformer"), 3: ("llama", "t5 10"), 4: ("gpt2 10", "mistral")}[world]
@@ -72,6 +73,7 @@ def test_families_with_a_residual_cut_along_the_sequence(ranks: Pools, world: in
         assert bool(plan["whole"]) is (name.startswith("transformer") or gathers), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_architectures_that_nothing_knows_come_out_right(ranks: Pools, world: int, full: bool) -> None:
     names = tuple(zoo.OTHERS) if full else SAMPLE[world]

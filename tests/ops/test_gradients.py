@@ -150,6 +150,7 @@ def test_gradients_along_any_dimension(ranks: Pools, world: int) -> None:
     ranks(world).run(check_cases, cases, 3, EVERYTHING)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [*WORLDS, 4])
 def test_gradients_of_uneven_and_empty_shards(ranks: Pools, world: int) -> None:
     cuts = {2: [(3, 2), (0, 5), (0, 0)], 3: [(4, 3, 3), (0, 7, 0)], 4: [(4, 3, 3, 3), (0, 0, 5, 0)]}[world]

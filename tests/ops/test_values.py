@@ -53,6 +53,7 @@ def test_any_dimension_can_be_gathered_or_scattered(ranks: Pools, world: int) ->
         ranks(world).run(check_all, cases, num_chunks)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_shards_may_be_uneven_fewer_than_ranks_or_empty(ranks: Pools, world: int) -> None:
     cuts = {2: [(3, 2), (0, 5), (5, 0), (1, 0), (0, 0)], 3: [(4, 3, 3), (0, 7, 0), (1, 0, 1), (0, 0, 0), (2, 9, 1)]}

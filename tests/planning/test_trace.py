@@ -40,6 +40,7 @@ def runs_on_real_tensors(model: nn.Module) -> bool:
     return type(y) is Tensor and bool(y.isfinite().all())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["lru_cache", "dict", "list"])
 @pytest.mark.parametrize("ran_before", [False, True])
 def test_the_model_runs_after_a_plan_as_it_did_before(how: str, ran_before: bool) -> None:
