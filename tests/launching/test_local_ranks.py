@@ -113,7 +113,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_results_come_by_rank_from_ranks_that_reach_each_other() -> None:
+def test_results_come_by_rank_from_ranks_that_reach_each_other(forked: None) -> None:
     results = launch(describe_rank, 2, "hello")
     for rank, (word, place, total) in enumerate(results):
         assert word == "hello"

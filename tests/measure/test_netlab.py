@@ -55,6 +55,7 @@ def _rank_and_hosts() -> tuple[int, int, list[str], int]:
     return dist.get_rank(), dist.get_world_size(), interfaces, torch.get_num_threads()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 def test_values_come_back_by_rank_and_every_rank_is_alone_on_its_host(lab_possible: None) -> None:
     results = netlab.run_in_netlab(_rank_and_hosts, 3, timeout=60)
@@ -141,6 +142,7 @@ def _die_on_rank_zero() -> None:
     time.sleep(60)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 def test_a_rank_that_dies_is_named_without_waiting_for_the_others(lab_possible: None) -> None:
     start = time.monotonic()

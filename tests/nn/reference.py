@@ -41,6 +41,11 @@ def plan_once(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tpk.Shardin
     return tpk.ShardingPlan.from_json(said[0])
 
 
+def half(cases: list[Any]) -> list[Any]:
+    """Of pairs of cases the first and the second in turn: a sample of two that are combined."""
+    return [case for number, case in enumerate(cases) if number % 4 in (0, 3)]
+
+
 def sequence_sizes(total: int) -> list[int]:
     return list(array_split_sizes(total, dist.get_world_size()))
 

@@ -78,14 +78,10 @@ LEAKS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", LEAKS)
+@pytest.mark.parametrize("how", [*LEAKS, "none"])
 def test_features_that_meet_those_of_other_ranks_are_not_cut_in_one_go(how: str) -> None:
     plan = tpk.make_plan(Leaking(how), 2, example_inputs=torch.zeros(5, 6))
-    assert plan["up"].style != Column() and plan["down"].style != Row()
-
-
-def test_where_no_features_meet_others_they_are_cut() -> None:
-    assert tpk.make_plan(Leaking("none"), 2, example_inputs=torch.zeros(5, 6))["up"].style == Column()
+    assert (plan["up"].style == Column()) is (plan["down"].style == Row()) is (how == "none")
 
 
 class PerHead(nn.Module):
