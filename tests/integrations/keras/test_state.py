@@ -213,6 +213,8 @@ def refusals(folder: str) -> list[str]:
         lambda: model.load_weights(f"{folder}/bad.weights.h5"),
         lambda: load_from(folder if first else "/"),
         lambda: model.load_weights(f"{folder}/{'good' if first else 'bad'}.weights.h5"),
+        lambda: model.save(f"{folder}/of rank {rank}.keras"),
+        lambda: model.save_weights(f"{folder}/of rank {rank}.weights.h5"),
         lambda: wrap(model),
         lambda: model.get_layer("up").enable_lora(2),
         lambda: model.compile(model.optimizer),
@@ -246,6 +248,7 @@ def refusals(folder: str) -> list[str]:
             said.append(str(error))
         else:
             said.append("nothing")
+    assert not list(Path(folder).glob("of rank*"))
     assert type(fresh).__name__ == "Functional" and not isinstance(fresh, tpk.keras.TensorParallel)
     for old, new in zip([*before, *untouched], [*model.get_weights(), *fresh.get_weights()], strict=True):
         assert np.array_equal(old, new)
@@ -260,7 +263,8 @@ HOLDERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 """Classes of ``keras.optimizers`` that update nothing by themselves."""
 UNKNOWN = ("tensorflow", "horovod", "fallback", "mpi")
 WORDS = (
-    "load_weights", "rank 1: ", "pass the same name", "parallel already", "enable_lora on the whole model first",
+    "load_weights", "rank 1: ", "load_weights: rank 0 names", "save: rank 0 names", "save_weights: rank 0 names",
+    "parallel already", "enable_lora on the whole model first",
     "has state already", "exported", "different batches",
     "torchrun --nproc_per_node 3 script.py` or `tpkernels run --tp 3 script.py", "device_ids has 1 names", "kind cuda",
     "must be a list of names", *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),

@@ -209,12 +209,9 @@ class TensorParallel:
                 read()
 
         ranks = Ranks([state.shards.pg])
-        names = [one["file"] for one in ranks.exchange("load_weights", {"file": str(filepath)})]
-        for rank, name in enumerate(names):
-            if name != names[0]:
-                raise ValueError(f"load_weights: rank 0 loads {names[0]!r}, rank {rank} {name!r}: pass the same name")
-        ranks.step(f"load_weights({names[0]!r})", try_out)
-        ranks.step(f"load_weights({names[0]!r})", read)
+        what = _same_file(ranks, "load_weights", filepath)
+        ranks.step(what, try_out)
+        ranks.step(what, read)
         state.unloaded = False
 
     def export(self, *args: Any, **kwargs: Any) -> None:
@@ -411,4 +408,14 @@ def _written(model: Any, method: str, filepath: Any, *args: Any, **kwargs: Any) 
         with plain(model) as kind, state.shards.whole_shapes():
             getattr(kind, method)(model, filepath, *args, **kwargs)
 
-    state.shards.served(f"{method}({str(filepath)!r})", write)
+    what = _same_file(Ranks([state.shards.pg]), method, filepath)
+    state.shards.served(what, write)
+
+
+def _same_file(ranks: Ranks, method: str, filepath: Any) -> str:
+    """The call of ``method`` in words, once all ranks are known to name the same file."""
+    names = [one["file"] for one in ranks.exchange(method, {"file": str(filepath)})]
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            raise ValueError(f"{method}: rank 0 names {names[0]!r}, rank {rank} {name!r}: pass the same name")
+    return f"{method}({names[0]!r})"
