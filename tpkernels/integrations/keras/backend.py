@@ -225,8 +225,8 @@ def datasets_as(kind: Callable[[Any, Any], Any], member: Callable[[Any, str], An
 
     def get(self: Any, key: str) -> Any:
         group = self._h5_entry_group
-        compressed = self.archive and isinstance(self.io_file, zipfile.ZipExtFile)
-        if compressed or key not in group or group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
+        by_keras = self.archive and isinstance(self.io_file, zipfile.ZipExtFile)
+        if by_keras or key not in group or group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
             return read(self, key)
         dataset = group[key]
         if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:

@@ -1,14 +1,15 @@
 """Variables in a weight file while it is loaded: each rank reads the slices of its own parts, and nothing else of them.
 
 It owns :class:`Stored`, a variable that is still in the file, and :class:`Member`, a file in an archive.  Keras closes
-one of several shards before the variables of it are wanted; it is then opened again.  An archive that somebody has
-compressed (Keras does not) is read as Keras reads it, whole variables at a time.
+one of several shards before the variables of it are wanted; it is then opened again.  What somebody has compressed in
+an archive (Keras does not) is first unpacked into a temporary file.
 """
 
 from __future__ import annotations
 
 import io
 import struct
+import tempfile
 import zipfile
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,6 +22,9 @@ from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.cuts import Cut
 
 __all__ = ["Member", "Stored", "member", "unread"]
+
+_PIECE = 1 << 18
+"""Bytes that are unpacked at a time."""
 
 
 class Stored:
@@ -100,18 +104,33 @@ class Member(io.RawIOBase):
         super().close()
 
 
-def member(archive: zipfile.ZipFile, name: str) -> Member | None:
-    """The file ``name`` of an archive, read where it lies; None where it is compressed or encrypted."""
+def member(archive: zipfile.ZipFile, name: str) -> io.RawIOBase | None:
+    """The file ``name`` of an archive, read where it lies; None where it is encrypted, or the archive no file."""
     info = archive.getinfo(name)
-    plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
-    if archive.filename is None or not plain or info.flag_bits & 1:
+    if archive.filename is None or info.flag_bits & 1:
         return None
+    if info.compress_type != zipfile.ZIP_STORED:
+        return _unpacked(archive, name)
     with open(archive.filename, "rb") as file:
         file.seek(info.header_offset)
         signature, name_bytes, extra_bytes = struct.unpack("<4s22xHH", file.read(30))
     if signature != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"{archive.filename} has no file {name!r} where its directory says")
     return Member(archive.filename, info.header_offset + 30 + name_bytes + extra_bytes, info.file_size)
+
+
+def _unpacked(archive: zipfile.ZipFile, name: str) -> io.RawIOBase:
+    """A copy of it on the disk, without a name: it is gone when it is closed."""
+    copy = tempfile.TemporaryFile(buffering=0)
+    try:
+        with archive.open(name) as packed:
+            while piece := packed.read(_PIECE):
+                copy.write(piece)
+        copy.seek(0)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
 
 
 def unread() -> AbstractContextManager[None]:
