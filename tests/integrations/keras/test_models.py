@@ -88,8 +88,8 @@ def every_kind() -> dict[str, Any]:
     return found
 
 
-def compiled() -> dict[str, Any]:
-    """Keras's step under ``torch.compile``, without the compiler behind it, whose rounding is another."""
+def compiled(compiler: str) -> dict[str, Any]:
+    """Two of Keras's steps under ``torch.compile``, with this compiler behind it."""
     keras = models.keras_on_torch()
     random = np.random.default_rng(0)
     x, y = random.normal(size=(8, 9)), random.normal(size=(8, 4))
@@ -99,10 +99,12 @@ def compiled() -> dict[str, Any]:
     parallel = dist.get_world_size() > 1
     model.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.5), "mse", jit_compile=parallel)
     torch._dynamo.reset()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+    counters = torch._dynamo.utils.counters
+    graphs, lowered = counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=compiler)):
         losses = [model.train_on_batch(x, y) for _ in range(2)]
-    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs) is parallel
+    assert (counters["stats"]["unique_graphs"] > graphs) is parallel
+    assert (counters["aot_autograd"]["total"] > lowered) is (parallel and compiler == "inductor")
     return {"weights": dict(enumerate(model.get_weights())), "history": np.array(losses)}
 
 
@@ -214,11 +216,12 @@ def test_sequential_nested_shared_and_subclassed_models(ranks: Pools, full: bool
             models.assert_equal(found, expected)
 
 
-def test_steps_that_keras_compiles_are_those_of_the_unsharded_model(ranks: Pools, full: bool) -> None:
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_steps_that_keras_compiles_are_those_of_the_unsharded_model(ranks: Pools, compiler: str, full: bool) -> None:
     if not full:
-        pytest.skip("--full: 18 seconds of compiling")
-    (expected,) = ranks(1).run(compiled, timeout=TIMEOUT)
-    for found in ranks(2).run(compiled, timeout=TIMEOUT):
+        pytest.skip("--full: 18 seconds of tracing, 48 of compiling")
+    (expected,) = ranks(1).run(compiled, compiler, timeout=TIMEOUT)
+    for found in ranks(2).run(compiled, compiler, timeout=2 * TIMEOUT):
         models.assert_equal(found, expected)
 
 
