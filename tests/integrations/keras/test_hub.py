@@ -18,7 +18,9 @@ from tests.integrations.keras.test_meta import most_memory_during
 from tests.integrations.keras.test_training import TIMEOUT
 from tpkernels.testing.spawn import Pools
 
-pytest.importorskip("keras")
+keras_version = pytest.importorskip("keras").__version__
+if tuple(map(int, keras_version.split(".")[:2])) < (3, 15):
+    pytest.skip(f"KerasHub needs Keras 3.15, and this is {keras_version}", allow_module_level=True)
 pytest.importorskip(
     "keras_hub",
     reason="KerasHub is missing, or not for this Keras: pip install --no-deps keras-hub",
