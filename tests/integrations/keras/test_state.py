@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
@@ -226,6 +228,7 @@ def refusals(folder: str) -> list[str]:
         lambda: wrap(fresh, device_ids="cpu:0"),
         *[lambda name=name: wrap(fresh, distributed_backend=name) for name in UNKNOWN],
         lambda: wrap(fresh, distributed_backend="jax"),
+        *[lambda name=name: without_gpus(wrap, fresh, distributed_backend=name) for name in ("nccl", NCCL[rank])],
         lambda: wrap(unbuilt),
         lambda: wrap(fresh if first else unbuilt),
         lambda: wrap(fresh, None if first else 5),
@@ -259,8 +262,15 @@ def refusals(folder: str) -> list[str]:
     return said
 
 
+def without_gpus(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        return call(*args, **kwargs)
+
+
 HOLDERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 """Classes of ``keras.optimizers`` that update nothing by themselves."""
+NCCL = ("nccl", "auto")
+"""On which of two ranks."""
 UNKNOWN = ("tensorflow", "horovod", "fallback", "mpi")
 WORDS = (
     "load_weights", "rank 1: ", "load_weights: rank 0 names", "save: rank 0 names", "save_weights: rank 0 names",
@@ -268,7 +278,8 @@ WORDS = (
     "has state already", "exported", "different batches",
     "torchrun --nproc_per_node 3 script.py` or `tpkernels run --tp 3 script.py", "device_ids has 1 names", "kind cuda",
     "must be a list of names", *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),
-    "does not fit Keras's backend", "is not built", "rank 1: Sequential", "rank 1: world_size is 5",
+    "does not fit Keras's backend", "TensorParallel: distributed_backend 'nccl'", "rank 0: distributed_backend 'nccl'",
+    "is not built", "rank 1: Sequential", "rank 1: world_size is 5",
     "different plans", "nothing of Sequential can be cut over 2 ranks", "load_weights, which brings",
     "not for this Sequential", "the plan is for 3 ranks", "use", "damaged",
 )  # fmt: skip

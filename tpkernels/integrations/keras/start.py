@@ -50,19 +50,21 @@ def check_backend_name(distributed_backend: str) -> None:
             f"distributed_backend {distributed_backend!r} does not fit Keras's backend, which is {running!r}: set "
             "KERAS_BACKEND before keras is imported, or pass 'auto'"
         )
+    if _without_devices(distributed_backend):
+        raise ValueError("distributed_backend 'nccl' needs CUDA devices, and this process sees none: pass 'gloo'")
 
 
 def join(distributed_backend: str) -> dist.ProcessGroup:
-    """The process group of all ranks that run.  A name that is no backend joins as "auto" does: the ranks can then
-    tell each other what is wrong with it.
-
-    Raises:
-        ValueError: no devices for the backend.
-    """
+    """The process group of all ranks that run.  A name that is no backend, or has no devices here, joins as "auto"
+    does: the ranks can then tell each other what is wrong with it."""
     device = {"gloo": "cpu", "nccl": "cuda"}.get(distributed_backend)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("distributed_backend 'nccl' needs CUDA devices, and this process sees none: pass 'gloo'")
-    return init(device=device or backend.device_type())["tp"].get_group()
+    if device is None or _without_devices(distributed_backend):
+        device = backend.device_type()
+    return init(device=device)["tp"].get_group()
+
+
+def _without_devices(distributed_backend: str) -> bool:
+    return distributed_backend == "nccl" and not torch.cuda.is_available()
 
 
 def check_world_size(world_size: int | None) -> None:
