@@ -88,6 +88,29 @@ def every_kind() -> dict[str, Any]:
     return found
 
 
+def whole_layers() -> dict[str, Any]:
+    """Training with layers that stay whole beside cut ones; the recurrent one multiplies in float32."""
+    keras = models.keras_on_torch()
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    quantized = layers.Dense(8, name="quantized", dtype="float32")
+    inputs = keras.Input((6, 8))
+    x = layers.LSTM(8)(layers.BatchNormalization()(layers.Conv1D(8, 2)(inputs)))
+    x = layers.Dense(9, name="down")(layers.Dense(30, "tanh", name="up")(quantized(x) + x))
+    whole = keras.Model(inputs, x)
+    quantized.quantize("int8")
+    model = made(whole)
+    if dist.get_world_size() > 1:
+        styles = [layer.style for layer in model.tensor_parallel_plan.layers]
+        assert {"column", "row", "whole"} <= set(styles), styles
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(24, 6, 8)), random.normal(size=(24, 9))
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    return {"weights": dict(enumerate(model.get_weights())), "predicted": model.predict(x, verbose=0)}
+
+
 def compiled(compiler: str) -> dict[str, Any]:
     """Two of Keras's steps under ``torch.compile``, with this compiler behind it."""
     keras = models.keras_on_torch()
@@ -214,6 +237,10 @@ def test_sequential_nested_shared_and_subclassed_models(ranks: Pools, full: bool
     for world_size in (2, 3, 4) if full else (2,):
         for found in ranks(world_size).run(every_kind, timeout=TIMEOUT):
             models.assert_equal(found, expected)
+    if full:
+        (expected,) = ranks(1).run(whole_layers, timeout=TIMEOUT)
+        for found in ranks(2).run(whole_layers, timeout=TIMEOUT):
+            models.assert_equal(found, expected, bound=1e-6)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
