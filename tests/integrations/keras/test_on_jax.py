@@ -46,8 +46,9 @@ def trained(model):
 def moved(n, **options):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        devices = None if n == 4 else [f"cpu:{one}" for one in range(n)]
-        model = tpk.keras.TensorParallel(build(), world_size=n, device_ids=devices, **options)
+        if n < 4:
+            options["device_ids"] = [f"cpu:{one}" for one in range(n)]
+        model = tpk.keras.TensorParallel(build(), **options)
     said = [str(one.message) for one in seen if "these stay whole" in str(one.message)]
     assert len(said) == (n > 1) and all("odd/kernel (9), odd/bias (9)" in one for one in said), (n, said)
     for mine, whole in zip(trained(model), expected, strict=True):
@@ -57,6 +58,9 @@ def moved(n, **options):
         assert parts == {shape}, (n, name, parts)
     slots = [v.value.addressable_shards[0].data.shape for v in model.optimizer.variables if "up_kernel" in v.path]
     assert slots == [(8, 32 // n)] * 2
+    split = n if options.get("shard_optimizer_states", True) else 1
+    slots = [v.value.addressable_shards[0].data.shape for v in model.optimizer.variables if "odd_kernel" in v.path]
+    assert slots == [(8 // split, 9)] * 2, (n, slots)
     return model
 
 expected = trained(build())
@@ -66,7 +70,8 @@ for n in (1, 2, 4):
         continue
     assert "is not known: the backend chooses" in str(model.tensor_parallel_plan), "JAX chooses what is sent"
     text = open(f"{n}.json").read()
-    from_torch = moved(n, plan=tpk.keras.KerasPlan.from_json(text))
+    given = {"world_size": n, "distributed_backend": "jax", "shard_optimizer_states": False}
+    from_torch = moved(n, plan=tpk.keras.KerasPlan.from_json(text), **given)
     styles = {layer.name: layer.style for layer in from_torch.tensor_parallel_plan.layers}
     assert styles["attention.query"] == "column" and styles["attention.attention_output"] == "row", styles
     mesh = keras.distribution.DeviceMesh((1, n), ("batch", "model"), [f"cpu:{one}" for one in range(n)])
@@ -75,6 +80,9 @@ for n in (1, 2, 4):
     assert tuple(layouts["up/kernel"].axes) == (None, "model") and tuple(layouts["up/bias"].axes) == ("model",)
     assert tuple(layouts["attention/query/kernel"].axes) == (None, "model", None)
     assert layouts["odd/kernel"] is None and layouts["more/up/kernel"] is None, "paths are matched exactly"
+with warnings.catch_warnings(record=True):
+    for alone in ({"world_size": 4}, {"distributed_backend": "jax"}):
+        assert tpk.keras.TensorParallel(build(), **alone).tensor_parallel_plan == model.tensor_parallel_plan, alone
 model.save("model.keras")
 assert type(keras.models.load_model("model.keras")).__module__.startswith("keras")
 two, other = open("2.json").read(), keras.distribution.DeviceMesh((4,), ("rows",), keras.distribution.list_devices())

@@ -1,7 +1,7 @@
 """Keras on JAX: one process, N devices, and Keras's own ``ModelParallel`` with the layouts of a plan.
 
-It owns the layout map (:func:`layout_map`), and how an existing model is moved onto the devices.  JAX refuses
-dimensions that do not divide, so such variables stay whole, which is said in a warning.
+It owns the layout map (:func:`layout_map`), and how an existing model is moved onto the devices, and the optimizer's
+slots.  JAX refuses dimensions that do not divide, so such variables stay whole, which is said in a warning.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Moved:
     kind: type
     plan: KerasPlan
     distribution: Any
+    shard_optimizer_states: bool
 
 
 class OnDevices:
@@ -88,8 +89,11 @@ def _in_scope(name: str) -> Callable[..., Any]:
             with moved.distribution.scope():
                 result = getattr(moved.kind, name)(self, *args, **kwargs)
                 if name == "compile":  # the user has made an optimizer and metrics outside of the scope
-                    made = self.optimizer.variables if self.optimizer is not None else []
-                    _move([*made, *self.metrics_variables], moved.distribution)
+                    _move(self.metrics_variables, moved.distribution)
+                    if self.optimizer is not None:
+                        _move(self.optimizer.variables, moved.distribution)
+                        if moved.shard_optimizer_states:
+                            _split_slots(self, moved.distribution)
                 return result
         finally:
             self.__class__ = kind
@@ -103,7 +107,12 @@ for _name in _METHODS:
 
 
 def wrap(
-    model: Any, world_size: int | None, device_ids: Sequence[str] | None, plan: KerasPlan | str, base: type
+    model: Any,
+    world_size: int | None,
+    device_ids: Sequence[str] | None,
+    plan: KerasPlan | str,
+    shard_optimizer_states: bool,
+    base: type,
 ) -> Any:
     """Move a model onto the devices, and give it a class under ``base`` that trains it there.
 
@@ -114,7 +123,7 @@ def wrap(
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     model.__class__ = type(kind.__name__, (OnDevices, base, kind), names)
-    backend.bare(model, "tensor_parallel", Moved(kind, chosen, distribution))
+    backend.bare(model, "tensor_parallel", Moved(kind, chosen, distribution, shard_optimizer_states))
     backend.forget_functions(model)
     return model
 
@@ -147,3 +156,15 @@ def _move(variables: Sequence[Any], distribution: Any) -> None:
     for variable in variables:
         layout = distribution.get_variable_layout(variable)
         backend.move(variable, keras.distribution.distribute_tensor(backend.raw_value(variable), layout), layout)
+
+
+def _split_slots(model: Any, distribution: Any) -> None:
+    """Cut slots that are whole on every device by their first dimension, where the devices divide it."""
+    keras, optimizer, mesh = backend.keras_module(), model.optimizer, distribution.device_mesh
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    for slot in optimizer.variables:
+        shape = tuple(slot.shape)
+        if shape and shape[0] % mesh.shape[-1] == 0 and slot.value.sharding.is_fully_replicated:
+            layout = keras.distribution.TensorLayout((AXES[1], *[None] * (len(shape) - 1)), mesh)
+            backend.move(slot, keras.distribution.distribute_tensor(backend.raw_value(slot), layout), layout)

@@ -104,7 +104,7 @@ class TensorParallel:
 
         if backend.keras_module().config.backend() != "torch":
             check()
-            return on_jax.wrap(model, world_size, device_ids, plan, cls)
+            return on_jax.wrap(model, world_size, device_ids, plan, shard_optimizer_states, cls)
         pg = join(distributed_backend)
 
         def check_ranks() -> None:
