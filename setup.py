@@ -152,17 +152,23 @@ def special_flags(compiler: list[str]) -> dict[str, list[str]]:
 
 
 def write_ninja_file(build: Path, compiler: list[str], version: str) -> None:
-    """`build.ninja`: one object per source, each with the flags of its kind, and the module linked from them."""
+    """`build.ninja`: one object per source, each with the flags of its kind, and the module linked from them.
+
+    Paths within the tree are relative: what is compiled stays valid when the tree is moved or copied.
+    """
 
     def path(name: object) -> str:
         return str(name).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    def within(place: Path | str) -> str:
+        return os.path.relpath(place, build)
 
     def words(parts: list[str]) -> str:
         return shlex.join(parts).replace("$", "$$")
 
     cxxflags, ldflags = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
     by_end = special_flags(compiler)
-    bindings = [f"-I{folder}" for folder in (*python_headers(), pybind11_headers(build))]
+    bindings = [f"-I{folder}" for folder in (*python_headers(), within(pybind11_headers(build)))]
     stamp = stamped(build, version)
     lines = [
         "rule compile",
@@ -177,8 +183,8 @@ def write_ninja_file(build: Path, compiler: list[str], version: str) -> None:
         special = next((flags for end, flags in by_end.items() if source.name.endswith(end)), [])
         headers = bindings if source.name == "bindings.cpp" else []
         objects.append(path(source.relative_to(CSRC).with_suffix(".o")))
-        lines.append(f"build {objects[-1]}: compile {path(source)} | {stamp.name}")
-        lines.append(f"  flags = {words([*FLAGS, *special, f'-I{CSRC}', *headers, *cxxflags])}")
+        lines.append(f"build {objects[-1]}: compile {path(within(source))} | {stamp.name}")
+        lines.append(f"  flags = {words([*FLAGS, *special, f'-I{within(CSRC)}', *headers, *cxxflags])}")
     lines.append(f"build {path(MODULE)}: link {' '.join(objects)}")
     build.joinpath("build.ninja").write_text("\n".join(lines) + "\n")
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import tpkernels
+from tests.builds import as_installed
 from tpkernels.gemm import native
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,12 +36,14 @@ PYBIND11_MODULE(_native, m) { m.attr("ABI") = 1; }
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a build reads, so that no build folder lands in the checkout."""
+    """A copy of what a build reads, with what the installation has compiled; no build folder lands in the checkout."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, folder / name)
     shutil.copytree(ROOT / "tpkernels", folder / "tpkernels", ignore=shutil.ignore_patterns("__pycache__", "_native*"))
     shutil.copytree(ROOT / "csrc", folder / "csrc")
+    as_installed("build_core")
+    shutil.copytree(ROOT / "build" / "native", folder / "build" / "native")
     return folder
 
 
@@ -64,8 +67,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built while importing torch is an error."""
     poison = tmp_path_factory.mktemp("poison")
     poison.joinpath("torch.py").write_text('raise SystemExit("the build imported torch")\n')
-    # The installation under test was optimized; the wheel of tests/cuda has the CUDA kernels.
-    env = {**os.environ, "PYTHONPATH": str(poison), "CXXFLAGS": "-O0", "TPKERNELS_CUDA": "0"}
+    env = {**os.environ, "PYTHONPATH": str(poison), "TPKERNELS_CUDA": "0"}  # of its own build: tests/cuda
     return build_wheel(source, tmp_path_factory.mktemp("wheel"), "--no-build-isolation", env=env)
 
 

@@ -361,7 +361,7 @@ def test_ops_pass_opcheck(ranks: Pools, full: bool) -> None:
     registered = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "tpkernels::" in name
     }
-    for checked in ranks(3).run(opcheck_all, 1 if full else 3, timeout=240):
+    for checked in ranks(3).run(opcheck_all, 1 if full else 6, timeout=240):
         assert set(checked) == registered
 
 
