@@ -87,13 +87,12 @@ def _in_scope(name: str) -> Callable[..., Any]:
         self.__class__ = moved.kind  # so that what is saved says its own class
         try:
             with moved.distribution.scope():
+                if name in ("fit", "train_on_batch") and moved.shard_optimizer_states:
+                    _split_slots(self, moved.distribution)
                 result = getattr(moved.kind, name)(self, *args, **kwargs)
                 if name == "compile":  # the user has made an optimizer and metrics outside of the scope
-                    _move(self.metrics_variables, moved.distribution)
-                    if self.optimizer is not None:
-                        _move(self.optimizer.variables, moved.distribution)
-                        if moved.shard_optimizer_states:
-                            _split_slots(self, moved.distribution)
+                    made = self.optimizer.variables if self.optimizer is not None else []
+                    _move([*made, *self.metrics_variables], moved.distribution)
                 return result
         finally:
             self.__class__ = kind
@@ -161,6 +160,8 @@ def _move(variables: Sequence[Any], distribution: Any) -> None:
 def _split_slots(model: Any, distribution: Any) -> None:
     """Cut slots that are whole on every device by their first dimension, where the devices divide it."""
     keras, optimizer, mesh = backend.keras_module(), model.optimizer, distribution.device_mesh
+    if optimizer is None:
+        return  # which fit refuses
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     for slot in optimizer.variables:
