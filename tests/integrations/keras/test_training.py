@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
@@ -69,6 +70,13 @@ def every_optimizer(parallel: bool, names: tuple[str, ...] = ()) -> dict[str, An
     return found
 
 
+def bound_of(name: str) -> float:
+    """A nightly build of Keras 3.16 adds and multiplies float64 in float32, and Ftrl is written in such ops: rounding
+    may then fall otherwise, where a gradient differs in its last bit."""
+    one = models.keras_on_torch().ops.ones(1, "float64")
+    return 1e-5 if name == "Ftrl" and models.keras_on_torch().ops.add(one, one).dtype == torch.float32 else models.BOUND
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_optimizers_train_as_on_the_unsharded_model(ranks: Pools, world_size: int, full: bool) -> None:
     """Ranks start from different weights, and take rank 0's; the first model's plan serves for all."""
@@ -81,5 +89,5 @@ def test_optimizers_train_as_on_the_unsharded_model(ranks: Pools, world_size: in
         models.assert_equal(alone[FEW[0]], expected[FEW[0]], FEW[0])
     for found in ranks(world_size).run(every_optimizer, True, names, timeout=TIMEOUT):
         for name, numbers in found.items():
-            models.assert_equal(numbers, expected[name], name)
+            models.assert_equal(numbers, expected[name], name, bound=bound_of(name))
         assert list(found) == list(expected) and set(names) <= set(found)
