@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpkernels as tpk
 from tests.models import zoo
 from tests.nn.reference import part_of, tp_mesh
+from tpkernels.nn.cut_experts import CutExperts
 
 LIMIT = {False: 1e-11, True: 1e-6}
 """Relative to the largest value, for models that compute in fp64 throughout, and for those with fp32 inside."""
@@ -43,7 +44,14 @@ def parts_of(model: nn.Module, name: str) -> list[DTensor]:
         key = key.removeprefix("in_proj_")
         names = [f"{owner}.{part}.{key}" for part in ("query", "key", "value")]
         found = [parameters[part] for part in names if part in parameters]
-    return found
+    return found or [parameters[f"{owner}.{part}"] for part in _experts_packed(model, name)[1]]
+
+
+def _experts_packed(model: nn.Module, name: str) -> tuple[int, tuple[str, ...]]:
+    """Along which dimension which parameters of experts make up the plain model's."""
+    owner, _, key = name.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    return module.packed_parameters()[key] if isinstance(module, CutExperts) else (0, ())
 
 
 Piece = tuple[DTensor, Callable[[Tensor], Tensor]]
@@ -53,7 +61,9 @@ def pieces_of(model: nn.Module, name: str, whole: Tensor) -> list[Piece]:
     """What a plain model's parameter ``whole`` has become, each with what cuts this rank's piece out of a whole."""
     found = parts_of(model, name)
     dim, start = 0, 0
-    if len(found) > 1 and whole.dim() > 1:
+    if len(found) > 1 and whole.dim() > 2:
+        dim = _experts_packed(model, name)[0]
+    elif len(found) > 1 and whole.dim() > 1:
         dim = 0 if found[0].shape[-1] == whole.shape[1] else 1
     pieces: list[Piece] = []
     for part in found:

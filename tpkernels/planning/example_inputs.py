@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpkernels.planning.experts import CalledOtherwise, KnownExperts, find_experts
 from tpkernels.planning.opaque_modules import NeedsValues, record
 from tpkernels.planning.shadow import MODES, Mode, Shadow
 from tpkernels.planning.tensors import tensors_in
@@ -49,7 +50,13 @@ INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_id
 class Observation:
     """A recorded run of a model, or the reason why there is none."""
 
-    def __init__(self, model: nn.Module, example_inputs: object, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: object,
+        watch: Watch | None = None,
+        experts: Mapping[str, KnownExperts] = Shadow.experts,
+    ) -> None:
         sizes = example_inputs if isinstance(example_inputs, Tokens) else Tokens()
         example_inputs = None if isinstance(example_inputs, Tokens) else example_inputs
         self.guessed = example_inputs is None
@@ -64,12 +71,14 @@ class Observation:
         self.note = ""
         """Which mode could not be recorded, and why."""
         self.problem = ""
+        self.refused_experts: dict[str, str] = {}
+        """Modules that look like experts, and why they stay whole."""
         self.needs_values = False
         """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
         given = None if example_inputs is None else as_call(example_inputs)
         try:
             watch = watch or Watch()
-            self.shadow = Shadow(model, watch.caches)
+            self.shadow = Shadow(model, watch.caches, experts)
             watch.add(self.shadow.fake)
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
@@ -91,6 +100,8 @@ class Observation:
                 failures[mode] = f"{type(error.__cause__).__name__}: {_first_line(error.__cause__)}"
                 self.needs_values = True
                 continue
+            except CalledOtherwise:
+                raise
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
                 continue
@@ -122,7 +133,11 @@ class Observation:
         return ", ".join(shapes) + (" (a guess: pass example_inputs)" if self.guessed else "")
 
 
-def observe(model: nn.Module, example_inputs: object, watch: Watch | None = None) -> Observation:
+def observe(
+    model: nn.Module,
+    example_inputs: object,
+    watch: Watch | None = None,
+) -> Observation:
     """Run ``model`` on fake tensors; ``watch`` is of :func:`tpkernels.planning.trace_leaks.nothing_left`.
 
     ``example_inputs``: the user's, None to guess them, or the :class:`Tokens` that a guess shall have.
@@ -131,7 +146,16 @@ def observe(model: nn.Module, example_inputs: object, watch: Watch | None = None
         ValueError: example inputs were given, and the model does not run with them for another reason than that it
             asks for the values of tensors.
     """
-    found = Observation(model, example_inputs, watch)
+    experts, refused = find_experts(model)
+    while True:
+        try:
+            found = Observation(model, example_inputs, watch, experts)
+            break
+        except CalledOtherwise as error:
+            kind = type(model.get_submodule(error.name))
+            refused |= {name: str(error) for name in experts if type(model.get_submodule(name)) is kind}
+            experts = {name: known for name, known in experts.items() if name not in refused}
+    found.refused_experts = refused
     if not found.guessed and found.recording is None and not found.needs_values:
         raise ValueError(
             f"{type(model).__name__} does not run with the example_inputs given: {found.problem}. If it does run with "

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.fake_answers import GUESSES, Guess
 from tpkernels.planning.session import NotOpaque, Opaque
 from tpkernels.planning.shadow import Shadow
@@ -122,6 +123,8 @@ def _run(shadow: Shadow, guess: Guess, args: Any, kwargs: Any) -> Recording:
             recording.run(args, kwargs)
     except NotOpaque as error:
         raise _Close(recording.callers[error.name], error) from error
+    except CalledOtherwise:
+        raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         if recording.failed_in is None:
             raise _Close(recording.innermost, error) from error
@@ -158,7 +161,7 @@ def _join(first: Recording, runs: list[Recording]) -> None:
         called |= run.called_quietly
     places = {_place(name) for name in called}
     read = {_place(name) for name in direct if _inside(name, shadow.opaque)}
-    for name in shadow.layers:
+    for name in (*shadow.layers, *shadow.experts):
         if _inside(name, shadow.opaque):
             if _place(name) in places:
                 first.layer_rows.setdefault(name, 0)

@@ -57,7 +57,7 @@ class Entry:
     style: Style
     parameters: tuple[ParameterCut, ...]
     source: str
-    """"override", "plan file", "tp_plan", "data flow", "rule" or "default"."""
+    """"override", "plan file", "tp_plan", "data flow", "samples", "rule" or "default"."""
     reason: str
     forward: str = "-"
     backward: str = "-"

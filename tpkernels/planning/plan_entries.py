@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
+from tpkernels.planning.experts_entries import Traffic, cut_of_experts, experts_implementation, experts_traffic
 from tpkernels.planning.fused_norms import FusedNorms
 from tpkernels.planning.layers import Layer, kind_of, layer_of
 from tpkernels.planning.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.planning.sequence_flow import Stream
-from tpkernels.planning.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import Column, CopiedHeads, Experts, Features, Heads, Replicate, Row, Style, Vocabulary
 
 __all__ = ["Chosen", "Traffic", "make_entries", "traffic_of"]
 
@@ -33,17 +34,6 @@ class Chosen:
     reason: str
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What one module sends: names of the collectives, and bytes of one rank in forward and backward."""
-
-    forward: str
-    backward: str
-    wire_bytes: int | None
-    op: str | None
-    """The op whose implementation is chosen."""
-
-
 def make_entries(
     model: nn.Module,
     world_size: int,
@@ -52,6 +42,7 @@ def make_entries(
     attributes: Mapping[tuple[str, str], tuple[int, ...]],
     random: tuple[tuple[str, str], ...],
     rows: Mapping[str, int | None] | None,
+    slots: Mapping[str, int],
     untrained: frozenset[str],
     shared: tuple[tuple[str, ...], ...],
     norms: FusedNorms,
@@ -62,8 +53,8 @@ def make_entries(
 ) -> ShardingPlan:
     """The plan that carries out ``chosen`` and keeps everything else whole.
 
-    ``rows``: what goes into each layer, None where that is not known; ``untrained``: layers whose input needs no
-    gradient.
+    ``rows``: what goes into each layer, None where that is not known; ``slots``: rows of each module of experts;
+    ``untrained``: layers whose input needs no gradient.
     """
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -78,13 +69,20 @@ def make_entries(
         picked = chosen.get(name, Chosen(Replicate(), "default", _why_whole(module)))
         cuts = []
         for key, parameter in own.items():
+            if isinstance(picked.style, Experts):
+                cuts.append(cut_of_experts(key, parameter, picked.style, world_size))
+                continue
             dim = _cut_dim(picked.style, layer_of(module), key)
             cuts.append(_cut(key, parameter, dim, picked.style, world_size, id(parameter) in seen))
             seen.add(id(parameter))
         count = None if rows is None else rows.get(name, 0)
         leader, needs_dx = leaders.get(name), name not in untrained
-        traffic = traffic_of(picked.style, layer_of(module), own, count, world_size, leader, needs_dx)
-        implementation = _implementation(traffic.op, picked.style, layer_of(module), own, count, group)
+        if isinstance(picked.style, Experts):
+            traffic = experts_traffic(picked.style, own, count, slots.get(name, 0), world_size, needs_dx)
+            implementation = experts_implementation(picked.style, own, count, slots.get(name, 0), group)
+        else:
+            traffic = traffic_of(picked.style, layer_of(module), own, count, world_size, leader, needs_dx)
+            implementation = _implementation(traffic.op, picked.style, layer_of(module), own, count, group)
         entries.append(
             Entry(
                 name,

@@ -17,14 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike
-from tpkernels.nn.multihead import why_not_parallel
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
-from tpkernels.planning.layers import Layer, is_attention, layer_of, unswappable
+from tpkernels.planning.layers import Layer, layer_of, unswappable
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
@@ -34,14 +33,14 @@ from tpkernels.planning.search import Attributes
 from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
 from tpkernels.planning.source_reads import maybe_read
-from tpkernels.planning.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary
 from tpkernels.planning.trace_leaks import nothing_left
+from tpkernels.planning.whole_in_out import READ, attention_choices, check_experts, experts_choices
 
 __all__ = ["check_plain", "make_plan"]
 
 STRATEGIES = ("auto", "rules")
 EXPANSION = 1.5
-READ = "has parameters that the model uses without calling the module"
 
 
 def make_plan(
@@ -52,6 +51,7 @@ def make_plan(
     sequence_parallel: bool = False,
     overrides: Mapping[str, object] | None = None,
     example_inputs: object = None,
+    experts: str = "auto",
 ) -> ShardingPlan:
     """Find out how ``model`` can be cut over the ranks of ``mesh``; nothing is touched.
 
@@ -64,6 +64,8 @@ def make_plan(
             over everything else.  Values as in the plan of :func:`parallelize`.
         example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with; only
             shapes and dtypes count.  Models of transformers, and those that feed their first layer, need none.
+        experts: of mixtures: "auto" cuts their features where the module is recognised (print the plan to see which),
+            and "features" raises where one is not.
 
     Examples:
         >>> tpk.make_plan(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), 4).bytes_per_rank  # of four ranks
@@ -75,6 +77,7 @@ def make_plan(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    check_experts(experts)
     group: DeviceMesh | None = None
     if isinstance(mesh, int):
         if isinstance(mesh, bool) or mesh < 1:
@@ -86,9 +89,13 @@ def make_plan(
     check_plain(model)
     forced = override_styles(overrides or {}, model)
     if strategy == "rules":
-        return _Planner(model, world_size, forced, None).plan(group, sequence_parallel)
+        return _Planner(model, world_size, forced, None).plan(group, sequence_parallel, experts)
     with nothing_left() as watch:
-        return _Planner(model, world_size, forced, observe(model, example_inputs, watch)).plan(group, sequence_parallel)
+        planner = _Planner(model, world_size, forced, observe(model, example_inputs, watch))
+        try:
+            return planner.plan(group, sequence_parallel, experts)
+        finally:
+            del planner  # the trace has to be gone
 
 
 def check_plain(model: nn.Module) -> None:
@@ -115,7 +122,7 @@ class _Planner:
         self.decision = Decision()
         self.attributes: Attributes = {}
 
-    def plan(self, group: DeviceMesh | None, sequence_parallel: bool) -> ShardingPlan:
+    def plan(self, group: DeviceMesh | None, sequence_parallel: bool, experts: str) -> ShardingPlan:
         self._check_captured()
         kept = self._kept()
         for name, style in self.forced.items():
@@ -129,7 +136,10 @@ class _Planner:
         for name, layer in self.layers.items():
             if name not in self.chosen:
                 self.chosen[name] = self._by_rule(name, layer)
-        self._cut_attention()
+        read, tied = self._read_directly(), self._tied()
+        self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
+        if self.observation is not None:
+            self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, must=experts != "auto")
         self._untie()
         self._check_something_is_cut()
         for name in sorted({parameter.rpartition(".")[0] for parameter in self.decision.partial}):
@@ -145,6 +155,7 @@ class _Planner:
             attributes=self.attributes,
             random=tuple(self.decision.random),
             rows=None if recording is None else count_rows(recording),
+            slots={} if recording is None else recording.slots,
             untrained=frozenset() if recording is None else untrained_in(recording),
             shared=() if recording is None else find_shared(recording, styles),
             norms=find_fused_norms(self.observation, styles, stream.local),
@@ -177,6 +188,10 @@ class _Planner:
         others = [name for name, layer in self.layers.items() if name not in roles and layer.kind != "embedding"]
         together = {name: self.decision.together.get(name, (name,)) for name in others}
         together |= {name: (name,) for name, m in self.modules.items() if isinstance(m, nn.MultiheadAttention)}
+        assert self.observation.shadow is not None
+        together |= {
+            name: (name, name.rpartition(".")[0]) for name in self.observation.shadow.experts
+        }  # and the router
         stream = follow(self.observation, roles, together)
         for name, cut in stream.layers.items():
             old = self.chosen[name]
@@ -189,26 +204,6 @@ class _Planner:
                     name = ".".join(filter(None, (local, inner)))
                     self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
         return stream
-
-    def _cut_attention(self) -> None:
-        """torch's own attention takes and gives whole tensors; inside, its heads are cut."""
-        for name, module in self.modules.items():
-            if not isinstance(module, nn.MultiheadAttention) or not is_attention(module) or name in self.chosen:
-                continue
-            inner = f"{name}.out_proj" if name else "out_proj"
-            why = why_not_parallel(module, self.world_size) or unswappable(module)
-            if why is None and name in self._read_directly():
-                why = READ
-            if why is None and not any(n in self._tied() for n in (name, inner)) and inner not in self.chosen:
-                sizes, unit = chunk_sizes(module.num_heads, self.world_size), 1
-                each = str(sizes[0])
-                if len(set(sizes)) > 1:
-                    each, unit = f"{'/'.join(map(str, sizes))}", module.head_dim
-                reason = f"{module.num_heads} heads, {each} per rank{' as torch.chunk cuts' if unit > 1 else ''}"
-                self.chosen[name] = Chosen(Heads(unit=unit), "rule", reason)
-                self.chosen[inner] = Chosen(Heads(inner=True, unit=unit), "rule", f"goes with {name}")
-            elif why is not None:
-                self.chosen[name] = Chosen(Replicate(), "default", why)
 
     def _is_seen(self, name: str) -> bool:
         """Whether the data flow shows what becomes of the module's output."""

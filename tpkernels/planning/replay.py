@@ -28,6 +28,7 @@ from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import (
     TRANSPARENT,
     Event,
+    Mixture,
     Opaque,
     Scope,
     Session,
@@ -304,6 +305,26 @@ class Replay(Session):
         if [tuple(output.shape) for output in outputs] != [tuple(shape) for shape in event.outputs]:
             raise Unproven(f"{name} gives other shapes with one rank's sizes")
         self._made(outputs)
+
+    def before_mixture(self, name: str, given: list[Tensor]) -> None:
+        for tensor in given:
+            self._is_whole(tensor, f"given to {name}, which takes whole tokens")
+        event = self._next(Mixture(name), None, tuple(map(self.source, given)))
+        if [Shape(tensor.shape) for tensor in given] != event.whole:
+            raise Unproven(f"what is given to {name} depends on the number of features of one rank")
+        self._completed(given)
+        for tensor in given:
+            if self.has_origin(tensor):
+                self._complete |= self.origin(tensor) or set()
+
+    def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
+        self._made([out])
+
+    def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
+        for tensor in given:
+            self._is_whole(tensor, f"given to {name}, inside of a module that needs values of tensors")
+            if self.has_origin(tensor):
+                self._complete |= self.origin(tensor) or set()
 
     def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:

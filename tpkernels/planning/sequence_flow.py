@@ -299,6 +299,13 @@ class _Flow(Session):
         if self.stream.layers.setdefault(name, cut) != cut:
             raise Unproven(f"{name} takes parts of the sequence in one call and all of it in another")
 
+    def before_mixture(self, name: str, given: list[Tensor]) -> None:
+        self.mixture_read_quietly(name, given)
+
+    def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
+        if any(id(tensor) in self._splits for tensor in given):
+            raise Unproven(f"{name} takes a part of the sequence, and needs it whole")
+
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
         self.read_quietly(None, None, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
 

@@ -5,6 +5,7 @@ It owns :class:`Session`, the mode that sees each op, and the kinds of steps tha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpkernels.nn.cut_experts import arguments_of, routed
+from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.gradient_code import Requiring
 from tpkernels.planning.higher_order_ops import as_op
 from tpkernels.planning.shadow import Shadow
@@ -23,6 +26,7 @@ from tpkernels.planning.tensors import storage_of, tensors_in
 
 __all__ = [
     "Event",
+    "Mixture",
     "Node",
     "NotOpaque",
     "Opaque",
@@ -58,6 +62,13 @@ _BLANK = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten
 @dataclass(frozen=True)
 class Opaque:
     """The packet of an opaque module's call."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The packet of a call of experts, which take and give whole tensors."""
 
     name: str
 
@@ -241,6 +252,35 @@ class Session(TorchDispatchMode):
         """Whether it is a buffer of the module that runs."""
         assert self.quiet is not None
         return any(storage_of(buffer) == storage_of(tensor) for buffer in self.shadow.modules[self.quiet].buffers())
+
+    def experts_called(self, name: str, args: Any, kwargs: Any) -> Tensor:
+        """One step for the experts of a mixture: a tensor like the tokens."""
+        known, module = self.shadow.experts[name], self.shadow.modules[name]
+        takes = list(inspect.signature(type(module).forward).parameters)[1:]
+        given = arguments_of(takes, args, kwargs)
+        call = routed(known.layout, given, known.num_experts)
+        if call is None or call[0].shape[1] != known.d_model:
+            raise CalledOtherwise(name)
+        quiet = self.quiet is not None
+        (self.mixture_read_quietly if quiet else self.before_mixture)(name, given)
+        out = self.new_output(given[0], tuple(given[0].shape), given[0].dtype)
+        if quiet:
+            assert self.quiet is not None
+            self._born[storage_of(out)] = self.quiet
+        else:
+            self.after_mixture(name, given, out, call[1].experts.numel())
+        if any(tensor in self.requiring for tensor in (*given, *module.parameters())):
+            self.requiring.made([out])
+        return out
+
+    def before_mixture(self, name: str, given: list[Tensor]) -> None:
+        pass
+
+    def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
+        pass
+
+    def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
+        """Experts inside of an opaque module."""
 
     def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         """An op inside of an opaque module."""

@@ -13,8 +13,9 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
+from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.fake_answers import GUESSES, Answers
 from tpkernels.planning.gradient_code import code_of_gradients
 from tpkernels.planning.layers import Layer, layer_of, unswappable
@@ -60,9 +62,13 @@ class Shadow:
         Exception: whatever copying the model's own objects raises.
     """
 
-    def __init__(self, model: nn.Module, caches: Caches) -> None:
+    experts: Mapping[str, KnownExperts] = MappingProxyType({})
+    """Modules of experts, each of whose calls is one step."""
+
+    def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.caches = caches
+        self.experts = experts
         self.names: dict[int, str] = {}
         memo: dict[int, Any] = {}
         with self.fake:
@@ -106,6 +112,9 @@ class Shadow:
             else:
                 module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 module.register_forward_hook(self._leaving(name))
+                if name in experts:
+                    self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
+                    module.forward = self._mixing(name)
 
     def set_mode(self, mode: Mode) -> None:
         """Set the mode of the runs that follow."""
@@ -203,6 +212,13 @@ class Shadow:
             if any(tensor in self.session.requiring for tensor in (input, *self.modules[name].parameters())):
                 self.session.requiring.made([out])
             return out
+
+        return forward
+
+    def _mixing(self, name: str) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            assert self.session is not None
+            return self.session.experts_called(name, args, kwargs)
 
         return forward
 

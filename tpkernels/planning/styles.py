@@ -9,12 +9,14 @@ from typing import Any
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+from tpkernels.nn.cut_experts import ExpertsLayout
 from tpkernels.partition import chunk_sizes
 
 __all__ = [
     "STYLES",
     "Column",
     "CopiedHeads",
+    "Experts",
     "Features",
     "Heads",
     "Replicate",
@@ -109,6 +111,28 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Cut a module that holds all experts of a mixture by their features, in place.
+
+    The fields are those of :class:`tpkernels.nn.cut_experts.ExpertsLayout`, which names the parameters and says what is
+    computed from them; ``parallelize`` compares them with what the module computes.
+    """
+
+    first: str = "gate_up_proj"
+    second: str = ""
+    last: str = "down_proj"
+    gate: str = "halves"
+    transposed: bool = False
+    activation: str = "swiglu"
+    call: str = "routed"
+    implementation: str = "auto"
+
+    @property
+    def layout(self) -> ExpertsLayout:
+        return ExpertsLayout(**{f.name: getattr(self, f.name) for f in fields(ExpertsLayout)})
+
+
+@dataclass(frozen=True)
 class Replicate:
     """Keep a module of any kind whole on every rank, with everything in it; what a plan does not name is treated so.
 
@@ -119,7 +143,7 @@ class Replicate:
     sequence_parallel: bool = False
 
 
-Style = Column | Row | CopiedHeads | Vocabulary | Features | Heads | Replicate
+Style = Column | Row | CopiedHeads | Vocabulary | Features | Heads | Experts | Replicate
 
 STYLES: dict[str, Style] = {
     "column": Column(),
@@ -153,6 +177,7 @@ _KINDS = {
     "vocabulary": Vocabulary,
     "features": Features,
     "heads": Heads,
+    "experts": Experts,
     "replicate": Replicate,
 }
 
@@ -166,7 +191,7 @@ def as_style(key: str, value: object, *, embedding: bool = False) -> Style:
         ValueError: something else, or layouts that have no counterpart.
     """
     style: Style | None = None
-    if isinstance(value, Column | Row | CopiedHeads | Vocabulary | Features | Heads | Replicate):
+    if isinstance(value, Style):
         style = value
     elif isinstance(value, str):
         style = STYLES.get(value) or HUGGING_FACE.get(value)

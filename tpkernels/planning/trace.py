@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.planning.session import (
     TRANSPARENT,
     Event,
+    Mixture,
     Node,
     Opaque,
     Scope,
@@ -61,6 +62,8 @@ class Recording(Session):
         """Rows of each layer's input, over all calls."""
         self.gradient_rows: dict[str, int] = {}
         """Those of them of which somebody wants the gradient."""
+        self.slots: dict[str, int] = {}
+        """Rows of each module of experts: one for each expert of each token."""
         self.layer_inputs: dict[str, list[int]] = {}
         self.layer_reads: dict[str, list[tuple[int, int]]] = {}
         """Of each call of a layer: which tensor it read, and the node that had last written it."""
@@ -154,6 +157,22 @@ class Recording(Session):
         shapes, dtypes = [Shape(output.shape) for output in outputs], [output.dtype for output in outputs]
         sources = tuple(map(self.source, tensors))
         self._add(Event(Opaque(name), [as_given((args, kwargs))], {"dtypes": dtypes}, shapes, sources=sources), outputs)
+
+    def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
+        x = given[0]
+        inputs = [self._node_of[id(tensor)] for tensor in given if id(tensor) in self._node_of]
+        self._to_opaque += inputs
+        self.nodes.append(Node([], opaque=True))
+        self._node_of[id(out)] = len(self.nodes) - 1
+        self.layer_inputs.setdefault(name, []).extend(inputs[:1])
+        self.layer_rows[name] = self.layer_rows.get(name, 0) + x.shape[0]
+        self.slots[name] = self.slots.get(name, 0) + slots
+        shapes = [Shape(tensor.shape) for tensor in given]
+        self._add(Event(Mixture(name), shapes, {}, [Shape(out.shape)], sources=tuple(map(self.source, given))), [out])
+
+    def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
+        self._note_readers(given)
+        self.called_quietly.add(name)
 
     def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         self._note_readers(tensors)

@@ -26,6 +26,7 @@ from tpkernels.comm.groups import GroupLike
 from tpkernels.errors import FallbackPlanWarning
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
+from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
@@ -36,12 +37,25 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.torch_encoder import call_cut_layers
+from tpkernels.planning.experts import Refused, layout_of
 from tpkernels.planning.hints import match
 from tpkernels.planning.layers import Layer, is_attention, layer_of, take_place, unswappable
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import check_plain, make_plan
 from tpkernels.planning.shared_inputs import share_inputs
-from tpkernels.planning.styles import Column, CopiedHeads, Features, Heads, Replicate, Row, Style, Vocabulary, as_style
+from tpkernels.planning.styles import (
+    Column,
+    CopiedHeads,
+    Experts,
+    Features,
+    Heads,
+    Replicate,
+    Row,
+    Style,
+    Vocabulary,
+    as_style,
+)
+from tpkernels.planning.whole_in_out import check_experts
 from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.fused_norms import fuse_norms
 from tpkernels.sharding.outputs import whole_outputs
@@ -67,6 +81,7 @@ def parallelize(
     verify: bool = False,
     example_inputs: object = None,
     fused_norm: str | bool = "auto",
+    experts: str = "auto",
 ) -> M:
     """Make ``model`` tensor-parallel in place, and return it.
 
@@ -91,6 +106,7 @@ def parallelize(
             rounding less in bf16 and fp16 than those of models that round before they multiply with the weight.
             On a CPU calls of few rows, in which this costs more than it saves, run the norms by themselves; True
             fuses them there, too, and False nowhere.
+        experts: for ``plan="auto"``, as for :func:`make_plan`.
 
     Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and
@@ -117,12 +133,13 @@ def parallelize(
     """
     if fused_norm not in ("auto", True, False):
         raise ValueError(f'fused_norm must be "auto", True or False, got {fused_norm!r}')
+    check_experts(experts)
     tp = tp_mesh(mesh, model)
     weights = compare_models(model, mesh, init_weights, check=check_plain)
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f'plan must be "auto", a ShardingPlan or a mapping of names to styles, got {plan!r}')
-        plan = make_plan(model, tp, example_inputs=example_inputs)
+        plan = make_plan(model, tp, example_inputs=example_inputs, experts=experts)
     if verify:
         weights.take_first()  # what is verified is what will run
         Verifier(model, mesh, example_inputs, plan, None, None, parallelize).verify().check()
@@ -138,10 +155,13 @@ def parallelize(
     else:
         styles, idle = _explicit(plan, model, modules), set()
     _check_heads(styles, modules, tp)
-    kept = (Replicate, Heads)
+    kept = (Replicate, Heads, Experts)
     swaps = {name: style for name, style in styles.items() if not isinstance(style, kept)}
     layers = {name: _check_swap(name, modules[name], style, tp) for name, style in swaps.items()}
     _check_sharing(model, modules, swaps, layers, idle)
+    experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
+    for name, experts_style in experts_styles.items():
+        _check_experts(name, modules[name], experts_style)
     if not verify:
         weights.take_first()
     weights.report(stacklevel=4)  # past the decorators
@@ -152,8 +172,12 @@ def parallelize(
         for name in {id(modules[name]): name for name in attentions}.values()
     ]
 
+    shared = {id(modules[name]): (modules[name], style) for name, style in experts_styles.items()}
+    mixtures = [(old, CutExperts.of(old, style.layout, tp, style.implementation)) for old, style in shared.values()]
     for old, new in replacements:
         take_place(old, new)
+    for old, new in mixtures:
+        old.__class__, old.__dict__ = type(new), new.__dict__
     call_cut_layers(model, [old for old, _ in replacements])
     # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
     # outer modules last, because what an inner one was told holds.
@@ -186,6 +210,17 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
             why = why_not_parallel(_attention(modules[name], name), tp.size()) or unswappable(modules[name])
             if why is not None:
                 raise ValueError(f"module {name!r} {why}")
+
+
+def _check_experts(name: str, module: nn.Module, style: Experts) -> None:
+    """Compare again: a plan may come from a file, and the class may have changed since."""
+    try:
+        found = layout_of(module).layout
+    except Refused as error:
+        raise ValueError(f"module {name!r} cannot be cut as experts: {error}") from None
+    if found != style.layout:
+        raise ValueError(f"module {name!r} has experts of {found}, the plan expects {style.layout}")
+    dispatch.check_name("grouped_matmul_all_reduce", style.implementation)
 
 
 def _attention(module: nn.Module, name: str = "") -> nn.MultiheadAttention:

@@ -39,10 +39,10 @@ UNKNOWN: Mark = frozenset()
 aten = torch.ops.aten
 _CONSTANT = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}
 _UNIFORM = _CONSTANT | {aten.zeros, aten.ones, aten.full}
-_COLUMN = {"copy_matmul": -1, "all_gather_matmul": 7, "all_gather_scaled_matmul": 10}
+_COLUMN = {"copy_matmul": -1, "copy_grouped_matmul": -1, "all_gather_matmul": 7, "all_gather_scaled_matmul": 10}
 """Ops of column layers, and which argument asks for the gathered input as the last result."""
 _WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "matmul_all_reduce_norm", "add_norm",
-          "scaled_matmul_all_reduce"}  # fmt: skip
+          "scaled_matmul_all_reduce", "grouped_matmul_all_reduce"}  # fmt: skip
 _ATTENTION = [op for op, rule in RULES.items() if rule is RULES[aten._scaled_dot_product_flash_attention_for_cpu]]
 _SPREADS = {aten.baddbmm: (0,)} | dict.fromkeys(_ATTENTION, (3,))
 """Arguments, such as masks, that are broadcast over the cut dimension: a constant counts as having size 1 there."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.nn.gathering import gathered
 from tpkernels.nn.parallel_linear import ParallelLinear
 
@@ -241,7 +242,7 @@ def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], d
     for path, module in model.named_modules(remove_duplicate=False):
         tell = getattr(module, "packed_parameters", None)
         prefix = (f"{path}." if path else "").replace(_CHECKPOINT_WRAPPER, "")
-        if isinstance(module, ParallelLinear):
+        if isinstance(module, ParallelLinear | CutExperts):
             units |= {prefix + name: dim for name, dim in module.parameters_by_unit().items()}
         for name, (dim, keys) in (tell() if callable(tell) else {}).items():
             packed[prefix + name] = dim, tuple(prefix + key for key in keys)

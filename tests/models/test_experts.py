@@ -1,0 +1,110 @@
+"""Models with experts, trained beside the unsharded model in fp64: loss, gradients, AdamW, generation, state, plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
+
+import tpkernels as tpk
+from tests.models.architectures.catalogue import architectures
+from tests.models.architectures.reference import build, computing
+from tests.models.compare import LIMIT, compare_tensors, differs, held_bytes
+from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
+from tpkernels.nn.cut_experts import CutExperts
+from tpkernels.planning.styles import Experts
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+CASES = (
+    ("mixtral", 2), ("deepseek_v3", 3), ("qwen3_moe", 3), ("qwen2_moe", 3), ("olmoe", 3), ("phimoe", 3),
+    ("gpt_oss", 2), ("granitemoe", 3), ("llama4_text", 3), ("jamba", 3), ("nemotron_h", 3), ("mixtral", 3),
+)  # fmt: skip
+"""Families and ranks; the first one of each line is in the sample."""
+STEPS = 3
+
+
+def ids(seed: int) -> Tensor:
+    return torch.randint(7, 90, (3, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def made(name: str) -> tuple[nn.Module, tpk.ShardingPlan]:
+    model = build(name, torch.float64).train()
+    plan = plan_once(model, tp_mesh())
+    return tpk.parallelize(model, tp_mesh(), plan), plan
+
+
+def tokens_of(model: Any) -> Tensor:
+    found: Tensor = model.eval().generate(ids(9), max_new_tokens=5, do_sample=False, min_new_tokens=5)
+    model.train()
+    return found
+
+
+def beside_the_unsharded(name: str, folder: str) -> list[str]:
+    """What is wrong after three steps of both."""
+    with computing(torch.float64):
+        plain: Any = build(name, torch.float64).train()
+        model, plan = made(name)
+        mixtures = [module for module in model.modules() if isinstance(module, CutExperts)]
+        styles = [entry for entry in plan.entries if isinstance(entry.style, Experts)]
+        wrong = [] if mixtures and len(mixtures) == len(styles) else ["the experts are not cut"]
+        said = str(plan)
+        if "experts" not in said or "all-reduce of dx" not in said or "compared on samples" not in said:
+            wrong.append("the plan does not say what happens to the experts")
+        if tpk.ShardingPlan.from_json(plan.to_json()) != plan:
+            wrong.append("the plan changes on its way through JSON")
+        if held_bytes(model) != plan.bytes_per_rank[tp_mesh().get_local_rank()]:
+            wrong.append(f"{held_bytes(model)} bytes are held, the plan says {plan.bytes_per_rank}")
+        ours, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, plain))
+        limit = LIMIT[True]
+        for step in range(STEPS):
+            losses = [one(input_ids=ids(step), labels=ids(step)).loss for one in (model, plain)]
+            problem = differs(losses[0].detach(), losses[1].detach(), limit)
+            wrong += [f"loss of step {step}: {problem}"] if problem else []
+            for loss in losses:
+                loss.backward()
+            wrong += [f"step {step}: {problem}" for problem in compare_tensors(model, plain, limit)]
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        wrong += [f"after the steps: {problem}" for problem in compare_tensors(model, plain, limit, gradients=False)]
+        if hasattr(plain, "generate") and not torch.equal(tokens_of(model), tokens_of(plain)):
+            wrong.append("other tokens are generated")
+        return wrong + _state(name, model, ours, plain, folder)
+
+
+def _state(name: str, model: Any, optimizer: Any, plain: nn.Module, folder: str) -> list[str]:
+    """What is wrong with the ways to save and load."""
+    wrong, limit = [], LIMIT[True]
+    full, expected = tpk.full_state_dict(model), plain.state_dict()
+    if full.keys() != expected.keys() or any(differs(full[n], expected[n], limit) for n in full):
+        wrong.append("full_state_dict")
+    tpk.save_snapshot(model, optimizer, f"{folder}/snapshot")
+    tpk.save_pretrained(model, f"{folder}/pretrained")
+    for way in ("snapshot", "pretrained"):
+        other, _ = made(name)
+        second = torch.optim.AdamW(other.parameters(), lr=1e-3)
+        if way == "snapshot":
+            tpk.load_snapshot(other, second, f"{folder}/snapshot")
+            if len(second.state_dict()["state"]) != len(optimizer.state_dict()["state"]):
+                wrong.append("the optimizer lost something in a snapshot")
+        else:
+            tpk.load_pretrained(other, f"{folder}/pretrained")
+        loaded = tpk.full_state_dict(other)
+        wrong += [f"{key} after {way}" for key in full if not torch.equal(full[key], loaded[key])]
+    return wrong
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_experts_train_and_generate_as_the_unsharded_model(ranks: Pools, name: str, world: int, tmp_path: Path) -> None:
+    if name not in architectures():
+        pytest.skip(f"this transformers has no {name}")
+    for wrong in ranks(world).run(beside_the_unsharded, name, str(tmp_path), timeout=2 * LIMIT_S):
+        assert not wrong, wrong[:5]

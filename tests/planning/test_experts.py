@@ -1,0 +1,218 @@
+"""Which modules are taken for experts: what they compute on samples decides, never what they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpkernels as tpk
+from tpkernels.planning.experts import Refused, find_experts, layout_of
+from tpkernels.planning.styles import Experts
+
+pytestmark = pytest.mark.cpu
+
+E, H, N = 5, 8, 12
+
+
+class Mixed(nn.Module):
+    """Experts of any layout, one by one."""
+
+    def __init__(
+        self, gate: str = "halves", transposed: bool = False, bias: bool = False, hidden: int = H, features: int = N
+    ) -> None:
+        super().__init__()
+        self.gate, self.transposed = gate, transposed
+        wide = features * (2 if gate in ("halves", "pairs") else 1)
+        shapes = {"up": (wide, hidden), "down": (hidden, features)}
+        if gate == "separate":
+            shapes = {"gate_matrix": (wide, hidden)} | shapes
+        for name, (rows, columns) in shapes.items():
+            shape = (E, columns, rows) if transposed else (E, rows, columns)
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+            if bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(E, rows)))
+
+    def product(self, name: str, x: Tensor, expert: int) -> Tensor:
+        matrix, bias = getattr(self, name)[expert], getattr(self, f"{name}_bias", None)
+        return F.linear(x, matrix.t() if self.transposed else matrix, None if bias is None else bias[expert])
+
+    def middle(self, x: Tensor, expert: int) -> Tensor:
+        z = self.product("up", x, expert)
+        if self.gate == "":
+            return F.relu(z)
+        if self.gate == "separate":
+            return F.silu(self.product("gate_matrix", x, expert)) * z
+        gate, up = (z[..., ::2], z[..., 1::2]) if self.gate == "pairs" else z.chunk(2, -1)
+        return F.gelu(gate) * up
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(hidden_states)
+        for expert in range(self.down.shape[0]):  # type: ignore[index]
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            out = self.product("down", self.middle(hidden_states[token], expert), expert)
+            y = y.index_add(0, token, out * weights[token, slot, None])
+        return y
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gate", ["halves", "pairs", "separate", ""])
+def test_a_layout_is_found_by_what_is_computed(gate: str, transposed: bool, bias: bool) -> None:
+    found = layout_of(Mixed(gate, transposed, bias))
+    assert (found.layout.gate, found.layout.transposed, found.layout.call) == (gate, transposed, "routed")
+    assert (found.num_experts, found.d_model, found.d_ff) == (E, H, N)
+    activation = {"separate": "swiglu", "": "relu"}.get(gate, "geglu")
+    assert (found.layout.last, found.layout.activation) == ("down", activation)
+    firsts = ("gate_matrix", "up") if gate == "separate" else ("up",)
+    assert found.layout.firsts == firsts
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_square_matrices_tell_by_their_numbers_which_way_round_they_are(transposed: bool) -> None:
+    assert layout_of(Mixed("", transposed, hidden=N)).layout.transposed == transposed
+    assert layout_of(Mixed("pairs", transposed, hidden=2 * N)).layout.transposed == transposed
+
+
+class _Clamped(Mixed):
+    def middle(self, x: Tensor, expert: int) -> Tensor:
+        return super().middle(x, expert).clamp(max=1e5)
+
+
+class _Mixing(Mixed):
+    """Features are not independent of each other."""
+
+    def middle(self, x: Tensor, expert: int) -> Tensor:
+        return super().middle(x, expert).softmax(-1)
+
+
+class _Normed(Mixed):
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return F.normalize(super().forward(hidden_states, chosen, weights), dim=-1)
+
+
+class _Weighted(Mixed):
+    """The weights come before the experts, where they are not linear."""
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        scale = weights.sum(1, keepdim=True)
+        return super().forward(hidden_states * scale, chosen, torch.ones_like(weights))
+
+
+class _Dropping(Mixed):
+    def middle(self, x: Tensor, expert: int) -> Tensor:
+        return F.dropout(super().middle(x, expert), 0.1, self.training)
+
+
+class _OtherInEvaluation(Mixed):
+    def middle(self, x: Tensor, expert: int) -> Tensor:
+        return super().middle(x, expert) * (1.0 if self.training else 1.001)
+
+
+class _NoGradient(Mixed):
+    """Values are those of experts, gradients are not."""
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, chosen, weights.detach())
+
+
+class _CallsItself(Mixed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().__call__(*args, **kwargs)
+
+
+CHANGED = (_Clamped, _Mixing, _Normed, _Weighted, _Dropping, _OtherInEvaluation, _NoGradient, _CallsItself)
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_subclass_that_computes_something_else_is_refused(kind: type[Mixed]) -> None:
+    with pytest.raises(Refused) as raised:
+        layout_of(kind())
+    assert str(raised.value)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Mixed] = Mixed) -> None:
+        super().__init__()
+        self.up = nn.Linear(H, H)
+        self.router = nn.Linear(H, E)
+        self.experts = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen, weights)
+
+
+def test_what_stays_whole_says_why() -> None:
+    model = Model(_Mixing)
+    plan = tpk.make_plan(model, 2, example_inputs=torch.ones(4, H))
+    assert plan["experts"].is_replicated
+    assert "stay whole: its forward computes something else" in plan["experts"].reason
+    with pytest.raises(ValueError, match="experts=\"features\" cannot cut 'experts': its forward computes"):
+        tpk.make_plan(model, 2, example_inputs=torch.ones(4, H), experts="features")
+
+
+def test_a_plan_cuts_gate_and_up_alike_and_says_what_is_sent() -> None:
+    plan = tpk.make_plan(Model(), 5, example_inputs=torch.ones(4, H), experts="features")
+    entry = plan["experts"]
+    assert isinstance(entry.style, Experts)
+    up, down = entry.parameters
+    assert [shape[1] for shape in up.local_shapes] == [6, 6, 6, 6, 0]  # 12 as torch.chunk cuts, gate and up
+    assert [shape[2] for shape in down.local_shapes] == [3, 3, 3, 3, 0]
+    tokens, slots = 4 * H * 4, 4 * 2 * 4
+    assert entry.wire_bytes == 2 * (2 * tokens + slots) * 4 // 5
+    assert (entry.forward, entry.backward) == ("all-reduce of y", "all-reduce of dx, dr")
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+
+
+class _Reading(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts.down.mean()  # type: ignore[operator, union-attr]
+
+
+class _Sequences(Model):
+    """Calls the experts with three dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return self.up(torch.stack([self.experts(x[None, 0], chosen[None, 0, 0], weights[None, 0, 0]) for _ in x]))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(_Reading(), "uses without calling"), (_Sequences(), "other things than"), (Model(), "fewer features")],
+)
+def test_experts_that_others_read_or_that_are_called_otherwise_stay_whole(model: nn.Module, reason: str) -> None:
+    ranks = 2 * N if reason == "fewer features" else 2
+    overrides = {"router": "replicate", "up": "replicate"} if ranks > 2 else {}
+    if isinstance(model, _Sequences):
+        model.experts = _Single()  # type: ignore[assignment]
+    plan = tpk.make_plan(model, ranks, example_inputs=torch.ones(4, H), overrides=overrides)
+    assert plan["experts"].is_replicated and reason in plan["experts"].reason, plan["experts"].reason
+
+
+class _Single(Mixed):
+    """Also takes one expert for each token."""
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if chosen.dim() == 1:
+            chosen, weights = chosen[:, None], weights[:, None]
+        return super().forward(hidden_states, chosen, weights)
+
+
+@pytest.mark.parametrize(("asked", "said"), [("experts", "not there yet"), ("rows", '"auto" or "features"')])
+def test_other_ways_to_cut_experts_are_refused(asked: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tpk.make_plan(Model(), 2, example_inputs=torch.ones(4, H), experts=asked)
+
+
+def test_hooks_and_buffers_are_not_lost() -> None:
+    hooked, buffered = Mixed(), Mixed()
+    hooked.register_forward_hook(lambda *_: None)
+    buffered.register_buffer("seen", torch.zeros(E))
+    found, refused = find_experts(nn.ModuleList([hooked, buffered, Mixed()]))
+    assert list(found) == ["2"] and "hooks" in refused["0"] and "buffers" in refused["1"]

@@ -1,0 +1,202 @@
+"""The experts of a model's own class, cut by features in place: same calls, same state, this rank's slice of each.
+
+It owns how a module that holds all experts in 3-dimensional parameters becomes a parallel one: which layout it has
+(:class:`ExpertsLayout`), how its parameters are cut, and a forward that takes the arguments of the old one::
+
+    z = x[token] @ first[e]^T + b            a row per token and expert; e: the expert
+    y = sum over a token's rows of routing weight * (gate(z) @ last[e]^T + c)
+
+It assumes that the layout is right.  :mod:`tpkernels.planning.experts` compares it with the module's own forward.
+:class:`~tpkernels.nn.ParallelExperts` is for models that are written with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, shard_parameter
+from tpkernels.ops import Routing, copy_grouped_matmul, grouped_matmul_all_reduce
+from tpkernels.ops.contract import GATED, activation_forward, gate_forward
+
+__all__ = ["CutExperts", "ExpertsLayout", "arguments_of", "gated", "held_parts", "matrices_of", "routed"]
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """What a module of experts computes, and from which parameters; biases are called ``{name}_bias``."""
+
+    first: str = "gate_up_proj"
+    """``[E, F, H]``; ``[E, 2 * F, H]`` with "halves" and "pairs"."""
+    second: str = ""
+    """With "separate": the parameter of up, and ``first`` is that of the gate."""
+    last: str = "down_proj"
+    """``[E, H, F]``."""
+    gate: str = "halves"
+    """"halves": the gate's features before those of up; "pairs": one of each in turn; "separate"; "" for no gate."""
+    transposed: bool = False
+    """The last two dimensions are the other way round."""
+    activation: str = "swiglu"
+    """One of the ops'; or the module's own: ".name" of one tensor, "name()" of what ``first`` gives."""
+    call: str = "routed"
+    """"routed": called with tokens, and with the experts and weights of each; "blocks": with as many rows for each
+    expert, in the order of the experts."""
+
+    @property
+    def firsts(self) -> tuple[str, ...]:
+        return (self.first, self.second) if self.second else (self.first,)
+
+    @property
+    def features(self) -> int:
+        """The dimension of the features of ``first`` that is cut."""
+        return 2 if self.transposed else 1
+
+
+def held_parts(layout: ExpertsLayout, name: str, whole: Tensor) -> list[tuple[str, Tensor, int | None]]:
+    """What a cut module holds of a parameter: names, tensors, and the dimension along which each is cut."""
+    bias = name.endswith("_bias")
+    if name.removesuffix("_bias") == layout.last:
+        return [(name, whole, None if bias else 3 - layout.features)]
+    dim = 1 if bias else layout.features
+    if layout.gate == "halves":
+        return [(f"{name}_of_{part}", half, dim) for part, half in zip(_HALVES, whole.chunk(2, dim), strict=True)]
+    return [(name, whole.unflatten(dim, (-1, 2)) if layout.gate == "pairs" else whole, dim)]
+
+
+_HALVES = ("gate", "up")
+
+
+def matrices_of(layout: ExpertsLayout, held: Mapping[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """``[E, features, H]`` and biases ``[E, features]``: those of gate and up, or one for both in turn."""
+    matrices, biases = [], []
+    for first in layout.firsts:
+        for part in _HALVES if layout.gate == "halves" else ("",):
+            suffix = f"_of_{part}" if part else ""
+            matrix, bias = cast(Tensor, held[first + suffix]), held.get(f"{first}_bias{suffix}")
+            if layout.gate == "pairs":
+                matrix = matrix.flatten(layout.features, layout.features + 1)
+                bias = None if bias is None else bias.flatten(1)
+            matrices.append(matrix.transpose(1, 2) if layout.transposed else matrix)
+            biases.append(bias)
+    return matrices, biases
+
+
+def gated(module: nn.Module, layout: ExpertsLayout, products: Sequence[Tensor]) -> Tensor:
+    """What goes into ``last``: the activation of what the matrices gave, rows by features."""
+    how = layout.activation
+    if how.endswith("()"):
+        joined = products[0] if len(products) == 1 else torch.cat(list(products), -1)
+        return cast(Tensor, getattr(module, how[:-2])(joined))
+    own = getattr(module, how[1:]) if how.startswith(".") else None
+    if not layout.gate:
+        return cast(Tensor, own(products[0])) if own is not None else activation_forward(how or None, products[0])
+    gate, up = (products[0][..., 0::2], products[0][..., 1::2]) if layout.gate == "pairs" else products
+    return cast(Tensor, own(gate) * up) if own is not None else gate_forward(how, gate, up)
+
+
+def arguments_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call in the order of the forward's parameters ``names``."""
+    return [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+
+
+def routed(layout: ExpertsLayout, given: Sequence[Any], num_experts: int) -> tuple[Tensor, Routing] | None:
+    """The tokens of a call and their routing, or None for a call that is none of this layout's."""
+    if not all(isinstance(one, Tensor) for one in given) or len(given) != (3 if layout.call == "routed" else 1):
+        return None
+    x, *others = given
+    if x.dim() != 2 or not x.is_floating_point():
+        return None
+    if layout.call == "blocks":
+        if x.shape[0] % num_experts:
+            return None
+        rows = torch.arange(num_experts, device=x.device).repeat_interleave(x.shape[0] // num_experts)
+        return x, Routing(rows[:, None], x.new_ones(x.shape[0], 1))
+    chosen = [one for one in others if not one.is_floating_point()]
+    weights = [one for one in others if one.is_floating_point()]
+    if len(chosen) != 1 or chosen[0].dim() != 2 or chosen[0].shape != weights[0].shape:
+        return None
+    return x, Routing(chosen[0].long(), weights[0])
+
+
+class CutExperts(nn.Module):
+    """The experts of another class, of which this rank has a slice; made by :meth:`of`, an instance of both classes."""
+
+    experts_layout: ExpertsLayout
+    experts_implementation: str
+    takes: tuple[str, ...]
+    """Names of the parameters of the old forward."""
+
+    @classmethod
+    def of(cls, module: nn.Module, layout: ExpertsLayout, mesh: DeviceMesh, implementation: str = "auto") -> CutExperts:
+        """A parallel module in the place of ``module``, which stays as it is; all ranks call it."""
+        kind = _subclass_of(type(module))  # type: ignore[arg-type]
+        made = kind.__new__(kind)
+        made.__dict__ = dict(module.__dict__) | {"_parameters": {}}
+        for name, whole in module._parameters.items():
+            assert whole is not None
+            for part, tensor, dim in held_parts(layout, name, whole.detach()):
+                if dim is None:
+                    made._parameters[part] = replicate_parameter(tensor, mesh, requires_grad=whole.requires_grad)
+                else:
+                    made._parameters[part] = shard_parameter(tensor, mesh, dim, requires_grad=whole.requires_grad)
+        made.__dict__ |= {"experts_layout": layout, "experts_implementation": implementation}
+        return made
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that the parameters live on."""
+        return mesh_of(cast(Tensor, self._parameters[self.experts_layout.last]))
+
+    def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """The parameters that were halves: along which dimension which of this module's make them up."""
+        if self.experts_layout.gate != "halves":
+            return {}
+        first, bias = self.experts_layout.first, f"{self.experts_layout.first}_bias"
+        names = {first: self.experts_layout.features, bias: 1}
+        parts = {name: tuple(f"{name}_of_{part}" for part in _HALVES) for name in names}
+        return {name: (dim, parts[name]) for name, dim in names.items() if parts[name][0] in self._parameters}
+
+    def parameters_by_unit(self) -> dict[str, int]:
+        """The parameters of pairs have a dimension for them, before this one of the original."""
+        names = {self.experts_layout.first: self.experts_layout.features, f"{self.experts_layout.first}_bias": 1}
+        return {
+            name: dim for name, dim in names.items() if self.experts_layout.gate == "pairs" and name in self._parameters
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the module gave before, whole on every rank, from the same arguments."""
+        layout, last = self.experts_layout, self.experts_layout.last
+        held = {name: local(parameter) for name, parameter in self._parameters.items()}
+        down = cast(Tensor, held[last])
+        found = routed(layout, arguments_of(self.takes, args, kwargs), down.shape[0])
+        if found is None:
+            expected = "tokens, experts and weights" if layout.call == "routed" else "a block of rows for each expert"
+            given = [tuple(one.shape) for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+            raise ValueError(f"these experts take {expected}, as tensors of two dimensions, got shapes {given}")
+        (x, routing), mesh = found, self.mesh
+        matrices, biases = matrices_of(layout, held)
+        in_op = layout.gate in ("halves", "separate") and layout.activation in GATED
+        products = copy_grouped_matmul(
+            x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
+            implementation=self.experts_implementation,
+        )  # fmt: skip
+        h = products if in_op else gated(self, layout, products)
+        return grouped_matmul_all_reduce(
+            h, down.transpose(1, 2) if layout.transposed else down, routing, mesh, bias=held.get(f"{last}_bias"),
+            implementation=self.experts_implementation,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _subclass_of(kind: type[nn.Module]) -> type[CutExperts]:
+    """A class that calls as :class:`CutExperts` does, and has what else ``kind`` has, such as its gate."""
+    takes = tuple(inspect.signature(kind.forward).parameters)[1:]
+    members = {"takes": takes, "__module__": CutExperts.__module__, "__doc__": kind.__doc__}
+    return cast("type[CutExperts]", type(kind.__name__, (CutExperts, kind), members))

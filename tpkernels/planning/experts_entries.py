@@ -1,0 +1,73 @@
+"""Entries of a plan for modules of experts: every rank's shapes, what is sent, and the implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.ops.explain import explain
+from tpkernels.partition import chunk_sizes
+from tpkernels.planning.plan import ParameterCut
+from tpkernels.planning.styles import Experts
+
+__all__ = ["Traffic", "cut_of_experts", "experts_implementation", "experts_traffic"]
+
+_OP = "grouped_matmul_all_reduce"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one module sends: names of the collectives, and bytes of one rank in forward and backward."""
+
+    forward: str
+    backward: str
+    wire_bytes: int | None
+    op: str | None
+    """The op whose implementation is chosen."""
+
+
+def cut_of_experts(name: str, parameter: nn.Parameter, style: Experts, world_size: int) -> ParameterCut:
+    """How a parameter of the experts is cut: gate and up alike."""
+    layout, shape = style.layout, tuple(parameter.shape)
+    bias = name.endswith("_bias")
+    dim: int | None = 1 if bias else layout.features
+    width = 2 if layout.gate in ("halves", "pairs") else 1
+    if name.removesuffix("_bias") == layout.last:
+        dim, width = None if bias else 3 - layout.features, 1
+    shapes = [shape] * world_size
+    if dim is not None:
+        sizes = chunk_sizes(shape[dim] // width, world_size)
+        shapes = [(*shape[:dim], width * size, *shape[dim + 1 :]) for size in sizes]
+    return ParameterCut(name, shape, dim, tuple(shapes), parameter.element_size())
+
+
+def experts_traffic(
+    style: Experts, parameters: Mapping[str, Tensor], tokens: int | None, slots: int, world_size: int, needs_dx: bool
+) -> Traffic:
+    """All-reduces of the tokens that come out, of the gradient of those that go in, and of that of the routing."""
+    routed = style.layout.call == "routed"
+    backward = (["dx"] if needs_dx else []) + (["dr"] if routed else [])
+    down = parameters[style.last]
+    words = f"all-reduce of {', '.join(backward)}" if backward else "-"
+    sent = None
+    if tokens is not None:
+        hidden = down.shape[2 if style.transposed else 1] * down.element_size()
+        sent = (1 + needs_dx) * tokens * hidden
+        sent += slots * max(4, down.element_size()) if routed else 0  # summed in fp32, or fp64
+        sent = 2 * sent * (world_size - 1) // world_size
+    return Traffic("all-reduce of y", words, sent, _OP)
+
+
+def experts_implementation(
+    style: Experts, parameters: Mapping[str, Tensor], tokens: int | None, slots: int, group: DeviceMesh | None
+) -> str:
+    """What runs: asked of the group, where there is one and the tokens are known."""
+    if style.implementation != "auto" or group is None or group.size() == 1 or not tokens:
+        return style.implementation
+    experts, n, k = parameters[style.last].shape
+    n, k = (k, n) if style.transposed else (n, k)
+    dtype = parameters[style.last].dtype
+    return explain(_OP, m=tokens, n=n, k=k, dtype=dtype, group=group, experts=experts, top_k=slots // tokens).chosen
