@@ -26,7 +26,9 @@ CASES = (
     ("mixtral", 2), ("deepseek_v3", 3), ("qwen3_moe", 3), ("qwen2_moe", 3), ("olmoe", 3), ("phimoe", 3),
     ("gpt_oss", 2), ("granitemoe", 3), ("llama4_text", 3), ("jamba", 3), ("nemotron_h", 3), ("mixtral", 3),
 )  # fmt: skip
-"""Families and ranks; the first one of each line is in the sample."""
+"""Families and ranks; the first of each line is in the sample."""
+CANNOT_GENERATE = ("jamba",)
+"""With two layers it has no attention, without which its cache does not work."""
 STEPS = 3
 
 
@@ -64,7 +66,7 @@ def beside_the_unsharded(name: str, folder: str) -> list[str]:
         ours, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, plain))
         limit = LIMIT[True]
         for step in range(STEPS):
-            losses = [one(input_ids=ids(step), labels=ids(step)).loss for one in (model, plain)]
+            losses = [one(input_ids=ids(step), labels=ids(step), use_cache=False).loss for one in (model, plain)]
             problem = differs(losses[0].detach(), losses[1].detach(), limit)
             wrong += [f"loss of step {step}: {problem}"] if problem else []
             for loss in losses:
@@ -74,7 +76,7 @@ def beside_the_unsharded(name: str, folder: str) -> list[str]:
                 optimizer.step()
                 optimizer.zero_grad()
         wrong += [f"after the steps: {problem}" for problem in compare_tensors(model, plain, limit, gradients=False)]
-        if hasattr(plain, "generate") and not torch.equal(tokens_of(model), tokens_of(plain)):
+        if name not in CANNOT_GENERATE and not torch.equal(tokens_of(model), tokens_of(plain)):
             wrong.append("other tokens are generated")
         return wrong + _state(name, model, ours, plain, folder)
 
