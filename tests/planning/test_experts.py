@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpkernels as tpk
-from tpkernels.planning.experts import Refused, find_experts, layout_of
+from tpkernels.planning.experts import Refused, check_layout, find_experts, layout_of
 from tpkernels.planning.styles import Experts
 
 pytestmark = pytest.mark.cpu
@@ -216,3 +216,26 @@ def test_hooks_and_buffers_are_not_lost() -> None:
     buffered.register_buffer("seen", torch.zeros(E))
     found, refused = find_experts(nn.ModuleList([hooked, buffered, Mixed()]))
     assert list(found) == ["2"] and "hooks" in refused["0"] and "buffers" in refused["1"]
+
+
+def test_a_plan_for_another_class_is_refused_where_it_is_applied() -> None:
+    known = layout_of(Mixed()).layout
+    check_layout(Mixed(hidden=3, features=5), known)
+    for other in (Mixed("pairs"), Mixed(transposed=True), _Clamped(), Mixed("")):
+        with pytest.raises(Refused):
+            check_layout(other, known)
+
+
+class _OwnGate(Mixed):
+    """In fp32, where the op's gate gives the same."""
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        gate, up = z.chunk(2, -1)
+        return (F.gelu(gate.float()) * up.float()).to(z.dtype)
+
+    def middle(self, x: Tensor, expert: int) -> Tensor:
+        return self._apply_gate(self.product("up", x, expert))
+
+
+def test_a_gate_that_the_class_defines_is_kept() -> None:
+    assert layout_of(_OwnGate()).layout.activation == "_apply_gate()"

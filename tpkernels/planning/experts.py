@@ -27,7 +27,7 @@ from tpkernels.nn.cut_experts import ExpertsLayout, gated, held_parts, matrices_
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.layers import HARMLESS
 
-__all__ = ["CalledOtherwise", "KnownExperts", "Refused", "find_experts", "layout_of"]
+__all__ = ["CalledOtherwise", "KnownExperts", "Refused", "check_layout", "find_experts", "layout_of"]
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, FEATURES = 6, 2, 4, 24, 16
 SCALES = (1.0, 1e-2, 1e3, 1e6)
@@ -112,6 +112,26 @@ def layout_of(module: nn.Module) -> KnownExperts:
     raise Refused(problem)
 
 
+def check_layout(module: nn.Module, layout: ExpertsLayout) -> None:
+    """Compare a layout that is known already, from a plan for this module or one like it.
+
+    Raises:
+        Refused: the module computes something else.
+    """
+    why = _unswappable(module)
+    if why is not None:
+        raise Refused(why)
+    for found in _candidates(module):
+        if replace(found.layout, activation=layout.activation) == layout:
+            try:
+                agrees = _Trial(module, found).agrees(layout)
+            except _DoesNotRun as error:
+                raise Refused(str(error)) from None
+            if agrees:
+                return
+    raise Refused(f"it does not compute what the plan expects, {layout}")
+
+
 def _unswappable(module: nn.Module) -> str | None:
     """What a swap would lose, or what it cannot express."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -170,10 +190,12 @@ def _takes(module: nn.Module) -> list[str]:
 
 
 def _activations(module: nn.Module, layout: ExpertsLayout) -> Iterator[ExpertsLayout]:
-    """The op's own first, which is computed with the GEMM; then what the module has."""
+    """A gate that the class itself defines, the op's own, which is computed with the GEMM, then what else there is."""
     names = ["swiglu", "geglu"] if layout.gate else ["silu", "gelu", "relu", "gelu_tanh"]
-    if layout.gate in ("halves", "pairs") and callable(getattr(module, "_apply_gate", None)):
-        names.append("_apply_gate()")
+    gate = getattr(type(module), "_apply_gate", None)
+    if layout.gate in ("halves", "pairs") and callable(gate):
+        own = getattr(gate, "__name__", "") == "_apply_gate"  # transformers gives others a function of another name
+        names.insert(0 if own else len(names), "_apply_gate()")
     names += [f".{name}" for name in ("act_fn", "activation_fn", "act", "activation") if _is_function(module, name)]
     for name in names:
         yield replace(layout, activation=name)

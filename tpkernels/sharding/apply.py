@@ -37,7 +37,7 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.torch_encoder import call_cut_layers
-from tpkernels.planning.experts import Refused, layout_of
+from tpkernels.planning.experts import Refused, check_layout
 from tpkernels.planning.hints import match
 from tpkernels.planning.layers import Layer, is_attention, layer_of, take_place, unswappable
 from tpkernels.planning.plan import ShardingPlan
@@ -215,11 +215,9 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
 def _check_experts(name: str, module: nn.Module, style: Experts) -> None:
     """Compare again: a plan may come from a file, and the class may have changed since."""
     try:
-        found = layout_of(module).layout
+        check_layout(module, style.layout)
     except Refused as error:
         raise ValueError(f"module {name!r} cannot be cut as experts: {error}") from None
-    if found != style.layout:
-        raise ValueError(f"module {name!r} has experts of {found}, the plan expects {style.layout}")
     dispatch.check_name("grouped_matmul_all_reduce", style.implementation)
 
 
