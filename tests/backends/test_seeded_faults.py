@@ -222,6 +222,7 @@ def test_without_a_fault_nothing_is_reported(ranks: Pools, world: int, name: str
         assert set(results.values()) == {(None, 0)}
 
 
+@pytest.mark.sample(15)
 @every_implementation
 @few_worlds
 @pytest.mark.parametrize("fault", FAULTS)

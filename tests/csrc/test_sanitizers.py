@@ -196,7 +196,7 @@ def _check_clean(tree: Tree, command: str, full: bool) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", ""), done.stderr
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_caught(name: str, with_thread_sanitizer: Tree, with_address_sanitizer: Tree) -> None:
     fault = FAULTS[name]

@@ -316,7 +316,9 @@ def test_no_launch_has_more_blocks_than_the_group_may_wait_with() -> None:
             assert getattr(LoneRank(library, most), name)() == min(most, wanted), name
 
 
-def test_a_launch_that_does_not_ask_is_seen() -> None:
+def test_a_launch_that_does_not_ask_is_seen(full: bool) -> None:
+    if not full:
+        pytest.skip("--full: compiles the launches once more")
     uncapped = {
         "reduce.cu": {"a.group->max_blocks": "512"},
         "one_shot.cu": {"std::min(most, group.max_blocks)": "std::min(most, 1000 * group.max_blocks)"},

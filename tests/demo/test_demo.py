@@ -90,6 +90,7 @@ def train_small(fault: bool, steps: int) -> training.TrainingReport:
         return training.run_training(tp_mesh(), steps, 0, lambda _: lambda step, loss: None, SMALL)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_on_ranks_follows_the_one_process_within_the_bound(ranks: Pools, world: int) -> None:

@@ -249,6 +249,7 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_caught(interpreter: Interpreter, tmp_path: Path, name: str) -> None:
     scenario, file, change, options = FAULTS[name]

@@ -26,7 +26,7 @@ SOME = {
     4: ("opt 10", "qwen2", "conv_lstm"),
 }
 """Families at numbers of ranks that their heads do not divide; all of them with ``--full``."""
-SAMPLE = {2: ("bloom", "swin", "mamba"), 3: ("gemma",), 4: ("stablelm",)}
+SAMPLE = {2: ("bloom", "swin"), 3: ("gemma",), 4: ("stablelm",)}
 """Of the architectures that nothing knows; all of them with ``--full``."""
 
 
@@ -49,7 +49,7 @@ def found(ranks: Pools, world: int, cases: list[tuple[str, dict[str, Any]]]) -> 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_families_compute_what_the_unsharded_model_computes(ranks: Pools, world: int, full: bool) -> None:
-    even = [name for name in (*zoo.FAMILIES, *zoo.PLAIN) if not name.endswith(" 10")]
+    even = [name for name in (*tuple(zoo.FAMILIES)[::2], *zoo.PLAIN) if not name.endswith(" 10")]
     names = (*zoo.FAMILIES, *zoo.UNEVEN, *zoo.PLAIN) if full else even if world == 2 else SOME[world]
     plans = found(ranks, world, [(name, WHOLE) for name in names])
     styles = {name: set(plan["styles"].values()) for name, plan in plans.items()}
@@ -64,7 +64,7 @@ def test_families_compute_what_the_unsharded_model_computes(ranks: Pools, world:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_families_with_a_residual_cut_along_the_sequence(ranks: Pools, world: int, full: bool) -> None:
-    names = {2: (*tuple(zoo.FAMILIES)[::2], "transformer"), 3: ("llama", "t5 10"), 4: ("gpt2 10", "mistral")}[world]
+    names = {2: (*tuple(zoo.FAMILIES)[1::2], "transformer"), 3: ("llama", "t5 10"), 4: ("gpt2 10", "mistral")}[world]
     if full:
         names = (*zoo.FAMILIES, *zoo.UNEVEN, "transformer", "transformer 10")
     for name, plan in found(ranks, world, [(name, CUT) for name in names]).items():

@@ -164,7 +164,7 @@ def test_the_compiled_block_equals_the_eager_one(ranks: Pools) -> None:
     ranks(2).run(compiled_equals_eager, timeout=LIMIT_S)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 2), (8, 1)])
 def test_the_block_equals_the_unsharded_one_gradients_included(ranks: Pools, shape: tuple[int, int]) -> None:

@@ -40,6 +40,7 @@ def test_integers_are_exact_at_any_chunk_count(ranks: Pools, world: int, num_chu
         ranks(world).run(check_all, [case.but(implementation=name, call=repetition) for case in cases], num_chunks)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_large_all_reduce_in_two_phases_is_exact(ranks: Pools, world: int) -> None:
     """With more than two ranks an all-reduce of this size is a reduce-scatter and a gather."""

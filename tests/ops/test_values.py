@@ -25,6 +25,7 @@ def equal(op: str, world: int, **changes: object) -> Case:
     return Case(op, (12, 24)).but(**changes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_dtype_is_within_the_bound(ranks: Pools, world: int) -> None:
     cases = [
@@ -76,7 +77,7 @@ def test_shards_may_be_uneven_fewer_than_ranks_or_empty(ranks: Pools, world: int
         ranks(world).run(check_all, cases, num_chunks)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_inner_sizes_may_be_zero_or_one(ranks: Pools, world: int) -> None:
     cases = []
@@ -90,6 +91,7 @@ def test_inner_sizes_may_be_zero_or_one(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_size_that_only_a_rank_knows_may_differ_between_ranks(ranks: Pools, world: int) -> None:
     k_sizes = (1, 9) if world == 2 else (5, 0, 7) if world == 3 else (2, 0, 7, 1)
@@ -101,6 +103,7 @@ def test_the_size_that_only_a_rank_knows_may_differ_between_ranks(ranks: Pools, 
     ranks(world).run(check_all, cases, 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_gather_feeds_several_weights_with_and_without_biases(ranks: Pools, world: int) -> None:
     cases = []
@@ -115,6 +118,7 @@ def test_one_gather_feeds_several_weights_with_and_without_biases(ranks: Pools, 
         )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_activation_is_applied_after_the_bias(ranks: Pools, world: int) -> None:
     cases = [
@@ -127,6 +131,7 @@ def test_every_activation_is_applied_after_the_bias(ranks: Pools, world: int) ->
     ranks(world).run(check_all, cases, 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_gated_activation_makes_one_output_of_gate_and_up(ranks: Pools, world: int) -> None:
     gated = Case(GATHER, (12, 16), ns=(7, 7), activation="swiglu")
@@ -143,6 +148,7 @@ def test_a_gated_activation_makes_one_output_of_gate_and_up(ranks: Pools, world:
     ranks(world).run(check_all, cases, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_inputs_need_not_be_contiguous(ranks: Pools, world: int) -> None:
     cases = []
@@ -155,7 +161,7 @@ def test_inputs_need_not_be_contiguous(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_real_sizes_with_the_chunk_counts_and_choices_of_the_library(ranks: Pools, world: int) -> None:
     cases = []
