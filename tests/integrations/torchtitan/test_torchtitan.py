@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
+import re
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +30,15 @@ from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
 from tpkernels.integrations import torchtitan as tpk_torchtitan
 
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = "torchtitan_llama3.py"
 VOCABULARY, LENGTH, STEPS = 64, 8, 6
 IMPORTS = ["tpkernels.integrations.torchtitan.attention", "tpkernels.integrations.torchtitan.feed_forward"]
 
@@ -225,10 +232,36 @@ def test_llama_with_our_blocks_is_as_exact_as_one_process(ranks: Pools) -> None:
                 assert torch.equal(result["compiled"][name], result["ours"][name]), name
 
 
+def run_example(path: str) -> tuple[str, dict[str, int]]:
+    """As a file, with torch's attention and no masks in the place of CUDA's kernels."""
+    output = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"))
+        enter(mock.patch.object(FlexAttention, "forward", Attention.forward))
+        enter(mock.patch.object(Decoder, "get_attention_masks", lambda self, positions: None))
+        enter(mock.patch.object(sys, "argv", [path, "--steps", "3", "--layers", "1"]))
+        counts = enter(counted())
+        enter(contextlib.redirect_stdout(output))
+        runpy.run_path(path, run_name="__main__")
+    return output.getvalue(), dict(counts)
+
+
+@pytest.mark.gloo
+def test_the_example_runs_as_a_file_and_learns(ranks: Pools) -> None:
+    path = str(ROOT / "examples" / EXAMPLE)
+    ((alone, _),) = ranks(1).run(run_example, path, timeout=LIMIT_S)
+    (output, counts), (other, _) = ranks(2).run(run_example, path, timeout=LIMIT_S)
+    one, two = ([float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", said, re.M)] for said in (alone, output))
+    assert len(two) == 3 and two[2] < two[0] and other == "", output
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 2e-4, (one, two)
+    assert counts == {"all_gather_matmul": 2 * 3, "matmul_reduce_scatter": 2 * 3}
+
+
 @pytest.mark.cpu
-def test_the_page_names_the_overrides() -> None:
-    page = Path(__file__).resolve().parents[3].joinpath("docs", "trainers.md").read_text(encoding="utf-8")
-    assert f"--override.imports {','.join(IMPORTS)}\n" in page
+def test_the_page_names_the_overrides_and_the_example() -> None:
+    page = ROOT.joinpath("docs", "trainers.md").read_text(encoding="utf-8")
+    assert f"--override.imports {','.join(IMPORTS)}\n" in page and f"`examples/{EXAMPLE}`" in page
 
 
 @pytest.mark.cpu
