@@ -275,8 +275,8 @@ def slow_reader() -> None:
     """Rank 1 reads the records of a new call long after its peer has gone on: the facts must still be there."""
     original = agreement._poll
 
-    def poll(group: Group, keys: list[str], timeout: float, hopeless: Callable[[float], bool]) -> list[int]:
-        missing = original(group, keys, timeout, hopeless)
+    def poll(group: Group, *args: Any) -> list[int]:
+        missing = original(group, *args)
         if dist.get_rank() == 1:
             time.sleep(1.5)
         return missing

@@ -94,7 +94,7 @@ EDITS = (
     Edit("comm/monitor.py", "presence.tell(self.group, verdict, self.store)", "pass", "tests/comm/test_works.py"),
     Edit(
         "comm/monitor.py",
-        "            transport.abort(self.group)\n\n    def _compare_order",
+        "        transport.abort(self.group)\n\n    def _compare_order",
         "\n    def _compare_order",
         FAILURES,
     ),

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from tpkernels import config
 from tpkernels.comm import gloo_threads
+from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.device_backends import DeviceBackends
 from tpkernels.comm.job_store import meet_as_torchrun, meet_at
 from tpkernels.comm.trail import Trail
@@ -94,12 +95,23 @@ class Group:
     visits: tuple[int, ...] = ()
     """How many groups each rank has come to with this store: tells what it says here from what it said of another."""
     peers: tuple[Identity, ...] = ()
+    store_host: int | None = None
+    """The rank whose process serves the store; None where that is nobody's."""
     links: dict[str, dict[str, float]] = field(default_factory=dict)
     """This rank's measured costs of the link and of the resources, by the type of the tensors' device."""
     resources: dict[str, Any] = field(default_factory=dict)
     """What the backends own in this group, by name; see :mod:`tpkernels.comm.resources`."""
     costs: dict[tuple[str, torch.dtype], Any] = field(default_factory=dict)
     """Costs that the ranks agreed on, by the type of the tensors' device and their dtype."""
+
+    _control: tuple[Any, BoundedStore] | None = None
+
+    @property
+    def control(self) -> BoundedStore:
+        """The store, for whoever talks about calls: requests end after the group's timeout at the latest."""
+        if self._control is None or self._control[0] is not self.store:
+            self._control = self.store, BoundedStore(self.store, self.timeout)
+        return self._control[1]
 
     @property
     def pg(self) -> dist.ProcessGroup:

@@ -46,6 +46,14 @@ class Identity:
         except OSError:  # we cannot look (no descriptors left, perhaps): that says nothing about the peer
             return False
 
+    def is_stopped(self) -> bool:
+        """Whether the process is known to be stopped, by a signal or a debugger, and so cannot answer anybody."""
+        try:
+            found = _state(self.pid) if self.is_local else None
+        except OSError:
+            return False
+        return found is not None and found[0] in "Tt" and found[1] == self.started
+
 
 @cache
 def _host() -> str:
@@ -55,10 +63,15 @@ def _host() -> str:
 
 def _start_time(pid: int) -> int | None:
     """Start time of a living process in clock ticks since boot, None for one that is gone or a zombie."""
+    found = _state(pid)
+    return None if found is None or found[0] in "ZX" else found[1]
+
+
+def _state(pid: int) -> tuple[str, int] | None:
+    """The state of a process, a letter, and its start time; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat[stat.rindex(")") + 2 :].split()  # the command name in parentheses may hold spaces
-    state, start_time = fields[0], int(fields[19])
-    return None if state in "ZX" else start_time
+    return fields[0], int(fields[19])

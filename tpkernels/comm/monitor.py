@@ -20,9 +20,8 @@ import atexit
 import logging
 import threading
 import time
-from typing import Any
 
-from tpkernels.comm import agreement, presence, resources, transport
+from tpkernels.comm import agreement, blame, presence, resources, transport
 from tpkernels.comm.call_order import Comparison
 from tpkernels.comm.groups import Group, InFlight, live_groups
 from tpkernels.comm.trail import Trail
@@ -36,6 +35,8 @@ SUSPICIOUS_AFTER = 0.5
 HEARTBEAT_EVERY = 1.0
 # What a rank that has come to its end in good order has sent arrives within this time of its leaving, or never.
 STANDS_STILL = 1.0
+# One request to the store takes no longer; the monitor has other groups to look after.
+STORE_PATIENCE = 1.0
 
 _log = logging.getLogger(__name__)
 _stop = threading.Event()
@@ -63,11 +64,11 @@ def _shut_down() -> None:
 
 
 class _Watch:
-    """The monitor's view of one group; its own store connection, because a store client serves one caller at a time."""
+    """The monitor's view of one group; its own store connection, because c10d's client serves one caller at a time."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.store: Any = group.store.clone()
+        self.store = group.control.second(limit=STORE_PATIENCE)
         self.beats = 0
         self.next_beat = 0.0
         self.order = Comparison()
@@ -84,23 +85,31 @@ class _Watch:
             self._look_at_works(self.group.works, now)
         for resource in resources.held(self.group):
             resource.tick(self.group, self._knows_of_a_loss)
+        in_flight = self.group.in_flight
+        is_suspicious = in_flight is not None and now - in_flight.since > SUSPICIOUS_AFTER
+        if in_flight is not None and is_suspicious and self._sees_a_death():  # the store may have died with that peer
+            self._end_call(in_flight, None, now)
+            return
         if now >= self.next_beat:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
             self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
         if self.group.trail is not None and self.group.verdict is None:
             self._compare_order(self.group.trail)
-        in_flight = self.group.in_flight
-        if in_flight is None or now - in_flight.since <= SUSPICIOUS_AFTER:
+        if in_flight is not None and is_suspicious:
+            verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
+            if hopeless:
+                self._end_call(in_flight, verdict, now)
+
+    def _end_call(self, in_flight: InFlight, verdict: CommunicationError | None, now: float) -> None:
+        if self.group.in_flight is not in_flight:
             return
-        verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
-        if hopeless and self.group.in_flight is in_flight:
-            if self.group.works is not None:  # an abort that ends a wait for the device makes no error of it
-                verdict = verdict or self._blame(in_flight, "the call did not return", now - in_flight.since)
-            self.group.verdict = self.group.verdict or verdict
-            for resource in resources.held(self.group):
-                resource.abort()
-            transport.abort(self.group)
+        if self.group.works is not None:  # an abort that ends a wait for the device makes no error of it
+            verdict = verdict or self._blame(in_flight, "the call did not return", now - in_flight.since)
+        self.group.verdict = self.group.verdict or verdict
+        for resource in resources.held(self.group):
+            resource.abort()
+        transport.abort(self.group)
 
     def _compare_order(self, trail: Trail) -> None:
         verdict = self.order.look(self.group, trail, self.store)
@@ -133,7 +142,10 @@ class _Watch:
 
     def _knows_of_a_loss(self) -> bool:
         """Whether a peer has died or failed."""
-        return any(peer.is_dead() for peer in self.group.peers) or bool(presence.failures(self.group, self.store))
+        return self._sees_a_death() or bool(presence.failures(self.group, self.store))
+
+    def _sees_a_death(self) -> bool:
+        return any(peer.is_dead() for peer in self.group.peers)
 
     def _has_lost_a_peer(self) -> bool:
         try:
@@ -186,7 +198,7 @@ def _has_works(group: Group) -> bool:
 
 def _margin(group: Group) -> float:
     """Seconds that it takes to find whom to blame, and to abort."""
-    patience = 0.0 if group.co_located else agreement.HEARTBEAT_PATIENCE
+    patience = 0.0 if group.co_located else blame.HEARTBEAT_PATIENCE
     return min(0.1 * group.timeout, 1.0 + patience)
 
 
@@ -209,3 +221,5 @@ def _look_at_all(watches: dict[int, _Watch]) -> None:
         except RuntimeError as error:
             # Usually the store: its host died or the job is ending.  Calls in flight still end at their time-out.
             _log.debug("tpkernels monitor, group %s: %s: %s", group.name, type(error).__name__, error, exc_info=error)
+        except Exception as error:  # noqa: BLE001 - whatever it stumbles over, the other groups have no other monitor
+            _log.warning("tpkernels monitor, group %s: %r; it goes on", group.name, error, exc_info=error)

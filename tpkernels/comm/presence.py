@@ -2,7 +2,8 @@
 
 ``tpkernels/meeting/RANK`` in the group's store says who a rank is (:class:`~tpkernels.comm.liveness.Identity`) and, if
 so, why it failed; ``tpkernels/meeting/visits/RANK`` counts the groups that a rank has come to with this store, which
-tells what it says of this one from what it said of a predecessor.
+tells what it says of this one from what it said of a predecessor.  ``tpkernels/meeting/alarm`` exists once a rank has
+failed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from tpkernels.comm.bounded_store import BoundedStore, StoreLost
 from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CommunicationError
@@ -19,6 +21,10 @@ from tpkernels.errors import CommunicationError
 __all__ = ["come", "everybody", "existing", "failures", "present", "say", "tell"]
 
 _MEETING = "tpkernels/meeting"
+# Exists as soon as a rank of any group with this store has failed.
+_ALARM = f"{_MEETING}/alarm"
+# Seconds that an error waits for the store to take its note: one on the other side of the earth answers in a third.
+_AWAIT_STORE = 0.5
 
 
 def come(group: Group) -> None:
@@ -26,31 +32,36 @@ def come(group: Group) -> None:
     if group.visits:
         return
     visit = 0
-    with suppress(RuntimeError):  # the store's host may have died: the data path, and its time-out, will tell
-        visit = group.store.add(f"{_MEETING}/visits/{group.rank}", 1)
-        say(group, visit)
+    # The store's host may have died or be stopped: the data path, and its time-out, will tell.
+    with suppress(StoreLost):
+        store = group.control.within(min(2.0, max(0.2, 0.15 * group.timeout)))
+        visit = store.add(f"{_MEETING}/visits/{group.rank}", 1)
+        say(group, visit, None, store)
     # Until the cards say better: ranks that make their groups together have come as often as this one.
     group.visits = (visit,) * group.size
 
 
-def say(group: Group, visit: int, failed: Mapping[str, Any] | None = None, store: Any = None) -> None:
-    note = {"who": Identity.mine().to_json(), "visit": visit, "failed": failed}
-    (store or group.store).set(f"{_MEETING}/{group.rank}", json.dumps(note))
+def say(group: Group, visit: int, failed: Mapping[str, Any] | None, store: BoundedStore) -> None:
+    store.set(f"{_MEETING}/{group.rank}", _note(visit, failed))
 
 
-def present(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
+def _note(visit: int, failed: Mapping[str, Any] | None) -> str:
+    return json.dumps({"who": Identity.mine().to_json(), "visit": visit, "failed": failed})
+
+
+def present(group: Group, store: BoundedStore) -> dict[int, dict[str, Any]]:
     """What the ranks that have come to this group say in the meeting's place, by rank."""
-    said = everybody(group, store or group.store)
+    said = everybody(group, store)
     return {rank: one for rank, one in said.items() if one["visit"] == group.visits[rank]}
 
 
-def everybody(group: Group, store: Any) -> dict[int, dict[str, Any]]:
+def everybody(group: Group, store: BoundedStore) -> dict[int, dict[str, Any]]:
     """What is said there, even by a rank that has said it of a predecessor of this group."""
     texts = existing(store, {rank: f"{_MEETING}/{rank}" for rank in range(group.size)})
     return {rank: json.loads(text) for rank, text in texts.items()}
 
 
-def existing(store: Any, keys: dict[int, str]) -> dict[int, str]:
+def existing(store: BoundedStore, keys: dict[int, str]) -> dict[int, str]:
     """What is under those keys that exist now; two requests if all do, however many ranks there are."""
     if not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
@@ -58,18 +69,28 @@ def existing(store: Any, keys: dict[int, str]) -> dict[int, str]:
     return {rank: text.decode() for rank, text in zip(keys, texts, strict=True)}
 
 
-def failures(group: Group, store: Any = None) -> dict[int, dict[str, Any]]:
-    """The first failure of every other rank that has failed on this group, whether it or we had met the others."""
+def failures(group: Group, store: BoundedStore | None = None) -> dict[int, dict[str, Any]]:
+    """The first failure of every other rank that has failed on this group, whether it or we had met the others.
+
+    One request while nobody has failed with this store, however many ranks there are.
+    """
+    store = store or group.control
+    if not store.check([_ALARM]):
+        return {}
     said = present(group, store)
     return {rank: one["failed"] for rank, one in said.items() if rank != group.rank and one["failed"] is not None}
 
 
-def tell(group: Group, error: CommunicationError, store: Any) -> None:
-    """Leave a note for the peers; ``store``: the client of the thread that calls."""
-    note = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
+def tell(group: Group, error: CommunicationError, store: BoundedStore) -> None:
+    """Leave a note for the peers; ``store``: the client of the thread that calls.
+
+    Waits a moment for the store to take it, so that a peer which sees us gone from here on finds the note.
+    """
+    failed = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
+    note = _note(group.visits[group.rank], failed)
     try:
-        say(group, group.visits[group.rank], note, store)
-        # The store answers in order: a peer that sees us gone from here on finds the note.
-        store.check([f"{_MEETING}/{group.rank}"])
-    except RuntimeError as store_error:  # the store's host may be the very rank that died
-        error.add_note(f"the store could not be told: {store_error}")
+        store.post(
+            {f"{_MEETING}/{group.rank}": note, _ALARM: ""}, wait=min(_AWAIT_STORE, max(0.1, 0.08 * group.timeout))
+        )
+    except StoreLost as lost:  # the store's host may be the very rank that died
+        error.add_note(f"the store could not be told: {lost}")

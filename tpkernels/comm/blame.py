@@ -1,0 +1,147 @@
+"""How a failed call finds its culprit: by the processes of this host, and by what ranks say in the group's store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tpkernels.comm import presence, transport
+from tpkernels.comm.bounded_store import BoundedStore
+from tpkernels.comm.groups import Group
+from tpkernels.comm.records import Record, mismatch, read
+from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
+
+__all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first"]
+
+# A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
+HEARTBEAT_PATIENCE = 3.0
+_T = TypeVar("_T")
+_ERRORS: dict[str, type[CommunicationError]] = {
+    cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
+}
+
+
+def diagnose(group: Group, call: int, signature: str, error: transport.TransportFailure) -> CommunicationError:
+    """Turn a transport error into one that names its culprit; waits at most a few seconds for evidence."""
+    if group.verdict is not None:
+        return group.verdict
+    if error.verdict is not None:
+        return error.verdict(f"{_head(group, call, signature)}{error}", ranks=error.ranks)
+    waited = time.monotonic() - group.in_flight.since if group.in_flight is not None else 0.0
+    return blame(group, call, signature, str(error), waited)
+
+
+def blame(
+    group: Group,
+    call: int,
+    signature: str,
+    symptom: str,
+    waited: float,
+    *,
+    store: BoundedStore | None = None,
+    broken: bool = False,
+    suspects: Sequence[int] = (),
+) -> CommunicationError:
+    """Find the ranks that are gone, that failed first, or that did not come, in this order.
+
+    A call that has ``waited`` for the whole timeout has left its peers time to leave evidence; one that failed early
+    waits for it a little, because connections close before the process is gone.
+
+    Args:
+        store: the client of the thread that asks, if it is not the one that makes the group's calls.
+        broken: the transport has said that it failed: if no rank is to blame, it was not a matter of time.
+        suspects: ranks that were waited for, to name where nothing tells more.
+    """
+    head = _head(group, call, signature)
+    remote = [rank for rank, peer in enumerate(group.peers) if not peer.is_local]
+    patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
+    if waited > 0.9 * group.timeout:
+        patience = max(1.5, min(patience, 0.1 * waited)) if remote else 0.0
+    deadline = time.monotonic() + patience
+    looks = Looks(group, store)
+    first_beats = looks(lambda store: read(group, "beat", store)) if remote else {}
+    while True:
+        if group.verdict is not None:
+            return group.verdict
+        # In this order: a rank that failed because of another leaves its note first and dies later, if at all.
+        gone = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
+        notes = looks(lambda store: presence.failures(group, store))
+        dead = [rank for rank in gone if rank not in notes]
+        if dead:
+            return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
+        texts = looks(lambda store: read(group, f"call/{call}", store))
+        records = {rank: Record.from_json(text) for rank, text in texts.items()}
+        # What this rank has said of the call; what it waits for may be a later part, which has a name of its own.
+        records.setdefault(group.rank, Record(signature, {}))
+        difference = mismatch(group, call, records)
+        if difference is not None:
+            return difference
+        if notes:
+            return failed_first(head, notes)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    if looks.lost is not None:
+        return _store_lost(group, head, looks.lost, symptom, suspects)
+    beats = looks(lambda store: read(group, "beat", store)) if remote else {}
+    silent = [rank for rank in remote if rank != group.rank and beats.get(rank) == first_beats.get(rank)]
+    if silent:
+        return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
+    if broken:
+        return PeerLost(f"{head}every process is alive, but they cannot reach each other. {symptom}")
+    # Ranks whose operations run on a device do not stay in their calls: they say how far they have come.
+    order = looks(lambda store: read(group, "order", store))
+    reached = {rank: json.loads(text)["call"] for rank, text in order.items()}
+    late = [rank for rank in range(group.size) if rank not in records and reached.get(rank, -1) < call]
+    stopped = [rank for rank, peer in enumerate(group.peers) if peer.is_stopped()]
+    what = f", but rank(s) {late} did not come to this call" if late else ""
+    if stopped:
+        what = f", but rank(s) {stopped} are stopped and did not come"
+    elif suspects and not late:
+        what = f", but rank(s) {list(suspects)} did not answer"
+    return CollectiveTimeout(
+        f"{head}every rank is alive{what} within {group.timeout:g} s. {symptom}", ranks=stopped or late or suspects
+    )
+
+
+def _store_lost(
+    group: Group, head: str, lost: RuntimeError, symptom: str, suspects: Sequence[int]
+) -> CommunicationError:
+    """The error of a rank that the store does not answer any more, so that it learns nothing of its peers."""
+    if group.store_host is None:
+        whom, ranks = "", tuple(suspects)
+    else:
+        whom, ranks = f", which rank {group.store_host} serves", (group.store_host,)
+    return PeerLost(f"{head}the group's store{whom} is lost: {lost}. {symptom}", ranks=ranks)
+
+
+def failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> CommunicationError:
+    """The error of a rank whose peers left ``notes`` of their own."""
+    rank, note = next(iter(notes.items()))
+    cls = _ERRORS.get(note["kind"], PeerLost)
+    return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
+
+
+def _head(group: Group, call: int, signature: str) -> str:
+    return f"rank {group.rank}, call {call} on group {group.name!r} ({signature}): "
+
+
+class Looks:
+    """Looks into the store that end in time, whether it answers or not."""
+
+    def __init__(self, group: Group, store: BoundedStore | None = None) -> None:
+        # An error that names ranks has to come within 1.1 timeouts, and the first look that fails ends all others.
+        self._store = (store or group.control).within(min(1.0, max(0.1, 0.07 * group.timeout)))
+        self.lost: RuntimeError | None = None
+        """Why the last one has found nothing."""
+
+    def __call__(self, look: Callable[[BoundedStore], dict[int, _T]]) -> dict[int, _T]:
+        try:
+            found = look(self._store)
+        except RuntimeError as error:
+            self.lost = error
+            return {}
+        self.lost = None
+        return found

@@ -1,0 +1,212 @@
+"""A client of the group's store whose requests end.
+
+c10d's clients wait for an answer without a limit: a store whose host is stopped, or cut off without a word, holds them
+for ever, and Python sees no Ctrl-C meanwhile.  Here a thread of ours makes the request, and the one that asks waits for
+it as long as it has time.  A request that was not answered is not repeated: until its answer comes, if it ever does,
+every other request of the same client fails at once.
+
+Owns: the threads, a few per process, each of which makes one request at a time.
+Assumes: c10d's clients release Python's lock while they wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from tpkernels.comm.transport import TransportFailure
+
+__all__ = ["BoundedStore", "StoreLost"]
+
+_LISTEN = "0A"  # the state, as /proc/net/tcp has it
+
+
+class StoreLost(TransportFailure):
+    """The store did not answer in time, or its connection has failed."""
+
+
+class _Request:
+    __slots__ = ("_work", "answer", "ended")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self.ended = False
+
+    def make(self) -> tuple[Any, BaseException | None]:
+        try:
+            return self._work(), None
+        except BaseException as error:  # noqa: BLE001 - whoever asked raises it
+            return None, error
+
+
+class _Worker:
+    """A thread that makes requests, one after the other."""
+
+    def __init__(self) -> None:
+        self.requests: SimpleQueue[_Request] = SimpleQueue()
+        threading.Thread(target=self._run, name="tpkernels-store", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._serve(self.requests.get())
+
+    def _serve(self, request: _Request) -> None:
+        """A function of its own, so that an idle thread keeps no store alive."""
+        answer = request.make()
+        request.ended = True
+        _idle.append(self)  # before the answer: whoever gets it finds this thread for the next request
+        request.answer.put(answer)
+
+
+_idle: list[_Worker] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+
+
+def _start(request: _Request) -> None:
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.requests.put(request)
+
+
+class _Client:
+    """A connection, and the request that it is making; one at a time."""
+
+    def __init__(self, store: Any, has_spare: bool = False) -> None:
+        self.store = store
+        self._has_spare = has_spare
+        self._lock = threading.Lock()
+        self._unanswered: _Request | None = None
+        self._cloning: _Request | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        unanswered = self._unanswered
+        return unanswered is not None and not unanswered.ended
+
+    def ask(self, question: Callable[[Any], Any], limit: float) -> Any:
+        start = time.monotonic()
+        if not self._lock.acquire(timeout=limit):
+            raise StoreLost(f"the group's store did not answer another thread within {limit:.3g} s")
+        try:
+            if self.is_silent:
+                self._use_spare()
+            store = self.store
+            self._unanswered = request = _Request(lambda: question(store))
+            _start(request)
+            try:
+                value, error = request.answer.get(timeout=max(0.0, start + limit - time.monotonic()))
+            except Empty:
+                raise StoreLost(f"the group's store did not answer within {limit:.3g} s") from None
+        finally:
+            self._lock.release()
+        if isinstance(error, RuntimeError):  # what c10d raises
+            raise StoreLost(f"the connection to the group's store failed: {error}") from error
+        if error is not None:
+            raise error
+        return value
+
+    def _use_spare(self) -> None:
+        if self._has_spare and self._cloning is None:
+            self._cloning = _Request(self.store.clone)
+            _start(self._cloning)
+        if self._cloning is None or not self._cloning.ended:
+            raise StoreLost("the group's store still owes an earlier answer")
+        clone, error = self._cloning.answer.get()
+        self._cloning = None
+        if error is not None:
+            raise StoreLost(f"no second connection to the group's store: {error}") from error
+        self.store, self._unanswered = clone, None
+
+
+class BoundedStore:
+    """The requests that this library makes, each with a limit in seconds; any number of threads may ask."""
+
+    def __init__(self, store: Any, limit: float) -> None:
+        self._client = _Client(store)
+        self._limit = limit
+
+    def within(self, limit: float) -> BoundedStore:
+        """The same client for requests that have less time."""
+        return self._of(self._client, min(limit, self._limit))
+
+    def second(self, limit: float) -> BoundedStore:
+        """The same store for another thread, with a connection of its own as soon as this one does not answer.
+
+        c10d's client serves one caller at a time, and c10d itself may wait on it for minutes.  Not before: on a busy
+        host to connect took five seconds now and then, in which nobody looked after stuck calls.
+        """
+        return self._of(_Client(self._client.store, has_spare=True), limit)
+
+    @staticmethod
+    def _of(client: _Client, limit: float) -> BoundedStore:
+        view = BoundedStore.__new__(BoundedStore)
+        view._client, view._limit = client, limit
+        return view
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it owes an answer whose time is up."""
+        return self._client.is_silent
+
+    @property
+    def is_served_here(self) -> bool:
+        """Whether this process serves the store to the others: whether it listens at the store's port."""
+        store = getattr(self._client.store, "_underlying_non_prefix_store", self._client.store)
+        port = getattr(store, "port", None)
+        return port is not None and not _listening(int(port)).isdisjoint(_own_sockets())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._client.ask(lambda store: store.check(list(keys)), self._limit))
+
+    def set(self, key: str, value: str) -> None:
+        self._client.ask(lambda store: store.set(key, value), self._limit)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._client.ask(lambda store: store.add(key, amount), self._limit))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._client.ask(lambda store: store.multi_get(list(keys)), self._limit))
+
+    def post(self, notes: Mapping[str, str], *, wait: float) -> None:
+        """Set these, in this order, and return when the store has them; it gets them later if it is silent now.
+
+        Raises:
+            StoreLost: it does not have them after ``wait`` seconds, or is silent already.
+        """
+
+        def leave(store: Any) -> None:
+            for key, value in notes.items():
+                store.set(key, value)
+            store.check(list(notes))  # set() does not wait for an answer
+
+        if self.is_silent:  # c10d's client has a lock of its own: they are sent when it has answered
+            store = self._client.store
+            _start(_Request(lambda: leave(store)))
+            raise StoreLost("the group's store still owes an earlier answer")
+        self._client.ask(leave, min(wait, self._limit))
+
+
+def _listening(port: int) -> set[str]:
+    """The inodes of the sockets of this network namespace that listen at a port."""
+    rows: list[list[str]] = []
+    for table in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")):
+        with suppress(FileNotFoundError):  # no such protocol here
+            rows += [line.split() for line in table.read_text().splitlines()[1:]]
+    return {row[9] for row in rows if row[3] == _LISTEN and int(row[1].rpartition(":")[2], 16) == port}
+
+
+def _own_sockets() -> set[str]:
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # descriptors come and go
+            links.append(os.readlink(descriptor))
+    return {link[8:-1] for link in links if link.startswith("socket:[")}

@@ -1,0 +1,155 @@
+"""The first contact of a group's ranks: who everybody is, and under which prefix they talk from then on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpkernels.comm import presence, transport
+from tpkernels.comm.blame import HEARTBEAT_PATIENCE, Looks, failed_first
+from tpkernels.comm.groups import Group
+from tpkernels.comm.liveness import Identity
+from tpkernels.comm.records import Record, mismatch, raise_if
+from tpkernels.errors import CommunicationError, PeerLost
+
+__all__ = ["LOOK_EVERY", "card_of", "meet"]
+
+# So often a rank that waits for others looks for reasons to stop.
+LOOK_EVERY = 0.02
+# A rank that closes its connection and has never come to the meeting is gone; one that has may be about to say why.
+AWAIT_EVIDENCE = 0.02
+_CARD_BYTES = 4096
+
+
+def meet(group: Group, call: int, device: torch.device) -> None:
+    """First contact, on the data path: rank 0's key prefix, who everybody is, and whether one refused this ``call``.
+
+    A peer that died before its first call closes its connections, so its absence is noticed here without the store.
+    """
+    if group.key is not None:
+        return
+    start = time.monotonic()
+    presence.come(group)
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    device = group.backends.meeting_device(device)
+    tag, sends = transport.call_tag(0), []
+    if group.card is None:
+        group.card = card_of(group, device)
+        sends = [(peer, group.card) for peer in others]
+    cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
+    try:
+        if group.backends.waits_in_streams(device.type):
+            _await_company(group)
+        sent, received = transport.exchange(group, tag, 0, sends, [(peer, cards[peer]) for peer in others])
+        transport.wait_all(received)
+        _await_device(group)
+        said = [_said(card) for card in cards]
+        group.peers = tuple(Identity.from_json(one["who"]) for one in said)
+        group.visits = tuple(one["visit"] for one in said)
+        group.store_host = next((rank for rank, one in enumerate(said) if one["serves_store"]), None)
+        group.key = f"tpkernels/{said[0]['token']}"
+        refused = {rank: Record("", {}, one["refused"]) for rank, one in enumerate(said) if one["refused_call"] == call}
+        # Before waiting for our sends: ranks that refused do not receive what was sent to them, yet.
+        raise_if(mismatch(group, call, refused))
+        transport.wait_all(sent)
+    except transport.TransportFailure as error:
+        silent = [rank for rank, card in enumerate(cards) if not card.any()]
+        raise _blame_meeting(group, error, silent, time.monotonic() - start) from error
+
+
+def _await_company(group: Group) -> None:
+    """Return when all ranks have come: NCCL's first operation waits for all without a limit, in the host's thread.
+
+    A rank that left a note at a meeting before this one, and lives, is taken to come here, too.
+    """
+    start = time.monotonic()
+    while True:
+        said = Looks(group)(lambda store: presence.everybody(group, store))
+        missing = [
+            rank for rank in range(group.size) if rank not in said or Identity.from_json(said[rank]["who"]).is_dead()
+        ]
+        if _has_broken_up(group) or (missing and time.monotonic() - start > group.timeout):
+            raise transport.TransportFailure(f"rank(s) {missing} did not come", missing[0] if missing else None)
+        if not missing:
+            return
+        time.sleep(LOOK_EVERY)
+
+
+def _await_device(group: Group) -> None:
+    """Return when what was started on the device has ended, before the host reads what it brought.
+
+    To read it at once would be a wait in the driver, which nobody could end: the monitor knows groups that have met.
+    """
+    start = time.monotonic()
+    while group.works is not None and (work := group.works.oldest()) is not None:
+        failure = work.failure()
+        if failure is not None or work.has_timed_out() or time.monotonic() - start > group.timeout:
+            raise transport.TransportFailure(failure or "what they told each other has not arrived")
+        if _has_broken_up(group):
+            raise transport.TransportFailure("a rank that had come went away")
+        time.sleep(LOOK_EVERY)
+
+
+def _has_broken_up(group: Group) -> bool:
+    """Whether a rank that had come to this meeting has died or failed."""
+    said = Looks(group)(lambda store: presence.present(group, store))
+    return any(
+        Identity.from_json(one["who"]).is_dead() or (one["failed"] is not None and rank != group.rank)
+        for rank, one in said.items()
+    )
+
+
+def _blame_meeting(
+    group: Group, error: transport.TransportFailure, silent: Sequence[int], waited: float
+) -> CommunicationError:
+    """Whom to blame for a meeting that failed; waits a little for evidence, as :func:`blame.blame` does.
+
+    ``silent``: ranks whose cards have not come, who are to blame if nobody tells more.  The connection that failed may
+    be that of a rank which gave up a moment before us.
+    """
+    head = (
+        f"rank {group.rank}: the ranks of group {group.name!r} did not meet for their first call "
+        f"(timeout {group.timeout:g} s): "
+    )
+    start, looks = time.monotonic(), Looks(group)
+    patience = 0.0 if waited > 0.9 * group.timeout else min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
+    while True:
+        present = looks(lambda store: presence.present(group, store))
+        gone = [rank for rank, one in present.items() if Identity.from_json(one["who"]).is_dead()]
+        notes = looks(lambda store: presence.failures(group, store))  # in this order, see blame
+        dead = [rank for rank in gone if rank not in notes]
+        if dead:
+            return PeerLost(f"{head}rank(s) {dead} died. {error}", ranks=dead)
+        if notes:
+            return failed_first(head, notes)
+        never_came = error.peer is not None and error.peer not in present
+        if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
+            ranks = list(silent) or ([] if error.peer is None else [error.peer])
+            whom = "a rank" if not ranks else f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+            stopped = [rank for rank, one in present.items() if Identity.from_json(one["who"]).is_stopped()]
+            what = f"rank(s) {stopped} are stopped" if stopped else f"no word from {whom}"
+            store = "" if looks.lost is None else f"; {looks.lost}"
+            return PeerLost(f"{head}{what}: {error}{store}", ranks=stopped or ranks)
+        time.sleep(0.005)
+
+
+def card_of(group: Group, device: torch.device, refused_call: int | None = None, reason: str = "") -> torch.Tensor:
+    """What a rank tells every other one when they meet."""
+    card: dict[str, Any] = {
+        "token": secrets.token_hex(8),
+        "who": Identity.mine().to_json(),
+        "visit": group.visits[group.rank],
+    }
+    card["serves_store"] = group.control.is_served_here
+    text = json.dumps({**card, "refused_call": refused_call, "refused": reason[: _CARD_BYTES // 8]}).encode()
+    return torch.frombuffer(bytearray(text.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _said(card: torch.Tensor) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(bytes(card.tolist()).rstrip(b"\0"))
+    return said

@@ -1,0 +1,81 @@
+"""What each rank says of a call, in the group's store, and what a difference between the ranks amounts to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpkernels.comm import presence
+from tpkernels.comm.bounded_store import BoundedStore
+from tpkernels.comm.groups import Group
+from tpkernels.errors import CommunicationError, GroupMismatch
+
+__all__ = ["Record", "announce", "mismatch", "publish", "raise_if", "read"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank says of one call."""
+
+    signature: str
+    facts: Mapping[str, Any]
+    refused: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps({"signature": self.signature, "facts": dict(self.facts), "refused": self.refused})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Record:
+        return Record(**json.loads(text))
+
+
+def mismatch(group: Group, call: int, records: Mapping[int, Record]) -> GroupMismatch | None:
+    """The error that the records of one call amount to, or None while they agree."""
+    refused = {rank: record.refused for rank, record in records.items() if record.refused is not None}
+    if refused:
+        rank, reason = next(iter(refused.items()))
+        return GroupMismatch(
+            f"rank {group.rank}, call {call} on group {group.name!r}: rank {rank} refused its arguments: {reason}",
+            ranks=tuple(refused),
+        )
+    sides: dict[str, list[int]] = {}
+    for rank, record in records.items():
+        sides.setdefault(record.signature, []).append(rank)
+    if len(sides) <= 1:
+        return None
+    listing = "\n".join(f"  rank(s) {ranks}: {signature}" for signature, ranks in sides.items())
+    few = min(sides.values(), key=len)
+    return GroupMismatch(
+        f"rank {group.rank}, call {call} on group {group.name!r}: the ranks made different calls\n{listing}\n"
+        "All ranks must make the same calls in the same order, with the same shapes and dtypes "
+        "(uneven shards: pass shard_sizes on every rank)",
+        ranks=few,
+    )
+
+
+def raise_if(error: CommunicationError | None) -> None:
+    """Raise without leaving the error in a local of a frame of its own traceback: such a cycle would keep the process
+    group, its sockets and its threads until the garbage collector comes by."""
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error
+
+
+def publish(group: Group, call: int, record: Record, part: str = "call") -> None:
+    group.control.set(f"{group.key}/{part}/{call}/{group.rank}", record.to_json())
+
+
+def announce(group: Group, call: int, signature: str, store: BoundedStore) -> None:
+    """Say which call this rank is in, unless it has said so: a slow peer may still have to read that record's facts."""
+    key = f"{group.key}/call/{call}/{group.rank}"
+    if not store.check([key]):
+        store.set(key, Record(signature, {}).to_json())
+
+
+def read(group: Group, what: str, store: BoundedStore | None = None) -> dict[int, str]:
+    """The notes ``what/RANK`` that exist now, by rank."""
+    return presence.existing(store or group.control, {rank: f"{group.key}/{what}/{rank}" for rank in range(group.size)})
