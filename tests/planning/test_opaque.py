@@ -39,10 +39,10 @@ def test_a_router_that_needs_values_is_traced_around(how: str) -> None:
 
 
 @pytest.mark.cpu
-def test_layers_inside_are_cut_alone_also_those_that_no_guess_reaches() -> None:
+def test_blocks_inside_are_cut_also_those_that_no_guess_reaches() -> None:
     plan = tpk.make_plan(Asking(), 2, example_inputs=X)
-    styles = [plan[f"moe.experts.{index}.0"].style for index in range(4)]
-    assert styles == [Column(gather_output=True)] * 4
+    styles = [[plan[f"moe.experts.{index}.{layer}"].style for layer in (0, 2)] for index in range(4)]
+    assert styles == [[Column(), Row()]] * 4
     assert plan["moe.experts.3.0"].wire_bytes is None, "how many rows an expert gets depends on values"
     assert plan["up"].wire_bytes is not None
 

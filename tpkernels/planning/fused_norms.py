@@ -69,7 +69,7 @@ def find_fused_norms(observation: Observation | None, styles: Mapping[str, Style
         return found
     norms: dict[str, float | str] = {}
     for row, style in styles.items():
-        if not isinstance(style, Row):
+        if not isinstance(style, Row) or row in observation.recording.rows_unknown:
             continue
         try:
             calls = [

@@ -159,6 +159,8 @@ def _join(first: Recording, runs: list[Recording]) -> None:
     for run in runs:
         direct |= run.direct
         called |= run.called_quietly
+        for name, around in run.called_within.items():
+            first.called_within[name] = first.called_within.get(name, around) & around
     places = {_place(name) for name in called}
     read = {_place(name) for name in direct if _inside(name, shadow.opaque)}
     for name in (*shadow.layers, *shadow.experts):

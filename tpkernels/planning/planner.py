@@ -23,6 +23,7 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
+from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.layers import Layer, layer_of, unswappable
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
@@ -133,10 +134,12 @@ class _Planner:
             self._from_data_flow(kept)
         for name, reason in kept.items():
             self.chosen.setdefault(name, Chosen(Replicate(), "default", reason))
+        read, tied = self._read_directly(), self._tied()
+        blocks, inner = find_inner_blocks(self.observation, self.model, self.world_size, {*self.chosen, *tied})
+        self.chosen |= blocks
         for name, layer in self.layers.items():
             if name not in self.chosen:
                 self.chosen[name] = self._by_rule(name, layer)
-        read, tied = self._read_directly(), self._tied()
         self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
         if self.observation is not None:
             self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, must=experts != "auto")
@@ -157,7 +160,7 @@ class _Planner:
             rows=None if recording is None else count_rows(recording),
             slots={} if recording is None else recording.slots,
             untrained=frozenset() if recording is None else untrained_in(recording),
-            shared=() if recording is None else find_shared(recording, styles),
+            shared=(*(() if recording is None else find_shared(recording, styles)), *inner),
             norms=find_fused_norms(self.observation, styles, stream.local),
             group=group,
             stream=stream,

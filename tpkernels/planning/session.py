@@ -173,6 +173,8 @@ class Session(TorchDispatchMode):
         self.guess = shadow.guess
         self.quiet: str | None = None
         """The opaque module that is running."""
+        self.quiet_calls: list[tuple[str, bool]] = []
+        """Modules inside of it that are being called, and whether with one tensor and nothing else."""
         self.asked, self.asked_truth = 0, False
         """How many values opaque modules asked for, and whether a condition was among them."""
         self.failed_in: str | None = None
@@ -206,7 +208,7 @@ class Session(TorchDispatchMode):
         if self.quiet is not None:
             return forward(*args, **kwargs)
         self.before_opaque(name, args, kwargs)
-        self.quiet = name
+        self.quiet, self.quiet_calls = name, []
         try:
             out = forward(*args, **kwargs)
         except Exception:
@@ -315,6 +317,13 @@ class Session(TorchDispatchMode):
 
     def left(self, name: str, output: Any = None) -> None:
         pass
+
+    def entered_quietly(self, name: str, args: Any, kwargs: Any) -> None:
+        self.quiet_calls.append((name, len(args) == 1 and isinstance(args[0], Tensor) and not kwargs))
+
+    def left_quietly(self, name: str) -> None:
+        while self.quiet_calls and self.quiet_calls.pop()[0] != name:
+            pass
 
     def has_origin(self, tensor: Tensor) -> bool:
         return id(tensor) in self.shadow.names or tensor.requires_grad or storage_of(tensor) in self.origins

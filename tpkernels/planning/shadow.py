@@ -232,14 +232,17 @@ class Shadow:
 
     def _entering(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.session is not None and self.session.quiet is None:
-                self.session.entered(name, args, kwargs)
+            if self.session is not None:
+                quiet = self.session.quiet is not None
+                (self.session.entered_quietly if quiet else self.session.entered)(name, args, kwargs)
 
         return hook
 
     def _leaving(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.session is not None and self.session.quiet is None:
+            if self.session is not None and self.session.quiet is not None:
+                self.session.left_quietly(name)
+            elif self.session is not None:
                 self.session.left(name, output)
 
         return hook

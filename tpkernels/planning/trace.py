@@ -71,6 +71,8 @@ class Recording(Session):
         """Of opaque modules: the module that called each, "" for the model."""
         self.last_opaque = ""
         self.called_quietly: set[str] = set()
+        self.called_within: dict[str, set[str]] = {}
+        """Of layers inside of opaque modules: the modules there that are around every call, and take one tensor."""
         self.rows_unknown: set[str] = set()
         """Layers inside of opaque modules, whose rows depend on values."""
         self._to_opaque: list[int] = []
@@ -179,6 +181,8 @@ class Recording(Session):
 
     def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
         self.called_quietly.add(name)
+        around = {module for module, takes_one in self.quiet_calls if takes_one}
+        self.called_within[name] = self.called_within.get(name, around) & around
         return super().layer_called_quietly(name, x)
 
     def same(self, other: Recording) -> bool:
