@@ -382,21 +382,27 @@ def test_the_script_still_parses_on_old_pythons_so_that_the_message_appears() ->
     ast.parse(ROOT.joinpath("quickstart").read_text(), feature_version=(3, 7))
 
 
-def test_failures_of_one_check_do_not_hide_the_others(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_one_check_do_not_hide_the_others(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkout.make_environment()
     module = checkout.load()
     codes = {"ruff": 1, "clang-format": 0, "mypy": 0, "python": 5}
     ran = []
 
-    def run(argv: list[Path | str], **_: object) -> int:
-        ran.append(argv)
+    def run(argv: list[Path | str], *, output: Path | None = None) -> int:
+        if output is None:
+            ran.append(argv)
+        else:
+            output.write_text(f"what {Path(argv[0]).name} says")
         return codes[Path(argv[0]).name]
 
     monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(module, "sees_gpu", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
     assert module.run_tests(["-k", "x"]) == 1
-    assert [Path(argv[0]).name for argv in ran] == ["ruff", "ruff", "clang-format", "mypy", "python"]
+    assert [Path(argv[0]).name for argv in ran] == ["ruff", "ruff", "clang-format", "python"]
+    assert "what mypy says" in capsys.readouterr().out, "it runs beside them"
     assert ran[-1][1:] == ["-m", "pytest", "--durations=10", "-n", "3", "--dist", "worksteal", "-k", "x"]
     monkeypatch.setattr(module, "sees_gpu", lambda: True)
     module.run_tests([])
