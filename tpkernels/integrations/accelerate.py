@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpkernels.state.checkpoint import full_state_dict, load_full_state_dict, load_pretrained
-from tpkernels.state.plain_optimizer import load_optimizer_state_dict, optimizer_state_dict
+from tpkernels.state.plain_optimizer import (
+    check_optimizer_state_dict,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+)
 
 __all__ = ["save_whole"]
 
@@ -43,7 +48,7 @@ def save_whole(accelerator: Any) -> None:
     Raises:
         ValueError: this accelerate has other private names; in ``save_state`` and ``load_state``, before anything is
             written or loaded: several models, a model that is not parallel or has replicas, an optimizer of other
-            parameters.
+            parameters, a folder without the state of each optimizer.
     """
     if not isinstance(getattr(accelerator, "_optimizers", None), list):
         raise ValueError("this accelerate has no Accelerator._optimizers: save_whole() was tested with 1.15")
@@ -68,6 +73,9 @@ class _States:
 
     def before_load(self, models: list[nn.Module], folder: str) -> None:
         model, path = self._only(models), Path(folder)
+        for number, one in enumerate(self._optimizers()):  # before the model is loaded
+            file = path / (f"optimizer_{number}.bin" if number else "optimizer.bin")
+            check_optimizer_state_dict(model, one, partial(torch.load, file, "cpu", weights_only=True, mmap=True))
         if (path / "model.safetensors").is_file():
             load_pretrained(model, path / "model.safetensors")
         else:

@@ -78,7 +78,7 @@ class Ranks:
             mine = {"facts": dict(found)}
         except Exception as failed:  # noqa: BLE001 - whatever it is, the others are waiting to hear of it
             error = failed
-            mine = {"rank": dist.get_rank(), "error": str(failed) if isinstance(failed, ValueError) else repr(failed)}
+            mine = {"rank": dist.get_rank(), "error": _in_words(failed)}
         said = self.exchange(what, mine)
         errors = {one["rank"]: one["error"] for one in said if "error" in one}
         try:
@@ -123,6 +123,12 @@ def check_same(what: str, said: Sequence[Facts], things: str) -> None:
     """Refuse ranks whose facts under ``"same"`` differ."""
     if len({facts["same"] for facts in said}) > 1:
         raise ValueError(f"{what}: the ranks have different {things}: {[facts['same'][:8] for facts in said]}")
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"  # which names the file
+    return str(error) if isinstance(error, ValueError) else repr(error)
 
 
 def _listing(what: str, errors: Mapping[int, str], everywhere: bool) -> str:

@@ -9,7 +9,7 @@ that torch's functions use for the unsharded model, so that one checkpoint serve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from tpkernels.state.originals import Original, check_real, local_of, meshes_of,
 from tpkernels.state.plain_state import cut_alike
 from tpkernels.state.staging import as_real
 
-__all__ = ["load_optimizer_state_dict", "optimizer_state_dict"]
+__all__ = ["check_optimizer_state_dict", "load_optimizer_state_dict", "optimizer_state_dict"]
 
 State = dict[str, Any]
 
@@ -90,17 +90,31 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
         ValueError: names, slots, shapes or groups that are not this optimizer's, or tensors, values or options that
             differ between ranks; on every rank, with the optimizer as it was (a fresh one has its slots by then).
     """
+    held = _agreed(model, optimizer, lambda: state_dict)
+    with torch.no_grad():
+        optimizer.load_state_dict(_to_load(held, optimizer, state_dict))
+
+
+def check_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, read: Callable[[], Mapping[str, Any]]) -> None:
+    """Find out whether :func:`load_optimizer_state_dict` would load what ``read`` gives; an error of ``read`` counts.
+
+    Raises:
+        ValueError: as there; on every rank, with the optimizer as it was (a fresh one has its slots by then).
+    """
+    _agreed(model, optimizer, read)
+
+
+def _agreed(model: nn.Module, optimizer: Optimizer, read: Callable[[], Mapping[str, Any]]) -> _Held:
     ranks, what = Ranks.of(model), "load_optimizer_state_dict"
 
     def prepare() -> tuple[_Held, dict[str, Any]]:
         held = _Held(model, optimizer)
-        return held, {"same": json_digest([held.facts(), _checked(held, model, state_dict)])}
+        return held, {"same": json_digest([held.facts(), _checked(held, model, read())])}
 
     held, said = ranks.together(what, prepare)
     check_same(what, said, "optimizers or state dicts")
     assert held is not None
-    with torch.no_grad():
-        optimizer.load_state_dict(_to_load(held, optimizer, state_dict))
+    return held
 
 
 class _Held:

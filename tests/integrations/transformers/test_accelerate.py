@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,11 @@ def goes_on(folder: str, number: int, parallel: bool) -> tuple[Curve, list[str]]
                 parameter.mul_(0.5)
         if parallel:
             tpk_accelerate.save_whole(loop[0])
+            before = weights_of(loop[1])
+            for broken, words in (("empty", "optimizer.bin"), ("other", "lacks")):
+                with pytest.raises(ValueError, match=words):
+                    loop[0].load_state(f"{folder}/{broken}")
+            assert all(torch.equal(before[name], weight) for name, weight in weights_of(loop[1]).items())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loop[0].load_state(f"{folder}/half-{number}")
@@ -132,6 +138,12 @@ def test_a_prepared_loop_is_right_and_its_state_is_saved_whole(ranks: Pools, tmp
         assert found["wrong"] == {} and found["state"] and found["own"], found
         assert "data pointer" in found["said"][0] and found["said"][1], "accelerate by itself saves parts, or nothing"
     rest: Curve = first["rest"]
+    for name in ("empty", "other"):  # the model's file is whole in both
+        shutil.copytree(tmp_path / "half-0", tmp_path / name)
+        (tmp_path / name / "optimizer.bin").unlink()
+    state = torch.load(tmp_path / "half-0" / "optimizer.bin")
+    state["state"].popitem()
+    torch.save(state, tmp_path / "other" / "optimizer.bin")
     for number in (0, 1) if full else (0,):
         for again, _ in ranks(2).run(goes_on, folder, number, True, timeout=LIMIT_S):
             assert again.losses == rest.losses and again.norms == rest.norms
