@@ -26,7 +26,7 @@ Batch = Tensor
 
 @dataclass
 class Curve:
-    """What a run of training shows, by name: ``loss 0``, ``norm 0``, ``gradient NAME``, ``weight NAME``."""
+    """What a run of training shows, by name: ``loss 0``, ``norm 0``, ``evaluation 0``, ``gradient x``, ``weight x``."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Curve:
     """Of the first step, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last."""
+    evaluations: list[float] = field(default_factory=list)
 
     def numbers(self) -> dict[str, Tensor]:
-        pairs = [
-            (f"{what} {i}", v) for what, vs in (("loss", self.losses), ("norm", self.norms)) for i, v in enumerate(vs)
-        ]
+        kinds = {"loss": self.losses, "norm": self.norms, "evaluation": self.evaluations}
+        pairs = [(f"{what} {i}", value) for what, values in kinds.items() for i, value in enumerate(values)]
         return {name: torch.tensor([value], dtype=torch.float64) for name, value in pairs}
 
 
@@ -95,6 +95,14 @@ def train(
     return curve
 
 
+def step(model: nn.Module, ids: Batch) -> Curve:
+    """Forward and backward alone."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return Curve([float(loss.detach())], [], gradients_of(model), weights_of(model))
+
+
 @dataclass
 class Reference:
     """The unsharded run in fp64, with what each number may be off by."""
@@ -137,6 +145,10 @@ class Reference:
         """What is off by more than is allowed, the worst first; empty where all is right."""
         found = sorted(self.worst(curve, first=first).items(), key=lambda item: -item[1])
         return {name: round(ratio, 2) for name, ratio in found if not ratio <= 1}
+
+    def right(self, loss: float) -> bool:
+        """Whether it is the first one."""
+        return self.numbers["loss 0"].ratio(torch.tensor([loss])) <= FACTOR
 
 
 def reference(model: nn.Module, run: Callable[[nn.Module], Curve]) -> Reference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.nn.reference import LIMIT_S, close, tp_mesh, whole
+from tests.integrations.curves import reference, step
+from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -35,10 +37,7 @@ def steps(path: str) -> dict[str, Any]:
         found[f"{way} counts"] = scenarios.step_counts(model)
         if way == "stock":
             continue
-        loss = model(input_ids=ids(), labels=ids()).loss
-        loss.backward()
-        found["loss"] = float(loss.detach())
-        found["gradients"] = {name: whole(p.grad) for name, p in model.named_parameters()}
+        found["step"] = step(model, ids())
         kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
         found["kinds"] = kinds == {nn.Linear, nn.Embedding}
         found["tokens"] = scenarios.tokens(model)
@@ -50,17 +49,13 @@ def test_every_module_of_the_plan_runs_an_op_of_ours_and_without_register_none_d
     ranks: Pools, tmp_path: Path
 ) -> None:
     path, plain = scenarios.saved(LLAMA, tmp_path), LLAMA.build()
-    loss = plain(input_ids=ids(), labels=ids()).loss
-    loss.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
+    expected = reference(plain, partial(step, ids=ids()))
     said = scenarios.tokens(plain)
     for found in ranks(2).run(steps, path, timeout=LIMIT_S):
         assert found["register counts"] == OPS_OF_A_STEP
         assert found["stock counts"] == {}, "register() without effect looks like this"
         assert found["kinds"], "layers keep their classes, which PEFT and the key-value cache look at"
-        assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
-        for name, gradient in expected.items():
-            close(found["gradients"][name], gradient, name)
+        assert expected.wrong(found["step"]) == {}
         for way, tokens in said.items():
             assert torch.equal(found["tokens"][way], tokens), way
 
@@ -145,14 +140,11 @@ def packed(path: str, biased: str) -> dict[str, Any]:
     given: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=2, tp_plan=plan), "dtype": torch.float32}
     with tpk_transformers.register(strict=True) as registration:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **given)
-    loss = model(input_ids=ids(), labels=ids()).loss
-    loss.backward()
+    found = step(model, ids())
     with mock.patch.object(modeling_phi3, "nn", types.SimpleNamespace(**{**vars(nn), "Linear": Biased})):
         with tpk_transformers.register(), pytest.raises(ValueError) as caught:
             AutoModelForCausalLM.from_pretrained(biased, **given)
-    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    used = registration.used["model.layers.0.mlp.gate_up_proj"]
-    return {"used": used, "loss": float(loss.detach()), "gradients": gradients, "said": str(caught.value)}
+    return {"used": registration.used["model.layers.0.mlp.gate_up_proj"], "step": found, "said": str(caught.value)}
 
 
 @pytest.mark.gloo
@@ -162,13 +154,10 @@ def test_a_packed_weight_runs_our_op_and_one_with_a_bias_which_transformers_cuts
     plain = phi3()
     plain.save_pretrained(tmp_path / "packed")
     phi3(Biased).save_pretrained(tmp_path / "biased")
-    loss = plain(input_ids=ids(), labels=ids()).loss
-    loss.backward()
+    expected = reference(plain, partial(step, ids=ids()))
     for found in ranks(2).run(packed, str(tmp_path / "packed"), str(tmp_path / "biased"), timeout=LIMIT_S):
         assert found["used"] == "ColumnParallelLinear (column)"
-        assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
-        for name, parameter in plain.named_parameters():
-            close(found["gradients"][name], parameter.grad, name)
+        assert expected.wrong(found["step"]) == {}
         assert "model.layers.0.mlp.gate_up_proj has a bias" in found["said"]
 
 
