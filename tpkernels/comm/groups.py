@@ -7,6 +7,7 @@ were agreed on, the first failure (poison), and a lock, because collectives of o
 from __future__ import annotations
 
 import datetime
+import os
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ from tpkernels.comm.device_backends import DeviceBackends
 from tpkernels.comm.job_store import meet_as_torchrun, meet_at
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Works
-from tpkernels.errors import CommunicationError, GroupPoisoned
+from tpkernels.errors import CommunicationError, GroupPoisoned, PeerLost
 from tpkernels.launchers import Job
 from tpkernels.packages import check_platform
 
@@ -223,6 +224,22 @@ def _resolve(pg: dist.ProcessGroup) -> Group:
     _groups[name] = created
     gloo_threads.settle()
     return created
+
+
+def _disown() -> None:
+    """In a forked child, which has none of its parent's threads and shares its sockets: calls raise at once.
+
+    The locks are new, because a thread that does not exist here may hold them.
+    """
+    for group in list(_groups.values()):
+        group.lock, group._control, group.in_flight = threading.RLock(), None, None
+        group.poison = group.poison or PeerLost(
+            f"rank {group.rank}: this process was forked from the one that is in group {group.name!r}, and cannot take "
+            "part in its calls"
+        )
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def live_groups() -> list[Group]:
