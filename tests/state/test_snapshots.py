@@ -17,6 +17,7 @@ import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import pieces_of
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
+from tests.state.forged import FORGED
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -189,6 +190,9 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+DAMAGE |= FORGED
 
 
 def run_of(name: str, kind: str = "adamw", groups: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -33,6 +33,7 @@ from tpkernels.nn.digests import json_digest
 from tpkernels.nn.parameters import shard_parameter
 from tpkernels.nn.same_weights import compared
 from tpkernels.packages import needed
+from tpkernels.state.manifest import check_manifest
 from tpkernels.state.originals import Original, local_of
 from tpkernels.state.staging import Target
 
@@ -126,6 +127,9 @@ def check_files(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> None:
     """
     with needed("safetensors", "a snapshot"):
         from safetensors import SafetensorError
+    odd = [path.name for path in folder.glob("*.safetensors") if not path.is_file()]
+    if odd:
+        raise ValueError(f"{odd[0]} in {folder} is no regular file")  # to open a pipe would wait for its writer
     try:
         metadata: Metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
@@ -163,18 +167,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What :func:`write_manifest` wrote.
 
     Raises:
-        ValueError: there is none, or it was cut off or changed.
+        ValueError: there is none, it was cut off or changed, or it says what no save has written.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"there is no {MANIFEST} in {folder}: this is no snapshot, or one that was not finished")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is no JSON, or was cut off: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise ValueError(f'{MANIFEST} must say "format": {FORMAT!r} and "version": {VERSION}')
     body = document.get("snapshot")
     if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
         raise ValueError(f"the contents of {MANIFEST} do not match its digest: the file was changed or damaged")
+    check_manifest(body)
     return body

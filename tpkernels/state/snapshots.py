@@ -10,6 +10,7 @@ model, and an optimizer with other groups or of another kind.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ def load_snapshot(model: nn.Module, optimizer: Optimizer | None, folder: str | P
             shares[key] = (shares.get(key, 0) + digest) % MODULUS
     found = add_up(ranks.exchange(f"{what}: digests", {"shares": shares}))
     everyone.step(what, lambda: _check_digests(path, plan, digests, found))
+    everyone.step(what, lambda: _check_state(plan, optimizer))
     commit(model, [target for key, target in plan.targets if key.startswith("model.")], plan.buffers)
     if optimizer is not None:
         optimizer.load_state_dict(_optimizer_state(plan, optimizer))
@@ -229,6 +231,18 @@ def _check_digests(folder: Path, plan: _Load, digests: Sequence[int], found: Map
             f"{len(damaged)} tensors are not what was saved, {min(damaged)} for one: files in "
             f"{folder} were changed or damaged"
         )
+
+
+def _check_state(plan: _Load, optimizer: Optimizer | None) -> None:
+    """Have a copy of the optimizer load the state: what it refuses, it refuses before the model changes."""
+    if optimizer is None:
+        return
+    state = _optimizer_state(plan, optimizer)
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:  # others may hold what a copy would share
+        try:
+            copy.copy(optimizer).load_state_dict(state)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"the optimizer does not take the state of the snapshot: {error!r}") from error
 
 
 def _optimizer_state(plan: _Load, optimizer: Optimizer) -> dict[str, Any]:
