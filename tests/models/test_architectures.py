@@ -33,6 +33,28 @@ def test_an_architecture_computes_what_the_unsharded_model_computes(ranks: Pools
     assert row["status"] == "right", row
 
 
+MIXTURES = (
+    "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4_text", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe_text", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "kolibri1", "laguna", "llama4_text", "mellum",
+    "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mistral4", "mistral_large4_text", "mixtral",
+    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
+    "qwen4_exp_text", "solar_open",
+)  # fmt: skip
+"""Of language alone, with experts in 3-dimensional parameters."""
+
+
+@pytest.mark.sample(0)
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_experts_of_an_architecture_are_cut_and_compute_what_they_did(ranks: Pools, name: str) -> None:
+    if name not in architectures():
+        pytest.skip(f"this transformers has no {name}")
+    row = verdict_of(ranks(2).run(examine, reference_of(name), False, False, timeout=LIMIT_S))
+    assert row["status"] == "right" and row["cut"] >= 0.95, row
+
+
 def _scale_a_gradient(given: Reference, factor: float) -> dict[str, Any]:
     """What the comparison says of a model that is right, and of one with a gradient that is off."""
     found = examine(given, False, False)

@@ -35,6 +35,8 @@ SCALES = (1.0, 1e-2, 1e3, 1e6)
 CUT = (0, 6, FEATURES)
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative to the largest value.  fp32 where the forward does not run in fp64, and for a gate that computes in it."""
+OWN_GRADIENTS = 1e-4
+"""Where such a gate is clamped, few elements have all of the gradient: 3e-5 was seen."""
 
 
 @dataclass(frozen=True)
@@ -265,9 +267,9 @@ class _Trial:
 
     def agrees(self, layout: ExpertsLayout) -> bool:
         """Whether slices of the experts give what the module gives."""
-        limit = LIMITS[self.dtype]
-        if layout.activation.endswith("()"):
-            limit = max(limit, LIMITS[torch.float32])  # it may compute in fp32
+        limit = of_gradients = LIMITS[self.dtype]
+        if layout.activation.endswith("()"):  # it may compute in fp32
+            limit, of_gradients = LIMITS[torch.float32], OWN_GRADIENTS
         for sample in self.samples:
             self.small.train(sample.training)
             try:
@@ -276,7 +278,9 @@ class _Trial:
                     found = self._with_gradients(y, sample)
             except (RuntimeError, ValueError, TypeError, AttributeError):  # a gate that takes other tensors
                 return False
-            if not all(_same(a, b, limit) for a, b in zip(found, sample.results, strict=True)):
+            gradients = zip(found[1:], sample.results[1:], strict=True)
+            right = _same(found[0], sample.results[0], limit)
+            if not right or not all(_same(a, b, of_gradients) for a, b in gradients):
                 return False
         return True
 
