@@ -59,7 +59,7 @@ def beside_the_unsharded(name: str, folder: str) -> list[str]:
         mixtures = [module for module in model.modules() if isinstance(module, CutExperts)]
         styles = [entry for entry in plan.entries if isinstance(entry.style, Experts)]
         wrong = [] if mixtures and len(mixtures) == len(styles) else ["the experts are not cut"]
-        said = str(plan)
+        said = " ".join(str(plan).split())
         if "experts" not in said or "all-reduce of dx" not in said or "compared on samples" not in said:
             wrong.append("the plan does not say what happens to the experts")
         if tpk.ShardingPlan.from_json(plan.to_json()) != plan:

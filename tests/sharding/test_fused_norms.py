@@ -382,13 +382,13 @@ def test_a_norm_is_tried_on_numbers_before_it_is_fused(kind: str) -> None:
         assert fused["blocks.0.out"] == ("blocks.0.middle", pytest.approx(1e-6))
     else:
         assert "blocks.0.out" not in fused
-        assert "blocks.0.out: the Like behind its sum does not compute RMS norm" in str(plan)
+        assert "blocks.0.out: the Like behind its sum does not compute RMS norm" in " ".join(str(plan).split())
     assert fused["blocks.1.out"] == ("blocks.1.middle", 1e-2)
     assert fused["blocks.1.down"] == ("norm", torch.finfo(torch.float32).eps)
 
 
 def test_a_norm_that_computes_in_fp32_is_not_fused_in_a_model_of_fp64() -> None:
-    assert "or not in torch.float64" in str(plan_with(Like("single"), torch.float64))
+    assert "or not in torch.float64" in " ".join(str(plan_with(Like("single"), torch.float64)).split())
     assert "blocks.0.out" in {row for row, _, _ in plan_with(Like("rms"), torch.float64).fused}
 
 

@@ -1,8 +1,13 @@
-"""A sharding plan as a table: one line for modules that differ only in their place in a list, then totals."""
+"""A sharding plan as text of at most 100 columns: a table, what its notes say, totals.
+
+A row stands for modules that differ only in their place in a list.  What a module sends, and why it is cut as it is,
+stands in a note below the table, each text once.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tpkernels.planning.styles import Style, style_to_dict
@@ -10,45 +15,95 @@ from tpkernels.planning.styles import Style, style_to_dict
 if TYPE_CHECKING:
     from tpkernels.planning.plan import Entry, ShardingPlan
 
-__all__ = ["table"]
+__all__ = ["WIDTH", "table"]
 
-COLUMNS = (
-    "module", "class", "style", "full -> local", "dim", "forward", "backward", "bytes/step", "implementation", "reason",
-)  # fmt: skip
+WIDTH = 100
+COLUMNS = ("module", "style", "full -> local", "bytes/step", "note")
+MOST = {"style": 24, "full -> local": 31}
+"""Widths above which a cell takes several lines; of the module's, what the others leave."""
 
 
 def table(plan: ShardingPlan) -> str:
     """The whole text that ``print(plan)`` shows."""
-    rows: dict[tuple[str, ...], list[tuple[str, Entry]]] = {}
+    implementations = _implementations(plan)
+    notes: dict[str, int] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
     for entry in plan.entries:
-        rows.setdefault((_pattern(entry.path), *_cells(entry)), []).append((entry.path, entry))
-    lines: list[tuple[str, ...]] = [COLUMNS]
-    for (pattern, *cells), entries in rows.items():
-        names = [name for name, _ in entries]
-        lines.append((_name(pattern, names), *cells))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS) - 1)]
-    rule = "  ".join("-" * width for width in [*widths, len(COLUMNS[-1])])
-    text = ["  ".join([*map(str.ljust, line[:-1], widths), line[-1]]).rstrip() for line in lines]
-    return "\n".join([text[0], rule, *text[1:], rule, *_totals(plan)])
+        text = _note(entry, with_implementation=len(implementations) > 1)
+        note = str(notes.setdefault(text, len(notes) + 1))
+        rows.setdefault((_pattern(entry.path), *_cells(entry), note), []).append(entry.path)
+    lines = [(_name(pattern, names), *cells) for (pattern, *cells), names in rows.items()]
+    totals = _totals(plan)
+    if len(implementations) == 1:
+        totals.append(f"implementation: {implementations[0]}")
+    return "\n".join([
+        *_aligned([COLUMNS, *lines]),
+        *(line for text, number in notes.items() for line in _prose(f"{number}. {text}")),
+        "",
+        *(line for text in totals for line in _prose(text)),
+    ])  # fmt: skip
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """The header, a rule, the other rows and a rule; cells that are too long take several lines."""
+    longest = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [min(size, MOST.get(name, size)) for size, name in zip(longest, COLUMNS, strict=True)]
+    widths[0] = min(longest[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    cells = [[_wrapped(text, width) for text, width in zip(row, widths, strict=True)] for row in rows]
+    widths = [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
+    text = []
+    for row in cells:
+        for number in range(max(map(len, row))):
+            parts = [cell[number] if number < len(cell) else "" for cell in row]
+            text.append("  ".join(map(str.ljust, parts, widths)).rstrip())
+    rule = "  ".join("-" * width for width in widths)
+    return [text[0], rule, *text[1:], rule]
+
+
+def _wrapped(text: str, width: int, ends: str = " .|", indent: int = 2) -> list[str]:
+    """Lines that end behind one of these characters; what follows the first is indented."""
+    lines = [""]
+    for piece in re.split(f"(?<=[{ends}])", text):
+        if lines[-1].strip() and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append(" " * indent)
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
+
+
+def _prose(text: str) -> list[str]:
+    return _wrapped(text, WIDTH, " ", indent=3)
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:
-    cuts = entry.parameters
-    main = cuts[0] if cuts else None
-    shapes, dims = "-", "-"
+    main = entry.parameters[0] if entry.parameters else None
+    shapes = "-"
     if main is not None:
         shapes = f"{_shape(main.shape)} -> {_shape(main.local_shapes[0])}"
         last = main.local_shapes[-1]
         shapes += f" .. {_shape(last)}" if last != main.local_shapes[0] else ""
-        dims = "-" if main.dim is None else str(main.dim)
     wire = "?" if entry.wire_bytes is None else _bytes(entry.wire_bytes) if entry.wire_bytes else "-"
+    return _style(entry.style), shapes, wire
+
+
+def _note(entry: Entry, with_implementation: bool) -> str:
+    """What a module sends, and why it is cut, or not."""
+    sends = [
+        f"{when}: {what}" for when, what in (("forward", entry.forward), ("backward", entry.backward)) if what != "-"
+    ]
+    if entry.forward == entry.backward != "-":
+        sends = [entry.forward]
+    if with_implementation and entry.implementation != "-":
+        sends.append(f"implementation: {entry.implementation}")
     reason = f"{entry.source}: {entry.reason}"
     if entry.aliases:
         reason += f" (also {', '.join(entry.aliases)})"
-    if any(cut.tied for cut in cuts):
+    if any(cut.tied for cut in entry.parameters):
         reason += " (tied)"
-    style = _style(entry.style)
-    return entry.kind, style, shapes, dims, entry.forward, entry.backward, wire, entry.implementation, reason
+    return ". ".join([*(["; ".join(sends)] if sends else []), reason])
+
+
+def _implementations(plan: ShardingPlan) -> list[str]:
+    return list(dict.fromkeys(entry.implementation for entry in plan.entries if entry.implementation != "-"))
 
 
 def _pattern(path: str) -> str:
@@ -92,27 +147,35 @@ def _totals(plan: ShardingPlan) -> list[str]:
         f"sent per rank in one step{' of ' if plan.example else ''}{plan.example}: {_sent(plan)}"
         + (f", of which {_bytes(plan.residual_bytes)} to make the residual whole" if plan.residual_bytes else ""),
     ]
-    for key, (number, locals_) in plan.attributes.items():
-        each = "/".join(map(str, locals_ if len(set(locals_)) > 1 else locals_[:1]))
-        lines.append(f"attribute {key}: {number} -> {each}")
+    lines += [f"attribute {line}" for line in _attributes(plan)]
     if plan.random:
-        lines.append(f"dropout differs by rank between: {', '.join(f'{a} .. {b}' for a, b in plan.random)}")
-    lines += [f"with its sum, {row} computes {norm}" for row, norm in _pairs(plan)]
+        pairs = [f"{row} and {norm}" for row, norm in _pairs(plan.random)]
+        lines.append(f"dropout differs by rank between: {', '.join(pairs)}")
+    lines += [f"with its sum, {row} computes {norm}" for row, norm in _pairs([fused[:2] for fused in plan.fused])]
     lines += [f"no norm is fused with {line}" for line in plan.unfused]
     return lines + [f"note: {note}" for note in plan.notes]
 
 
-def _pairs(plan: ShardingPlan) -> list[tuple[str, str]]:
-    """Fused rows and norms, one line for those that differ only in their place in a list.
+def _attributes(plan: ShardingPlan) -> list[str]:
+    """One line for attributes that differ only in their place in a list."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for key, (number, locals_) in plan.attributes.items():
+        each = "/".join(map(str, locals_ if len(set(locals_)) > 1 else locals_[:1]))
+        found.setdefault((_pattern(key), f"{number} -> {each}"), []).append(key)
+    return [f"{_name(pattern, keys)}: {values}" for (pattern, values), keys in found.items()]
 
-    A norm of the next block goes with the rows of this one, so rows alone are put together.
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs of modules, one for those whose first differ only in their place in a list, and their second as well.
+
+    The second may be in the next block (a norm that is fused with a row), so each of the two is named by itself.
     """
     rows: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for row, norm, _ in plan.fused:
-        rows.setdefault((_pattern(row), _pattern(norm)), []).append((row, norm))
+    for first, second in pairs:
+        rows.setdefault((_pattern(first), _pattern(second)), []).append((first, second))
     return [
-        (_name(row, [name for name, _ in pairs]), _name(norm, list(dict.fromkeys(name for _, name in pairs))))
-        for (row, norm), pairs in rows.items()
+        (_name(first, [name for name, _ in found]), _name(second, list(dict.fromkeys(name for _, name in found))))
+        for (first, second), found in rows.items()
     ]
 
 
