@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.integrations import causal_models
-from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, reference, weights_of
+from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, reference, step, weights_of
 from tests.integrations.curves import train as plain_train
 from tests.nn.reference import LIMIT_S, whole
 from tpkernels.testing.spawn import Pools
@@ -139,25 +140,29 @@ def test_a_model_without_values_is_loaded_or_refused(ranks: Pools, tmp_path: Pat
     plain = causal_models.llama()
     plain.save_pretrained(tmp_path)
     ids = batches(1)[0]
-    expected = float(plain(input_ids=ids, labels=ids).loss.detach())
+    expected = reference(plain, partial(step, ids=ids))
     for found in ranks(2).run(empty, str(tmp_path), timeout=LIMIT_S):
         assert "has no values (empty_init=True)" in found["refused"]
-        assert found["loaded"] == pytest.approx(expected, rel=1e-6)
+        assert expected.right(found["loaded"])
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
-    def __init__(self, name: str, parallel: bool) -> None:
+    def __init__(self, name: str, replicas: int) -> None:
         super().__init__()
-        self.model, self.parallel, self.losses, self.norms = MODELS[name](), parallel, [], []
+        self.model, self.replicas, self.losses, self.norms = MODELS[name](), replicas, [], []
         self.seen: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
-        if self.parallel and not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+        if self.replicas and not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             tpk_lightning.parallelize()(self.model, self.device_mesh)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        loss = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(float(loss.detach()))
+        part = mine(batch, self.replicas) if self.replicas else batch
+        loss = self.model(input_ids=part, labels=part).loss
+        mean = loss.detach().clone()
+        if self.replicas:
+            dist.all_reduce(mean)
+        self.losses.append(float(mean) / (dist.get_world_size() if self.replicas else 1))
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -169,33 +174,67 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return adamw(self.parameters())
 
 
-def in_trainer(name: str, folder: str, expected: Reference) -> dict[str, Any]:
-    world = dist.get_world_size()
+def fit(module: Module, folder: str, limit: int, resume: str | None, callbacks: Sequence[Any] = ()) -> Any:
+    options: dict[str, Any] = {"devices": 1}
+    if module.replicas:
+        world = dist.get_world_size()
+        sizes = {"data_parallel_size": module.replicas, "tensor_parallel_size": world // module.replicas}
+        options = {"devices": world, "strategy": TrainerStrategy(**sizes), "use_distributed_sampler": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=limit,
+        gradient_clip_val=CLIP,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    given = batches()[:3] if resume is None else batches()[3:]  # Lightning does not skip batches itself
+    trainer.fit(module, torch.utils.data.DataLoader(given, batch_size=None), ckpt_path=resume)
+    return trainer
+
+
+def joined(first: Module, rest: Module) -> Curve:
+    return Curve(first.losses + rest.losses, first.norms + rest.norms, first.seen, weights_of(rest.model))
+
+
+def in_trainer(name: str, folder: str, expected: Reference, replicas: int) -> dict[str, Any]:
     with as_a_rank():
-        curves = []
-        for path, limit, resume in (("first", 3, None), ("rest", 6, f"{folder}/half.ckpt")):
-            module = Module(name, parallel=True)
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                devices=world,
-                strategy=TrainerStrategy(data_parallel_size=1, tensor_parallel_size=world),
-                max_steps=limit,
-                gradient_clip_val=CLIP,
-                logger=False,
-                callbacks=[ModelCheckpoint(folder, "half", every_n_train_steps=3)],
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-                default_root_dir=f"{folder}/{path}",
-            )
-            given = batches()[:3] if resume is None else batches()[3:]  # Lightning does not skip batches itself
-            trainer.fit(module, torch.utils.data.DataLoader(given, batch_size=None), ckpt_path=resume)
-            curves.append(Curve(module.losses, module.norms, module.seen, weights_of(module.model)))
-    first, rest = curves
-    both = Curve(first.losses + rest.losses, first.norms + rest.norms, first.gradients, rest.weights)
-    return expected.wrong(both)
+        first, rest = Module(name, replicas), Module(name, replicas)
+        callback = ModelCheckpoint(folder, "half", every_n_train_steps=3)
+        fit(first, f"{folder}/first", 3, None, [callback])
+        fit(rest, f"{folder}/rest", 6, f"{folder}/half.ckpt")
+    return expected.wrong(joined(first, rest))
 
 
-def test_lightnings_trainer_trains_and_goes_on_as_one_process_does(ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+def test_lightnings_trainer_trains_and_goes_on_as_one_process_does(
+    ranks: Pools, tmp_path: Path, world: int, replicas: int, full: bool
+) -> None:
+    if world > 2 and not full:
+        pytest.skip("--full: more than two ranks")
     expected = reference(MODELS["llama"](), run)
-    assert ranks(2).run(in_trainer, "llama", str(tmp_path), expected, timeout=2 * LIMIT_S) == [{}, {}]
+    results = ranks(world).run(in_trainer, "llama", str(tmp_path), expected, replicas, timeout=2 * LIMIT_S)
+    assert results == [{}] * world
+
+
+def after_fit(folder: str, replicas: int, dtype: torch.dtype = torch.float32) -> Curve:
+    """What goes on from the checkpoint that ``save_checkpoint`` writes when ``fit`` has returned."""
+    first, rest = Module("llama", replicas).to(dtype), Module("llama", replicas).to(dtype)
+    with as_a_rank() if replicas else contextlib.nullcontext():
+        fit(first, folder, 3, None).save_checkpoint(f"{folder}/after.ckpt")
+        fit(rest, folder, 6, f"{folder}/after.ckpt")
+    return joined(first, rest)
+
+
+def test_what_is_saved_after_fit_goes_on_as_lightning_does(ranks: Pools, tmp_path: Path, full: bool) -> None:
+    """Lightning itself then finishes the last epoch again, with one batch, before it begins anew."""
+    if not full:
+        pytest.skip("--full: a variation")
+    exact, plain = (after_fit(str(tmp_path / str(dtype)), 0, dtype) for dtype in (torch.float64, torch.float32))
+    expected = Reference.of(exact, plain)
+    for found in ranks(2).run(after_fit, str(tmp_path / "parallel"), 1, timeout=2 * LIMIT_S):
+        assert expected.wrong(found) == {}
