@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tpkernels.nn.gathering import gathered
-from tpkernels.state.manifest import check_option
 from tpkernels.state.originals import Original, Part, unique
 
 __all__ = ["Slot", "described", "groups_of", "new_slots", "options_for", "revived", "slots_of"]
@@ -87,15 +86,10 @@ def plain(what: str, value: Any) -> Any:
 
 
 def options_for(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a group after loading: the saved ones, but those that say how it computes stay.
-
-    Raises:
-        ValueError: a saved one is of another kind.
-    """
+    """Options of a group after loading: the saved ones, but those that say how it computes stay."""
     options = {key: value for key, value in group.items() if key != "params"}
     for key, value in saved.items():
         if key in options and key not in HOW:
-            check_option(f"option {key!r}", options[key], value)
             options[key] = tuple(value) if isinstance(options[key], tuple) else revived(value)
     return options
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from tpkernels.nn.digests import MODULUS, digest_of, json_digest
 from tpkernels.state.collective_errors import Ranks, add_up, check_same
+from tpkernels.state.manifest import check_option
 from tpkernels.state.optimizer_state import Slot, described, groups_of, new_slots, options_for, revived, slots_of
 from tpkernels.state.originals import Original, check_real, originals_of, unique
 from tpkernels.state.snapshot_files import (
@@ -260,6 +261,8 @@ def _optimizer_state(plan: _Load, optimizer: Optimizer) -> dict[str, Any]:
     groups, start = [], 0
     for group, saved in zip(optimizer.param_groups, plan.manifest["optimizer"]["groups"], strict=True):
         count = len(group["params"])
+        for key in group.keys() & saved.keys() - {"params"}:
+            check_option(f"option {key!r}", group[key], saved[key])
         groups.append({**options_for(group, saved), "params": list(range(start, start + count))})
         start += count
     return {"state": state, "param_groups": groups}
