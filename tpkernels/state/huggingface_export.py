@@ -9,6 +9,7 @@ deadline, knows nothing of packed parameters and tied names, and writes no diges
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from tpkernels.state.collective_errors import Ranks
 from tpkernels.state.originals import Original, check_real, originals_of, unique
-from tpkernels.state.safetensors_files import file_name, write_file, write_index
+from tpkernels.state.safetensors_files import file_name, put_into_place, staged_beside, write_file, write_index
 
 __all__ = ["save_pretrained"]
 
@@ -29,6 +30,9 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_file_bytes: int
     Safetensors files with digests of their tensors, an index where there are several, and, for a model of transformers,
     its configuration.  Of tied names the first is written.  Any model can be written; :func:`load_pretrained` reads it
     at any number of ranks.
+
+    The folder holds a checkpoint when this returns, on the disk; one that is interrupted leaves a hidden folder with
+    ``.partial-`` in its name, and no checkpoint.
 
     Args:
         folder: holds no safetensors yet, and is the same for all ranks.
@@ -61,6 +65,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_file_bytes: int
     ranks = Ranks.of(model)
     digests = ranks.digests(what, [original for file in files for original in file])
     writes, failure = dist.get_rank() == 0, None
+    staged: Path | None = None
     placed: dict[str, str] = {}
     for number, file in enumerate(files):
         tensors: dict[str, Tensor] = {}
@@ -72,19 +77,25 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_file_bytes: int
             name = file_name(number, len(files))
             placed |= dict.fromkeys(tensors, name)
             try:
-                path.mkdir(parents=True, exist_ok=True)
-                write_file(path / name, tensors, digests)
+                staged = staged or staged_beside(path)
+                write_file(staged / name, tensors, digests)
             except Exception as error:  # noqa: BLE001 - the others are gathering; it is raised below, on all
                 failure = error
 
     def finish() -> None:
         if failure is not None:
             raise ValueError(f"writing to {path} failed: {failure!r}")
-        if writes:
+        if staged is not None:
             total = sum(_bytes(original) for file in files for original in file)
-            _write_rest(model, path, placed if len(files) > 1 else {}, total)
+            _write_rest(model, staged, placed if len(files) > 1 else {}, total)
+            put_into_place(staged, path)
 
-    everyone.step(what, finish)
+    try:
+        everyone.step(what, finish)
+    except BaseException:
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)  # the error in hand says more than one about what is left
+        raise
 
 
 def _files(originals: Sequence[Original], limit: int) -> list[list[Original]]:

@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from io import FileIO
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +27,13 @@ from torch import Tensor
 from tpkernels.packages import needed
 from tpkernels.state.originals import Box
 
-__all__ = ["SafetensorsFiles", "file_name", "write_file", "write_index"]
+__all__ = ["SafetensorsFiles", "file_name", "put_into_place", "staged_beside", "write_file", "write_index"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIGESTS = "tpkernels.digests"
 _PURPOSE = "a checkpoint"
+# Bytes in a row that are worth a read of their own; it takes 2 us.
+_SHORT_RUN = 1024
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -47,7 +54,7 @@ class SafetensorsFiles:
         self.digests: dict[str, int] = {}
         self.bytes_read = 0
         """Of tensors, so far, on this rank."""
-        self._files: dict[str, Any] = {}
+        self._places: dict[str, _Place] = {}
         files, index = _files_of(path)
         heads = hashlib.sha256()
         for file in files:
@@ -69,9 +76,12 @@ class SafetensorsFiles:
             handle: Any = safe_open(str(file), framework="pt")
             described = {name: handle.get_slice(name) for name in handle.keys()}
             digests = json.loads((handle.metadata() or {}).get(DIGESTS, "{}"))
-            with file.open("rb") as raw:
-                head = raw.read(int.from_bytes(raw.read(8), "little"))
-        except (SafetensorError, OSError, ValueError) as error:
+            raw = file.open("rb", buffering=0)  # closed with its places
+            head = raw.read(int.from_bytes(raw.read(8), "little"))
+            starts = {name: json.loads(head)[name]["data_offsets"][0] for name in described}
+            if not isinstance(digests, dict):
+                raise ValueError(f"digests must be an object, got {str(digests)[:80]!r}")
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{file} is damaged, cut off or no safetensors file: {error}") from None
         for name, tensor in described.items():
             if name in self.shapes or (index and index.get(name) != file.name):
@@ -79,18 +89,70 @@ class SafetensorsFiles:
             if tensor.get_dtype() not in DTYPES:
                 raise ValueError(f"{name} in {file} is {tensor.get_dtype()}, which is not supported")
             self.shapes[name], self.dtypes[name] = tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()]
-            self._files[name] = handle
-        self.digests |= {name: int(digest) for name, digest in digests.items() if name in described}
+            self._places[name] = _Place(raw, 8 + len(head) + starts[name])
+        self.digests |= {name: _digest(file, digest) for name, digest in digests.items() if name in described}
         return head + str(file.stat().st_size).encode()
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor; only that part of the file is looked at."""
         if 0 in box.sizes:
             return torch.empty(box.sizes, dtype=self.dtypes[name])
-        handle = self._files[name]
-        part: Tensor = handle.get_slice(name)[box.slices] if box.sizes else handle.get_tensor(name)
+        part = torch.empty(box.sizes, dtype=self.dtypes[name])
+        self._places[name].read(part, self.shapes[name], box.offsets)
         self.bytes_read += part.numel() * part.element_size()
         return part
+
+
+class _Place(NamedTuple):
+    """Where the bytes of a tensor are.
+
+    They are read and not mapped: a file that is cut off meanwhile would end the process with SIGBUS.
+    """
+
+    file: FileIO
+    start: int
+
+    def read(self, into: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
+        """Fill ``into`` with the box at ``offsets`` of a tensor of this shape.
+
+        Raises:
+            ValueError: the file ends before.
+        """
+        cut = max((dim for dim, size in enumerate(shape) if into.shape[dim] != size), default=0)
+        inner = prod(shape[cut + 1 :])
+        run = prod(into.shape[cut:]) * into.element_size()
+        outer = prod(into.shape[:cut])
+        if outer > 1 and run < _SHORT_RUN:  # whole rows, of which only parts are kept
+            rows = torch.empty((into.shape[0], *shape[1:]), dtype=into.dtype)
+            self.read(rows, shape, (offsets[0], *[0] * (len(shape) - 1)))
+            within = zip(offsets[1:], into.shape[1:], strict=True)
+            into.copy_(rows[(slice(None), *[slice(at, at + size) for at, size in within])])
+            return
+        raw: Any = into.reshape(-1).view(torch.uint8).numpy()
+        bytes_of = memoryview(raw)
+        for number, index in enumerate(product(*[range(n) for n in into.shape[:cut]])):
+            at = 0
+            for dim, size in enumerate(shape[:cut]):
+                at = at * size + offsets[dim] + index[dim]
+            if shape:
+                at = (at * shape[cut] + offsets[cut]) * inner
+            self._fill(bytes_of[number * run : (number + 1) * run], self.start + at * into.element_size())
+
+    def _fill(self, into: memoryview, at: int) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self.file.fileno(), [into[done:]], at + done)
+            if count == 0:
+                raise ValueError(
+                    f"{self.file.name} was cut off while it was read: it ends before byte {at + len(into)}"
+                )
+            done += count
+
+
+def _digest(file: Path, digest: Any) -> int:
+    if not isinstance(digest, int) or isinstance(digest, bool):
+        raise ValueError(f"{file} has a digest that is no number: {str(digest)[:80]!r}")
+    return digest
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -101,7 +163,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{index} is damaged or was cut off: {error!r}") from None
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map")
@@ -123,18 +185,49 @@ def file_name(number: int, count: int) -> str:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
-    """Write one file, and put it into place whole."""
     with needed("safetensors", _PURPOSE):
         from safetensors.torch import save_file
     said = json.dumps({name: digests[name] for name in tensors})
-    partial = path.with_name(f"{path.name}.partial")
-    save_file(dict(tensors), str(partial), metadata={"format": "pt", DIGESTS: said})
-    partial.replace(path)
+    save_file(dict(tensors), str(path), metadata={"format": "pt", DIGESTS: said})
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
     """Write which tensor is in which file."""
-    partial = folder / f"{INDEX}.partial"
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2)
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(folder / INDEX)
+    (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def staged_beside(folder: Path) -> Path:
+    """A new folder for what :func:`put_into_place` shall put into ``folder``; inside it where that exists already."""
+    folder = folder.resolve()
+    name = f".partial-{secrets.token_hex(4)}"
+    staged = folder / name if folder.is_dir() else folder.with_name(f".{folder.name}{name}")
+    staged.mkdir(parents=True)
+    return staged
+
+
+def put_into_place(staged: Path, folder: Path) -> None:
+    """Have the disk take all files, and then give them their names: a new folder at once.
+
+    In a folder that exists already they come one by one, and last the one without which there is no checkpoint.
+    """
+    files = sorted(staged.iterdir(), key=lambda file: (file.name in (SINGLE, INDEX), file.name))
+    for path in (*files, staged):
+        _sync(path)
+    folder = folder.resolve()
+    if staged.parent == folder:
+        for file in files:
+            file.replace(folder / file.name)
+        staged.rmdir()
+        _sync(folder)
+    else:
+        staged.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
