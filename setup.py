@@ -339,7 +339,7 @@ def build_cuda() -> tuple[Path, dict[str, object]]:
     flags = [*CUDA_FLAGS, *code_flags(architectures)]
     build = ROOT / "build" / "cuda"
     build.mkdir(parents=True, exist_ok=True)
-    includes = [f"-I{CSRC}", f"-I{toolkit / 'include'}", f"-I{toolkit / 'include' / 'cccl'}"]
+    includes = [f"-I{os.path.relpath(CSRC, build)}", f"-I{toolkit / 'include'}", f"-I{toolkit / 'include' / 'cccl'}"]
     link = "-shared -Wl,--no-undefined -Wl,--exclude-libs,ALL -pthread".split()
     write_rules(
         build / "build.ninja",
@@ -362,13 +362,13 @@ def build_cuda() -> tuple[Path, dict[str, object]]:
 def write_rules(
     file: Path, *, compile: list[str], link: list[str], sources: list[Path], module: str, stamp: Path
 ) -> None:
-    """A ninja file of one command for all sources; ninja's own variables in the commands stay."""
+    """A ninja file of one command for all sources, relative to it; ninja's own variables in the commands stay."""
 
     def words(parts: list[str]) -> str:
         return " ".join(part if part in ("$in", "$out") else shlex.quote(part).replace("$", "$$") for part in parts)
 
     def path(name: Path) -> str:
-        return str(name).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+        return os.path.relpath(name, file.parent).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
     lines = ["rule compile", f"  command = {words(compile)} -MD -MF $out.d -c $in -o $out"]
     lines += ["  depfile = $out.d", "  deps = gcc", "rule link", f"  command = {words(link)}"]
