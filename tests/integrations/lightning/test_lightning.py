@@ -147,14 +147,17 @@ def test_a_model_without_values_is_loaded_or_refused(ranks: Pools, tmp_path: Pat
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
-    def __init__(self, name: str, replicas: int) -> None:
+    def __init__(self, name: str, replicas: int, *, compiled: bool = False) -> None:
         super().__init__()
+        self.compiled = compiled
         self.model, self.replicas, self.losses, self.norms = MODELS[name](), replicas, [], []
         self.seen: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
         if self.replicas and not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             tpk_lightning.parallelize()(self.model, self.device_mesh)
+        if self.compiled:
+            self.model.compile(backend="aot_eager", fullgraph=True)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         part = mine(batch, self.replicas) if self.replicas else batch
@@ -174,7 +177,14 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return adamw(self.parameters())
 
 
-def fit(module: Module, folder: str, limit: int, resume: str | None, callbacks: Sequence[Any] = ()) -> Any:
+def fit(
+    module: Module,
+    folder: str,
+    limit: int,
+    resume: str | None,
+    callbacks: Sequence[Any] = (),
+    given: Sequence[Tensor] = (),
+) -> Any:
     options: dict[str, Any] = {"devices": 1}
     if module.replicas:
         world = dist.get_world_size()
@@ -192,7 +202,8 @@ def fit(module: Module, folder: str, limit: int, resume: str | None, callbacks: 
         default_root_dir=folder,
         **options,
     )
-    given = batches()[:3] if resume is None else batches()[3:]  # Lightning does not skip batches itself
+    # Lightning does not skip batches itself.
+    given = given or (batches()[:3] if resume is None else batches()[3:])
     trainer.fit(module, torch.utils.data.DataLoader(given, batch_size=None), ckpt_path=resume)
     return trainer
 
@@ -219,6 +230,24 @@ def test_lightnings_trainer_trains_and_goes_on_as_one_process_does(
     expected = reference(MODELS["llama"](), run)
     results = ranks(world).run(in_trainer, "llama", str(tmp_path), expected, replicas, timeout=2 * LIMIT_S)
     assert results == [{}] * world
+
+
+def compiled(folder: str) -> tuple[Curve, int]:
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    module = Module("llama", 1, compiled=True)
+    with as_a_rank():
+        fit(module, folder, 6, None, given=batches())
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    return Curve(module.losses, module.norms, module.seen, weights_of(module.model)), graphs
+
+
+def test_a_model_is_compiled_as_one_graph(ranks: Pools, tmp_path: Path, full: bool) -> None:
+    if not full:
+        pytest.skip("--full: seconds of compiling")
+    expected = reference(MODELS["llama"](), run)
+    for found, graphs in ranks(2).run(compiled, str(tmp_path), timeout=2 * LIMIT_S):
+        assert expected.wrong(found) == {} and graphs == 1
 
 
 def after_fit(folder: str, replicas: int, dtype: torch.dtype = torch.float32) -> Curve:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integrations.curves import reference, step
+from tests.integrations.curves import Curve, reference, step
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.testing.spawn import Pools
 
@@ -58,6 +58,28 @@ def test_every_module_of_the_plan_runs_an_op_of_ours_and_without_register_none_d
         assert expected.wrong(found["step"]) == {}
         for way, tokens in said.items():
             assert torch.equal(found["tokens"][way], tokens), way
+
+
+def compiled(path: str) -> dict[str, tuple[Curve, Curve, int]]:
+    found = {}
+    for way in ("register", "prepare"):
+        model = scenarios.load(way, path)
+        eager = step(model, ids())
+        torch._dynamo.reset()
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        model.compile(backend="aot_eager", fullgraph=True)
+        found[way] = eager, step(model, ids()), torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    return found
+
+
+@pytest.mark.gloo
+def test_a_step_is_compiled_as_one_graph_with_the_bits_of_eager(ranks: Pools, tmp_path: Path, full: bool) -> None:
+    if not full:
+        pytest.skip("--full: seconds of compiling")
+    for found in ranks(2).run(compiled, scenarios.saved(LLAMA, tmp_path), timeout=2 * LIMIT_S):
+        for eager, one, graphs in found.values():
+            assert graphs == 1 and one.losses == eager.losses
+            assert all(torch.equal(one.gradients[name], value) for name, value in eager.gradients.items())
 
 
 class Loud(nn.Linear):
