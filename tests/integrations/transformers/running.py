@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,10 +28,8 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": labels}
 
 
-def arguments(folder: str | Path, **changes: Any) -> Any:
-    from transformers import TrainingArguments
-
-    given: dict[str, Any] = {
+def options(folder: str | Path, **changes: Any) -> dict[str, Any]:
+    return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
         "max_steps": STEPS,
@@ -49,8 +47,7 @@ def arguments(folder: str | Path, **changes: Any) -> Any:
         "seed": 7,
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(**(given | changes))
+    } | changes
 
 
 @contextlib.contextmanager
@@ -90,16 +87,17 @@ def train(
     resume: str | Path | None = None,
     data: Any = None,
     evaluation: Any = None,
+    trained_by: Callable[..., Any] | None = None,
     **changes: Any,
 ) -> Curve:
-    """A run of Trainer; its losses and norms are those that it logs."""
-    from transformers import PrinterCallback, Trainer
+    """A run of Trainer, or of what ``trained_by`` makes; its losses and norms are those that it logs."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     curve = Curve()
     with on_cpu():
-        trainer = Trainer(
+        trainer = (trained_by or Trainer)(
             model=model,
-            args=arguments(folder, **changes),
+            args=TrainingArguments(**options(folder, **changes)),
             train_dataset=data or Sentences(),
             eval_dataset=evaluation,
             callbacks=[recorder(curve), *callbacks],
