@@ -239,3 +239,16 @@ class _OwnGate(Mixed):
 
 def test_a_gate_that_the_class_defines_is_kept() -> None:
     assert layout_of(_OwnGate()).layout.activation == "_apply_gate()"
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)])
+def test_what_the_caller_has_switched_on_changes_nothing(around: Any) -> None:
+    module, state = Mixed(), torch.get_rng_state()
+    with around:
+        assert layout_of(module).layout.gate == "halves"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_parameters_that_are_not_made_yet_are_no_experts() -> None:
+    found, refused = find_experts(nn.Sequential(nn.LazyLinear(3), nn.LazyConv1d(3, 3), Mixed()))
+    assert list(found) == ["2"] and not refused

@@ -16,6 +16,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +68,8 @@ def find_experts(model: nn.Module) -> tuple[dict[str, KnownExperts], dict[str, s
     refused: dict[str, str] = {}
     known: dict[Any, KnownExperts | Refused] = {}
     for name, module in model.named_modules():
-        if sum(parameter.dim() == 3 for parameter in module.parameters(recurse=False)) < 2:
+        made = [parameter for parameter in module.parameters(recurse=False) if not is_lazy(parameter)]
+        if sum(parameter.dim() == 3 for parameter in made) < 2:
             continue
         key = _key(module)
         if key not in known:
@@ -210,6 +212,14 @@ def _is_function(module: nn.Module, name: str) -> bool:
 # ---------------------------------------------------------------- the proof
 
 
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Within it, code computes as it stands, whatever the caller has switched on."""
+    cpu = torch.device("cpu")
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), cpu:
+        yield
+
+
 class _DoesNotRun(Exception):
     """The module does not run on samples, or gives something else than a tensor like the tokens."""
 
@@ -233,7 +243,7 @@ class _Trial:
         for dtype in LIMITS:
             self.dtype = dtype
             try:
-                with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+                with _plainly(), torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
                     self.small, self.experts, self.hidden = _small(module, found, dtype)
                     self.samples = [self._sample(index, scale) for index, scale in enumerate(SCALES)]
@@ -273,7 +283,7 @@ class _Trial:
         for sample in self.samples:
             self.small.train(sample.training)
             try:
-                with torch.enable_grad(), torch.device("cpu"):
+                with _plainly():
                     y = self._in_slices(layout, sample)
                     found = self._with_gradients(y, sample)
             except (RuntimeError, ValueError, TypeError, AttributeError):  # a gate that takes other tensors
