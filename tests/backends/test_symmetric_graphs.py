@@ -151,7 +151,7 @@ def test_a_replay_goes_with_replays_and_is_told_from_a_call_that_looks_for_its_d
 
 @pytest.mark.cpu
 def test_the_monitor_tells_once_of_a_failure_that_only_replays_would_see(caplog: pytest.LogCaptureFixture) -> None:
-    group: Any = SimpleNamespace(rank=0, size=4, timeout=1.0, peers=(), name="tp", store=mock.Mock())
+    group: Any = SimpleNamespace(rank=0, size=4, timeout=1.0, peers=(), name="tp", control=mock.Mock())
     channels = SymmetricChannels(group, Recorder())
     group.resources = {SymmetricMemory.name: SymmetricMemory(channels)}
     group.key, group.poison, group.works, group.trail, group.in_flight = "met", None, None, None, None

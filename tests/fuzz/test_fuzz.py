@@ -18,7 +18,7 @@ from tpkernels.testing.spawn import Pools
 pytestmark = pytest.mark.gloo
 
 SEED = 13
-SHARES = {2: (10, 1536), 3: (4, 384), 4: (2, 192)}
+SHARES = {2: (7, 1536), 3: (3, 384), 4: (1, 192)}
 """How many random models of each number of ranks: without and with --full."""
 """Models by number of ranks; more ranks show little more, and cost more."""
 

@@ -324,8 +324,10 @@ def _record_calls(op: str, shape: Shape) -> list[RankTrace]:
     [("all_gather_matmul", Shape(1024, 2048, 8192)), ("matmul_reduce_scatter", Shape(1024, 8192, 2048))],
 )
 def test_chunked_moves_its_bytes_while_gemms_run_and_unfused_does_not(
-    lab_possible: None, op: str, shape: Shape
+    lab_possible: None, op: str, shape: Shape, full: bool
 ) -> None:
+    if not full:
+        pytest.skip("--full: test_layer_overlap.py measures both ops in a layer")
     with netlab.Netlab(2, rate="500mbit", sample_interval_s=0.002) as lab:
         per_rank = lab.run(_record_calls, op, shape, timeout=120)
     hidden: dict[str, list[float]] = {"unfused": [], "chunked": []}

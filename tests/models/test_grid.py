@@ -96,7 +96,11 @@ def faults(dtype: str, references: list[Reference]) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", ["bf16"])
-def test_the_bound_catches_a_missing_sum_a_bias_added_twice_and_a_wrong_head(ranks: Pools, dtype: str) -> None:
+def test_the_bound_catches_a_missing_sum_a_bias_added_twice_and_a_wrong_head(
+    ranks: Pools, dtype: str, full: bool
+) -> None:
+    if not full:
+        pytest.skip("--full: four models more")
     references = [reference_of([Cell(name, False, dtype, "eager")]) for name, _ in FAULTS]
     for rank in ranks(3).run(faults, dtype, references, timeout=2 * LIMIT_S):
         assert all(worst > 1.5 * FACTOR for worst in rank), rank

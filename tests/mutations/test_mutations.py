@@ -32,7 +32,7 @@ SLICE = (
 
 @pytest.mark.gloo
 def test_every_fault_is_killed(ranks: Pools, full: bool) -> None:
-    names = [name for name in FAULTS if name not in UNREACHABLE] if full else list(SLICE)
+    names = [name for name in FAULTS if name not in UNREACHABLE] if full else list(SLICE[::2])
     told = run_all(ranks, names)
     assert not {name: how for name, how in told.items() if how.startswith("survives")}
 

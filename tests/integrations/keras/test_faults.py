@@ -123,12 +123,12 @@ def model() -> Any:
     return made
 
 
-def run() -> dict[str, Any]:
+def run(plan: Any = None) -> dict[str, Any]:
     """Losses, weights, predictions and counts; the gradient's norm is over the bound of ``global_clipnorm``."""
     keras = models.keras_on_torch()
     random = np.random.default_rng(1)
     x, y = random.normal(size=(16, 8)), random.integers(0, 2, size=(16, 4))
-    built = tpk.keras.TensorParallel(model()) if dist.get_world_size() > 1 else models.exact(model())
+    built = tpk.keras.TensorParallel(model(), plan=plan) if dist.get_world_size() > 1 else models.exact(model())
     optimizer = keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=0.01)
     built.compile(optimizer, "mse", metrics=[keras.metrics.TruePositives()], jit_compile=False)
     history = built.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
@@ -141,9 +141,10 @@ def run() -> dict[str, Any]:
 
 def every_fault() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    plan = tpk.keras.make_plan(model(), dist.get_world_size())
     for name, seeded in faults().items():
         with seeded():
-            found[name] = run()
+            found[name] = run(plan)
     return found
 
 
