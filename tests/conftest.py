@@ -2,7 +2,8 @@
 
 Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (ranks in network namespaces; root),
 `gpu`, `multi_gpu`. A layer that this machine cannot run is skipped with the reason. `--full` asks for full counts
-(`full` fixture, `sample` mark) where a test by default takes a sample. A case that is named on the command line runs.
+(`full` fixture, `sample` mark) where a test by default takes a sample, and for tests that do not run otherwise (`full`
+mark). A case that is named on the command line runs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in LAYERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    config.addinivalue_line("markers", "full(reason): runs with --full only; what it costs, or what stands for it")
     config.addinivalue_line("markers", "sample(count): without --full, only so many of the test's cases run")
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
@@ -73,6 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(not_sampled(item for item in items if item.nodeid not in config.args))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+        for item in items:
+            if (marker := item.get_closest_marker("full")) and item.nodeid not in config.args:
+                item.add_marker(pytest.mark.skip(reason=f"--full: {marker.args[0]}"))
     wanted = [layer for layer in LAYERS if any(item.get_closest_marker(layer) for item in items)]
     reasons = {layer: missing_for(layer) for layer in wanted}
     for item in items:

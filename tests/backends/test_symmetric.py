@@ -239,6 +239,7 @@ def integers(shape: tuple[int, int], rank: int, name: str) -> torch.Tensor:
     return payload(shape, torch.float32, rank=rank, name=name, scale=3.0).round().requires_grad_()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_unfused_bit_for_bit(pools: Pools, emulation: Emulation, world: int) -> None:
     assert pools(world).run(gradients, replace(emulation, late_us=500)) == [14] * world

@@ -98,6 +98,7 @@ def measured(emulation: Emulation) -> list[tuple[str, str, bool, bool]]:
     return seen
 
 
+@pytest.mark.full("measures tiles of interpreted kernels")
 def test_tiles_are_measured_with_what_follows_the_product(pools: Pools, emulation: Emulation) -> None:
     for seen in pools(2).run(measured, replace(emulation, capability=90), timeout=PATIENCE_S):
         assert list(dict.fromkeys(seen)) == [

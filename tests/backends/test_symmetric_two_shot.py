@@ -37,6 +37,7 @@ def two_shot(emulation: Emulation, **changes: Any) -> Emulation:
     return replace(emulation, two_shot_bytes=MUCH, **changes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_integers_are_exact_and_have_the_bits_of_unfused(pools: Pools, emulation: Emulation, world: int) -> None:
     """Rows and shares that do not divide, missing rows, bias, every dtype; stores that reach everybody, or not."""
@@ -70,6 +71,7 @@ def sums(emulation: Emulation) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_way_to_sum_has_the_same_bits_on_every_rank(pools: Pools, emulation: Emulation, world: int) -> None:
     plain = replace(emulation, fuse_from_rows=10**6)  # all from the products of the library

@@ -82,7 +82,7 @@ def check_correct(variant: str, folder: Path) -> None:
     assert stored is not None and int(stored[1]) > 1000, f"{variant}: {report}"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", CORRECT)
 def test_no_interleaving_breaks_the_protocol(variant: str, tmp_path: Path) -> None:
     check_correct(variant, tmp_path)

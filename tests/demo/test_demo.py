@@ -76,6 +76,7 @@ def initial_weights_are_equal() -> None:
     assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [2, 3])
 def test_both_gpts_start_from_the_same_weights(ranks: Pools, world: int) -> None:
@@ -179,6 +180,7 @@ def test_heads_that_cannot_be_shared_are_refused_before_ranks_start() -> None:
         demo.main(arguments("--tp", "5"))
 
 
+@pytest.mark.full("its parts are tested by themselves")
 @pytest.mark.gloo
 def test_the_command_trains_on_three_ranks_and_shows_both_curves(tmp_path: Path) -> None:
     printed = command_forked(tmp_path, "demo", "--only", "train", "--tp", "3", "--steps", "4")

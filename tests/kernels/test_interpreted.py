@@ -50,6 +50,7 @@ SCATTER = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", GATHER)
 def test_gathered_products_are_right_when_chunks_come_late_and_shuffled(interpreter: Interpreter, name: str) -> None:
     options: dict[str, Any] = GATHER[name]

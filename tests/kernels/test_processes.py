@@ -22,6 +22,7 @@ def run(interpreter: Interpreter, world: worlds.World) -> None:
     interpreter.run_all("world.run_rank", [(world, rank) for rank in range(len(world.shards))])
 
 
+@pytest.mark.full("tests/backends/test_symmetric.py interprets these kernels on ranks, too")
 def test_ranks_compute_what_they_should_call_after_call(interpreter: Interpreter, tmp_path: Path, full: bool) -> None:
     for shards in SHARDS if full else SHARDS[:1]:
         folder = tmp_path / f"{len(shards)} ranks"

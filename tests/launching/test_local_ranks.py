@@ -297,6 +297,7 @@ def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
     assert not [pid for pid in pids if is_running(pid)]
 
 
+@pytest.mark.full("README's programs do so")
 def test_a_script_launches_its_own_functions_and_ranks_print_to_its_output(tmp_path: Path) -> None:
     with running_script(tmp_path, 0) as process:
         out, err = process.communicate(timeout=120)
@@ -310,6 +311,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     assert 'a script that starts ranks needs `if __name__ == "__main__":`' in err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     with running_script(tmp_path, 300, nproc=1) as parent:

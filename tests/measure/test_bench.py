@@ -166,6 +166,7 @@ def test_bench_measures_groups_and_uneven_shapes_and_says_who_cannot(
     assert ["torch" in row["times"] for row in content["results"]] == [True] * 3 + [False, False, True]
 
 
+@pytest.mark.full("every size of the suite")
 @pytest.mark.gloo
 def test_the_standard_suite_runs_end_to_end_under_torchrun(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]

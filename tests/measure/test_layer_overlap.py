@@ -69,6 +69,7 @@ def hidden_parts() -> dict[str, list[float]]:
     return hidden
 
 
+@pytest.mark.full("records layers for half a minute")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 def test_a_layer_hides_its_transfers_behind_its_gemms_and_unfused_it_does_not(lab_possible: None) -> None:

@@ -23,7 +23,7 @@ SAMPLE = ("qwen3_moe", "deepseek_v2", "llama4_text", "beit relative", "ctrl", "j
 fake tensors in caches, additions in place, weights that the model reads itself."""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_architecture_computes_what_the_unsharded_model_computes(ranks: Pools, name: str) -> None:

@@ -103,6 +103,7 @@ def drops_compiled() -> tuple[Tensor, Tensor]:
     return passes[0], passes[1]
 
 
+@pytest.mark.full("seconds of compiling")
 def test_a_compiled_model_drops_what_the_model_drops(ranks: Pools) -> None:
     for eager, compiled in ranks(2).run(drops_compiled, timeout=2 * LIMIT_S):
         assert torch.equal(eager, compiled) and eager.any()

@@ -240,5 +240,6 @@ def compiled_equals_eager() -> None:
     assert dist.get_world_size() == 2
 
 
+@pytest.mark.full("seconds of compiling")
 def test_a_compiled_head_with_its_loss_equals_the_eager_one(ranks: Pools) -> None:
     ranks(2).run(compiled_equals_eager, timeout=LIMIT_S)

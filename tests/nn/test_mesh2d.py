@@ -159,6 +159,7 @@ def test_parameters_live_on_the_mesh_that_they_were_given(ranks: Pools) -> None:
     ranks(2).run(parameters_live_on_the_mesh_that_they_were_given, timeout=LIMIT_S)
 
 
+@pytest.mark.full("seconds of compiling")
 @pytest.mark.gloo
 def test_the_compiled_block_equals_the_eager_one(ranks: Pools) -> None:
     ranks(2).run(compiled_equals_eager, timeout=LIMIT_S)

@@ -356,6 +356,7 @@ def opcheck_all(every: int) -> list[str]:
     return [op for op, _ in calls]
 
 
+@pytest.mark.full("test_world_one.py checks every op on one rank")
 def test_ops_pass_opcheck(ranks: Pools, full: bool) -> None:
     """On three ranks: their shards are uneven. On one rank all of them are checked (test_world_one.py)."""
     registered = {

@@ -161,7 +161,7 @@ def test_inputs_need_not_be_contiguous(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_real_sizes_with_the_chunk_counts_and_choices_of_the_library(ranks: Pools, world: int) -> None:
     cases = []

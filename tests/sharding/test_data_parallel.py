@@ -141,6 +141,7 @@ def in_bf16() -> dict[str, list[float]]:
     return {name: errors(run, exact) for name, run in runs.items()}
 
 
+@pytest.mark.full("a quarter of a minute of training")
 def test_bf16_with_fp32_masters_is_as_exact_as_in_one_process(ranks: Pools) -> None:
     for found in ranks(4).run(in_bf16, timeout=LIMIT_S):
         print(found)

@@ -267,6 +267,7 @@ def many(cases: list[tuple[str, bool, str | bool]]) -> list[tuple[int, list[str]
     return [trains(*case) for case in cases]
 
 
+@pytest.mark.full("three steps of what is compared for one")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [3, 2])
 def test_three_steps_are_those_of_the_unsharded_model(ranks: Pools, world: int, full: bool) -> None:

@@ -263,6 +263,7 @@ def loaded_by_torch(names: list[str], folder: str, parallel: bool = True) -> dic
     return found
 
 
+@pytest.mark.full("a quarter of a minute of training")
 def test_a_run_saved_by_torchs_functions_goes_on_or_says_that_it_cannot(ranks: Pools, tmp_path: Path) -> None:
     """At the same number of ranks, at another one, and unsharded."""
     names, folder = ["llama", "gpt2"], str(tmp_path)
