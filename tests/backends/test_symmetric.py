@@ -75,6 +75,7 @@ def test_integers_are_exact_and_have_the_bits_of_unfused(
         pools(world).run(judge_all, settings, cases, "unfused", timeout=PATIENCE_S)
 
 
+@pytest.mark.full("four interpreted ranks")
 def test_peers_that_share_what_they_are_told_get_the_same_bits(pools: Pools, emulation: Emulation) -> None:
     """A shard of one small piece: side streams of several peers, one flag or signal for all of them."""
     settings = replace(emulation, num_chunks=1, most_lanes=1)
@@ -147,6 +148,7 @@ def uneven(case: Case, world: int) -> tuple[int, ...]:
     return (case.shape[case.axis] - 5 * (world - 1), *[5] * (world - 1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("judge", ["poison", "ownership"])
 def test_nothing_of_an_earlier_call_is_left_and_outputs_are_the_callers(
     pools: Pools, emulation: Emulation, judge: str, full: bool
@@ -356,7 +358,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_never_comes_ends_in_an_error_that_names_rank_and_chunk(
     pools: Pools, emulation: Emulation, fault: str

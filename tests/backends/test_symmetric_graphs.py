@@ -61,6 +61,7 @@ def left_in_the_pool(emulation: Emulation, faulty: bool) -> list[str]:
     return left
 
 
+@pytest.mark.full("seconds of interpreted kernels")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("faulty", [False, True], ids=["as it is", "tables from the pool"])
 def test_a_warm_up_leaves_nothing_in_the_pool_of_its_graph(pools: Pools, emulation: Emulation, faulty: bool) -> None:

@@ -140,6 +140,7 @@ def swap(fault: bool) -> minilm.MiniLMReport:
         minilm.parallelize = tpk.parallelize
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("fault", [False, True])
 def test_the_swapped_model_is_within_its_bound_unless_a_bias_is_doubled(ranks: Pools, fault: bool) -> None:

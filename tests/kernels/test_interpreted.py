@@ -109,6 +109,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_differ_in_no_bit(interpreter: Interpreter, name: str) -> None:
     scenario, options = LOOPS[name]

@@ -266,6 +266,7 @@ def errors(what: str) -> None:
         ColumnParallelLinears(6, {"q": 4}, mesh, unit={"k": 2})
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -87,6 +87,7 @@ def test_whole_graphs_of_experts_give_the_bits_of_eager(ranks: Pools) -> None:
     assert ranks(2).run(grouped_blocks_compiled, "aot_eager", timeout=240) == [24, 24]
 
 
+@pytest.mark.full("seconds of compiling")
 def test_inductor_gives_the_bits_of_eager(ranks: Pools) -> None:
     assert min(ranks(2).run(compiled_equals_eager, "inductor", None, SCATTER, timeout=300)) == 3
 

@@ -296,6 +296,7 @@ def modes() -> int:
     return checked
 
 
+@pytest.mark.full("seconds of compiling")
 @gloo
 def test_autocast_and_compiled_graphs_give_the_bits_of_eager(ranks: Pools) -> None:
     assert ranks(2).run(modes) == [2 * (4 + 3 + 1 + 1)] * 2

@@ -65,6 +65,7 @@ def test_a_fake_tensor_that_cannot_be_taken_out_is_an_error_that_says_where(how:
         tpk.make_plan(Keeping(how), 2, example_inputs=X)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["lru_cache", "closure"])
 def test_objects_that_the_user_took_from_the_garbage_collector_are_looked_at_too(how: str) -> None:
     """As servers do with ``gc.freeze``: they stay frozen."""

@@ -215,6 +215,7 @@ def many_steps(cases: list[tuple[str, bool, bool]]) -> list[tuple[int, int]]:
     return [sent_in_a_step(*case) for case in cases]
 
 
+@pytest.mark.full("tests/models/grid.py lets nothing travel that is not planned")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_bytes_of_a_plan_are_those_that_travel(ranks: Pools, world: int, full: bool) -> None:

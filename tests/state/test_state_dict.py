@@ -205,6 +205,7 @@ def on_a_mesh_of_two_axes() -> list[str]:
     return wrong
 
 
+@pytest.mark.full("test_optimizer_names.py has FSDP2, too")
 def test_torchs_functions_and_fsdp2_agree_on_the_names_and_values(ranks: Pools) -> None:
     for wrong in ranks(4).run(on_a_mesh_of_two_axes, timeout=2 * LIMIT_S):
         assert not wrong, wrong

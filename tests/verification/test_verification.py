@@ -56,8 +56,8 @@ def verdicts(cases: list[tuple[str, torch.dtype, bool]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [2, 1, 3])
 def test_what_is_right_is_said_to_be_and_is_left_alone(ranks: Pools, world: int) -> None:
     cases = RIGHT if world == 2 else RIGHT[world % 2 :: 2]
     assert ranks(world).run(verdicts, cases, timeout=LIMIT_S) == [[]] * world
