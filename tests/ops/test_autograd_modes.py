@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
@@ -303,3 +304,51 @@ def retained() -> None:
 
 def test_a_retained_graph_can_be_run_twice(ranks: Pools) -> None:
     ranks(2).run(retained)
+
+
+# ---------------------------------------------------------------- what memory and gradients do not show
+
+
+def _calls(group: Any) -> dict[str, Callable[[Tensor], Any]]:
+    weight = torch.ones(3, 16)
+    made: dict[str, Callable[[Tensor], Any]] = {
+        "all_reduce": lambda x: tpk.all_reduce(x, group),
+        "all_gather": lambda x: tpk.all_gather(x, group),
+    }
+    for op in (tpk.matmul_all_reduce, tpk.matmul_reduce_scatter, tpk.all_gather_matmul):
+        made[op.__name__] = partial(op, weight=weight, group=group)
+    return made
+
+
+def negative_views() -> None:
+    """``torch.imag(z.conj())`` and what autograd makes of it: the bits in memory have the other sign."""
+    with new_group(2) as group:
+        for name, op in _calls(group).items():
+            for _ in range(3):  # checked, asked for a repetition, repeated
+                y = op(torch._neg_view(torch.ones(2, 16)))
+                assert_bitwise_equal(y, -op(torch.ones(2, 16)), name)
+        weight, bias = torch._neg_view(torch.ones(3, 16)), torch._neg_view(torch.ones(3))
+        for _ in range(3):
+            tpk.matmul_all_reduce(torch.ones(2, 16), torch.ones(3, 16), group, bias=torch.ones(3))
+            y = tpk.matmul_all_reduce(torch.ones(2, 16), weight, group, bias=bias)
+            assert_bitwise_equal(y, torch.full((2, 3), -33.0), "a weight and a bias")
+
+
+def test_views_with_a_negative_bit_have_their_values(ranks: Pools) -> None:
+    ranks(2).run(negative_views)
+
+
+def tangents() -> None:
+    x = torch.ones(2, 16)
+    with new_group(2) as group:
+        for name, op in _calls(group).items():
+            with pytest.raises(RuntimeError, match="has no forward-mode derivative"), forward_ad.dual_level():
+                pytest.fail(f"{name}: {op(forward_ad.make_dual(x, torch.ones_like(x)))}")
+            with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+                pytest.fail(f"{name}: {torch.func.jvp(op, (x,), (torch.ones_like(x),))}")
+            with forward_ad.dual_level():
+                assert torch.is_tensor(op(x)), "without a tangent it is a call like any other"
+
+
+def test_a_tangent_is_refused_and_not_dropped(ranks: Pools) -> None:
+    ranks(2).run(tangents)

@@ -270,6 +270,40 @@ def test_one_ranks_bad_arguments_stop_the_others_soon(ranks: Pools, name: str, m
                 assert_matches(BAD[name][1], str(error))
 
 
+BIASED: dict[str, Callable[[Any, torch.Tensor | None], Any]] = {
+    "matmul_all_reduce": lambda g, b: tpk.matmul_all_reduce(t(4, 8), t(3, 8), g, bias=b),
+    "matmul_reduce_scatter": lambda g, b: tpk.matmul_reduce_scatter(t(4, 8), t(3, 8), g, bias=b),
+    "with a norm": lambda g, b: tpk.matmul_all_reduce(
+        t(4, 8), t(3, 8), g, bias=b, residual=t(4, 3), norm_weight=t(3), eps=1e-6
+    ),
+    "grouped": lambda g, b: tpk.grouped_matmul_all_reduce(
+        t(4, 8), t(1, 3, 8), tpk.Routing(torch.zeros(4, 1, dtype=torch.long), t(4, 1)), g,
+        bias=None if b is None else b[None],
+    ),
+}  # fmt: skip
+
+
+def biased_on_one_rank(known: bool) -> dict[str, BaseException | None]:
+    """The sum has a bias on rank 0 alone: new to the ranks, and as a call that both of them know."""
+    found = {}
+    for name, call in BIASED.items():
+        with new_group(timeout=12.0) as group:
+            for bias in (None, t(3)) if known else ():
+                call(group, bias)
+            own = t(3) if dist.get_rank() == 0 else None
+            found[name] = error_of(lambda g, call=call, own=own: call(g, own), group)
+    return found
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_bias_that_only_one_rank_adds_is_another_call(ranks: Pools, known: bool) -> None:
+    """It gave 33 on one rank and 32 on the other."""
+    for found in ranks(2).run(biased_on_one_rank, known):
+        for name, error in found.items():
+            assert type(error) is GroupMismatch, f"{name}: {error!r}"
+            assert "the ranks made different calls" in str(error) and "with a bias" in str(error)
+
+
 def not_a_member() -> str | None:
     """A rank outside a group holds no ProcessGroup for it."""
     group = dist.new_group([0, 1])

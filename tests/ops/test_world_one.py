@@ -232,6 +232,17 @@ def test_an_op_forced_to_send_to_nobody_is_refused_and_the_group_works_on(group:
     assert_bitwise_equal(ops.matmul_all_reduce(x, w, None, group_name(group), "auto"), F.linear(x, w))
 
 
+@pytest.mark.parametrize("meta", ["x", "weight", "bias"])
+def test_a_tensor_without_values_beside_others_is_refused(group: Any, meta: str) -> None:
+    """F.linear of torch 2.13 returns memory that nobody has written."""
+    given = {"x": payload((2, 16)), "weight": payload((3, 16), name="w"), "bias": payload((3,), name="b")}
+    given[meta] = given[meta].to("meta")
+    x, w, b = given.values()
+    for name, op in (ONE | {"all_gather_matmul": tpk.all_gather_matmul}).items():
+        with pytest.raises(ValueError, match="must be on the device of x"):
+            pytest.fail(f"{name}: {op(x, w, group, bias=b) if name == 'all_gather_matmul' else op(x, w, b, group)}")
+
+
 def test_modes_without_gradients_give_the_same_bits(group: Any) -> None:
     x, w, b = payload((7, 16)), payload((5, 16), name="w"), payload((5,), name="b")
     for mode in (torch.no_grad, torch.inference_mode):

@@ -56,6 +56,8 @@ class Signature(NamedTuple):
     activation: str | None = None
     experts: int = 1
     top_k: int = 1
+    bias: bool = False
+    """Whether one is added after the sum over the ranks, and so on all of them."""
 
     def __str__(self) -> str:
         kind = "feature" if self.layout.feature else "row"
@@ -65,6 +67,7 @@ class Signature(NamedTuple):
             f"columns={self.columns}, implementation={self.implementation!r}"
         )
         text += f", activation={self.activation!r}" if self.activation else ""
+        text += ", with a bias" if self.bias else ""
         if dispatch.FACTS[self.op].grouped:
             text += f", experts={self.experts}, top_k={self.top_k}"
         return text + (f", {self.detail})" if self.detail else ")")

@@ -137,9 +137,10 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` for a group of one rank, with our errors.
 
-    The checks run only when torch refuses or would broadcast a bias, because at this size they cost as much as a GEMM.
+    The checks run only when torch refuses, would broadcast a bias, or would take a tensor on the meta device for one
+    with values, because at this size they cost as much as a GEMM.
     """
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if (bias is not None and bias.shape != weight.shape[:1]) or weight.device != x.device:
         check_weights(x, x.shape[-1], [weight], [bias])
     try:
         return linear(x, weight, bias)

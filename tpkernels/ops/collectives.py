@@ -112,7 +112,7 @@ def all_reduce(x: Tensor, group: GroupLike, *, implementation: str = "auto") -> 
     check_local(group, x=[x])
     if group_size(group) == 1:
         return _same(x)
-    y: Tensor = torch.ops.tpkernels.all_reduce(x, group_name(group), implementation)
+    y: Tensor = call("all_reduce", x, group_name(group), implementation)
     return y
 
 
@@ -128,7 +128,7 @@ def copy_to_group(x: Tensor, group: GroupLike) -> Tensor:
     check_local(None, x=[x])
     if group_size(group) == 1:
         return _same(x)
-    y: Tensor = torch.ops.tpkernels.copy_to_group(x, group_name(group))
+    y: Tensor = call("copy_to_group", x, group_name(group))
     return y
 
 
@@ -143,7 +143,7 @@ def shard(x: Tensor, group: GroupLike, *, dim: int = 0, shard_sizes: Sequence[in
     if group_size(group) == 1:
         return _same(x)
     sizes = None if shard_sizes is None else list(shard_sizes)
-    y: Tensor = torch.ops.tpkernels.shard(x, group_name(group), dim, sizes)
+    y: Tensor = call("shard", x, group_name(group), dim, sizes)
     return y
 
 

@@ -30,7 +30,7 @@ from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linear
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
 from tpkernels.ops.options import Reduce
 from tpkernels.ops.plain_calls import is_plain
-from tpkernels.ops.registration import call_backward, define
+from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.shapes import flat, fresh, has_bias, pack_biases, rows_layout, unpack_biases
 
 __all__ = ["copy_matmul"]
@@ -81,7 +81,7 @@ def copy_matmul(
         outs = [_by_rows(product, x, w, b) for w, b in zip(weights, biases, strict=True)]
     else:
         packed = pack_biases(biases, x)
-        outs = torch.ops.tpkernels.copy_matmul(x, weights, packed, *Reduce(group_name(group), implementation))
+        outs = call("copy_matmul", x, weights, packed, Reduce(group_name(group), implementation))
     if activation is not None:
         if activation in GATED:
             return gate_forward(activation, *outs)

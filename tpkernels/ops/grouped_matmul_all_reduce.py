@@ -92,7 +92,8 @@ def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, op
     tokens, top_k = routing.experts.shape
     arguments = GroupedMatmulAllReduce(**fields(h, weight, bias, routing, slice(None)))
     layout, experts = rows_layout(tokens, group.size), (weight.shape[0], top_k)
-    signature = grouped_signature(_OP, h, layout, weight.shape[1], options.implementation, experts)
+    has_bias, columns = bias is not None, weight.shape[1]
+    signature = grouped_signature(_OP, h, layout, columns, options.implementation, experts, bias=has_bias)
     return fresh(agreed_call.run(group, signature, h.shape[1], arguments, h.device), (tokens, weight.shape[1]))
 
 

@@ -127,7 +127,8 @@ def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, op
     own = slice(first, first + layout.sizes[group.rank])
     arguments = GroupedMatmulReduceScatter(**fields(h, weight, bias, routing, own), layout=layout)
     experts = weight.shape[0], routing.experts.shape[1]
-    signature = grouped_signature(_OP, h, layout, weight.shape[1], options.implementation, experts)
+    has_bias, columns = bias is not None, weight.shape[1]
+    signature = grouped_signature(_OP, h, layout, columns, options.implementation, experts, bias=has_bias)
     y = agreed_call.run(group, signature, h.shape[1], arguments, h.device)
     return fresh(y, (layout.sizes[group.rank], weight.shape[1]))
 

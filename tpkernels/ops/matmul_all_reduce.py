@@ -144,7 +144,10 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, options: Reduce) -> 
     def check() -> Signature:
         _check(x, weight, bias, options)
         layout = rows_layout(x.shape[:-1].numel(), group.size)
-        return Signature("matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], options.implementation)
+        return Signature(
+            "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], options.implementation,
+            bias=bias is not None,
+        )  # fmt: skip
 
     facts = facts_of("matmul_all_reduce", options.implementation, x, weight, bias)
     checked = agreed_call.checked_call(group, facts, "matmul_all_reduce", check)

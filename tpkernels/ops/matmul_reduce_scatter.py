@@ -185,7 +185,9 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, options: Scatter) ->
         low, high = layout.columns(group.rank)
         bias = bias[low:high]
     arguments = MatmulReduceScatter([flat(x)], [weight.t()], layout, bias)
-    signature = Signature("matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, options.implementation)
+    signature = Signature(
+        "matmul_reduce_scatter", x.dtype, x.device.type, layout, columns, options.implementation, bias=bias is not None
+    )
     return fresh(agreed_call.run(group, signature, x.shape[-1], arguments, x.device), shape)
 
 

@@ -38,6 +38,8 @@ def is_plain(*tensors: object) -> bool:
     for tensor in tensors:
         if type(tensor) not in PLAIN or (records and cast(Tensor, tensor).requires_grad):
             return False
+        if cast(Tensor, tensor).is_neg():  # its memory has the other sign: the dispatcher resolves that
+            return False
     return not _is_watched()
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tpkernels.ops.plain_calls import is_plain
 
@@ -50,7 +51,7 @@ def define(
     _LIBRARY.define(f"{name}{schema or _schema(kernel, arguments)}", tags=(torch.Tag.needs_exact_strides,))
     qualified = f"tpkernels::{name}"
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, arguments.packed(kernel), key)
+        _LIBRARY.impl(name, _without_tangents(name, arguments.packed(kernel)), key)
     torch.library.register_fake(qualified, arguments.packed(fake), lib=_LIBRARY)
     if backward is None:
         torch.library.register_autograd(qualified, _no_double_backward(name), lib=_LIBRARY)
@@ -132,6 +133,7 @@ def call(name: str, *args: Any) -> Any:
             elif isinstance(one, list) and one and isinstance(one[0], Tensor):
                 tensors += one
     if not is_plain(*tensors):
+        _refuse_tangents(name, tensors)  # here as well: torch.func hides them from the kernel
         return getattr(torch.ops.tpkernels, name)(*flat)
     return _KERNELS[name](*args)
 
@@ -139,6 +141,7 @@ def call(name: str, *args: Any) -> Any:
 def call_backward(name: str, sinks: Sequence[Any], *args: Any) -> Any:
     """``torch.ops.tpkernels.<name>``; its kernel if weight gradients go to ``sinks``, as no schema can say."""
     if any(sinks):
+        args = tuple(one.resolve_neg() if isinstance(one, Tensor) else one for one in args)
         return _KERNELS[name](*args, sinks=sinks)
     flat = [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
     return getattr(torch.ops.tpkernels, name)(*flat)
@@ -147,6 +150,31 @@ def call_backward(name: str, sinks: Sequence[Any], *args: Any) -> Any:
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd records an op on these."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _without_tangents(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, [one for arg in args for one in (arg if isinstance(arg, list) else [arg])])
+        return kernel(*args)
+
+    return checked
+
+
+def _refuse_tangents(name: str, values: Sequence[Any]) -> None:
+    """Forward-mode derivatives would be zero, because torch drops the tangents of an op that has no rule for them.
+
+    Raises:
+        RuntimeError: a tensor has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for value in values:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(
+                f"tpkernels::{name} has no forward-mode derivative: use reverse mode, or F.linear and torch's own "
+                "functional collectives for what you differentiate forward"
+            )
 
 
 def _autocast_kernel(name: str, device: str, key: str, casts: bool | int) -> Callable[..., Any]:

@@ -195,8 +195,9 @@ def _reduce_kernel(
     def check() -> Signature:
         layout = rows_layout(_check_reduce(x, weight, bias, norm, options)[:-1].numel(), group.size)
         return Signature(
-            "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], options.implementation, norm.detail()
-        )
+            "matmul_all_reduce", x.dtype, x.device.type, layout, weight.shape[0], options.implementation,
+            norm.detail(), bias=bias is not None,
+        )  # fmt: skip
 
     facts = facts_of("matmul_all_reduce_norm", options.implementation, x, weight, bias, *norm)
     checked = agreed_call.checked_call(group, facts, "matmul_all_reduce", check)
@@ -252,8 +253,9 @@ def _scatter_kernel(
     tail = norm.tail()
     arguments = MatmulReduceScatter([flat(x)], [weight.t()], layout, bias, tail=tail)
     signature = Signature(
-        "matmul_reduce_scatter", x.dtype, x.device.type, layout, weight.shape[0], options.implementation, norm.detail()
-    )
+        "matmul_reduce_scatter", x.dtype, x.device.type, layout, weight.shape[0], options.implementation, norm.detail(),
+        bias=bias is not None,
+    )  # fmt: skip
     sums: Tensor = agreed_call.run(group, signature, x.shape[-1], arguments, x.device)
     return _results(tail, sums, norm.residual.shape)
 

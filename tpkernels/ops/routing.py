@@ -193,11 +193,12 @@ def grouped_signature(
     *,
     detail: str = "",
     activation: str | None = None,
+    bias: bool = False,
 ) -> Signature:
     """``experts``: how many there are, and how many a token has.  One rank takes what it can, whatever is forced."""
     if len(layout.sizes) == 1:
         implementation = "auto"
     return Signature(
         op, x.dtype, x.device.type, layout, columns, implementation, detail, activation=activation,
-        experts=experts[0], top_k=experts[1],
+        experts=experts[0], top_k=experts[1], bias=bias,
     )  # fmt: skip

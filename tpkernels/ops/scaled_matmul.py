@@ -235,7 +235,8 @@ class _Operands(NamedTuple):
     def signature(self, op: str, layout: Layout, options: ScaledScatter | ScaledReduce) -> Signature:
         x, columns = self.x, self.weight.shape[0]
         return Signature(
-            op, x.dtype, x.device.type, layout, columns, options.implementation, out_dtype=options.out_dtype
+            op, x.dtype, x.device.type, layout, columns, options.implementation, out_dtype=options.out_dtype,
+            bias=self.bias is not None,
         )  # fmt: skip
 
 
