@@ -172,6 +172,8 @@ class Costs:
     ``own`` has what the group's resources were measured to cost by names that their backends alone know
     (:meth:`tpkernels.comm.resources.Resource.link_costs`).
 
+    ``widens``: the GEMM is the one that :mod:`tpkernels.gemm.widened` makes in fp32, on all ranks.
+
     ``link_cpu`` is the part of a transfer's time during which it occupies the core that also runs the GEMM: near 1 for
     sockets on one host, near 0 for a network card or a copy engine.
     """
@@ -189,13 +191,15 @@ class Costs:
     sixteen_rows_gbytes: float = 0.0
     own: tuple[tuple[str, float], ...] = ()
     measured: bool = False
+    widens: bool = False
 
     @staticmethod
-    def of(measurements: Mapping[str, float], *, measured: bool = True) -> Costs:
+    def of(measurements: Mapping[str, float], *, measured: bool = True, widens: bool = False) -> Costs:
         """Costs of what was measured, by name; names that are not fields here go to ``own``."""
-        names = {one.name for one in fields(Costs)} - {"own", "measured"}
+        names = {one.name for one in fields(Costs)} - {"own", "measured", "widens"}
         own = tuple(sorted((name, value) for name, value in measurements.items() if name not in names))
-        return Costs(**{name: measurements[name] for name in names & measurements.keys()}, own=own, measured=measured)
+        known = {name: measurements[name] for name in names & measurements.keys()}
+        return Costs(**known, own=own, measured=measured, widens=widens)
 
     def own_cost(self, name: str) -> float:
         """What was measured under a backend's own name; 0 where nothing was, and the backend's model stands."""
@@ -306,6 +310,11 @@ class Explanation:
             else:
                 what = f"estimate {candidate.estimate_us:,.0f} us{', ' if candidate.how else ''}{candidate.how}"
             lines.append(f"   {candidate.name:<{width}}  {what}")
+        if self.costs.widens:
+            lines.append(
+                f"   GEMM: {dtype_text(p.dtype, None)} is widened to fp32 in blocks and rounded once, which every rank "
+                "measured\n   to be faster than the library's own GEMM"
+            )
         origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
         own = dict(self.costs.own)
         texts = [kind.costs_text(own) for kind in resources.kinds() if p.refusal(kind.name) is None]

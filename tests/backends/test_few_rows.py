@@ -20,7 +20,7 @@ from tests.backends.test_repeated_calls import agree, operands
 from tests.nn.reference import tp_mesh
 from tests.ops.support import new_group
 from tpkernels.comm.groups import resolve
-from tpkernels.gemm import few_rows
+from tpkernels.gemm import few_rows, widened
 from tpkernels.gemm.native import native, why_not
 from tpkernels.nn import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.testing.numeric import Bounded, assert_bitwise_equal
@@ -37,7 +37,10 @@ LEADS = ((1,), (2, 1, 3), (32,), (33,))
 
 @contextmanager
 def measured_as(compiled_us: float = 1.0, torch_us: float = 9.0) -> Iterator[list[tuple[int, ...]]]:
-    """Sizes count however small, the measurement is this, and what comes out is the products that the kernel made."""
+    """Sizes count however small, the measurement is this, and what comes out is the products that the kernel made.
+
+    The other GEMM is torch's, in bf16, too.
+    """
     made: list[tuple[int, ...]] = []
     compiled = few_rows.multiply
 
@@ -52,6 +55,9 @@ def measured_as(compiled_us: float = 1.0, torch_us: float = 9.0) -> Iterator[lis
         stack.enter_context(mock.patch.object(few_rows, "_LEAST_WEIGHT_BYTES", 1))
         stack.enter_context(mock.patch.object(few_rows, "measured", lambda *_: times))
         stack.enter_context(mock.patch.object(few_rows, "multiply", noted))
+        stack.enter_context(mock.patch.object(widened, "told", lambda *_: None))
+        widened._own_rows.cache_clear()
+        stack.callback(widened._own_rows.cache_clear)
         few_rows._linear_wins.cache_clear()
         stack.callback(few_rows._linear_wins.cache_clear)
         yield made

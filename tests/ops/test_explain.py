@@ -90,7 +90,8 @@ def compare(machine: str | None, explain_first: bool) -> list[tuple[str, Explana
         state = resolve(group)
         for dtype in (FP32, BF16):
             if machine is not None:
-                state.costs["cpu", dtype] = MACHINES[machine]
+                for widens in (False, True):  # whichever this machine does
+                    state.costs["cpu", dtype, widens] = replace(MACHINES[machine], widens=widens)
             for op in OPS:
                 for scale in (1, 64):
                     del ran[:]

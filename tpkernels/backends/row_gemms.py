@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import timeline
-from tpkernels.gemm import fp8
+from tpkernels.gemm import fp8, widened
 from tpkernels.gemm.fp8 import Operand, Scaled
+from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulReduceScatter, accumulation_dtype, activation_forward
 from tpkernels.partition import Layout
 
@@ -39,11 +40,14 @@ MAX_SEGMENTS_IN_PLACE = 4
 REDUCE_BLOCK_ELEMENTS = 128 * 1024
 
 
-def gemm(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None = None) -> None:
+def gemm(x: Operand, matrix: MatrixOperand, out: Tensor, bias: Tensor | None = None) -> None:
     """out = x @ matrix + bias, written in place; ``bias`` is one row or a matrix of the shape of ``out``."""
     if x.shape[0] == 0:
         return
-    if isinstance(x, Scaled) or isinstance(matrix, Scaled):
+    if isinstance(matrix, Widened):
+        assert isinstance(x, Tensor)
+        widened.multiply(x, matrix.numbers, out, bias)
+    elif isinstance(x, Scaled) or isinstance(matrix, Scaled):
         assert isinstance(x, Scaled) and isinstance(matrix, Scaled)
         fp8.multiply(x, matrix, out, bias)
     elif bias is None:
@@ -91,7 +95,7 @@ class Epilogue:
         self.multiply(self.call.operand(x), start, self.call.matrices, self.call.biases)
 
     def multiply(
-        self, operand: Operand, start: int, matrices: Sequence[Operand], biases: Sequence[Tensor | None]
+        self, operand: Operand, start: int, matrices: Sequence[MatrixOperand], biases: Sequence[Tensor | None]
     ) -> None:
         """Compute the rows from ``start`` on with these matrices, of the shapes of the call's."""
         call, stop = self.call, start + operand.shape[0]
@@ -108,7 +112,12 @@ class Epilogue:
             out.copy_(activation_forward(call.activation, before))
 
     def _multiply_gated(
-        self, operand: Operand, start: int, stop: int, matrices: Sequence[Operand], biases: Sequence[Tensor | None]
+        self,
+        operand: Operand,
+        start: int,
+        stop: int,
+        matrices: Sequence[MatrixOperand],
+        biases: Sequence[Tensor | None],
     ) -> None:
         call, out = self.call, self.outs[0][start:stop]
         gate, up = self._before(0, out, start), self._before(1, out, start)
@@ -175,7 +184,7 @@ def take_rows(x: Operand, layout: Layout, rank: int, start: int, stop: int) -> O
 
 def partial_rows(
     xs: Sequence[Operand],
-    matrices: Sequence[Operand],
+    matrices: Sequence[MatrixOperand],
     addend: Tensor | None,
     layout: Layout,
     owner: int,

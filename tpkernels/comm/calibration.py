@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpkernels.comm import transport
 from tpkernels.comm.groups import Group
-from tpkernels.gemm import fp8
+from tpkernels.gemm import fp8, widened
 from tpkernels.gemm.fp8 import Scaled
 
 __all__ = ["gemm_rates", "link_rates"]
@@ -29,11 +29,12 @@ _LARGE_BYTES_ON_DEVICE = 64 * 1024 * 1024
 
 
 @lru_cache(maxsize=32)
-def gemm_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def gemm_rates(device: torch.device, dtype: torch.dtype, widens: bool = False) -> dict[str, float]:
     """What GEMMs of this process cost, as :class:`tpkernels.dispatch.Costs` has it.
 
     A GEMM and one of twice its rows, taking turns: what the second takes longer is arithmetic alone, and what two of
-    the first take longer than the second is what a cut costs.
+    the first take longer than the second is what a cut costs.  ``widens``: of those that :mod:`tpkernels.gemm.widened`
+    makes.
     """
     rows, columns, contraction = 128, 4096 // max(2, dtype.itemsize), 1024
     if device.type != "cpu":
@@ -43,9 +44,9 @@ def gemm_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     # Weights of a model do not stay in the caches between two calls, nor do these: 16 MB on a CPU.
     streamed = weight.repeat(4, 1) if device.type == "cpu" else weight
     few, tiny, corner = many[:2], many[:1, :16], weight[:16, :16]
-    half_s, whole_s = _times([_product(many[:rows], weight), _product(many, weight)], device, repeats=4)
-    (few_s,) = _times([_product(few, streamed)], device, repeats=3)
-    (tiny_s,) = _times([_product(tiny, corner)], device, repeats=9)
+    half_s, whole_s = _times([_product(many[:rows], weight, widens), _product(many, weight, widens)], device, repeats=4)
+    (few_s,) = _times([_product(few, streamed, widens)], device, repeats=3)
+    (tiny_s,) = _times([_product(tiny, corner, widens)], device, repeats=9)
     # Noise must make neither of the two nothing: the other would be all of it.
     arithmetic_s = min(max(whole_s - half_s, 0.5 * half_s), half_s)
     cut_s = max(half_s - arithmetic_s, 0.01 * half_s)
@@ -76,8 +77,11 @@ def link_rates(group: Group, call: int, device: torch.device) -> dict[str, float
     }
 
 
-def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:
+def _product(x: Tensor, weight: Tensor, widens: bool) -> Callable[[], object]:
     """The GEMM of the backends."""
+    if widens:
+        product = x.new_empty(x.shape[0], weight.shape[0])
+        return lambda: widened.multiply(x, weight.t(), product)
     if x.dtype != fp8.DTYPE:
         return lambda: torch.mm(x, weight.t())
     rows, columns = (Scaled(t, torch.ones(t.shape[0], 1, device=t.device)) for t in (x, weight))

@@ -102,8 +102,9 @@ class Group:
     """This rank's measured costs of the link and of the resources, by the type of the tensors' device."""
     resources: dict[str, Any] = field(default_factory=dict)
     """What the backends own in this group, by name; see :mod:`tpkernels.comm.resources`."""
-    costs: dict[tuple[str, torch.dtype], Any] = field(default_factory=dict)
-    """Costs that the ranks agreed on, by the type of the tensors' device and their dtype."""
+    costs: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)
+    """Costs that the ranks agreed on, by the type of the tensors' device, their dtype, and whether the GEMM
+    widens it."""
 
     _control: tuple[Any, BoundedStore] | None = None
 

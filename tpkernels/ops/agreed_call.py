@@ -19,7 +19,8 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.trail import fingerprint, short_text
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
-from tpkernels.ops.contract import Context, RepeatedSum
+from tpkernels.gemm import widened
+from tpkernels.ops.contract import Context, RepeatedSum, widened_call
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -96,6 +97,10 @@ class _Plan:
             self.forced_chunks,
             self.agreed,
         )
+
+    def arguments(self, arguments: Any) -> Any:
+        """What the implementation is given of the op's arguments."""
+        return widened_call(arguments) if self.explanation.costs.widens else arguments
 
 
 class CheckedCall:
@@ -174,7 +179,7 @@ def run_checked(group: Group, checked: CheckedCall, local: int, arguments: Any, 
             plan = checked.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
             checked.plan = plan
             group.enter(call, signature)
-            result = plan.implementation.run(plan.context(group, call), arguments)
+            result = plan.implementation.run(plan.context(group, call), plan.arguments(arguments))
             if group.verdict is not None:  # the device was stopped: what a wait for it found there is void
                 raise_end(group)
             return result
@@ -271,6 +276,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     facts = {
         "local": local, "settings": own_settings | resources.settings(),
         "resources": [kind.name for kind in resources.kinds()],
+        "widens": _told(signature.op, signature.dtype, signature.out_dtype, device),
     }  # fmt: skip
     records = agreement.exchange_records(group, call, agreement.Record(str(signature), facts))
     resources.check_kinds(group, call, [record.facts["resources"] for record in records])
@@ -279,7 +285,8 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
     problem = _problem(group, signature, max(record.facts["local"] for record in records), device)
     cuts = device.type == "cpu" and problem.flops >= _MEASURED_FLOPS
     measure = (signature.implementation == "auto" or cuts) and settings.calibrate and group.size > 1
-    costs = _agreed_costs(group, call, signature.dtype, device) if measure else Costs()
+    widens = _widens(problem, records)
+    costs = _agreed_costs(group, call, signature.dtype, device, widens) if measure else Costs(widens=widens)
     implementation, explanation = dispatch.select(problem, signature.implementation, costs)
     layout = signature.layout
     chunks = settings.num_chunks or partition.num_chunks(layout.max_shard_rows, problem.row_bytes)
@@ -327,32 +334,45 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
     )
 
 
-def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.device) -> Costs:
-    """Measured costs, equal on all ranks; collective the first time for a group, device and dtype, then a look-up."""
-    known: Costs | None = group.costs.get((device.type, dtype))
+def _told(op: str, dtype: torch.dtype, out_dtype: torch.dtype | None, device: torch.device) -> int | None:
+    """From how many rows on this rank would multiply in fp32."""
+    facts = dispatch.FACTS[op]
+    return widened.told(dtype, device.type) if facts.multiplies and not facts.grouped and out_dtype is None else None
+
+
+def _widens(problem: Problem, records: Sequence[agreement.Record]) -> bool:
+    """Whether all ranks multiply in fp32 (:mod:`tpkernels.gemm.widened`), of what each has told."""
+    least = widened.agreed_rows([record.facts["widens"] for record in records])
+    return least is not None and problem.m >= least
+
+
+def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.device, widens: bool) -> Costs:
+    """Measured costs, equal on all ranks; collective the first time for a group, device and GEMM, then a look-up."""
+    known: Costs | None = group.costs.get((device.type, dtype, widens))
     if known is None:
         link = group.links.get(device.type)
         if link is None:
             link = group.links[device.type] = calibration.link_rates(group, call, device)
             for resource in resources.held(group):
                 link |= resource.link_costs(group, device, link)
-        mine = calibration.gemm_rates(device, dtype) | link
+        mine = calibration.gemm_rates(device, dtype, widens) | link
         for resource in resources.held(group):
             mine |= resource.gemm_costs(device, dtype)
         records = agreement.exchange_records(group, call, agreement.Record("costs", mine), part="costs")
-        known = _slowest([record.facts for record in records])
-        group.costs[device.type, dtype] = known
+        known = _slowest([record.facts for record in records], widens)
+        group.costs[device.type, dtype, widens] = known
     return known
 
 
-def _slowest(measured: Sequence[Mapping[str, float]]) -> Costs:
+def _slowest(measured: Sequence[Mapping[str, float]], widens: bool) -> Costs:
     """Rates of the slowest rank, overheads of the worst; what a rank did not measure was not worth it there."""
     names = {name for costs in measured for name in costs}
     return Costs.of(
         {
             name: (min if name.endswith(("_gflops", "_gbytes")) else max)(costs.get(name, 0.0) for costs in measured)
             for name in names
-        }
+        },
+        widens=widens,
     )
 
 
@@ -381,11 +401,14 @@ def explain(
     def work(call: int) -> Costs:
         agreement.meet(group, call, target)
         monitor.ensure_running()
-        facts = {"resources": [kind.name for kind in resources.kinds()]}
+        facts = {
+            "resources": [kind.name for kind in resources.kinds()], "widens": _told(op, dtype, out_dtype, target),
+        }  # fmt: skip
         records = agreement.exchange_records(group, call, agreement.Record(name, facts))
         resources.check_kinds(group, call, [record.facts["resources"] for record in records])
         resources.ensure(group, call, target)
-        return _agreed_costs(group, call, dtype, target) if config.load().calibrate else Costs()
+        widens = _widens(problem, records)
+        return _agreed_costs(group, call, dtype, target, widens) if config.load().calibrate else Costs(widens=widens)
 
     costs = _guarded(group, name, work)
     problem = replace(

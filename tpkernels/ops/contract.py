@@ -4,7 +4,8 @@ Ops check their arguments, agree with the other ranks and flatten every tensor t
 the dataclasses below.  Matrices are ``[contraction, columns]`` views (the transpose of an ``nn.Linear`` weight in the
 forward pass, the weight itself in the gradient), with whatever strides they have.  In fp8 calls they are
 :class:`~tpkernels.gemm.fp8.Scaled`, as are the ``xs`` of reducing ops, and ``out_dtype`` stands where else the dtype
-of x does: results, biases and what is sent of partials have it.
+of x does: results, biases and what is sent of partials have it.  Where the ranks have agreed to multiply bf16 or fp16
+in fp32 they are :class:`~tpkernels.gemm.widened.Widened`.
 
 All implementations must: leave their inputs alone; return fresh tensors; accumulate over ranks in fp32 (fp64 for
 fp64), in rank order, rounding once; accept shards of zero rows; and report a failed wait as
@@ -14,7 +15,7 @@ fp64), in rank order, rounding once; accept shards of zero rows; and report a fa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from tpkernels.dispatch import Costs, Problem
 from tpkernels.gemm import fp8, residual_norm
 from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.grouped import TokenRows
+from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "gate_backward",
     "gate_forward",
     "nothing",
+    "widened_call",
 ]
 
 
@@ -98,7 +101,7 @@ class AllGatherMatmul:
 
     x: Tensor
     layout: Layout
-    matrices: Sequence[Operand]
+    matrices: Sequence[MatrixOperand]
     biases: Sequence[Tensor | None]
     activation: str | None = None
     keep_whole: bool = False
@@ -168,7 +171,7 @@ class MatmulReduceScatter:
     """
 
     xs: Sequence[Operand]
-    matrices: Sequence[Operand]
+    matrices: Sequence[MatrixOperand]
     layout: Layout
     bias: Tensor | None = None
     addend: Tensor | None = None
@@ -192,7 +195,7 @@ class MatmulAllReduce(NamedTuple):
     """out = sum over ranks of (sum_i xs[i] @ matrices[i]) + bias, equal bit for bit on all ranks."""
 
     xs: Sequence[Operand]
-    matrices: Sequence[Operand]
+    matrices: Sequence[MatrixOperand]
     bias: Tensor | None = None
     meanwhile: Callable[[], None] = nothing
     out_dtype: torch.dtype | None = None
@@ -204,6 +207,12 @@ class MatmulAllReduce(NamedTuple):
         """A tensor of the dtype and on the device of the result."""
         x = self.xs[0]
         return x.like(self.out_dtype) if isinstance(x, Scaled) else x
+
+
+def widened_call(call: AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce) -> Any:
+    """The same call, whose matrices are to be multiplied in fp32."""
+    matrices = [Widened(matrix) for matrix in call.matrices if isinstance(matrix, Tensor)]
+    return call._replace(matrices=matrices) if isinstance(call, MatmulAllReduce) else replace(call, matrices=matrices)
 
 
 class RepeatedSum(Protocol):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
-from tpkernels.gemm import few_rows
+from tpkernels.gemm import few_rows, widened
 from tpkernels.ops import agreed_call
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
@@ -90,12 +90,17 @@ def copy_matmul(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` of a plain call, of few rows by whichever GEMM was measured to be faster.
+    """``F.linear`` of a plain call by whichever GEMM was measured to be faster for so many rows.
 
     Nothing is sent, so each rank decides for itself.
     """
     y = few_rows.linear(x, weight, bias)
-    return plain_linear(x, weight, bias) if y is None else y
+    if y is not None:
+        return y
+    if x.dim() == 0 or not widened.wins(x.shape[:-1].numel(), x.dtype):
+        return plain_linear(x, weight, bias)
+    check_weights(x, x.shape[-1], [weight], [bias])
+    return widened.linear(flat(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _by_rows(product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,7 +124,8 @@ def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Red
     bias_list = unpack_biases(biases, weights)
     _check(x, weights, bias_list, options)
     rows = flat(x)  # for a strided N-D x torch would add the bias in a second rounding
-    outs = (F.linear(rows, w, b) for w, b in zip(weights, bias_list, strict=True))
+    linear = F.linear if options.implementation == "unfused" else widened.linear
+    outs = (linear(rows, w, b) for w, b in zip(weights, bias_list, strict=True))
     return [fresh(out, (*x.shape[:-1], out.shape[1])) for out in outs]
 
 

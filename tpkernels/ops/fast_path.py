@@ -67,7 +67,7 @@ def _offered(group: Group, checked: CheckedCall, x: Tensor, weight: Tensor, bias
     checked.is_asked = True
     if plan.implementation.repeat is not None:
         arguments = MatmulAllReduce([flat(x)], [weight.t()], bias)
-        checked.repetition = plan.implementation.repeat(plan.context(group, 0), arguments)
+        checked.repetition = plan.implementation.repeat(plan.context(group, 0), plan.arguments(arguments))
     return checked.repetition
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from tpkernels.gemm import widened
 from tpkernels.ops.contract import GATED, activation_backward, gate_backward
 from tpkernels.ops.main_grad import Sink, weight_gradients
 from tpkernels.ops.registration import call_backward, define
@@ -84,7 +84,7 @@ def _linear_backward(
     dy2d = flat(dy)
     results: list[Tensor | None] = []
     if needs[0]:
-        results.append(torch.mm(dy2d, weight).view(x.shape))
+        results.append(widened.matmul(dy2d, weight).view(x.shape))
     if needs[1]:
         results += weight_gradients([dy2d], flat(x), sinks)
     if needs[2]:

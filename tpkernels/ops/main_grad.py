@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import timeline
+from tpkernels.gemm import widened
 from tpkernels.ops.plain_calls import is_dtensor
 
 __all__ = ["Sink", "accumulate", "linear", "sink_of", "sinks_of", "weight_gradients", "with_sink"]
@@ -92,7 +93,7 @@ def weight_gradients(dzs: Sequence[Tensor], x: Tensor, sinks: Sequence[Sink | No
 
 def _products(dzs: Sequence[Tensor], x: Tensor, sinks: Sequence[Sink | None] | None) -> list[Tensor | None]:
     pairs = zip(dzs, sinks or [None] * len(dzs), strict=True)
-    return [torch.mm(dz.t(), x) if sink is None else sink.add(dz, x) for dz, sink in pairs]
+    return [widened.matmul(dz.t(), x) if sink is None else sink.add(dz, x) for dz, sink in pairs]
 
 
 def accumulate(main_grad: Tensor, dz: Tensor, x: Tensor) -> None:

@@ -38,9 +38,9 @@ def is_plain(*tensors: object) -> bool:
     for tensor in tensors:
         if type(tensor) not in PLAIN or (records and cast(Tensor, tensor).requires_grad):
             return False
-        if cast(Tensor, tensor).is_neg():  # its memory has the other sign: the dispatcher resolves that
-            return False
-    return not _is_watched()
+    # The memory of a view with a negative bit has the other sign, which the dispatcher resolves. Dynamo, which watches,
+    # cannot trace the question.
+    return not (_is_watched() or any(cast(Tensor, tensor).is_neg() for tensor in tensors))
 
 
 def is_dtensor(value: object) -> bool:

@@ -35,6 +35,7 @@ from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.gemm import few_rows
 from tpkernels.gemm.fp8 import Operand
 from tpkernels.gemm.native import native, native_dtype
+from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.ops.contract import (
     AllGather,
     AllGatherMatmul,
@@ -161,7 +162,8 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
     num_bytes = rows * columns * like.element_size()
     if num_bytes <= COPIED_BYTES and call.bias is None and call.meanwhile is nothing:
-        if len(call.xs) > 1 or call.out_dtype is not None or timeline.active() or context.agreed:
+        single = len(call.xs) == 1 and isinstance(call.matrices[0], Tensor)
+        if not single or timeline.active() or context.agreed:
             out = like.new_empty(rows, columns)
             _multiply(call.xs, call.matrices, out, by_rows=bool(context.agreed))
         else:
@@ -190,6 +192,8 @@ def repeat_matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Repeate
     rows, columns, dtype = call.xs[0].shape[0], call.matrices[0].shape[1], call.like.dtype
     if rows * columns * dtype.itemsize > COPIED_BYTES:
         return None
+    if isinstance(call.matrices[0], Widened) and not context.agreed:
+        return None  # a repetition has the compiled kernel's GEMM or the library's
     return segments_of(context).repeated_sum(
         context.fingerprint, context.text, (rows, columns), dtype, multiplies=bool(context.agreed)
     )
@@ -265,7 +269,7 @@ def sum_shares(
 
 def _multiply(
     xs: Sequence[Operand],
-    matrices: Sequence[Operand],
+    matrices: Sequence[MatrixOperand],
     out: Tensor,
     addend: Tensor | None = None,
     *,
@@ -278,8 +282,8 @@ def _multiply(
     bias = addend
     with timeline.span("gemm", "gemm"):
         if by_rows and len(xs) == 1 and addend is None:
-            weight = cast(Tensor, matrices[0]).t()
-            if few_rows.multiply(cast(Tensor, xs[0]), weight, out):
+            weight = matrices[0].numbers if isinstance(matrices[0], Widened) else cast(Tensor, matrices[0])
+            if few_rows.multiply(cast(Tensor, xs[0]), weight.t(), out):
                 return
         for x, matrix in zip(xs, matrices, strict=True):
             gemm(x, matrix, out, bias)

@@ -20,7 +20,8 @@ from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.copy_engine_traffic import Matrix
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS
 from tpkernels.backends.symmetric.tuning import gemm_of
-from tpkernels.gemm.fp8 import Operand, Scaled
+from tpkernels.gemm.fp8 import Scaled
+from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.ops.contract import AllGatherMatmul, Context, MatmulReduceScatter
 from tpkernels.partition import Layout
@@ -169,8 +170,9 @@ def scatter_launch(
     return _like(known, launch_of(placed, config)), num_chunks
 
 
-def _numbers(operand: Operand) -> tuple[Tensor, Tensor | None]:
+def _numbers(operand: MatrixOperand) -> tuple[Tensor, Tensor | None]:
     """What tensor cores multiply, and its scales."""
+    assert not isinstance(operand, Widened), "a GPU multiplies bf16 itself"
     return (operand.numbers, operand.scale) if isinstance(operand, Scaled) else (operand, None)
 
 
