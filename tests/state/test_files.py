@@ -113,3 +113,53 @@ def test_odd_indices_are_value_errors(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=r"index\.json"):
         SafetensorsFiles(tmp_path)
+
+
+def _loaded_from_two(folders: list[str]) -> tuple[str, bool]:
+    """Each rank is given a checkpoint of its own; what it says, and whether its model is as it was."""
+    mesh = tpk.init()["tp"]
+    model = tpk.parallelize(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), mesh)
+    before = {name: tensor.clone() for name, tensor in tpk.full_state_dict(model).items()}
+    try:
+        tpk.load_pretrained(model, folders[dist.get_rank()])
+        said = "loaded"
+    except ValueError as error:
+        said = str(error)
+    after = tpk.full_state_dict(model)
+    return said, all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.gloo
+def test_ranks_do_not_load_parts_of_different_checkpoints_without_digests(ranks: Pools, tmp_path: Path) -> None:
+    """The headers are the same, and no rank reads what another one does."""
+    folders = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        plain = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        state = {name: tensor for name, tensor in plain.state_dict().items() if "weight" in name}
+        state |= {"0.bias": torch.zeros(96), "1.bias": torch.zeros(64)}  # what ranks compare in any case
+        safetensors_torch.save_file(state, folder / "model.safetensors")
+        folders.append(str(folder))
+    for said, unchanged in ranks(2).run(_loaded_from_two, folders, timeout=LIMIT_S):
+        assert "the ranks have different checkpoints" in said and unchanged, said
+    assert ranks(2).run(_loaded_from_two, [folders[0]] * 2, timeout=LIMIT_S)[0][0] == "loaded"
+
+
+@pytest.mark.cpu
+def test_samples_are_taken_at_both_ends_and_in_between(tmp_path: Path) -> None:
+    def fingerprint(folder_number: int, **tensors: torch.Tensor) -> str:
+        folder = tmp_path / str(folder_number)
+        folder.mkdir()
+        safetensors_torch.save_file(tensors, folder / "model.safetensors")
+        return SafetensorsFiles(folder).fingerprint
+
+    whole, empty = torch.zeros(100_000), torch.zeros(0, 3)
+    same = fingerprint(0, w=whole, number=torch.tensor(1.0), empty=empty)
+    assert fingerprint(1, w=whole.clone(), number=torch.tensor(1.0), empty=empty) == same
+    assert fingerprint(2, w=whole, number=torch.tensor(2.0), empty=empty) != same
+    for number, rows in enumerate((slice(0, 1), slice(99_999, None), slice(20_000, 80_000)), start=3):
+        other = whole.clone()
+        other[rows] = 1.0
+        assert fingerprint(number, w=other, number=torch.tensor(1.0), empty=empty) != same, rows

@@ -46,6 +46,11 @@ class Ranks:
         return cls([world])
 
     @property
+    def rank(self) -> int:
+        """This rank's number in the job."""
+        return dist.get_rank()
+
+    @property
     def is_first(self) -> bool:
         return all(group.rank == 0 for group in self._groups)
 

@@ -5,7 +5,8 @@ reads from the files' headers.
 
 It refuses files that are cut off or whose header is damaged, an index that does not fit the files or leads out of the
 folder, and pickled checkpoints (``pytorch_model.bin``).  It unpickles nothing.  Other changes of a file show only in
-checkpoints of :func:`tpkernels.save_pretrained`, which carry digests of their tensors.
+checkpoints of :func:`tpkernels.save_pretrained`, which carry digests of their tensors.  In others, ranks compare
+samples: that finds two checkpoints of one model, and not two that differ in few elements.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from itertools import product
 from math import prod
@@ -27,13 +29,26 @@ from torch import Tensor
 from tpkernels.packages import needed
 from tpkernels.state.originals import Box
 
-__all__ = ["SafetensorsFiles", "file_name", "put_into_place", "staged_beside", "write_file", "write_index"]
+__all__ = [
+    "DTYPES",
+    "Place",
+    "SafetensorsFiles",
+    "file_name",
+    "put_into_place",
+    "read_header",
+    "staged_beside",
+    "sync",
+    "write_file",
+    "write_index",
+]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIGESTS = "tpkernels.digests"
 _PURPOSE = "a checkpoint"
 # Bytes in a row that are worth a read of their own; it takes 2 us.
 _SHORT_RUN = 1024
+# Of a tensor without a digest, at its ends and at so many places in between.
+_SAMPLE, _SAMPLES = 512, 6
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -53,12 +68,15 @@ class SafetensorsFiles:
         self.dtypes: dict[str, torch.dtype] = {}
         self.digests: dict[str, int] = {}
         self.bytes_read = 0
-        """Of tensors, so far, on this rank."""
-        self._places: dict[str, _Place] = {}
+        """Of tensors, so far, on this rank; without the samples, 4 KiB of each that has no digest."""
+        self._places: dict[str, Place] = {}
         files, index = _files_of(path)
         heads = hashlib.sha256()
         for file in files:
             heads.update(self._open(file, index))
+        for name in sorted(self.shapes.keys() - self.digests.keys()):
+            for piece in self._samples(name):
+                heads.update(piece)
         lost = [name for name in index if name not in self.shapes]
         if lost:
             raise ValueError(f"the index of {path} names {lost[:3]}, which are not in the files it names")
@@ -70,28 +88,32 @@ class SafetensorsFiles:
 
     def _open(self, file: Path, index: Mapping[str, str]) -> bytes:
         """Read the header of one file; returns what identifies the file."""
-        with needed("safetensors", _PURPOSE):
-            from safetensors import SafetensorError, safe_open
+        header = read_header(file, _PURPOSE)
         try:
-            handle: Any = safe_open(str(file), framework="pt")
-            described = {name: handle.get_slice(name) for name in handle.keys()}
-            digests = json.loads((handle.metadata() or {}).get(DIGESTS, "{}"))
-            raw = file.open("rb", buffering=0)  # closed with its places
-            head = raw.read(int.from_bytes(raw.read(8), "little"))
-            starts = {name: json.loads(head)[name]["data_offsets"][0] for name in described}
+            digests = json.loads(header.metadata.get(DIGESTS, "{}"))
             if not isinstance(digests, dict):
                 raise ValueError(f"digests must be an object, got {str(digests)[:80]!r}")
-        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is damaged, cut off or no safetensors file: {error}") from None
-        for name, tensor in described.items():
+        for name, entry in header.entries.items():
             if name in self.shapes or (index and index.get(name) != file.name):
                 raise ValueError(f"{file.name} holds {name}, which the index has in {index.get(name, 'no file')}")
-            if tensor.get_dtype() not in DTYPES:
-                raise ValueError(f"{name} in {file} is {tensor.get_dtype()}, which is not supported")
-            self.shapes[name], self.dtypes[name] = tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()]
-            self._places[name] = _Place(raw, 8 + len(head) + starts[name])
-        self.digests |= {name: _digest(file, digest) for name, digest in digests.items() if name in described}
-        return head + str(file.stat().st_size).encode()
+            if entry.dtype not in DTYPES:
+                raise ValueError(f"{name} in {file} is {entry.dtype}, which is not supported")
+            self.shapes[name], self.dtypes[name] = entry.shape, DTYPES[entry.dtype]
+            self._places[name] = Place(header.file, entry.start)
+        known = {name: digest for name, digest in digests.items() if name in header.entries}
+        self.digests |= {name: _digest(file, digest) for name, digest in known.items()}
+        return header.head + str(file.stat().st_size).encode()
+
+    def _samples(self, name: str) -> Iterator[bytes]:
+        """Pieces of a tensor that has no digest, the same on all ranks: each reads its own part of the rest, and would
+        not see that another rank reads another checkpoint whose files have the same headers."""
+        size = torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
+        spread = random.Random(name)
+        starts = {0, max(0, size - _SAMPLE), *(spread.randrange(max(1, size - _SAMPLE)) for _ in range(_SAMPLES))}
+        for start in sorted(starts):
+            yield self._places[name].piece(start, min(_SAMPLE, size - start))
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor; only that part of the file is looked at."""
@@ -103,7 +125,47 @@ class SafetensorsFiles:
         return part
 
 
-class _Place(NamedTuple):
+class Entry(NamedTuple):
+    """A tensor in a file: its shape, the name of its dtype there, and the byte at which it begins."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+
+
+class Header(NamedTuple):
+    """What a file says at its beginning."""
+
+    file: FileIO
+    head: bytes
+    metadata: Mapping[str, str]
+    entries: Mapping[str, Entry]
+
+
+def read_header(path: Path, purpose: str) -> Header:
+    """What a safetensors file holds, as the library has checked it; the file stays open for its :class:`Place` s.
+
+    Raises:
+        ValueError: it is damaged, cut off or no such file.
+    """
+    with needed("safetensors", purpose):
+        from safetensors import SafetensorError, safe_open
+    try:
+        handle: Any = safe_open(str(path), framework="pt")
+        described = {name: handle.get_slice(name) for name in handle.keys()}
+        file = path.open("rb", buffering=0)
+        head = file.read(int.from_bytes(file.read(8), "little"))
+        said = json.loads(head)
+        entries = {
+            name: Entry(tuple(tensor.get_shape()), tensor.get_dtype(), 8 + len(head) + said[name]["data_offsets"][0])
+            for name, tensor in described.items()
+        }
+        return Header(file, head, handle.metadata() or {}, entries)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, cut off or no safetensors file: {error}") from None
+
+
+class Place(NamedTuple):
     """Where the bytes of a tensor are.
 
     They are read and not mapped: a file that is cut off meanwhile would end the process with SIGBUS.
@@ -137,6 +199,16 @@ class _Place(NamedTuple):
             if shape:
                 at = (at * shape[cut] + offsets[cut]) * inner
             self._fill(bytes_of[number * run : (number + 1) * run], self.start + at * into.element_size())
+
+    def piece(self, start: int, num_bytes: int) -> bytes:
+        """Some bytes of the tensor, as they stand.
+
+        Raises:
+            ValueError: the file ends before.
+        """
+        found = bytearray(num_bytes)
+        self._fill(memoryview(found), self.start + start)
+        return bytes(found)
 
     def _fill(self, into: memoryview, at: int) -> None:
         done = 0
@@ -213,19 +285,20 @@ def put_into_place(staged: Path, folder: Path) -> None:
     """
     files = sorted(staged.iterdir(), key=lambda file: (file.name in (SINGLE, INDEX), file.name))
     for path in (*files, staged):
-        _sync(path)
+        sync(path)
     folder = folder.resolve()
     if staged.parent == folder:
         for file in files:
             file.replace(folder / file.name)
         staged.rmdir()
-        _sync(folder)
+        sync(folder)
     else:
         staged.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

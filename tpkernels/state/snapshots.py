@@ -1,6 +1,6 @@
 """Snapshots of a training run: model and optimizer in original names and shapes, to resume on any number of ranks.
 
-Each rank writes what it holds, and replicas are written once (:mod:`tpkernels.state.snapshot_files`).  Packed
+Each rank writes what it holds, and replicas are written once (:mod:`tpkernels.state.snapshot_tensors`).  Packed
 parameters are written under the one name and shape that they had, because another number of ranks may pack them
 otherwise.  For that, every rank gathers them, one after the other.
 
@@ -25,15 +25,8 @@ from tpkernels.state.collective_errors import Ranks, add_up, check_same
 from tpkernels.state.manifest import check_option
 from tpkernels.state.optimizer_state import Slot, described, groups_of, new_slots, options_for, revived, slots_of
 from tpkernels.state.originals import Original, check_real, originals_of, unique
-from tpkernels.state.snapshot_files import (
-    as_written,
-    check_files,
-    dtype_name,
-    read_manifest,
-    read_tensors,
-    write_manifest,
-    write_tensors,
-)
+from tpkernels.state.snapshot_files import as_written, read_manifest, write_manifest
+from tpkernels.state.snapshot_tensors import SnapshotTensors, dtype_name, share_out, write_tensors
 from tpkernels.state.staging import (
     Buffers,
     Target,
@@ -78,13 +71,20 @@ def save_snapshot(model: nn.Module, optimizer: Optimizer | None, folder: str | P
     held = {original.name: key for key, (original, _) in plan.tensors.items()}
     originals = [original for original, _ in plan.tensors.values()]
     digests = {held[name]: digest for name, digest in ranks.digests(what, originals).items()}
-    everyone.step(what, lambda: write_tensors(path, written))
+    mine = share_out(everyone, ranks, written)
+    everyone.step(what, lambda: write_tensors(path, everyone.rank, mine))
     tensors = {
         key: {**entry, "shape": original.shape, "dtype": dtype_name(original.dtype), "digest": digests[key]}
         for key, (original, entry) in plan.tensors.items()
     }
     body = {"tensors": tensors, "optimizer": plan.optimizer, "extra": extra}
-    everyone.step(what, lambda: write_manifest(path, body) if everyone.is_first else None)
+    everyone.step(what, lambda: _finish(path, body) if everyone.is_first else None)
+
+
+def _finish(folder: Path, body: Mapping[str, Any]) -> None:
+    """Make files a snapshot, if they hold all of it."""
+    SnapshotTensors(folder).check(body["tensors"])
+    write_manifest(folder, body)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def load_snapshot(model: nn.Module, optimizer: Optimizer | None, folder: str | P
     plan, said = everyone.together(what, lambda: _prepare_load(model, optimizer, path))
     check_same(what, said, "snapshots")
     assert plan is not None
-    everyone.step(what, lambda: read_tensors(path, plan.targets))
+    everyone.step(what, lambda: plan.files.read(plan.targets))
     digests = [digest_of(target.staged, target.box.offsets) for _, target in plan.targets]
     shares: dict[str, int] = {}
     for (key, target), digest in zip(plan.targets, digests, strict=True):
@@ -163,6 +163,7 @@ def load_snapshot(model: nn.Module, optimizer: Optimizer | None, folder: str | P
 @dataclass(frozen=True)
 class _Load:
     manifest: Mapping[str, Any]
+    files: SnapshotTensors
     originals: Mapping[str, Original]
     targets: Sequence[tuple[str, Target]]
     """With the keys that they were written under."""
@@ -180,7 +181,8 @@ def _prepare_load(model: nn.Module, optimizer: Optimizer | None, folder: Path) -
     else:
         _check_optimizer(optimizer, originals, manifest["optimizer"])
         slots = new_slots(saved, originals)
-    check_files(folder, saved)
+    files = SnapshotTensors(folder)
+    files.check(saved)
     device = device_of(model)
     targets = [(f"model.{target.original.name}", target) for target in targets_of(unique(originals), device)]
     check_unseen(model, [target for _, target in targets])
@@ -188,7 +190,7 @@ def _prepare_load(model: nn.Module, optimizer: Optimizer | None, folder: Path) -
     for slot in slots:
         where = device if slot.parameters[0].is_meta else slot.parameters[0].device
         targets += [(slot.tensor.name, target) for target in targets_of([slot.tensor], where)]
-    return _Load(manifest, originals, targets, slots, buffers), {"same": json_digest(manifest)}
+    return _Load(manifest, files, originals, targets, slots, buffers), {"same": json_digest(manifest)}
 
 
 def _check_model(originals: Mapping[str, Original], saved: Mapping[str, Mapping[str, Any]]) -> None:
