@@ -101,3 +101,13 @@ def test_the_page_about_trainers_has_the_tested_versions() -> None:
     for module, versions in packages.TESTED.items():
         pattern = rf"^\| (?:the )?{module}\S* \| {re.escape(', '.join(versions))} \|"
         assert re.search(pattern, page, re.M | re.I), f"{module} {versions}"
+
+
+def test_findings_fit_into_the_terminal_and_commands_stay_whole() -> None:
+    command = "/a/folder/bin/python -m pip install --no-deps -e /another/folder/with/a/long/name/in/it/tpkernels"
+    advice = f"what has changed is of no use before the core is built anew, which takes a minute:\n{command}"
+    finding = doctor.Finding("area", "compiled core", "works, but is older than its sources, " * 4, "optional", advice)
+    lines = doctor._lines(finding, 80)
+    assert lines[0].startswith("  --  compiled core") and command in lines[-1]
+    assert max(len(line) for line in lines[:-1]) <= 80 < len(lines[-1])
+    assert " ".join(" ".join(lines).split()) == " ".join(f"-- compiled core {finding.value} {advice}".split())

@@ -14,9 +14,11 @@ import json
 import mmap
 import os
 import platform
+import shutil
 import socket
 import struct
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -174,7 +176,8 @@ def _cuda_kernels() -> Iterator[Finding]:
     try:
         yield Finding(area, name, f"{built}; devices in reach: {library.device_count()}")
     except cuda_native.CudaError as error:
-        yield Finding(area, name, f"{built}; nothing to run on", "optional", str(error))
+        why = str(error).removesuffix("; `tpkernels doctor` says more")  # which this is
+        yield Finding(area, name, f"{built}; nothing to run on", "optional", why)
     whose = "this installation's" if file == cuda_native.FILE else "named by TPKERNELS_CUDA_LIBRARY"
     maker = f", built by {record.compiler}, found: {record.found}" if record.compiler else ""
     missing = ", ".join(record.dropped)
@@ -399,10 +402,30 @@ def _print(findings: list[Finding]) -> None:
         if finding.area != area:
             area = finding.area
             print(f"\n{area}")
-        print(f"  {MARKS[finding.status]}  {finding.name:<36} {finding.value}")
-        for line in finding.advice.splitlines():
-            print(f"      {'':<36} {line}")
+        print("\n".join(_lines(finding, shutil.get_terminal_size((110, 24)).columns)))
     print(f"\n{verdict(findings)}")
+
+
+def _lines(finding: Finding, columns: int) -> list[str]:
+    """A finding within so many columns; a word that is longer stays whole, and so does a command, to be copied."""
+    indent = " " * 12
+
+    def wrapped(text: str, first: str) -> list[str]:
+        lines = textwrap.wrap(
+            text,
+            columns,
+            initial_indent=first,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        return lines or [first.rstrip()]
+
+    lines = wrapped(finding.value, f"  {MARKS[finding.status]}  {finding.name:<36} ")
+    for line in finding.advice.splitlines():
+        is_command = any(word in line for word in ("pip install", "apt-get ", "dnf "))
+        lines += [indent + line] if is_command else wrapped(line, indent)
+    return lines
 
 
 def verdict(findings: list[Finding]) -> str:

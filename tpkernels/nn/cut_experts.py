@@ -187,7 +187,7 @@ class CutExperts(nn.Module):
             x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
             implementation=self.experts_implementation,
         )  # fmt: skip
-        h = products if in_op else gated(self, layout, products)
+        h = cast(Tensor, products) if in_op else gated(self, layout, products)
         return grouped_matmul_all_reduce(
             h, down.transpose(1, 2) if layout.transposed else down, routing, mesh, bias=held.get(f"{last}_bias"),
             implementation=self.experts_implementation,

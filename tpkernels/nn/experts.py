@@ -280,6 +280,7 @@ class ParallelExperts(nn.Module):
                 tokens, first, routing, mesh, bias=biases, activation=self.activation,
                 implementation=self.implementation,
             )  # fmt: skip
+            h = cast(Tensor, h)  # of one weight or a gated pair
             y = grouped_matmul_all_reduce(h, down, routing, mesh, bias=down_bias, implementation=self.implementation)
             return y.view(x.shape)
         h, whole = all_gather_grouped_matmul(

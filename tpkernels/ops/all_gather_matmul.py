@@ -18,7 +18,7 @@ Backward, with dz = dy * activation'(z)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from tpkernels.ops.contract import (
 )
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
+from tpkernels.ops.options import GatedName, GatherKeywords
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.scaled_matmul import ScaledGather, all_gather_scaled_matmul
 from tpkernels.ops.shapes import (
@@ -99,6 +100,62 @@ class _Backward(NamedTuple):
         return gather_layout(x, dim, sizes, group_size)
 
 
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Tensor, group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: str | None = None, return_gathered: Literal[False] = False, **keywords: Unpack[GatherKeywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(  # type: ignore[overload-overlap]  # a str may be one of these two
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: GatedName, return_gathered: Literal[False] = False, **keywords: Unpack[GatherKeywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: str | None = None, return_gathered: Literal[False] = False, **keywords: Unpack[GatherKeywords],
+) -> list[Tensor]: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Tensor, group: GroupLike, *, scale_x: None = None,
+    activation: str | None = None, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Tensor, group: GroupLike, *, scale_x: Tensor,
+    activation: str | None = None, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: GatedName, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: str | None = None, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
+) -> tuple[Any, ...]: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Tensor | Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: str | None = None, return_gathered: bool, **keywords: Unpack[GatherKeywords],
+) -> Any: ...  # fmt: skip
+
+
 def all_gather_matmul(
     x_shard: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -114,7 +171,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     save_gathered: bool = False,
     implementation: str = "auto",
-) -> Any:
+) -> Tensor | list[Tensor] | tuple[Any, ...]:
     """Gather ``x`` over the group and multiply it with this rank's weight(s), the transfer hidden behind the GEMM.
 
     Unfused equation::

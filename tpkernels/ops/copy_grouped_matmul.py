@@ -16,7 +16,7 @@ Backward, with dz = dh * activation'(z)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
-from tpkernels.ops.options import Reduce
+from tpkernels.ops.options import CopyKeywords, GatedName, Reduce
 from tpkernels.ops.registration import call, define
 from tpkernels.ops.routing import (
     Routing,
@@ -44,6 +44,42 @@ __all__ = ["copy_grouped_matmul"]
 _DUAL = "grouped_matmul_all_reduce"
 
 
+@overload
+def copy_grouped_matmul(
+    x: Tensor,
+    weights: Tensor,
+    routing: Routing,
+    group: GroupLike,
+    *,
+    activation: str | None = None,
+    **keywords: Unpack[CopyKeywords],
+) -> Tensor: ...
+
+
+@overload
+def copy_grouped_matmul(  # type: ignore[overload-overlap]  # a str may be one of these two
+    x: Tensor,
+    weights: Sequence[Tensor],
+    routing: Routing,
+    group: GroupLike,
+    *,
+    activation: GatedName,
+    **keywords: Unpack[CopyKeywords],
+) -> Tensor: ...
+
+
+@overload
+def copy_grouped_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    routing: Routing,
+    group: GroupLike,
+    *,
+    activation: str | None = None,
+    **keywords: Unpack[CopyKeywords],
+) -> list[Tensor]: ...
+
+
 def copy_grouped_matmul(
     x: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -53,7 +89,7 @@ def copy_grouped_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: str | None = None,
     implementation: str = "auto",
-) -> Any:
+) -> Tensor | list[Tensor]:
     """Multiply replicated tokens with the weights of their experts; the gradient of x is summed over the group.
 
     Unfused equation, for one weight or each of several::

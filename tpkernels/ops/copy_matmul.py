@@ -14,7 +14,7 @@ Backward, with dz = dy * activation'(z)::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,35 @@ from tpkernels.ops.checks import as_list, check_common, check_gate, check_local,
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
 from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
-from tpkernels.ops.options import Reduce
+from tpkernels.ops.options import CopyKeywords, GatedName, Reduce
 from tpkernels.ops.plain_calls import is_plain
 from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.shapes import flat, fresh, has_bias, pack_biases, rows_layout, unpack_biases
 
 __all__ = ["copy_matmul"]
+
+
+@overload
+def copy_matmul(
+    x: Tensor, weight: Tensor, group: GroupLike, *, activation: str | None = None, **keywords: Unpack[CopyKeywords]
+) -> Tensor: ...
+
+
+@overload
+def copy_matmul(  # type: ignore[overload-overlap]  # a str may be one of these two
+    x: Tensor, weight: Sequence[Tensor], group: GroupLike, *, activation: GatedName, **keywords: Unpack[CopyKeywords]
+) -> Tensor: ...
+
+
+@overload
+def copy_matmul(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    group: GroupLike,
+    *,
+    activation: str | None = None,
+    **keywords: Unpack[CopyKeywords],
+) -> list[Tensor]: ...
 
 
 def copy_matmul(
@@ -44,7 +67,7 @@ def copy_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: str | None = None,
     implementation: str = "auto",
-) -> Any:
+) -> Tensor | list[Tensor]:
     """Multiply a replicated ``x`` with this rank's weight(s); the gradient of x is summed over the group.
 
     Unfused equation::

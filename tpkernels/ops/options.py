@@ -5,9 +5,16 @@ Its fields are arguments of the op in ``torch.ops.tpkernels``, in this order: se
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypedDict
 
-__all__ = ["GroupedScatter", "Reduce", "Scatter"]
+import torch
+from torch import Tensor
+
+__all__ = ["CopyKeywords", "GatedName", "GatherKeywords", "GroupedScatter", "Reduce", "Scatter"]
+
+GatedName = Literal["swiglu", "geglu"]
+"""Activations of two products, which make one output."""
 
 
 class Reduce(NamedTuple):
@@ -32,3 +39,20 @@ class GroupedScatter(NamedTuple):
     group_name: str
     shard_sizes: list[int] | None
     implementation: str
+
+
+class CopyKeywords(TypedDict, total=False):
+    """For type checkers: keywords of an op that do not decide what it returns."""
+
+    bias: Tensor | Sequence[Tensor | None] | None
+    implementation: str
+
+
+class GatherKeywords(CopyKeywords, total=False):
+    """The same of a gather."""
+
+    scale_weight: Tensor | Sequence[Tensor] | None
+    out_dtype: torch.dtype | None
+    gather_dim: int
+    shard_sizes: Sequence[int] | None
+    save_gathered: bool
