@@ -156,3 +156,10 @@ def assert_equal(found: Any, expected: Any, what: str = "", bound: float = BOUND
     limit = bound * max(1e-5, float(np.abs(expected).max(initial=0.0)))
     worst = float(np.abs(found.astype("float64") - expected.astype("float64")).max(initial=0.0))
     assert worst <= limit, f"{what}: {worst} is more than {limit}"
+
+
+def assert_all_equal(found: list[Any], expected: Any) -> None:
+    """Every rank's numbers are the expected ones, and, replicas included, those of rank 0 bit for bit."""
+    for one in found:
+        assert_equal(one, expected)
+        assert_equal(one, found[0], "on another rank than 0: ", bound=0.0)

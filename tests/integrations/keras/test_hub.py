@@ -34,8 +34,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "keras_gemma_lora.py"
 GENERATING = ("GPT-2", "Gemma 4/1", "Llama", "Gemma 8/4", "Mistral", "OPT")
 
 
-def generated(names: tuple[str, ...]) -> dict[str, Any]:
-    """Greedy tokens of each model, and sampled ones of the first."""
+def generated(names: tuple[str, ...], folder: str) -> dict[str, Any]:
+    """Greedy tokens of each model, sampled ones of the last, which is trained and saved as a preset, too."""
     keras = models.keras_on_torch()
     found = {}
     for name in names:
@@ -45,6 +45,7 @@ def generated(names: tuple[str, ...]) -> dict[str, Any]:
         logits = model(hub.prompts())
         found[f"{name}, stopped"] = model.generate(hub.prompts(), stop_token_ids=[int(found[name][0, 6])])
         found[f"{name}, logits"] = keras.ops.convert_to_numpy(logits)
+    found["trained"] = trained_and_kept(model, f"{folder}/of {dist.get_world_size()}")
     model.compile(sampler="top_k")
     if dist.get_world_size() > 1:
         keras.utils.set_random_seed(dist.get_rank())
@@ -58,6 +59,20 @@ def generated(names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def trained_and_kept(model: Any, folder: str) -> dict[str, Any]:
+    """Steps of a task by its own methods (``fit`` needs grain, 10 MB), and a preset, which has whole weights."""
+    import keras_hub
+
+    labels = np.roll(hub.prompts()["token_ids"], -1, axis=1)
+    losses = [model.train_on_batch(hub.prompts(), labels, np.array([1.0, 0.5])) for _ in range(2)]
+    model.save_to_preset(folder)
+    kept = keras_hub.models.CausalLM.from_preset(folder, preprocessor=None)
+    assert type(kept).__module__.startswith("keras_hub.")
+    for mine, saved in zip(model.get_weights(), kept.get_weights(), strict=True):
+        assert np.array_equal(mine, saved)
+    return {"history": np.array(losses), "weights": dict(enumerate(model.get_weights()))}
+
+
 def refused() -> Any:
     import keras_hub
 
@@ -67,11 +82,11 @@ def refused() -> Any:
     return hub.made(Own(backbone=hub.backbone("GPT-2"), preprocessor=None))
 
 
-def test_greedy_tokens_are_those_of_the_unsharded_model(ranks: Pools, full: bool) -> None:
+def test_greedy_tokens_are_those_of_the_unsharded_model(ranks: Pools, tmp_path: Path, full: bool) -> None:
     names = GENERATING if full else GENERATING[:2]
-    (expected,) = ranks(1).run(generated, names, timeout=TIMEOUT)
+    (expected,) = ranks(1).run(generated, names, str(tmp_path), timeout=TIMEOUT)
     for world_size in (2, 3, 4) if full else (2,):
-        found = ranks(world_size).run(generated, names, timeout=TIMEOUT)
+        found = ranks(world_size).run(generated, names, str(tmp_path), timeout=TIMEOUT)
         sampled = [one.pop("sampled") for one in found]
         for one, drawn in zip(found, sampled, strict=True):
             assert np.array_equal(drawn, sampled[0])

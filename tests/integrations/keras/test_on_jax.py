@@ -83,6 +83,13 @@ for n in (1, 2, 4):
 with warnings.catch_warnings(record=True):
     for alone in ({"world_size": 4}, {"distributed_backend": "jax"}):
         assert tpk.keras.TensorParallel(build(), **alone).tensor_parallel_plan == model.tensor_parallel_plan, alone
+for method in (model.get_layer("up").enable_lora, model.quantize):
+    try:
+        method(2)
+    except ValueError as error:
+        assert "on the whole model first, and then TensorParallel" in str(error), error
+    else:
+        raise AssertionError("LoRA's variables would be on one device")
 model.save("model.keras")
 assert type(keras.models.load_model("model.keras")).__module__.startswith("keras")
 two, other = open("2.json").read(), keras.distribution.DeviceMesh((4,), ("rows",), keras.distribution.list_devices())

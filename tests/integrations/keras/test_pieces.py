@@ -45,6 +45,8 @@ def pieces(folder: str) -> bool:
         layer = keras.layers.Dense(ratio)
         layer.build((None, 10))
         assert tpk.keras.analyze_dense_layer(layer) == said
+    with pytest.raises(ValueError, match="must be a layer of Keras, got Linear"):
+        tpk.keras.analyze_dense_layer(torch.nn.Linear(2, 3))
     return True
 
 
@@ -100,6 +102,9 @@ def _actions() -> None:
             action(x, action.world_size)
         with pytest.raises(ValueError, match="ranks holds"):
             action.undo(parts[1:])
+    for unit in (3, 0):
+        with pytest.raises(ValueError, match=rf"unit \({unit}\) does not divide dimension 0"):
+            tpk.keras.Split(2, 0, unit)(x, 0)  # parts would lack the last row
     assert [len(part) for part in tpk.keras.array_split(np.zeros((10, 2)), 3)] == [4, 3, 3]
     with pytest.raises(ValueError, match="something else than rank 0"):
         tpk.keras.Gather(2).undo([x, x + 1])

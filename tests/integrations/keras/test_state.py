@@ -61,7 +61,27 @@ def save_and_go_on(folder: str, start: str) -> dict[str, Any]:
     found["slots"] = sum(np.prod(variable.shape) for variable in model.optimizer.variables)
     if world > 1:
         check_bytes(model)
+        check_lora(folder)
     return found
+
+
+def check_lora(folder: str) -> None:
+    """Files hold the kernel with its factors added, as Keras writes it, and the factors are zero where it is loaded."""
+    keras = models.keras_on_torch()
+    keras.utils.clear_session()
+    layers = [keras.layers.Embedding(40, 8), keras.layers.Dense(20, "tanh"), keras.layers.Dense(8)]
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
+    for layer in layers:
+        layer.enable_lora(2)
+    for variable in model.trainable_variables:
+        variable.assign(np.random.default_rng(2).normal(size=variable.shape))
+    model = tpk.keras.TensorParallel(model)
+    before = model.predict(models.data()[0][:, :4] % 40, verbose=0)
+    model.save_weights(f"{folder}/lora.weights.h5")
+    model.load_weights(f"{folder}/lora.weights.h5")
+    factors = [variable.numpy() for variable in model.variables if "lora" in variable.path]
+    assert len(factors) == 6 and not any(factor.any() for factor in factors)
+    models.assert_equal(model.predict(models.data()[0][:, :4] % 40, verbose=0), before, "LoRA", bound=1e-6)
 
 
 def gone_on(start: str, plan: Any = "auto") -> Any:
@@ -193,6 +213,7 @@ def refusals(folder: str) -> list[str]:
     if rank == 0:
         content = Path(f"{folder}/good.weights.h5").read_bytes()
         Path(f"{folder}/bad.weights.h5").write_bytes(content[: len(content) // 2])
+        Path(f"{folder}/bad.keras").write_bytes(content)
     dist.barrier()
     before = model.get_weights()
     fresh = models.small()
@@ -213,19 +234,26 @@ def refusals(folder: str) -> list[str]:
 
     attempts: list[Callable[[], Any]] = [
         lambda: model.load_weights(f"{folder}/bad.weights.h5"),
+        lambda: model.load_weights(f"{folder}/bad.keras"),
         lambda: load_from(folder if first else "/"),
         lambda: model.load_weights(f"{folder}/{'good' if first else 'bad'}.weights.h5"),
         lambda: model.save(f"{folder}/of rank {rank}.keras"),
         lambda: model.save_weights(f"{folder}/of rank {rank}.weights.h5"),
         lambda: wrap(model),
         lambda: model.get_layer("up").enable_lora(2),
+        lambda: model.quantize("int8"),
         lambda: model.compile(model.optimizer),
+        lambda: model.compile("adam" if first else keras.optimizers.Lamb()),
+        lambda: model.compile(keras.optimizers.SGD(0.1 if first else 0.2)),
         lambda: model.export(f"{folder}/export"),
         lambda: model.train_on_batch(x[rank : rank + 8], y[:8]),
         lambda: wrap(fresh, world_size=world + 1),
         lambda: wrap(fresh, device_ids=["cpu:0"]),
         lambda: wrap(fresh, device_ids=["cuda:0"] * world),
         lambda: wrap(fresh, device_ids="cpu:0"),
+        lambda: wrap(fresh, device_ids=2),
+        lambda: wrap(fresh, shard_optimizer_states="no"),
+        lambda: wrap(fresh, shard_optimizer_states=first),
         *[lambda name=name: wrap(fresh, distributed_backend=name) for name in UNKNOWN],
         lambda: wrap(fresh, distributed_backend="jax"),
         *[lambda name=name: without_gpus(wrap, fresh, distributed_backend=name) for name in ("nccl", NCCL[rank])],
@@ -273,11 +301,13 @@ NCCL = ("nccl", "auto")
 """On which of two ranks."""
 UNKNOWN = ("tensorflow", "horovod", "fallback", "mpi")
 WORDS = (
-    "load_weights", "rank 1: ", "load_weights: rank 0 names", "save: rank 0 names", "save_weights: rank 0 names",
-    "parallel already", "enable_lora on the whole model first",
-    "has state already", "exported", "different batches",
+    "load_weights", "cannot be read as a weight file", "rank 1: ",
+    *[f"{method}: rank 0 names" for method in ("load_weights", "save", "save_weights")],
+    "parallel already", "enable_lora on the whole model first", "quantize on the whole model first",
+    "has state already", "rank 1: Lamb updates", "rank 0 has the optimizer SGD", "exported", "different batches",
     "torchrun --nproc_per_node 3 script.py` or `tpkernels run --tp 3 script.py", "device_ids has 1 names", "kind cuda",
-    "must be a list of names", *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),
+    *["must be a list of names"] * 2, "must be True or False", "differs between the ranks: [True, False]",
+    *["must be one of ['auto', 'torch', 'gloo', 'nccl', 'jax']"] * len(UNKNOWN),
     "does not fit Keras's backend", "TensorParallel: distributed_backend 'nccl'", "rank 0: distributed_backend 'nccl'",
     "is not built", "rank 1: Sequential", "rank 1: world_size is 5",
     "different plans", "nothing of Sequential can be cut over 2 ranks", "load_weights, which brings",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpkernels.integrations.keras import backend
-from tpkernels.integrations.keras.cuts import array_split, even_cut
+from tpkernels.integrations.keras.cuts import Cut, array_split, even_cut
 
 __all__ = ["Action", "Gather", "Split", "Sum", "action_of"]
 
@@ -55,17 +55,29 @@ class Split(Action):
     unit: int = 1
 
     def __call__(self, tensor: Any, rank: int) -> Any:
+        """The part of ``rank``.
+
+        Raises:
+            ValueError: there is no such rank or dimension, or ``unit`` does not divide the dimension.
+        """
         self._check_rank(rank)
         if self.unit == 1:
             return array_split(tensor, self.world_size, self.dim)[rank]
-        dim = self.dim % len(tensor.shape)
-        pieces = even_cut(tuple(tensor.shape), dim, self.world_size, unit=self.unit).ranges[rank]
-        start, stop = pieces[0] if pieces else (0, 0)
-        return tensor[(*(slice(None),) * dim, slice(start, stop))]
+        cut = self._cut(tensor.shape)
+        start, stop = cut.ranges[rank][0] if cut.ranges[rank] else (0, 0)
+        return tensor[(*(slice(None),) * cut.dim, slice(start, stop))]
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the parts of a tensor of ``shape``."""
-        return even_cut(shape, self.dim % len(shape), self.world_size, unit=self.unit).sizes
+        return self._cut(shape).sizes
+
+    def _cut(self, shape: Sequence[int]) -> Cut:
+        if not -len(shape) <= self.dim < len(shape):
+            raise ValueError(f"dim ({self.dim}) is out of range for a tensor of {len(shape)} dimensions")
+        dim = self.dim % len(shape)
+        if self.unit < 1 or shape[dim] % self.unit:
+            raise ValueError(f"unit ({self.unit}) does not divide dimension {dim} of a tensor of shape {tuple(shape)}")
+        return even_cut(tuple(shape), dim, self.world_size, unit=self.unit)
 
     def undo(self, states: Sequence[Any]) -> Any:
         self._check_states(states)

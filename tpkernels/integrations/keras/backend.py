@@ -33,6 +33,7 @@ PRIVATE_NAMES = {
     "store files": ("keras.src.saving.saving_lib:H5IOStore._get_h5_file",),
     "stores": ("keras.src.saving.saving_lib:H5IOStore",),
     "backup": ("keras.src.callbacks.backup_and_restore:BackupAndRestore._save_model",),
+    "swap": ("keras.src.callbacks.swap_ema_weights:SwapEMAWeights._backend_swap_variables",),
 }  # fmt: skip
 """What is used of each, under a name of ours: module and name, one of which a version must have."""
 
@@ -325,6 +326,16 @@ def gather_only(callback: Any) -> None:
     path = callback._weights_path
     bare(callback, "_save_model", lambda: callback.model.save_weights(filepath=path, overwrite=True))
     bare(callback, "on_train_end", lambda logs=None: None)
+
+
+def after_swaps(callback: Any, work: Callable[[], None]) -> None:
+    """Let a ``SwapEMAWeights`` do ``work`` each time it has exchanged weights and their averages."""
+
+    def swap(optimizer: Any) -> None:
+        type(callback)._backend_swap_variables(callback, optimizer)
+        work()
+
+    bare(callback, "_backend_swap_variables", swap)
 
 
 def updates_of(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

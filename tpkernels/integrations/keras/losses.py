@@ -51,7 +51,7 @@ def sum_of_parts(variable: Any, shards: Shards) -> None:
     """
     value: Tensor = backend.raw_value(variable)
     if value.requires_grad:
-        value.register_hook(lambda gradient: all_reduce(gradient.contiguous(), shards.pg))
+        value.register_hook(lambda gradient: all_reduce(gradient.reshape(-1), shards.pg).reshape(gradient.shape))
     if variable.regularizer is not None:
         regularizer, count = variable.regularizer, shards.world_size
 

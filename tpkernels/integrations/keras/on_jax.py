@@ -14,6 +14,7 @@ from typing import Any
 
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.plan import KerasPlan
+from tpkernels.integrations.keras.refused import refuse_late
 from tpkernels.integrations.keras.rules import rules_plan
 
 __all__ = ["layout_map", "on_devices", "wrap"]
@@ -32,6 +33,8 @@ def layout_map(plan: KerasPlan | str, device_mesh: Any) -> Any:
     """
     keras = backend.keras_module()
     plan = KerasPlan.from_json(plan) if isinstance(plan, str) else plan
+    if not isinstance(plan, KerasPlan):
+        raise ValueError(f"plan must be a plan of make_plan or its JSON, got {plan!r}")
     if AXES[1] not in device_mesh.axis_names:
         raise ValueError(f"device_mesh must have an axis {AXES[1]!r}, got {list(device_mesh.axis_names)}")
     devices = device_mesh.shape[list(device_mesh.axis_names).index(AXES[1])]
@@ -124,6 +127,8 @@ def wrap(
     model.__class__ = type(kind.__name__, (OnDevices, base, kind), names)
     backend.bare(model, "tensor_parallel", Moved(kind, chosen, distribution, shard_optimizer_states))
     backend.forget_functions(model)
+    if chosen.world_size > 1:
+        refuse_late(backend.all_layers(model))
     return model
 
 
@@ -134,8 +139,9 @@ def on_devices(
     keras = backend.keras_module()
     found = keras.distribution.list_devices()
     if device_ids is not None:
-        if isinstance(device_ids, str) or any(one not in found for one in device_ids):
-            raise ValueError(f"device_ids must be some of {found}, got {device_ids!r}")
+        known = isinstance(device_ids, list | tuple) and all(one in found for one in device_ids)
+        if not known or len(set(device_ids)) != len(device_ids) or not device_ids:
+            raise ValueError(f"device_ids must be a list of some of {found}, each once, got {device_ids!r}")
         found = list(device_ids)
     if world_size is not None and world_size != len(found):
         raise ValueError(

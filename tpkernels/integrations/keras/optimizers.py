@@ -16,14 +16,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.replicas import slice_replicas
 from tpkernels.integrations.keras.variables import Shards, is_cut
 from tpkernels.ops import all_reduce
+from tpkernels.state.collective_errors import Ranks
 
-__all__ = ["ELEMENTWISE", "check_optimizer", "prepare"]
+__all__ = ["ELEMENTWISE", "agreed", "check_optimizer", "gather", "prepare"]
 
 ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Ftrl", "Lion", "Nadam")
 """Optimizers that update each element from that element's own gradient and slots."""
@@ -56,6 +58,36 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def agreed(optimizer: Any, pg: dist.ProcessGroup) -> Any:
+    """The optimizer that ``compile`` was given, by its name or as an object, once it is known to fit on every rank.
+
+    Raises:
+        ValueError: on every rank, if it fits on some of them only, or is configured in different ways.
+    """
+
+    def look() -> tuple[Any, dict[str, Any]]:
+        if optimizer is None or (isinstance(optimizer, str) and optimizer == "auto"):
+            return optimizer, {"same": str(optimizer)}
+        found = backend.keras_module().optimizers.get(optimizer)
+        check_optimizer(found)
+        return found, {"same": f"{type(found).__name__} {_settings(found)}"}
+
+    found, said = Ranks([pg]).together("compile", look)
+    for rank, one in enumerate(said):
+        if one != said[0]:
+            raise ValueError(f"compile: rank 0 has the optimizer {said[0]['same']}, rank {rank} {one['same']}")
+    return found
+
+
+def _settings(optimizer: Any) -> str:
+    """What it is set to, as far as that is numbers: schedules and other objects of the user's are not asked."""
+    inner = inner_of(optimizer)
+    said = {name: value for name, value in vars(inner).items() if isinstance(value, bool | int | float)}
+    numbers = {name: value for name, value in sorted(said.items()) if not name.startswith("_")}
+    rates = {v.name: float(v.numpy()) for v in inner.variables if v.name == "learning_rate"}
+    return str(rates | numbers)
+
+
 def prepare(optimizer: Any, shards: Shards, *, slice_slots: bool) -> None:
     """Make an optimizer without state ready for cut variables; ``slice_slots``: cut the slots of whole ones as well."""
     inner = inner_of(optimizer)
@@ -65,6 +97,13 @@ def prepare(optimizer: Any, shards: Shards, *, slice_slots: bool) -> None:
     _whole_norms(inner, shards)
     if slice_slots:
         slice_replicas(inner, shards)
+
+
+def gather(optimizer: Any) -> None:
+    """Bring what was assigned to slices of whole variables to all ranks."""
+    slices = getattr(inner_of(optimizer), "tensor_parallel_slices", None)
+    if slices is not None:
+        slices.gather()
 
 
 def _slots_like_variables(optimizer: Any, shards: Shards) -> None:

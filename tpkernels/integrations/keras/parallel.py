@@ -7,9 +7,7 @@ It owns how a plan is carried out, and the class under which the model goes on: 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +15,14 @@ import torch.distributed as dist
 
 from tpkernels.integrations.keras import backend, on_jax, optimizers
 from tpkernels.integrations.keras.batches import compared
-from tpkernels.integrations.keras.callbacks import files_on_rank_0
+from tpkernels.integrations.keras.callbacks import prepared
 from tpkernels.integrations.keras.generation import generating
 from tpkernels.integrations.keras.linears import linear
 from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, whole_regularizer
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
 from tpkernels.integrations.keras.planner import check_built, check_count, make_plan
+from tpkernels.integrations.keras.refused import refuse_late
+from tpkernels.integrations.keras.saved import Parallel, plain, same_file, state_of, writers, written
 from tpkernels.integrations.keras.shadow import equation_of, named_layers
 from tpkernels.integrations.keras.start import (
     check_backend_name,
@@ -42,22 +42,6 @@ __all__ = ["TensorParallel", "TensorParallelKeras"]
 
 _SEED_STEP = 0x1E3779B1
 """Between the seeds of two ranks, where they drop different features."""
-
-
-@dataclass
-class Parallel:
-    """What a wrapped model remembers."""
-
-    kind: type
-    plan: KerasPlan
-    shards: Shards
-    shard_optimizer_states: bool
-    unloaded: bool = False
-    """It was built on the meta device, and has no weights yet."""
-
-    def check_loaded(self) -> None:
-        if self.unloaded:
-            raise ValueError("the model was built on the meta device and has no weights yet: call load_weights first")
 
 
 class TensorParallel:
@@ -96,8 +80,10 @@ class TensorParallel:
                 raise ValueError("the model is parallel already, and a second time would cut its parts again")
             check_built(model)
             _check_uncompiled(model)
-            if not (plan == "auto" or isinstance(plan, KerasPlan)):
+            if not (isinstance(plan, KerasPlan) or plan == "auto"):
                 raise ValueError(f"plan must be 'auto' or a plan of make_plan, got {plan!r}")
+            if not isinstance(shard_optimizer_states, bool):
+                raise ValueError(f"shard_optimizer_states must be True or False, got {shard_optimizer_states!r}")
             check_backend_name(distributed_backend)
             if world_size is not None:
                 check_count("world_size", world_size)
@@ -121,13 +107,13 @@ class TensorParallel:
     @property
     def tensor_parallel_plan(self) -> KerasPlan:
         """What was cut, and why."""
-        return _of(self).plan
+        return state_of(self).plan
 
     # ------------------------------------------------------------------ training
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """The ``compile`` of the model's own class."""
-        state = _of(self)
+        state = state_of(self)
         call = inspect.signature(state.kind.compile).bind(self, *args, **kwargs)  # type: ignore[attr-defined]
         call.apply_defaults()
         if "optimizer" not in call.arguments:
@@ -136,34 +122,34 @@ class TensorParallel:
                 "if they were whole"
             )
         optimizer = call.arguments["optimizer"]
-        if optimizer is not None and optimizer != "auto" and state.shards.world_size > 1:
-            optimizer = call.arguments["optimizer"] = backend.keras_module().optimizers.get(optimizer)
-            optimizers.check_optimizer(optimizer)
+        if state.shards.world_size > 1:
+            optimizer = call.arguments["optimizer"] = optimizers.agreed(optimizer, state.shards.pg)
         state.kind.compile(*call.args, **call.kwargs)  # type: ignore[attr-defined]
         if optimizer is not None and state.shards.world_size > 1:
             made: Any = self.optimizer  # type: ignore[attr-defined]
             optimizers.check_optimizer(made)  # what "auto" of KerasHub's models has become, too
             optimizers.prepare(made, state.shards, slice_slots=state.shard_optimizer_states)
 
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: Any = None,
-        epochs: Any = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        state = _of(self)
-        same_generators(state.shards.pg)
-        if callbacks is not None:
-            files_on_rank_0(callbacks, state.shards.rank)
-        return state.kind.fit(self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)  # type: ignore[attr-defined]
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """The ``fit`` of the model's own class, from rank 0's random numbers."""
+        same_generators(state_of(self).shards.pg)
+        return self._with_callbacks("fit", args, kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_callbacks("evaluate", args, kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_callbacks("predict", args, kwargs)
+
+    def _with_callbacks(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        state = state_of(self)
+        method = getattr(state.kind, name)
+        given = inspect.signature(method).bind(self, *args, **kwargs).arguments  # KerasHub's have another order
+        prepared(given.get("callbacks", kwargs.get("callbacks")), self, state.shards)
+        return method(self, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = _of(self)
+        state = state_of(self)
         state.check_loaded()
         return state.kind.__call__(self, *args, **kwargs)
 
@@ -186,15 +172,15 @@ class TensorParallel:
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Keras's ``save``, by every rank: whole variables, gathered one at a time, written by rank 0."""
-        _written(self, "save", filepath, *args, **kwargs)
+        written(self, "save", filepath, *args, **kwargs)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Keras's ``save_weights``, by every rank; rank 0 writes whole variables."""
-        _written(self, "save_weights", filepath, *args, **kwargs)
+        written(self, "save_weights", filepath, *args, **kwargs)
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Keras's ``load_weights``, by every rank, which reads its parts; on an error nothing changes on any rank."""
-        state = _of(self)
+        state = state_of(self)
         optimizer: Any = getattr(self, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
@@ -205,11 +191,16 @@ class TensorParallel:
                 state.kind.load_weights(self, filepath, *args, **kwargs)  # type: ignore[attr-defined]
 
         def try_out() -> None:
-            with checked_only(variables):
-                read()
+            try:
+                with checked_only(variables):
+                    read()
+            except (ValueError, OSError):
+                raise
+            except Exception as error:  # damaged files raise whatever their readers do: KeyError, BadZipFile, ...
+                raise ValueError(f"this cannot be read as a weight file: {type(error).__name__}: {error}") from error
 
         ranks = Ranks([state.shards.pg])
-        what = _same_file(ranks, "load_weights", filepath)
+        what = same_file(ranks, "load_weights", filepath)
         ranks.step(what, try_out)
         ranks.step(what, read)
         state.unloaded = False
@@ -236,32 +227,27 @@ class TensorParallel:
         variables = self.weights  # type: ignore[attr-defined]
         if len(variables) != len(weights):
             raise ValueError(f"set_weights got {len(weights)} arrays, and {self.name!r} has {len(variables)} weights")  # type: ignore[attr-defined]
-        with _of(self).shards.whole_shapes():
+        with state_of(self).shards.whole_shapes():
             for variable, value in zip(variables, weights, strict=True):
                 if tuple(value.shape) != tuple(variable.shape):
                     raise ValueError(f"{variable.path} has shape {tuple(variable.shape)}, got {tuple(value.shape)}")
         for variable, value in zip(variables, weights, strict=True):
             variable.assign(value)
-        _of(self).unloaded = False
+        state_of(self).unloaded = False
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
         """Keras's ``summary``, with the numbers of the whole model."""
-        state = _of(self)
+        state = state_of(self)
         with state.shards.whole_shapes():
             state.kind.summary(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def count_params(self) -> Any:
-        state = _of(self)
+        state = state_of(self)
         with state.shards.whole_shapes():
             return state.kind.count_params(self)  # type: ignore[attr-defined]
 
 
 TensorParallelKeras = TensorParallel
-
-
-def _of(model: Any) -> Parallel:
-    found: Parallel = vars(model)["tensor_parallel"]
-    return found
 
 
 def _check_uncompiled(model: Any) -> None:
@@ -283,19 +269,22 @@ def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimi
         if isinstance(plan, KerasPlan):
             plan.validate(model, world_size)
         chosen = plan if isinstance(plan, KerasPlan) else make_plan(model, world_size)
-        return chosen, {"digest": json_digest(chosen.to_json())}
+        return chosen, {"digest": json_digest(chosen.to_json()), "shard_optimizer_states": shard_optimizer_states}
 
     chosen, said = Ranks([pg]).together("TensorParallel", look)
     for rank, one in enumerate(said):
-        if one != said[0]:
+        if one["digest"] != said[0]["digest"]:
             raise ValueError(f"ranks 0 and {rank} have different plans: pass the same one on every rank, or 'auto'")
+        if one != said[0]:
+            values = [facts["shard_optimizer_states"] for facts in said]
+            raise ValueError(f"shard_optimizer_states differs between the ranks: {values}")
     same_variables(model.variables, pg)
     same_generators(pg)
     shards = Shards(pg)
     kind = type(model)
     unloaded = any(backend.raw_value(variable).is_meta for variable in model.variables)
     state = Parallel(kind, chosen, shards, shard_optimizer_states, unloaded)
-    members = generating(model, chosen, shards) if world_size > 1 else {}
+    members = generating(model, chosen, shards) | writers(kind) if world_size > 1 else {}
     if world_size > 1:
         _apply(model, chosen, shards)
     _take_off_meta(model)
@@ -332,9 +321,7 @@ def _apply(model: Any, plan: KerasPlan, shards: Shards) -> None:
         for generator in generators:
             backend.bare(generator, "next", _seed_of_rank(generator.next, shards.rank))
             backend.draw_from_state(generator)
-    for layer in layers.values():
-        if hasattr(layer, "enable_lora"):
-            backend.bare(layer, "enable_lora", _too_late)
+    refuse_late(layers.values())
     backend.retrack(backend.all_layers(model))
 
 
@@ -368,54 +355,12 @@ def _seed_of_rank(draw: Callable[..., Any], rank: int) -> Callable[..., Any]:
     return draw_of_rank
 
 
-def _too_late(*args: Any, **kwargs: Any) -> None:
-    raise ValueError("LoRA comes too late: call enable_lora on the whole model first, and then TensorParallel")
-
-
 def _make_function(model: Any, name: str, force: bool) -> Any:
     """Keras's function for one batch, with the comparison of batches in front."""
-    state = _of(model)
+    state = state_of(model)
     before = getattr(model, name)
     made = getattr(state.kind, f"make_{name}")(model, force)
     function = getattr(model, name)
     if function is not before and state.shards.world_size > 1:
         setattr(model, name, compared(function, state.shards.group))
     return made
-
-
-@contextmanager
-def plain(model: Any) -> Iterator[Any]:
-    """Inside, the model has its own class and the numbers of the whole model, as its configuration says them."""
-    state = _of(model)
-    layers = named_layers(model)
-    kind = type(model)
-    model.__class__ = state.kind
-    for numbers in state.plan.numbers:
-        backend.bare(layers[numbers.name], numbers.attribute, numbers.whole)
-    try:
-        yield state.kind
-    finally:
-        model.__class__ = kind
-        for numbers in state.plan.numbers if state.shards.world_size > 1 else ():
-            backend.bare(layers[numbers.name], numbers.attribute, numbers.ranks[state.shards.rank])
-
-
-def _written(model: Any, method: str, filepath: Any, *args: Any, **kwargs: Any) -> None:
-    state = _of(model)
-    state.check_loaded()
-
-    def write() -> None:
-        with plain(model) as kind, state.shards.whole_shapes():
-            getattr(kind, method)(model, filepath, *args, **kwargs)
-
-    what = _same_file(Ranks([state.shards.pg]), method, filepath)
-    state.shards.served(what, write)
-
-
-def _same_file(ranks: Ranks, method: str, filepath: Any) -> str:
-    """The call of ``method`` in words, once all ranks are known to name the same file."""
-    names = [one["file"] for one in ranks.exchange(method, {"file": str(filepath)})]
-    for rank, name in enumerate(names):
-        if name != names[0]:
-            raise ValueError(f"{method}: rank 0 names {names[0]!r}, rank {rank} {name!r}: pass the same name")
-    return f"{method}({names[0]!r})"

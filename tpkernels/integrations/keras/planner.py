@@ -194,10 +194,12 @@ class _Planner:
 
     def _layer(self, name: str, style: str, reason: str, cuts: dict[str, Cut], copied: Any = ()) -> LayerPlan:
         layer = self.shadow.keras_layers[name]
-        sent: int | None = 0
+        sent: int | None
         if style == "vocabulary":
             sent = self.traffic.table(name, layer)
-        elif style != "whole":
+        elif style == "whole":
+            sent = self.traffic.whole(layer, self.decision.partial)
+        else:
             sent = self.traffic.linear(name, layer, self.shadow.equations[name], style, cuts)
         return LayerPlan(name, layer.path or layer.name, type(layer).__name__, style, reason, cuts, copied, sent)
 
@@ -205,7 +207,7 @@ class _Planner:
 
     def _alone(self, name: str, excluded: str | None) -> LayerPlan | None:
         layer = self.shadow.keras_layers[name]
-        if not any(backend.plain_shape(variable) for variable in backend.weights_of(layer)):
+        if not backend.weights_of(layer):
             return None
         if name in self.shadow.equations:
             return self._layer(name, *self._linear_alone(name, excluded))

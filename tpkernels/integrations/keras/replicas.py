@@ -43,6 +43,7 @@ def slice_replicas(optimizer: Any, shards: Shards) -> None:
     backend.bare(optimizer, "build", build_on_slices)
     backend.bare(optimizer, "apply", apply_to_slices)
     backend.bare(optimizer, "finalize_variable_values", finalize_slices)
+    backend.bare(optimizer, "tensor_parallel_slices", slices)
     backend.rename_variables(optimizer, slices.whole_of)
 
 

@@ -32,7 +32,12 @@ def analyze_dense_layer(layer: Any) -> str:
         >>> dense.build((None, 8))
         >>> tpk.keras.analyze_dense_layer(dense)
         'up_projection'
+
+    Raises:
+        ValueError: it is no Keras layer.
     """
+    if not isinstance(layer, backend.keras_module().layers.Layer):
+        raise ValueError(f"layer must be a layer of Keras, got {type(layer).__name__}")
     equation = equation_of(layer) if layer.built else "is not built"
     if isinstance(equation, str):
         return "generic_dense"
@@ -61,9 +66,9 @@ def get_default_config(model: Any, device_ids: Sequence[str]) -> DefaultConfig:
     Raises:
         ValueError: no devices; otherwise as :func:`make_plan`.
     """
-    count = len(device_ids)
-    if isinstance(device_ids, str) or count < 1:
+    if not isinstance(device_ids, list | tuple) or not device_ids:
         raise ValueError(f"device_ids must be a list of at least one device, got {device_ids!r}")
+    count = len(device_ids)
     on_torch = backend.keras_module().config.backend() == "torch"
     plan = make_plan(model, count) if on_torch else rules_plan(model, count)
     states: dict[str, Action] = {path: _split(path, cut, count) for path, cut in plan.cuts.items()}

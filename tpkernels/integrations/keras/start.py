@@ -57,7 +57,7 @@ def check_backend_name(distributed_backend: str) -> None:
 def join(distributed_backend: str) -> dist.ProcessGroup:
     """The process group of all ranks that run.  A name that is no backend, or has no devices here, joins as "auto"
     does: the ranks can then tell each other what is wrong with it."""
-    device = {"gloo": "cpu", "nccl": "cuda"}.get(distributed_backend)
+    device = {"gloo": "cpu", "nccl": "cuda"}.get(str(distributed_backend))
     if device is None or _without_devices(distributed_backend):
         device = backend.device_type()
     return init(device=device)["tp"].get_group()
@@ -82,7 +82,7 @@ def check_devices(device_ids: Sequence[str] | None, world_size: int) -> None:
     """Refuse a list of devices that is not one per rank, all of one kind that Keras runs on."""
     if device_ids is None:
         return
-    if isinstance(device_ids, str) or not all(isinstance(one, str) for one in device_ids):
+    if not isinstance(device_ids, list | tuple) or not all(isinstance(one, str) for one in device_ids):
         raise ValueError(f"device_ids must be a list of names such as 'cpu:0' or 'cuda:1', got {device_ids!r}")
     if len(device_ids) != world_size:
         raise ValueError(f"device_ids has {len(device_ids)} names, and there are {world_size} ranks: one name per rank")

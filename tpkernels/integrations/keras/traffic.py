@@ -65,6 +65,11 @@ class Traffic:
                 sent += self._share(2 * x.numel() * features, layer) + factor
         return sent
 
+    def whole(self, layer: Any, summed: set[str]) -> int:
+        """Of a layer that is whole: gradients of those variables that meet parts are summed."""
+        met = [variable for variable in backend.weights_of(layer) if variable.path in summed and variable.trainable]
+        return sum(self._share(2 * _numbers(variable), layer, variable.dtype) for variable in met)
+
     def _summed(self, factor: Any, layer: Any) -> int:
         """Of the gradient of a factor of LoRA, which Keras keeps in float32 under any policy that casts nothing."""
         mixed = layer.compute_dtype != layer.variable_dtype

@@ -145,7 +145,8 @@ def checked_only(variables: Sequence[Any]) -> Iterator[None]:
             cut = variable.tensor_parallel_cut if is_cut(variable) else None
             whole = cut.shape if cut else backend.plain_shape(variable)
             shape = value.shape if isinstance(value, Stored) else tuple(np.asarray(value).shape)
-            if shape != tuple(whole):
+            own = isinstance(value, Tensor) and shape == backend.plain_shape(variable)  # zeros for LoRA, not of a file
+            if shape != tuple(whole) and not own:
                 raise ValueError(f"{variable.path} has shape {tuple(whole)}, and the value has {shape}")
             if isinstance(value, Stored):  # so that a file that is damaged there is noticed
                 value.part(cut, variable.tensor_parallel_place[0].rank) if cut else np.asarray(value)
