@@ -113,7 +113,7 @@ def new_folder(text: str) -> str:
     """The type of a folder that is made where it is missing: the first folder above it that exists takes it."""
     path = Path(text)
     if not text or (path.exists() and not path.is_dir()):
-        raise ArgumentTypeError(f"{text or 'an empty name'} is no folder; name a folder, new or not")
+        raise ArgumentTypeError(f"{text or 'an empty name'} is not a folder; name a folder, new or existing")
     there = path
     while not there.exists():
         there = there.parent

@@ -274,7 +274,7 @@ def first_host(nodes: str) -> str:
         end = match.end()
         name += match[1] or re.split("[-,]", match[2])[0]
     if not name or (end < len(nodes.strip()) and nodes.strip()[end] != ","):
-        raise ValueError(f"{nodes!r} is no list of hosts as Slurm writes it, such as node[01-04,07]")
+        raise ValueError(f"{nodes!r} is not a list of hosts as Slurm writes it, such as node[01-04,07]")
     return name
 
 

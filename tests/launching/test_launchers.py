@@ -199,7 +199,7 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize("nodes", ["", "node[1-2", ",a", "]"])
 def test_what_is_no_list_of_hosts_is_refused(nodes: str) -> None:
-    with pytest.raises(ValueError, match="no list of hosts"):
+    with pytest.raises(ValueError, match="not a list of hosts"):
         first_host(nodes)
 
 

@@ -52,7 +52,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert said(tmp_path, other, run(unfused=160, chunked=110))[1:] == ["no problem was measured in both runs"]
     for content in ("{", "[]", '{"results": [{"op": 1}]}'):
         (tmp_path / "bad.json").write_text(content)
-        with pytest.raises(ValueError, match=r"no result file of `tpkernels bench --json`"):
+        with pytest.raises(ValueError, match=r"not a result file of `tpkernels bench --json`"):
             compare.read(tmp_path / "bad.json")
     file = tmp_path / "elsewhere.json"
     environment = report.describe_environment({})

@@ -67,3 +67,9 @@ def test_a_result_file_holds_hardware_versions_command_date_and_every_sample(tmp
     assert content["date"].startswith("20")
     assert content["setup"] == {"nproc": 2}
     assert content["results"][0]["times"]["chunked"]["samples_ms"] == pytest.approx([110.0] * 3)
+
+
+def test_the_command_can_be_typed_again() -> None:
+    started = ["/usr/lib/python3/tpkernels/__main__.py", "bench", "--out", "a folder"]
+    assert report._command(started) == "python -m tpkernels bench --out 'a folder'"
+    assert report._command(["/usr/bin/tpkernels", "bench"]) == "tpkernels bench"

@@ -431,4 +431,4 @@ def test_the_command_plans_what_a_function_returns(capsys: pytest.CaptureFixture
 def test_a_configuration_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such"')
     assert cli.main(["plan", str(tmp_path), "--tp", "2"]) == 2
-    assert "no configuration that transformers understands" in capsys.readouterr().err
+    assert "not a configuration that transformers understands" in capsys.readouterr().err

@@ -173,7 +173,7 @@ def refuses() -> list[str]:
 def test_what_is_not_tensor_parallel_on_this_mesh_or_is_data_parallel_already_is_refused(ranks: Pools) -> None:
     for said in ranks(4).run(refuses, timeout=LIMIT_S):
         assert "is data-parallel already" in said[0]
-        assert "parameter late.weight is no DTensor: call tpk.parallelize" in said[1]
+        assert "parameter late.weight is not a DTensor: call tpk.parallelize" in said[1]
         assert 'must have the axes "dp" and "tp", got (\'tp\',)' in said[2]
-        assert "1 of 1 units are no part of the model" in said[3]
+        assert "1 of 1 units are not part of the model" in said[3]
         assert 'not on the axis "tp"' in said[4]

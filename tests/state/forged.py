@@ -77,4 +77,4 @@ _CHANGES: dict[str, tuple[Change, str]] = {
 
 FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
     kind: (partial(_forge, change), text) for kind, (change, text) in _CHANGES.items()
-} | {"nested": (_nest, "is no JSON, or was cut off"), "pipe": (_put_a_pipe, "is no regular file")}
+} | {"nested": (_nest, "is not JSON, or was cut off"), "pipe": (_put_a_pipe, "is not a regular file")}

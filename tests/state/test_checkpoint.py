@@ -224,8 +224,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: sorted(f.glob("*.safetensors"))[1].write_bytes(b"short"),
         "damaged, cut off or no safetensors",
     ),
-    "gone": (lambda f: sorted(f.glob("*.safetensors"))[0].unlink(), "which is no file of that folder"),
-    "outside": (lambda f: edit(f / INDEX, **{"0.bias": "../x.safetensors"}), "which is no file of that folder"),
+    "gone": (lambda f: sorted(f.glob("*.safetensors"))[0].unlink(), "which is not a file of that folder"),
+    "outside": (lambda f: edit(f / INDEX, **{"0.bias": "../x.safetensors"}), "which is not a file of that folder"),
     "swapped": (lambda f: edit(f / INDEX, **{"4.bias": "model-00001-of-00002.safetensors"}), "which the index has in"),
     "no index": (lambda f: (f / INDEX).write_text("{"), "is damaged or was cut off"),
     "pickled": (lambda f: [(f / INDEX).unlink(), (f / "pytorch_model.bin").touch()], "are pickled"),
@@ -273,7 +273,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_changes_nothing(ranks
     (tmp_path / "other").mkdir()
     save_file({"0.weight": torch.zeros(2, 2)}, tmp_path / "other" / "model.safetensors")
     expected = {kind: text for kind, (_, text) in FILES.items()} | {
-        "other": "no checkpoint of the Sequential: missing 0.bias, .* and 4 more; nothing unexpected",
+        "other": "not a checkpoint of the Sequential: missing 0.bias, .* and 4 more; nothing unexpected",
         "one rank": "rank 0: there is no folder or file",
         "used": "holds a checkpoint",
         "buffer": r"1 has buffers \['frequencies'\] that are in no checkpoint",

@@ -168,7 +168,7 @@ def test_a_snapshot_of_4_ranks_goes_on_at_2_3_and_1(ranks: Pools, tmp_path: Path
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unfinished": (lambda f: (f / "snapshot.json").unlink(), "was not finished"),
     "edited": (lambda f: edit(f / "snapshot.json"), "do not match its digest"),
-    "half": (lambda f: cut(f / "snapshot.json"), "is no JSON, or was cut off"),
+    "half": (lambda f: cut(f / "snapshot.json"), "is not JSON, or was cut off"),
     "flipped": (lambda f: flip(sorted(f.glob("*.safetensors"))[1]), "files in .* were changed or damaged"),
     "cut off": (lambda f: cut(sorted(f.glob("*.safetensors"))[0]), "is damaged or was cut off"),
     "a file gone": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "one of them is missing"),

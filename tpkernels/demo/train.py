@@ -302,7 +302,7 @@ def _resume(trainer: Trainer, options: Options, text: Tensor) -> int:
 
     extra = tpk.load_snapshot(trainer.model, trainer.optimizer, _last_snapshot(Path(str(options.resume))))
     if not isinstance(extra, dict) or not {"step", "schedule", "run"} <= extra.keys():
-        raise ValueError(f"--resume {options.resume}: the snapshot is none of train-demo: it says nothing of a run")
+        raise ValueError(f"--resume {options.resume}: train-demo did not write this snapshot (no run in it)")
     facts, run = _run_facts(options, text), extra["run"]
     other = [f"{name} {run.get(name)} (now {value})" for name, value in facts.items() if run.get(name) != value]
     if other:

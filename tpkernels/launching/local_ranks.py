@@ -199,9 +199,9 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
             dumps = by_value
         except ModuleNotFoundError:
             raise ValueError(
-                f"fn ({name}) is defined in a notebook or an interactive session, from which ranks, being processes of "
-                "their own, cannot import it: put it into a file and import it (in a notebook: %%writefile ranks.py), "
-                "or pip install cloudpickle, with which it is sent as it stands"
+                f"fn ({name}) is defined in a notebook or an interactive session, and ranks are separate processes "
+                "that cannot import it from there: put it into a file and import that (in a notebook: "
+                "%%writefile ranks.py), or pip install cloudpickle, which sends the function itself"
             ) from None
     try:
         return dumps((fn, tuple(args)))
@@ -217,7 +217,7 @@ def _ranks_can_import_main(name: str) -> bool:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is not None and getattr(main, "__spec__", None) is None and not os.path.exists(file):
-        raise ValueError(f"fn ({name}) was read from {file}, which is no file that ranks could import: save it as one")
+        raise ValueError(f"fn ({name}) was read from {file}, which ranks cannot import: save it as a .py file")
     return file is not None
 
 

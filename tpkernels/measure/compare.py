@@ -63,7 +63,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], Old]:
             for row in content["results"]
         }
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no result file of `tpkernels bench --json`: {error!r}") from error
+        raise ValueError(f"{path} is not a result file of `tpkernels bench --json`: {error!r}") from error
     return {key: value for key, value in content.items() if key != "results"}, rows
 
 

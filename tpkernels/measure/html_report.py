@@ -37,6 +37,10 @@ tr.roof td { color: #6e6e73; } tr.best td { font-weight: 600; }
 .scroll svg { max-width: 100%; height: auto; }
 pre, .note { color: #515154; font-size: .86rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .bad { color: #b00020; font-weight: 600; }
+@media (max-width: 40rem) {
+  th, td { padding: .15rem .4rem; font-size: .86rem; }
+  th:first-child, td:first-child { white-space: normal; min-width: 7rem; }
+}
 """
 
 

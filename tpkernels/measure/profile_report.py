@@ -232,6 +232,7 @@ def panels(profile: Profile, title: str) -> Figure:
             axes.plot(range(1, len(values) + 1), values, **style)
         axes.set_title(f"{name}: at most {_worst(profile, what)} of its bound apart", loc="left", fontsize=10)
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False, fontsize=8)
     if profile.same:
         _step_panel(step, profile)

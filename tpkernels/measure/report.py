@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -180,7 +181,7 @@ def describe_environment(setup: Mapping[str, Any]) -> dict[str, Any]:
     """What a result file must say beside its numbers: hardware, versions, command, date, and the caller's `setup`."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(sys.argv),
         "hardware": _hardware(),
         "versions": {
             "python": platform.python_version(),
@@ -191,6 +192,13 @@ def describe_environment(setup: Mapping[str, Any]) -> dict[str, Any]:
         },
         "setup": dict(setup),
     }
+
+
+def _command(argv: Sequence[str]) -> str:
+    """What can be typed again; of a package that was started by ``python -m``, argv names its ``__main__.py``."""
+    program = Path(argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return " ".join([name, shlex.join(argv[1:])]).rstrip()
 
 
 def write_json(path: str | Path, environment: Mapping[str, Any], results: Sequence[CaseResult]) -> None:

@@ -5,7 +5,8 @@ Tests compare the bytes of the entries with the bytes that travel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpkernels.errors import CommunicationError
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.experts_entries import Traffic, cut_of_experts, experts_implementation, experts_traffic
@@ -79,10 +81,12 @@ def make_entries(
         leader, needs_dx = leaders.get(name), name not in untrained
         if isinstance(picked.style, Experts):
             traffic = experts_traffic(picked.style, own, count, slots.get(name, 0), world_size, needs_dx)
-            implementation = experts_implementation(picked.style, own, count, slots.get(name, 0), group)
+            with _every_rank_is_asked():
+                implementation = experts_implementation(picked.style, own, count, slots.get(name, 0), group)
         else:
             traffic = traffic_of(picked.style, layer_of(module), own, count, world_size, leader, needs_dx)
-            implementation = _implementation(traffic.op, picked.style, layer_of(module), own, count, group)
+            with _every_rank_is_asked():
+                implementation = _implementation(traffic.op, picked.style, layer_of(module), own, count, group)
         entries.append(
             Entry(
                 name,
@@ -263,6 +267,16 @@ def _collectives(style: Style) -> tuple[Moves, Moves]:
 def _words(moves: Moves, leader: str | None) -> str:
     words = [f"{collective} of {what}" for collective, what in moves]
     return ", ".join([f"with {leader}", *words] if leader is not None else words) or "-"
+
+
+@contextmanager
+def _every_rank_is_asked() -> Iterator[None]:
+    """The error of ranks that did not come names the call that they have to make."""
+    try:
+        yield
+    except CommunicationError as error:
+        advice = "every rank must call tpk.make_plan with a mesh, because the ranks agree on implementations"
+        raise type(error)(f"{advice}: {error}", ranks=error.ranks) from error
 
 
 def _implementation(

@@ -78,7 +78,7 @@ class Split:
         """
         ends = (0, *accumulate(self.segments))
         if start not in ends or stop not in ends or start >= stop:
-            raise Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is no whole number of parts")
+            raise Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is not a number of parts")
         first, last = ends.index(start), ends.index(stop)
         local = (0, *accumulate(self.local_segments(world_size, rank)))
         return Split(self.dim, self.segments[first:last], self.pieces), local[first], local[last]

@@ -94,7 +94,7 @@ def data_parallel(
     chosen = list(_blocks(model) if units is None else units)
     foreign = [unit for unit in chosen if all(unit is not module for module in model.modules())]
     if foreign:
-        raise ValueError(f"{len(foreign)} of {len(chosen)} units are no part of the model, one is {foreign[0]}")
+        raise ValueError(f"{len(foreign)} of {len(chosen)} units are not part of the model, for example {foreign[0]}")
     replicas = compare_replicas(model, mesh[dp], init_weights)
     replicas.take_first()
     replicas.report(stacklevel=3)
@@ -124,7 +124,7 @@ def _check_parameters(model: nn.Module, tp: DeviceMesh, mesh: DeviceMesh) -> Non
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise ValueError(
-                f"parameter {name} is no DTensor: call tpk.parallelize(model, mesh) first, which cuts what its plan "
+                f"parameter {name} is not a DTensor: call tpk.parallelize(model, mesh) first, which cuts what its plan "
                 "names and replicates the rest"
             )
         if parameter.device_mesh.ndim > 1:

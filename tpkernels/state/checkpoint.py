@@ -253,7 +253,7 @@ def _match(
     missing = [original.name for original in unique(originals) if original.name not in names]
     if missing or unexpected:
         raise ValueError(
-            f"this is no checkpoint of the {type(model).__name__}: {_few('missing', missing)}; "
+            f"this is not a checkpoint of the {type(model).__name__}: {_few('missing', missing)}; "
             f"{_few('unexpected', unexpected)}"
         )
     for original in unique(originals):
@@ -261,7 +261,7 @@ def _match(
             shape, dtype = source.shapes[name], source.dtypes[name]
             if shape != original.shape or dtype.is_floating_point != original.dtype.is_floating_point:
                 raise ValueError(
-                    f"this is no checkpoint of the {type(model).__name__}: {name} is {dtype} {shape}, in the model "
+                    f"this is not a checkpoint of the {type(model).__name__}: {name} is {dtype} {shape}, in the model "
                     f"{original.dtype} {original.shape}"
                 )
     return names

@@ -55,7 +55,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_file_bytes: int
         originals = originals_of(model)
         check_real(originals)
         if path.exists() and (not path.is_dir() or any(path.glob("*.safetensors*"))):
-            raise ValueError(f"{path} holds a checkpoint, or is no folder: name another one")
+            raise ValueError(f"{path} holds a checkpoint already, or is not a folder: name another folder")
         if max_file_bytes < 1:
             raise ValueError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
         return _files(unique(originals), max_file_bytes), {}

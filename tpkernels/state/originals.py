@@ -167,7 +167,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
     held = _held(model)
     strange = [name for name, value in held.items() if not isinstance(value, Tensor)]
     if strange:
-        raise ValueError(f"the model keeps state that is no tensor: {strange}")
+        raise ValueError(f"the model keeps state that is not a tensor: {strange}")
     return _originals(model, held)
 
 

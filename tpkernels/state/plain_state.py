@@ -159,7 +159,7 @@ class _Load:
             rank = dist.get_rank() if dist.get_rank() in blamed else min(blamed)
             more = blamed[rank]["count"] - len(blamed[rank]["wrong"])
             raise StateMismatch(
-                f"this is no state dict of the {type(module).__name__}"
+                f"this is not a state dict of the {type(module).__name__}"
                 + (f" on rank(s) {sorted(blamed)}" if len(blamed) < len(said) else "")
                 + f": {'; '.join(blamed[rank]['wrong'])}{f'; and {more} more' if more else ''}. Nothing was changed"
             )

@@ -223,7 +223,7 @@ class Place(NamedTuple):
 
 def _digest(file: Path, digest: Any) -> int:
     if not isinstance(digest, int) or isinstance(digest, bool):
-        raise ValueError(f"{file} has a digest that is no number: {str(digest)[:80]!r}")
+        raise ValueError(f"{file} has a digest that is not a number: {str(digest)[:80]!r}")
     return digest
 
 
@@ -241,7 +241,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str]]:
             raise ValueError(f"{index} has no weight_map")
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
-                raise ValueError(f"{index} has {name} in {file!r}, which is no file of that folder")
+                raise ValueError(f"{index} has {name} in {file!r}, which is not a file of that folder")
         return [path / file for file in sorted(set(weight_map.values()))], weight_map
     if (path / SINGLE).is_file():
         return [path / SINGLE], {}

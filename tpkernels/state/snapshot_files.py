@@ -67,11 +67,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"there is no {MANIFEST} in {folder}: this is no snapshot, or one that was not finished")
+        raise ValueError(f"there is no {MANIFEST} in {folder}: this is not a snapshot, or it was not finished")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} is no JSON, or was cut off: {error}") from None
+        raise ValueError(f"{MANIFEST} is not JSON, or was cut off: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise ValueError(f'{MANIFEST} must say "format": {FORMAT!r} and "version": {VERSION}')
     body = document.get("snapshot")

@@ -115,7 +115,7 @@ class TileCache:
         try:
             found = json.loads(_read(self._path))
             if not isinstance(found, dict) or found.get("version") != VERSION:
-                raise ValueError(f"this is no file of version {VERSION}")
+                raise ValueError(f"this is not a file of version {VERSION}")
             if not isinstance(found.get("entries"), dict):
                 raise ValueError("entries are missing")
         except FileNotFoundError:
@@ -159,7 +159,7 @@ def _read(path: Path) -> str:
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
             raise ValueError(f"user {status.st_uid} owns it, mode {status.st_mode & 0o777:o}: others can write it")
         if status.st_size > MAX_BYTES:

@@ -136,9 +136,9 @@ class KerasPlan:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"this is no plan for a Keras model: {error}") from error
+            raise ValueError(f"this is not a plan for a Keras model: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"this is no plan for a Keras model: its format is not {FORMAT!r}")
+            raise ValueError(f"this is not a plan for a Keras model: its format is not {FORMAT!r}")
         if data.get("version") != VERSION:
             raise ValueError(f"the plan has version {data.get('version')}, and this tpkernels reads {VERSION}")
         digest = data.pop("digest", None)

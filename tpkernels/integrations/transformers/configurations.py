@@ -82,9 +82,9 @@ def _config(transformers: Any, source: str) -> Any:
             return transformers.AutoConfig.from_pretrained(source)
         except (OSError, ValueError) as error:
             why = str(error).splitlines()[0]
-            raise ValueError(f"{source!r} is no configuration file, no folder with one, and no model: {why}") from error
+            raise ValueError(f"{source!r} is not a configuration file, a folder with one, or a model: {why}") from error
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
         return transformers.AutoConfig.for_model(**described)
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no configuration that transformers understands: {error}") from error
+        raise ValueError(f"{file} is not a configuration that transformers understands: {error}") from error
