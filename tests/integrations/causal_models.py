@@ -37,6 +37,17 @@ def bare_llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes}))
 
 
+MIXTURE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+
+
+def mixtral(seed: int = 0, **changes: Any) -> Any:
+    """Four experts, of which each token goes to two."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(seed)
+    return _sharp(MixtralForCausalLM(MixtralConfig(**{**LLAMA, **MIXTURE, **changes})))
+
+
 def gpt2(seed: int = 0, **changes: Any) -> Any:
     """Packed query, key and value, biases, and a head tied to the table."""
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -21,12 +21,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, shard_parameter
+from tpkernels.nn.parameters import as_parameter, local, mesh_of, replicate_parameter, shard_parameter
 from tpkernels.ops import Routing, copy_grouped_matmul, grouped_matmul_all_reduce
 from tpkernels.ops.contract import GATED, activation_forward, gate_forward
 
-__all__ = ["CutExperts", "ExpertsLayout", "arguments_of", "gated", "held_parts", "matrices_of", "routed"]
+__all__ = [
+    "CutExperts",
+    "ExpertsLayout",
+    "arguments_of",
+    "experts_output",
+    "gated",
+    "held_parts",
+    "matrices_of",
+    "routed",
+]
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,45 @@ def routed(layout: ExpertsLayout, given: Sequence[Any], num_experts: int) -> tup
     return x, Routing(chosen[0].long(), weights[0])
 
 
+def experts_output(
+    module: nn.Module,
+    layout: ExpertsLayout,
+    held: Mapping[str, Tensor | None],
+    given: Sequence[Any],
+    mesh: DeviceMesh,
+    implementation: str = "auto",
+) -> Tensor:
+    """What the experts give for a call, whole on every rank, from this rank's parts of the parameters.
+
+    Args:
+        module: whose gate it is, where the layout names one of the module's own.
+        held: the local tensors, by the names that :func:`held_parts` gives them.
+        given: the arguments in the order of the old forward's.
+
+    Raises:
+        ValueError: the arguments are not those of the layout.
+    """
+    last = layout.last
+    down = cast(Tensor, held[last])
+    found = routed(layout, given, down.shape[0])
+    if found is None:
+        expected = "tokens, experts and weights" if layout.call == "routed" else "a block of rows for each expert"
+        shapes = [tuple(one.shape) for one in given if isinstance(one, Tensor)]
+        raise ValueError(f"these experts take {expected}, as tensors of two dimensions, got shapes {shapes}")
+    x, routing = found
+    matrices, biases = matrices_of(layout, held)
+    in_op = layout.gate in ("halves", "separate") and layout.activation in GATED
+    products = copy_grouped_matmul(
+        x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
+        implementation=implementation,
+    )  # fmt: skip
+    h = products if in_op else gated(module, layout, products)
+    return grouped_matmul_all_reduce(
+        h, down.transpose(1, 2) if layout.transposed else down, routing, mesh, bias=held.get(f"{last}_bias"),
+        implementation=implementation,
+    )  # fmt: skip
+
+
 class CutExperts(nn.Module):
     """The experts of another class, of which this rank has a slice; made by :meth:`of`, an instance of both classes."""
 
@@ -147,6 +196,28 @@ class CutExperts(nn.Module):
                 else:
                     made._parameters[part] = shard_parameter(tensor, mesh, dim, requires_grad=whole.requires_grad)
         made.__dict__ |= {"experts_layout": layout, "experts_implementation": implementation}
+        return made
+
+    @classmethod
+    def of_cut(cls, module: nn.Module, layout: ExpertsLayout, mesh: DeviceMesh) -> CutExperts:
+        """The same, of a module whose parameters are cut by features already, each half of a packed one by itself."""
+        kind = _subclass_of(type(module))  # type: ignore[arg-type]
+        made = kind.__new__(kind)
+        made.__dict__ = dict(module.__dict__) | {"_parameters": {}}
+        for name, whole in module._parameters.items():
+            assert whole is not None
+            for part, tensor, dim in held_parts(layout, name, cast(Tensor, local(whole)).detach()):
+                if dim is None:
+                    made._parameters[part] = replicate_parameter(tensor, mesh, requires_grad=whole.requires_grad)
+                    continue
+                shape = list(tensor.shape)
+                shape[dim] = whole.shape[dim] // (1 if part == name else len(_HALVES))
+                stride = torch.empty(shape, device="meta").stride()
+                cut = DTensor.from_local(
+                    tensor.contiguous(), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+                )
+                made._parameters[part] = as_parameter(cut, whole.requires_grad)
+        made.__dict__ |= {"experts_layout": layout, "experts_implementation": "auto"}
         return made
 
     @property
@@ -172,26 +243,9 @@ class CutExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the module gave before, whole on every rank, from the same arguments."""
-        layout, last = self.experts_layout, self.experts_layout.last
         held = {name: local(parameter) for name, parameter in self._parameters.items()}
-        down = cast(Tensor, held[last])
-        found = routed(layout, arguments_of(self.takes, args, kwargs), down.shape[0])
-        if found is None:
-            expected = "tokens, experts and weights" if layout.call == "routed" else "a block of rows for each expert"
-            given = [tuple(one.shape) for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-            raise ValueError(f"these experts take {expected}, as tensors of two dimensions, got shapes {given}")
-        (x, routing), mesh = found, self.mesh
-        matrices, biases = matrices_of(layout, held)
-        in_op = layout.gate in ("halves", "separate") and layout.activation in GATED
-        products = copy_grouped_matmul(
-            x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
-            implementation=self.experts_implementation,
-        )  # fmt: skip
-        h = cast(Tensor, products) if in_op else gated(self, layout, products)
-        return grouped_matmul_all_reduce(
-            h, down.transpose(1, 2) if layout.transposed else down, routing, mesh, bias=held.get(f"{last}_bias"),
-            implementation=self.experts_implementation,
-        )  # fmt: skip
+        given = arguments_of(self.takes, args, kwargs)
+        return experts_output(self, self.experts_layout, held, given, self.mesh, self.experts_implementation)
 
 
 @lru_cache(maxsize=256)

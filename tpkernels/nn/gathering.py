@@ -7,6 +7,7 @@ parallelism has cut.  Any dtype can be gathered, because bits are copied.
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from tpkernels.ops import all_gather
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "pieces_of"]
 
 _BITS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
@@ -28,7 +29,7 @@ def gathered(tensor: Tensor) -> Tensor:
     All ranks of the mesh call it.  Where nothing is cut the result is this rank's own tensor, not a copy.
 
     Raises:
-        ValueError: a placement that is neither replicated nor cut as ``torch.chunk`` cuts.
+        ValueError: a placement that is neither replicated nor cut as ``torch.chunk`` cuts it, or each piece of it.
         GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
     """
     if not isinstance(tensor, DTensor):
@@ -37,9 +38,29 @@ def gathered(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     mesh = tensor.device_mesh
     local = cast(DTensor, tensor.detach()).to_local()
+    pieces = pieces_of(tensor)
+    if pieces is not None and mesh.ndim == 1:
+        dim, count = pieces
+        sizes = list(chunk_sizes(tensor.shape[dim] // count, mesh.size()))
+        return torch.cat([_gather(one, mesh.get_group(), dim, sizes) for one in local.chunk(count, dim)], dim)
     for axis, dim, sizes in reversed(_cuts(tensor)):
         local = _gather(local, mesh.get_group(axis), dim, sizes)
     return local
+
+
+def pieces_of(tensor: Tensor) -> tuple[int, int] | None:
+    """A dimension of which each rank holds several pieces, and how many; None where every part is one box.
+
+    transformers cuts a weight in this way that has gate and up in it (``packed_colwise``): a rank has rows of both.
+    """
+    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        factor, dim = getattr(placement, "split_factor", 1), getattr(placement, "dim", 0) % max(tensor.dim(), 1)
+        later = cast(DTensor, tensor).placements[axis + 1 :]
+        sizes = cast(DTensor, tensor).device_mesh.shape[axis + 1 :]
+        cut_before = math.prod(size for size, one in zip(sizes, later, strict=True) if getattr(one, "dim", None) == dim)
+        if factor not in (1, cut_before):  # FSDP2's factor is the number of parts that the other axes have made
+            return dim, factor
+    return None
 
 
 def _cuts(tensor: DTensor) -> list[tuple[int, int, list[int]]]:
@@ -47,6 +68,8 @@ def _cuts(tensor: DTensor) -> list[tuple[int, int, list[int]]]:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not part of the mesh {mesh}")
+    if pieces_of(tensor) is not None:
+        raise ValueError(f"a tensor of several pieces on each rank ({tensor.placements}) is gathered on one axis alone")
     placed = list(enumerate(tensor.placements))
     # An axis with a split factor has cut what the axes after it had cut before (FSDP2's way).
     order = [one for one in placed if not hasattr(one[1], "split_factor")]

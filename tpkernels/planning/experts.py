@@ -28,7 +28,7 @@ from tpkernels.nn.cut_experts import ExpertsLayout, gated, held_parts, matrices_
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.layers import HARMLESS
 
-__all__ = ["CalledOtherwise", "KnownExperts", "Refused", "check_layout", "find_experts", "layout_of"]
+__all__ = ["CalledOtherwise", "KnownExperts", "Refused", "check_layout", "find_experts", "layout_of", "takes"]
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, FEATURES = 6, 2, 4, 24, 16
 SCALES = (1.0, 1e-2, 1e3, 1e6)
@@ -62,11 +62,16 @@ class CalledOtherwise(Exception):
         self.name = name
 
 
-def find_experts(model: nn.Module) -> tuple[dict[str, KnownExperts], dict[str, str]]:
-    """The experts among the modules of ``model``, and of those that look like some why they are not cut."""
+def find_experts(
+    model: nn.Module, known: dict[Any, KnownExperts | Refused] | None = None
+) -> tuple[dict[str, KnownExperts], dict[str, str]]:
+    """The experts among the modules of ``model``, and of those that look like some why they are not cut.
+
+    ``known``: what earlier calls found of modules that are alike; filled here.
+    """
     found: dict[str, KnownExperts] = {}
     refused: dict[str, str] = {}
-    known: dict[Any, KnownExperts | Refused] = {}
+    known = {} if known is None else known
     for name, module in model.named_modules():
         made = [parameter for parameter in module.parameters(recurse=False) if not is_lazy(parameter)]
         if sum(parameter.dim() == 3 for parameter in made) < 2:
@@ -166,7 +171,7 @@ def _candidates(module: nn.Module) -> Iterator[KnownExperts]:
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     matrices = [name for name, shape in shapes.items() if len(shape) == 3]
     biases = {name for name in shapes if name not in matrices}
-    call = "blocks" if len(_takes(module)) == 1 else "routed"
+    call = "blocks" if len(takes(module)) == 1 else "routed"
     for last in reversed(matrices):
         others = [name for name in matrices if name != last]
         for firsts in (others, others[::-1]) if len(others) == 2 else (others,):
@@ -189,7 +194,8 @@ def _candidates(module: nn.Module) -> Iterator[KnownExperts]:
                         yield KnownExperts(layout, experts, hidden, features)
 
 
-def _takes(module: nn.Module) -> list[str]:
+def takes(module: nn.Module) -> list[str]:
+    """The names of the parameters of its class's forward."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 

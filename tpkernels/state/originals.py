@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.nn.cut_experts import CutExperts
-from tpkernels.nn.gathering import gathered
+from tpkernels.nn.gathering import gathered, pieces_of
 from tpkernels.nn.parallel_linear import ParallelLinear
 
 __all__ = [
@@ -251,9 +251,18 @@ def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], d
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's local tensor lies in ``tensor``."""
+    """Where this rank's local tensor lies in ``tensor``.
+
+    Raises:
+        ValueError: in several places.
+    """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    if pieces_of(tensor) is not None:
+        raise ValueError(
+            f"this rank's part of a tensor {tuple(tensor.shape)} is several pieces of it ({tensor.placements}), "
+            "as of gate and up in one weight: use tpk.parallelize or prepare()"
+        )
     (chunk,) = tensor.__create_chunk_list__()
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 

@@ -84,6 +84,8 @@ OPS = (
     ("tpkernels.nn.shared_input", "copy_matmul"),
     ("tpkernels.nn.row", "matmul_all_reduce"),
     ("tpkernels.nn.embedding", "all_reduce"),
+    ("tpkernels.nn.cut_experts", "copy_grouped_matmul"),
+    ("tpkernels.nn.cut_experts", "grouped_matmul_all_reduce"),
 )
 
 

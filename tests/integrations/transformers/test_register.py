@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 import warnings
 from functools import partial
@@ -12,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.integrations.curves import Curve, reference, step
 from tests.nn.reference import LIMIT_S, tp_mesh
@@ -20,18 +23,37 @@ from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 
+import tpkernels as tpk
 import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations.transformers import scenarios
 from tests.integrations.transformers.scenarios import Scenario, ids
-from tpkernels.integrations.transformers import private_names
+from tpkernels.integrations.transformers import prepared, private_names
+from tpkernels.integrations.transformers.experts import experts_forward
 
 LLAMA = Scenario("llama", "register", {"intermediate_size": 57})
+MIXTRAL = Scenario("mixtral", "register", {"intermediate_size": 57, "num_hidden_layers": 1})
 OPS_OF_A_STEP = {"copy_matmul": 2 * 2 + 1, "matmul_all_reduce": 2 * 2, "all_reduce": 1}
 """In each of two layers one op for query, key and value, one for gate and up, two rows; the head; the table."""
+OPS_OF_EXPERTS = {"copy_matmul": 1 + 1, "matmul_all_reduce": 1, "all_reduce": 1} | {
+    "copy_grouped_matmul": 1,
+    "grouped_matmul_all_reduce": 1,
+}
 
 
-def steps(path: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def by_the_plans_name(path: str) -> Any:
+    """As older scripts load a model: transformers still takes the argument, and has the size from the environment."""
+    from transformers import AutoModelForCausalLM
+
+    tp_mesh()
+    told = mock.patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())})
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    with told, tpk_transformers.register(strict=True), pytest.warns(FutureWarning, match="tp_plan"):
+        return AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", **options)
+
+
+def steps(path: str, moe: str) -> dict[str, Any]:
+    experts = by_the_plans_name(moe)
+    found: dict[str, Any] = {"experts counts": scenarios.step_counts(experts), "experts": step(experts, ids())}
     for way in ("register", "stock"):
         model = scenarios.load(way, path)
         found[f"{way} counts"] = scenarios.step_counts(model)
@@ -49,10 +71,12 @@ def test_every_module_of_the_plan_runs_an_op_of_ours_and_without_register_none_d
     ranks: Pools, tmp_path: Path
 ) -> None:
     path, plain = scenarios.saved(LLAMA, tmp_path), LLAMA.build()
-    expected = reference(plain, partial(step, ids=ids()))
+    moe = scenarios.saved(MIXTRAL, tmp_path / "moe")
+    expected, of_experts = (reference(model, partial(step, ids=ids())) for model in (plain, MIXTRAL.build()))
     said = scenarios.tokens(plain)
-    for found in ranks(2).run(steps, path, timeout=LIMIT_S):
+    for found in ranks(2).run(steps, path, moe, timeout=LIMIT_S):
         assert found["register counts"] == OPS_OF_A_STEP
+        assert found["experts counts"] == OPS_OF_EXPERTS and of_experts.wrong(found["experts"]) == {}
         assert found["stock counts"] == {}, "register() without effect looks like this"
         assert found["kinds"], "layers keep their classes, which PEFT and the key-value cache look at"
         assert expected.wrong(found["step"]) == {}
@@ -89,17 +113,23 @@ class Loud(nn.Linear):
 
 def registrations(path: str, moe: str) -> list[Any]:
     """What is said of modules that keep transformers' forward."""
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+    from transformers import LlamaForCausalLM, MixtralForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.models.llama import modeling_llama
+    from transformers.models.mixtral import modeling_mixtral
+
+    class Odd(modeling_mixtral.MixtralExperts):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = super().forward(x, index, weights)
+            return y * y.abs()
 
     found: list[Any] = []
     tp_mesh()
-    config = DistributedConfig(tp_size=2)
 
     def load(kind: Any, source: str, registration: Any) -> None:
         with registration, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            config = DistributedConfig(tp_size=2)
             kind.from_pretrained(source, distributed_config=config, dtype=torch.float32)
         found.append((registration.used, registration.not_used, [str(w.message) for w in caught if "op of" in str(w)]))
 
@@ -109,7 +139,12 @@ def registrations(path: str, moe: str) -> list[Any]:
     with own, contextlib.suppress(ValueError):
         load(LlamaForCausalLM, path, tpk_transformers.register(strict=True))
         found.append("strict did not raise")
-    load(AutoModelForCausalLM, moe, tpk_transformers.register())
+    with mock.patch.object(modeling_mixtral, "MixtralExperts", Odd):
+        load(MixtralForCausalLM, moe, tpk_transformers.register())
+    experts = modeling_mixtral.MixtralExperts(MixtralForCausalLM.config_class.from_pretrained(moe))
+    whole = experts.gate_up_proj.detach()  # cut in two, the gate is on one rank, and up on the other
+    experts.gate_up_proj = nn.Parameter(distribute_tensor(whole, tp_mesh(), [Shard(1)]))
+    found.append(experts_forward(experts, tp_mesh(), {}))
     return found
 
 
@@ -117,14 +152,10 @@ def registrations(path: str, moe: str) -> list[Any]:
 def test_a_module_that_runs_no_op_of_ours_is_named_with_the_reason_and_strict_raises(
     ranks: Pools, tmp_path: Path
 ) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    small = {**scenarios.causal_models.LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
-    MixtralForCausalLM(MixtralConfig(**small)).save_pretrained(tmp_path / "moe")
-    path = scenarios.saved(LLAMA, tmp_path)
-    first, _ = ranks(2).run(registrations, path, str(tmp_path / "moe"), timeout=LIMIT_S)
-    assert len(first) == 2, first
-    (used, not_used, said), (moe_used, moe_not_used, moe_said) = first
+    path, moe = scenarios.saved(LLAMA, tmp_path), scenarios.saved(MIXTRAL, tmp_path / "moe")
+    first, _ = ranks(2).run(registrations, path, moe, timeout=LIMIT_S)
+    assert len(first) == 3, first
+    (used, not_used, said), (moe_used, moe_not_used, moe_said), cut_otherwise = first
     assert set(used) == {"model.embed_tokens"}
     assert not_used["model.layers.*.mlp.down_proj"] == "it is a Loud with a forward of its own"
     assert (
@@ -134,7 +165,8 @@ def test_a_module_that_runs_no_op_of_ours_is_named_with_the_reason_and_strict_ra
     )
     assert moe_used["model.layers.0.self_attn.q_proj"] == "ColumnParallelLinear (column)"
     assert list(moe_not_used) == ["model.layers.*.mlp.experts"] and len(moe_said) == 1
-    assert "style 'moe_tp_experts' has no counterpart" in moe_said[0]
+    assert "its forward computes something else than experts with a known gate" in moe_said[0]
+    assert "its gate_up_proj is cut as (Shard(dim=1),)" in cut_otherwise
 
 
 class Biased(nn.Linear):
@@ -163,14 +195,18 @@ def packed(path: str, biased: str) -> dict[str, Any]:
     with tpk_transformers.register(strict=True) as registration:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **given)
     found = step(model, ids())
+    state = {name: value.clone() for name, value in tpk.full_state_dict(model).items()}
+    with pytest.raises(ValueError) as no_snapshot:
+        prepared.speak_for_trainer(model)
     with mock.patch.object(modeling_phi3, "nn", types.SimpleNamespace(**{**vars(nn), "Linear": Biased})):
         with tpk_transformers.register(), pytest.raises(ValueError) as caught:
             AutoModelForCausalLM.from_pretrained(biased, **given)
-    return {"used": registration.used["model.layers.0.mlp.gate_up_proj"], "step": found, "said": str(caught.value)}
+    said = str(caught.value), str(no_snapshot.value)
+    return {"used": registration.used["model.layers.0.mlp.gate_up_proj"], "step": found, "said": said, "state": state}
 
 
 @pytest.mark.gloo
-def test_a_packed_weight_runs_our_op_and_one_with_a_bias_which_transformers_cuts_otherwise_is_refused(
+def test_a_packed_weight_runs_our_op_is_gathered_and_refused_with_a_bias_or_for_snapshots(
     ranks: Pools, tmp_path: Path
 ) -> None:
     plain = phi3()
@@ -180,7 +216,10 @@ def test_a_packed_weight_runs_our_op_and_one_with_a_bias_which_transformers_cuts
     for found in ranks(2).run(packed, str(tmp_path / "packed"), str(tmp_path / "biased"), timeout=LIMIT_S):
         assert found["used"] == "ColumnParallelLinear (column)"
         assert expected.wrong(found["step"]) == {}
-        assert "model.layers.0.mlp.gate_up_proj has a bias" in found["said"]
+        assert all(torch.equal(found["state"][name], value) for name, value in plain.state_dict().items())
+        bias, snapshot = found["said"]
+        assert "model.layers.0.mlp.gate_up_proj has a bias" in bias
+        assert snapshot.startswith("model.layers.0.mlp.gate_up_proj has two layers in one weight")
 
 
 @pytest.mark.cpu

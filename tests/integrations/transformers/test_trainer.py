@@ -40,10 +40,12 @@ BEST = {
 }
 GPT2 = Scenario("gpt2", "prepare")
 QUICK = [
-    Scenario("llama", "register", trainer=MICRO),
+    Scenario("mixtral", "register", UNEVEN, MICRO),
     Scenario("llama", "prepare", {**UNEVEN, "tie_word_embeddings": True}),
 ]
 FULL = [
+    Scenario("llama", "register", trainer=MICRO),
+    Scenario("mixtral", "prepare", UNEVEN | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}),
     Scenario("llama", "register", {**UNEVEN, "tie_word_embeddings": True}, {"gradient_checkpointing": True}),
     # With a small eps the roundings of almost vanishing gradients in bf16 become steps of full size.
     Scenario("llama", "register", trainer={"bf16": True, "adam_epsilon": 1e-2}),

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.integrations.transformers import private_names
+from tpkernels.integrations.transformers.experts import hold_apart
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.packages import needed
 from tpkernels.planning.plan import ShardingPlan
@@ -78,6 +79,7 @@ def speak_for_trainer(model: Any) -> None:
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not any(isinstance(parameter, DTensor) for parameter in inner.parameters()):
         raise ValueError(f"the {type(inner).__name__} is not parallel: call prepare(), or load it with a tp_plan")
+    hold_apart(inner)
     if inner is model and not getattr(type(inner), "_speaks_originals", False):
         speak_originals(inner)
     if not getattr(type(inner), "_saves_unmarked", False):

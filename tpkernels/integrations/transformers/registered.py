@@ -30,11 +30,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tpkernels.integrations.transformers import private_names
+from tpkernels.integrations.transformers.experts import experts_forward
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.shared_input import SharedInput
+from tpkernels.planning.experts import KnownExperts, Refused
 
 __all__ = ["Registration", "register"]
 
@@ -48,9 +50,12 @@ OURS = {
     "rowwise_split_input": "row_split",
     "embedding_rowwise": "vocabulary",
     "embedding_colwise": "features",
+    "moe_tp_experts": "experts",
 }
 """What runs behind which of transformers' names."""
-SENDS_NOTHING = frozenset({"replicate", "local_params", "replicated_with_grad_allreduce", "sequence_parallel"})
+SENDS_NOTHING = frozenset(
+    {"replicate", "local_params", "moe_identity_expert", "replicated_with_grad_allreduce", "sequence_parallel"}
+)
 """Names with no op to replace: the gradients of the last two are the parameters' own business."""
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
@@ -80,6 +85,7 @@ class Registration:
         self._groups: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
         self._together: dict[tuple[str, str, int], list[tuple[str, ColumnParallelLinear]]] = {}
         self._keys: list[str] = []
+        self._experts: dict[Any, KnownExperts | Refused] = {}
 
     def remove(self) -> None:
         """Give transformers its own styles back."""
@@ -109,6 +115,8 @@ class Registration:
 
     def take(self, module: nn.Module, what: str, mesh: DeviceMesh) -> bool:
         """Let ``module`` run our layer; False where it cannot."""
+        if what == "experts":
+            return self._take_experts(module, mesh)
         why = _why_not(module, what)
         if why is not None:
             self.leave(module, why)
@@ -119,6 +127,15 @@ class Registration:
         self.used[name] = f"{type(layer).__name__} ({what})"
         if what == "column":
             self._join(name, cast(ColumnParallelLinear, layer))
+        return True
+
+    def _take_experts(self, module: nn.Module, mesh: DeviceMesh) -> bool:
+        found = experts_forward(module, mesh, self._experts)
+        if isinstance(found, str):
+            self.leave(module, found)
+            return False
+        module.forward = found
+        self.used[self.name_of(module)] = "grouped ops (experts)"
         return True
 
     def leave(self, module: nn.Module, why: str) -> None:
