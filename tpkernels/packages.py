@@ -33,7 +33,7 @@ PIP_LINES = {
 }
 
 TESTED = {
-    "transformers": ("5.23",),
+    "transformers": ("5.24", "5.23"),
     "accelerate": ("1.15", "1.14"),
     "peft": ("0.21",),
     "lightning": ("2.6", "2.5"),

@@ -66,7 +66,7 @@ def check() -> None:
     """
     missing = first_missing()
     if missing is not None:
-        raise ValueError(f"{missing}: this integration was tested with 5.23")
+        raise ValueError(f"{missing}: this integration was tested with 5.24 and 5.23")
 
 
 def styles() -> Any:
