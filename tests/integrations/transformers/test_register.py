@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.integrations import causal_models
 from tests.integrations.curves import Curve, reference, step
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.testing.spawn import Pools
@@ -181,7 +182,7 @@ def phi3(linear: type[nn.Module] = nn.Linear) -> Any:
 
     with mock.patch.object(modeling_phi3, "nn", types.SimpleNamespace(**{**vars(nn), "Linear": linear})):
         torch.manual_seed(0)
-        return Phi3ForCausalLM(Phi3Config(**scenarios.causal_models.LLAMA | {"num_hidden_layers": 1}))
+        return Phi3ForCausalLM(Phi3Config(**causal_models.LLAMA | {"num_hidden_layers": 1}))
 
 
 def packed(path: str, biased: str) -> dict[str, Any]:
