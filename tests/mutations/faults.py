@@ -236,8 +236,9 @@ def _rules() -> dict[str, Fault]:
 
 
 _REFUSING_NOTHING = {"transpose", "t", "permute", "unsqueeze", "squeeze", "expand"}
-_GUARDED = {"sum", "mean", "amax", "amin", "var", "std", "var_mean", "logsumexp", "linalg_vector_norm", "mm", "addmm",
-            "baddbmm", "native_layer_norm", "stack", "cat", "view", "repeat", "constant_pad_nd"}  # fmt: skip
+_GUARDED = {"sum", "mean", "amax", "amin", "max", "min", "index", "var", "std", "var_mean", "logsumexp",
+            "linalg_vector_norm", "mm", "addmm", "baddbmm", "native_layer_norm", "stack", "cat", "view", "repeat",
+            "constant_pad_nd"}  # fmt: skip
 """What these would let through is refused a second time, mostly because something whole then meets parts."""
 _ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
               "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",

@@ -54,7 +54,17 @@ class KeptAttention(nn.MultiheadAttention):
 
 class OtherForward(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
+        return nn.functional.linear(input, self.weight * 2, self.bias)
+
+
+class ReadsBeside(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.weight.sum()
+
+
+class CallsOtherwise(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input=input)
 
 
 class OtherCall(nn.Linear):
@@ -97,6 +107,8 @@ class OtherAttention(nn.MultiheadAttention):
 
 OTHERS = (
     OtherForward,
+    ReadsBeside,
+    CallsOtherwise,
     OtherCall,
     OtherAttributes,
     OtherConversion,

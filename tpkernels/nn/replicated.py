@@ -22,7 +22,7 @@ from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.ops import copy_to_group
 
-__all__ = ["Converted", "replicate_parameters"]
+__all__ = ["Converted", "replicate_parameters", "show_local"]
 
 
 Converted = dict[int, tuple[nn.Parameter, nn.Parameter]]
@@ -68,6 +68,12 @@ def replicate_parameters(
         if names:
             owner.__class__ = _local_view(type(owner), tuple(names), sequence_parallel)  # type: ignore[arg-type]
     return module
+
+
+def show_local(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Let ``module.name`` be the local tensor of DTensor parameters whose gradients are complete."""
+    kind: Any = _local_view(type(module), names, False)
+    module.__class__ = kind
 
 
 @lru_cache(maxsize=256)

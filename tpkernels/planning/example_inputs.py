@@ -17,10 +17,10 @@ from tpkernels.planning.experts import CalledOtherwise, KnownExperts, find_exper
 from tpkernels.planning.opaque_modules import NeedsValues, record
 from tpkernels.planning.shadow import MODES, Mode, Shadow
 from tpkernels.planning.tensors import tensors_in
-from tpkernels.planning.trace import Recording
+from tpkernels.planning.trace import Example, Recording
 from tpkernels.planning.trace_leaks import Watch
 
-__all__ = ["Observation", "Tokens", "as_call", "candidates", "observe"]
+__all__ = ["Observation", "Tokens", "as_call", "as_calls", "candidates", "observe"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ class Observation:
         self.kwargs: Any = {}
         self.mode = MODES[0]
         """Of the recorded run; one of training shows dropout."""
-        self.recordings: list[tuple[Mode, Recording]] = []
-        """That run first, and one for each mode in which the model runs otherwise."""
+        self.examples: list[list[tuple[Mode, Recording]]] = []
+        """Of each example its first run, and one for each mode in which the model runs otherwise."""
+        self.calls: dict[int, Example] = {}
+        """How each recording, by its id, was made."""
         self.note = ""
         """Which mode could not be recorded, and why."""
         self.problem = ""
@@ -75,7 +77,7 @@ class Observation:
         """Modules that look like experts, and why they stay whole."""
         self.needs_values = False
         """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
-        given = None if example_inputs is None else as_call(example_inputs)
+        given = [] if example_inputs is None else as_calls(example_inputs)
         try:
             watch = watch or Watch()
             self.shadow = Shadow(model, watch.caches, experts)
@@ -83,19 +85,47 @@ class Observation:
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
-        for args, kwargs in [given] if given is not None else candidates(model, sizes):
-            if self._record(self.shadow, *self.shadow.fake_inputs(args, kwargs)):
-                return
-        if not self.problem:
-            self.problem = "no example inputs were given, and none could be derived"
+        opaque = None
+        while opaque != self.shadow.opaque:  # what one example made opaque changes the runs of those before it
+            opaque = set(self.shadow.opaque)
+            self.examples, self.calls = [], {}
+            self._record_all(self.shadow, model, given, sizes)
 
-    def _record(self, shadow: Shadow, args: Any, kwargs: Any) -> bool:
+    def _record_all(self, shadow: Shadow, model: nn.Module, given: list[tuple[Any, Any]], sizes: Tokens) -> None:
+        for args, kwargs in given[:1] or candidates(model, sizes):
+            if self._record(shadow, Example("", *shadow.fake_inputs(args, kwargs))):
+                break
+        if not self.examples:
+            self.problem = self.problem or "no example inputs were given, and none could be derived"
+            return
+        for number, (args, kwargs) in enumerate(given[1:], start=1):
+            if not self._record(shadow, Example("", *shadow.fake_inputs(args, kwargs))):
+                self.recording, self.problem = None, f"example_inputs[{number}]: {self.problem}"
+                return
+        if not given:
+            for method, kwargs in _towers(model, sizes):
+                self._record(shadow, Example(method, *shadow.fake_inputs((), kwargs)))
+        self.problem = ""
+        shadow.set_mode(self.mode)
+
+    @property
+    def recordings(self) -> list[tuple[Mode, Recording]]:
+        """Of all examples."""
+        return [recording for example in self.examples for recording in example]
+
+    @property
+    def firsts(self) -> list[tuple[Mode, Recording]]:
+        """The first of each example."""
+        return [example[0] for example in self.examples]
+
+    def _record(self, shadow: Shadow, call: Example) -> bool:
         """Whether the model runs with these inputs, in at least one mode."""
         failures: dict[Mode, str] = {}
+        found: list[tuple[Mode, Recording]] = []
         for mode in MODES:
             shadow.set_mode(mode)
             try:
-                recording = record(shadow, args, kwargs)
+                recording = record(shadow, call)
             except NeedsValues as error:
                 failures[mode] = f"{type(error.__cause__).__name__}: {_first_line(error.__cause__)}"
                 self.needs_values = True
@@ -105,32 +135,43 @@ class Observation:
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
                 continue
-            if not any(mode.training == other.training and recording.same(known) for other, known in self.recordings):
-                self.recordings.append((mode, recording))
-        if not self.recordings:
+            if not any(mode.training == other.training and recording.same(known) for other, known in found):
+                found.append((mode, recording))
+        if not found:
             self.problem = self.problem or f"it cannot be traced ({failures[MODES[0]]})"
             return False
-        self.mode, self.recording = self.recordings[0]
-        for _, other_recording in self.recordings[1:]:
-            self.recording.direct |= other_recording.direct
-        self.args, self.kwargs, self.problem = args, kwargs, ""
-        if failures:
+        self.examples.append(found)
+        self.calls |= {id(recording): call for _, recording in found}
+        first = len(self.examples) == 1
+        if first:
+            self.mode, self.recording = found[0]
+            self.args, self.kwargs, self.problem = call.args, call.kwargs, ""
+        assert self.recording is not None
+        for _, other in found if not first else found[1:]:
+            self.recording.direct |= other.direct
+        if not first:
+            self.recording.also(found[0][1])
+        if failures and first:
             failed, why = next(iter(failures.items()))
             proven = [str(mode) for mode in MODES if mode not in failures and mode.gradients == failed.gradients]
             self.note = f"proven for {' and '.join(proven)} alone: in {failed} it cannot be traced ({why})"
-        shadow.set_mode(self.mode)
         return True
 
     def told(self, model: nn.Module) -> str:
         """The inputs of the recorded run, by name and shape; who guessed them."""
         if self.recording is None:
             return ""
+        told = [self._told(model, self.calls[id(recording)]) for _, recording in self.firsts]
+        return "; and ".join(told) + (" (a guess: pass example_inputs)" if self.guessed else "")
+
+    @staticmethod
+    def _told(model: nn.Module, call: Example) -> str:
         try:
-            named = inspect.signature(model.forward).bind_partial(*self.args, **self.kwargs).arguments
+            named = inspect.signature(call.of(model)).bind_partial(*call.args, **call.kwargs).arguments
         except TypeError:  # a forward that is called otherwise than it is declared
-            named = {f"argument {number}": value for number, value in enumerate(self.args)} | dict(self.kwargs)
+            named = {f"argument {number}": value for number, value in enumerate(call.args)} | dict(call.kwargs)
         shapes = [f"{name} {_shapes(tensors)}" for name, value in named.items() if (tensors := tensors_in(value))]
-        return ", ".join(shapes) + (" (a guess: pass example_inputs)" if self.guessed else "")
+        return (f"{call.method} of " if call.method else "") + ", ".join(shapes)
 
 
 def observe(
@@ -209,6 +250,16 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
             yield (), inputs
 
 
+def _towers(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Methods of transformers' models of images and text that run what text alone does not."""
+    config: Any = getattr(model, "config", None)
+    method = getattr(model, "get_image_features", None)
+    vision = getattr(config, "vision_config", None)
+    size = getattr(vision, "image_size", None)
+    if callable(method) and "pixel_values" in inspect.signature(method).parameters and isinstance(size, int):
+        yield "get_image_features", {"pixel_values": sizes.floats(getattr(vision, "num_channels", 3), size, size)}
+
+
 def _first_inputs(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Inputs that the modules of the model take, in their order: one of these modules is the first to run."""
     batch, length = sizes.batch, sizes.length
@@ -229,6 +280,13 @@ def _first_inputs(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, tuple[
             yield "float", (batch, length, module.embed_dim)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             yield "float", (batch, length, *module.normalized_shape)
+
+
+def as_calls(example: object) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """One call, or several from a list of tuples and mappings."""
+    if isinstance(example, list) and example and all(isinstance(one, tuple | Mapping) for one in example):
+        return [as_call(one) for one in example]
+    return [as_call(example)]
 
 
 def as_call(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.part_norms import numbers_in, rms_epsilon
 from tpkernels.planning.session import Event, Opaque, Scope, Shape
 from tpkernels.planning.styles import Replicate, Row, Style
 from tpkernels.planning.tensors import tensors_in
@@ -29,8 +29,6 @@ from tpkernels.planning.trace import Recording
 __all__ = ["FusedNorms", "find_fused_norms"]
 
 aten = torch.ops.aten
-_PROBES = (1.0, 1e-3, 30.0)
-"""Scales of the numbers that a norm is tried on: an epsilon is seen where they are small."""
 
 
 @dataclass
@@ -90,10 +88,10 @@ def find_fused_norms(observation: Observation | None, styles: Mapping[str, Style
                 raise _Unlike("the gradient of the norm behind its sum is summed for other calls of it")
             if norm not in norms:
                 candidates = {number for _, scalars in calls for number in scalars}
-                norms[norm] = _epsilon(observation.shadow.modules[norm], sorted(candidates))
+                norms[norm] = rms_epsilon(observation.shadow.modules[norm], sorted(candidates))
             epsilon = norms[norm]
             if isinstance(epsilon, str):
-                raise _Unlike(epsilon)
+                raise _Unlike(f"the {type(observation.shadow.modules[norm]).__name__} behind its sum {epsilon}")
             found.pairs.append((row, norm, epsilon))
         except _Unlike as reason:
             found.refused[row] = str(reason)
@@ -162,64 +160,10 @@ def _norm_of(
         raise _Unlike(f"the {type(module).__name__} behind its sum holds more than a weight")
     if own["weight"].shape[0] != recording.events[at].outputs[0][-1]:
         raise _Unlike(f"the {type(module).__name__} behind its sum is not one over all features")
-    leaves = tree_leaves([(event.whole, event.kwargs) for event in recording.events[scope.start : scope.stop]])
-    numbers = {leaf for leaf in leaves if isinstance(leaf, float) and 0 < leaf < 1}
-    return scope.name, sorted(numbers)
+    return scope.name, numbers_in(recording.events[scope.start : scope.stop])
 
 
 def _takes(recording: Recording, scope: Scope, sums: tuple[int, int, int]) -> bool:
     given = tensors_in((scope.args, scope.kwargs))
     alone = len(scope.args) == 1 and not scope.kwargs and isinstance(scope.args[0], Tensor)
     return alone and len(given) == 1 and recording.source(given[0]) == sums
-
-
-def _epsilon(module: nn.Module, candidates: Sequence[float]) -> float | str:
-    """The epsilon with which ``module`` is RMS norm, or why it is not one."""
-    held = module._parameters["weight"]
-    assert held is not None
-    kind = type(module).__name__
-    # An attribute first: in the recording torch's own op has the number rounded to fp32.
-    own = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
-    every: list[float | None] = [*own, *candidates]
-    if getattr(module, "eps", 0.0) is None:
-        every = [None]  # torch's own default, which depends on the dtype
-    if not every:
-        return f"the {kind} behind its sum has no epsilon that could be found"
-    try:
-        right = [epsilon for epsilon in every if _is_rms_norm(module, held, epsilon)]
-    except Exception as error:  # noqa: BLE001 - the model's own code, on numbers it may not take
-        return f"the {kind} behind its sum could not be tried: {type(error).__name__}"
-    finally:
-        module._parameters["weight"] = held
-    if not right:
-        return f"the {kind} behind its sum does not compute RMS norm, or not in {held.dtype}"
-    return torch.finfo(held.dtype).eps if right[0] is None else right[0]
-
-
-def _is_rms_norm(module: nn.Module, held: nn.Parameter, epsilon: float | None) -> bool:
-    """Whether the module's own code gives what the formula gives, in value and in gradient, up to roundings.
-
-    In fp32, where roundings hide nothing, and in the dtype that the model computes in.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for dtype in dict.fromkeys((torch.float32, held.dtype)):
-        tiny = torch.finfo(dtype).eps
-        for scale in _PROBES:
-            # Features with a mean tell RMS norm from layer norm.
-            x = ((torch.randn(2, 3, held.shape[0], generator=generator) + 0.7) * scale).to(dtype).requires_grad_()
-            weight = torch.randn(held.shape, generator=generator).to(dtype).requires_grad_()
-            dy = torch.randn(x.shape, generator=generator).to(dtype)
-            module._parameters["weight"] = weight  # type: ignore[assignment]
-            with torch.enable_grad():
-                y = module.forward(x)
-                if y.shape != x.shape or y.dtype != dtype:
-                    return False
-                own = (y, *torch.autograd.grad(y, (x, weight), dy))
-                x64, w64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-                scales = torch.rsqrt(x64.square().mean(-1, keepdim=True) + (tiny if epsilon is None else epsilon))
-                z = x64 * scales * w64
-                exact = (z, *torch.autograd.grad(z, (x64, w64), dy.double()))
-            for mine, its in zip(own, exact, strict=True):
-                if not bool(((mine.double() - its).abs() <= 32 * tiny * (its.abs() + its.abs().mean())).all()):
-                    return False
-    return True

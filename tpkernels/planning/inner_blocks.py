@@ -103,7 +103,7 @@ def _proven(module: nn.Module, layers: dict[str, Layer], world_size: int) -> Inn
         if any(layers[name].kind == "embedding" for name in group.columns):
             continue
         styles |= dict.fromkeys(group.columns, Column()) | dict.fromkeys(group.rows, Row())
-    together = find_shared(alone.recording, styles)
+    together = find_shared([alone.recording], styles)
     columns = ", ".join(name for name, style in styles.items() if isinstance(style, Column))
     ends = ", ".join(name for name, style in styles.items() if isinstance(style, Row))
     reasons = {Column: f"within each block of its list, until {ends}", Row: f"sums what {columns} cut in its block"}

@@ -2,16 +2,18 @@
 
 They are ``nn.Linear``; the ``Conv1D`` of Hugging Face's GPT-2, a linear whose weight is transposed; ``nn.Embedding``;
 and ``nn.MultiheadAttention`` for its heads.  A module is recognised by what it does, not by its type.  An instance of a
-subclass counts if a call runs torch's own ``forward`` and no code of the subclass intervenes: it overrides no more of
-torch's class than :data:`HARMLESS`, and holds the same parameters and no further buffers or modules.  An ``nn.Linear``
-whose class was given another ``forward`` does not count.  Modules with hooks, parametrizations or a ``forward`` of the
-instance stay as they are, because a swap would lose these.
+subclass counts if it overrides no more of torch's class than :data:`HARMLESS`, holds the same parameters and no
+further modules, and a call runs torch's own ``forward``.  A ``forward`` of the subclass counts in two cases
+(:mod:`tpkernels.planning.own_code`): it is code around ``super().forward(x)``, which then runs around the parallel
+layer, with its buffers; or it computes what torch's does.  So does a class that :func:`register_layer` was told of.  An
+``nn.Linear`` whose class was given another ``forward`` does not count.  Modules with hooks, parametrizations or a
+``forward`` of the instance stay as they are, because a swap would lose these.
 
 A swapped layer is an instance of the parallel class.  It keeps the plain attributes of the old layer, and the methods
 and class attributes that a subclass of torch's added.  If the parallel layer already has an attribute of that name, the
 layer is not swapped; if it has a method of that name (``reset_parameters``, ``extra_repr``), the parallel layer's wins.
 The swapped layer is no longer an instance of the old class (``isinstance``), and ``super()`` in a method that was kept
-raises.
+raises where the class has no ``forward`` of its own.
 
 The ``out_proj`` of torch's attention (``NonDynamicallyQuantizableLinear``) is not cut by itself, because its owner
 reads its weight instead of calling it.
@@ -35,8 +37,19 @@ from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.planning.own_code import calls_super, computes_as_torch, rebased
 
-__all__ = ["Layer", "is_attention", "kind_of", "layer_of", "take_place", "unswappable"]
+__all__ = [
+    "Layer",
+    "is_attention",
+    "kind_of",
+    "as_torchs",
+    "layer_of",
+    "own_base",
+    "register_layer",
+    "take_place",
+    "unswappable",
+]
 
 HARMLESS = frozenset(
     ("__annotations__", "__class_getitem__", "__constants__", "__dict__", "__doc__", "__init__", "__init_subclass__")
@@ -52,6 +65,9 @@ _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
 """torch's own, from before anybody could replace them in its classes."""
 _TEMPLATES: dict[type[nn.Module], nn.Module] = {kind: kind(1, 1, device="meta") for kind in _FORWARDS}
 """What torch's ``__init__`` makes; from before anybody could trace, who would leave fake tensors in a later one."""
+_KINDS: dict[str, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding}
+_REGISTERED: dict[type[nn.Module], type[nn.Module]] = {}
+"""Classes that :func:`register_layer` was told of; as many as the program names."""
 _CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", "_wrapped_call_impl")}
 _OURS = (
     ColumnParallelLinear, RowParallelLinear, PackedColumnParallelLinear, CopiedHeadsLinear, VocabParallelEmbedding,
@@ -73,6 +89,9 @@ class Layer:
 def layer_of(module: nn.Module) -> Layer | None:
     """Sizes of a module that can be cut, or None."""
     base = _base_of(module)
+    if type(module) in _REGISTERED and base is not None:
+        rows, columns = module.weight.shape  # type: ignore[misc]
+        return Layer("linear", columns, rows) if base is nn.Linear else Layer("embedding", rows, columns)
     if base is nn.Linear and type(module) is not NonDynamicallyQuantizableLinear:
         linear = cast(nn.Linear, module)
         return Layer("linear", linear.in_features, linear.out_features)
@@ -84,6 +103,48 @@ def layer_of(module: nn.Module) -> Layer | None:
         rows, columns = module.weight.shape  # type: ignore[misc]
         return Layer("conv1d", rows, columns)
     return None
+
+
+def register_layer(cls: type[nn.Module], kind: str) -> None:
+    """Say that instances of ``cls`` compute what ``nn.Linear`` or ``nn.Embedding`` does, so that plans cut them.
+
+    ``kind``: "linear" for ``y = x @ weight.T + bias``, "embedding" for ``y = weight[ids]``.  Instances must have a
+    ``weight`` of two dimensions, perhaps a ``bias``, and no other parameters, buffers or modules; others stay whole.
+    The class's own ``forward`` no longer runs in layers that are cut, and nothing compares it with torch's:
+    ``parallelize(..., verify=True)`` does.  Subclasses are not registered with it.
+
+    Examples:
+        >>> class Projection(nn.Module):
+        ...     def __init__(self, rows, columns):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.randn(rows, columns))
+        ...     def forward(self, x):
+        ...         return x @ self.weight.T
+        >>> tpk.register_layer(Projection, "linear")
+
+    Raises:
+        ValueError: another kind, no subclass of ``nn.Module``, or a class of torch's.
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {list(_KINDS)}, got {kind!r}")
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__.partition(".")[0] == "torch":
+        raise ValueError(f"cls must be a subclass of nn.Module that is not torch's own, got {cls!r}")
+    _REGISTERED[cls] = _KINDS[kind]
+
+
+def as_torchs(module: nn.Module) -> nn.Module:
+    """``module``, or for an instance of a registered class torch's layer with its parameters."""
+    layer = layer_of(module) if type(module) in _REGISTERED else None
+    if layer is None:
+        return module
+    made: Any
+    if layer.kind == "embedding":
+        made = nn.Embedding(layer.in_features, layer.out_features, device="meta")
+    else:
+        made = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        made.register_parameter("bias", module._parameters.get("bias"))
+    made.register_parameter("weight", module._parameters["weight"])
+    return cast(nn.Module, made.train(module.training))
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -114,9 +175,11 @@ def unswappable(module: nn.Module) -> str | None:
 def take_place(old: nn.Module, new: nn.Module) -> None:
     """Make ``old`` what ``new`` is, in place, so that every reference to it is one to the parallel layer."""
     classes: Any = type(new), type(old), _base_of(old) or type(old)
-    kept, kind = _attributes(old), _with_members(*classes)
+    base = own_base(old)
+    kept, kind = _attributes(old), _with_members(*classes) if base is None else rebased(type(old), base, type(new))
+    buffers = {"_buffers": old._buffers, "_non_persistent_buffers_set": old._non_persistent_buffers_set}
     old.__class__ = kind
-    old.__dict__ = new.__dict__ | kept
+    old.__dict__ = new.__dict__ | kept | (buffers if base is not None else {})
 
 
 def _base_of(module: nn.Module) -> type[nn.Module] | None:
@@ -125,27 +188,61 @@ def _base_of(module: nn.Module) -> type[nn.Module] | None:
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return cast("type[nn.Module]", kind)
     base: Any
+    if kind in _REGISTERED:
+        return _REGISTERED[kind] if _is_registered_like(module) else None
     for base, forward in _FORWARDS.items():
         if isinstance(module, base):
-            runs_torchs = kind.forward is forward and all(getattr(kind, key) is call for key, call in _CALLS.items())
-            return base if runs_torchs and _overrides_nothing(kind, base) and _holds_the_same(module, base) else None
+            calls = all(getattr(kind, key) is call for key, call in _CALLS.items())
+            if not calls or base.forward is not forward:
+                return None
+            if kind.forward is forward:
+                return base if _overrides_nothing(kind, base) and _holds_the_same(module, base) else None
+            return base if own_base(module) is not None or _writes_out(module, base) else None
     return None
 
 
+def _is_registered_like(module: nn.Module) -> bool:
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    allowed = {"weight"} if _REGISTERED[type(module)] is nn.Embedding else {"weight", "bias"}
+    lazy = any(is_lazy(parameter) for parameter in own.values())
+    return (
+        "weight" in own and own.keys() <= allowed and not lazy and own["weight"].dim() == 2
+        and not module._buffers and not module._modules
+    )  # fmt: skip
+
+
+def own_base(module: nn.Module) -> type[nn.Module] | None:
+    """torch's class around whose ``forward`` the module's own code runs; None for every other module."""
+    kind: Any = type(module)
+    for base in (nn.Linear, nn.Embedding):
+        if isinstance(module, base) and kind.forward is not _FORWARDS[base] and kind not in _REGISTERED:
+            same = _overrides_nothing(kind, base, "forward") and _holds_the_same(module, base, buffers=True)
+            return base if same and calls_super(kind, base) else None
+    return None
+
+
+def _writes_out(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether a ``forward`` of the class computes what torch's does, from nothing but the parameters."""
+    kind: Any = type(module)
+    plain = set(vars(module)) <= set(vars(_TEMPLATES[base])) | {"_compiled_call_impl", "_is_hf_initialized"}
+    same = plain and _overrides_nothing(kind, base, "forward") and _holds_the_same(module, base)
+    return same and computes_as_torch(kind, base, getattr(module, "bias", None) is not None)
+
+
 @lru_cache(maxsize=256)
-def _overrides_nothing(kind: type, base: type) -> bool:
+def _overrides_nothing(kind: type, base: type, *but: str) -> bool:
     made = _TEMPLATES[base]
     guarded = {*dir(base), *vars(made), *made._parameters, *made._modules, "__getattribute__", "__getattr__"} - HARMLESS
-    return not any(name in guarded for own in _own_classes(kind, base) for name in vars(own))
+    return not any(name in guarded - set(but) for own in _own_classes(kind, base) for name in vars(own))
 
 
-def _holds_the_same(module: nn.Module, base: type[nn.Module]) -> bool:
+def _holds_the_same(module: nn.Module, base: type[nn.Module], *, buffers: bool = False) -> bool:
     if type(module) is base:
         return True
     inside = {"out_proj"} if base is nn.MultiheadAttention else set()
     same = set(module._parameters) == set(_TEMPLATES[base]._parameters) and set(module._modules) == inside
     made = not any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values())
-    return same and made and not module._buffers
+    return same and made and (buffers or not module._buffers)
 
 
 def _own_classes(kind: type, base: type) -> list[type]:

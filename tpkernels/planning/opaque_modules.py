@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -23,7 +22,7 @@ from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.fake_answers import GUESSES, Guess
 from tpkernels.planning.session import NotOpaque, Opaque
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.trace import Recording
+from tpkernels.planning.trace import Example, Recording
 
 __all__ = ["NeedsValues", "record"]
 
@@ -47,7 +46,7 @@ class _GuessFailed(Exception):
     """An opaque module does not run with what was guessed."""
 
 
-def record(shadow: Shadow, args: Any, kwargs: Any) -> Recording:
+def record(shadow: Shadow, call: Example) -> Recording:
     """A recording of ``shadow``; modules that need values are opaque afterwards.
 
     Raises:
@@ -56,7 +55,7 @@ def record(shadow: Shadow, args: Any, kwargs: Any) -> Recording:
     """
     for _ in range(MOST_OPAQUE):
         try:
-            return _agreed(shadow, args, kwargs)
+            return _agreed(shadow, call)
         except _Close as close:
             if not close.name or close.name in shadow.opaque:
                 raise NeedsValues from close.cause
@@ -75,7 +74,7 @@ def _place(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _agreed(shadow: Shadow, args: Any, kwargs: Any) -> Recording:
+def _agreed(shadow: Shadow, call: Example) -> Recording:
     """One recording, if all guesses lead to the same one."""
     first: Recording | None = None
     runs: list[Recording] = []
@@ -87,7 +86,7 @@ def _agreed(shadow: Shadow, args: Any, kwargs: Any) -> Recording:
             if guess.rows in rows:
                 continue
             try:
-                run = _run(shadow, guess, args, kwargs)
+                run = _run(shadow, guess, call)
             except _GuessFailed as error:
                 failure = failure or error
                 continue
@@ -108,7 +107,7 @@ def _agreed(shadow: Shadow, args: Any, kwargs: Any) -> Recording:
     return first
 
 
-def _run(shadow: Shadow, guess: Guess, args: Any, kwargs: Any) -> Recording:
+def _run(shadow: Shadow, guess: Guess, call: Example) -> Recording:
     """The recording under ``guess``.
 
     Raises:
@@ -117,10 +116,10 @@ def _run(shadow: Shadow, guess: Guess, args: Any, kwargs: Any) -> Recording:
     shadow.guess = guess
     recording = Recording(shadow)
     try:
-        recording.run(args, kwargs)
+        recording.run(call)
         if recording.met_real_cache:  # later runs compute what this one found there
             recording = Recording(shadow)
-            recording.run(args, kwargs)
+            recording.run(call)
     except NotOpaque as error:
         raise _Close(recording.callers[error.name], error) from error
     except CalledOtherwise:

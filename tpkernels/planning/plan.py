@@ -19,6 +19,7 @@ from torch import nn
 
 from tpkernels.nn.digests import json_digest
 from tpkernels.planning.layers import kind_of
+from tpkernels.planning.numbers import number_of, owner_of
 from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style, style_from_dict, style_to_dict
 
 __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
@@ -179,9 +180,9 @@ class ShardingPlan:
             if name not in named and any(True for _ in module.parameters(recurse=False)):
                 wrong.append(f"the plan has nothing about {name!r} ({type(module).__name__})")
         for key, (whole, _) in self.attributes.items():
-            name, _, attribute = key.rpartition(".")
-            if name in modules and getattr(modules[name], attribute, None) != whole:
-                wrong.append(f"{key} is {getattr(modules[name], attribute, None)!r}, the plan expects {whole}")
+            name, attribute = owner_of(key, modules)
+            if name in modules and number_of(modules[name], attribute) != whole:
+                wrong.append(f"{key} is {number_of(modules[name], attribute)!r}, the plan expects {whole}")
         if wrong:
             more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
             what = f"this plan is for a {self.model}, which the {type(model).__name__} given is not like"

@@ -20,9 +20,22 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.planning.experts_entries import Traffic, cut_of_experts, experts_implementation, experts_traffic
 from tpkernels.planning.fused_norms import FusedNorms
 from tpkernels.planning.layers import Layer, kind_of, layer_of
+from tpkernels.planning.numbers import number_of
 from tpkernels.planning.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.planning.sequence_flow import Stream
-from tpkernels.planning.styles import Column, CopiedHeads, Experts, Features, Heads, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import (
+    Column,
+    CopiedHeads,
+    Experts,
+    Features,
+    Heads,
+    PartNorm,
+    Replicate,
+    Row,
+    Sliced,
+    Style,
+    Vocabulary,
+)
 
 __all__ = ["Chosen", "Traffic", "make_entries", "traffic_of"]
 
@@ -104,7 +117,7 @@ def make_entries(
         )
     entries, idle = _follow_ties(model, entries, world_size)
     values = dict(model.named_modules())
-    numbers = {f"{n}.{a}" if n else a: (int(getattr(values[n], a)), local) for (n, a), local in attributes.items()}
+    numbers = {f"{n}.{a}" if n else a: (int(number_of(values[n], a)), local) for (n, a), local in attributes.items()}
     return ShardingPlan(
         type(model).__name__,
         world_size,
@@ -157,11 +170,13 @@ def _why_whole(module: nn.Module) -> str:
 
 def _cut_dim(style: Style, layer: Layer | None, name: str) -> int | None:
     transposed = layer is not None and layer.kind == "conv1d"
+    if isinstance(style, Sliced):
+        return dict(style.parameters).get(name)
     if isinstance(style, Column):
         return 1 if transposed and name == "weight" else 0
     if isinstance(style, Row):
         return (0 if transposed else 1) if name == "weight" else None
-    if isinstance(style, Vocabulary):
+    if isinstance(style, Vocabulary | PartNorm):
         return 0
     if isinstance(style, Heads):
         return 0 if not style.inner else 1 if name == "weight" else None
@@ -200,7 +215,11 @@ def traffic_of(
     ``leader``: the layer with which this one shares its input, and all that is sent for it.
     """
     weights = sum(p.numel() * p.element_size() for p in parameters.values())
-    if isinstance(style, Replicate) or (layer is None and not isinstance(style, Heads)):
+    if isinstance(style, PartNorm):  # one number per row, in fp32 at least
+        item = max(4, next(iter(parameters.values())).element_size())
+        once = None if rows is None else 2 * 2 * item * rows * (world_size - 1) // world_size
+        return Traffic("all-reduce of sums of squares", "all-reduce of their gradient", once, None)
+    if isinstance(style, Replicate | Sliced) or (layer is None and not isinstance(style, Heads)):
         summed = isinstance(style, Replicate) and style.sequence_parallel and bool(parameters)
         once = 2 * weights * (world_size - 1) // world_size if summed else 0
         return Traffic("-", "all-reduce of dw" if summed else "-", once, None)

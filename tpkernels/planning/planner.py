@@ -1,9 +1,7 @@
 """``make_plan``: decide what to do with every module of a model.
 
 It owns how the sources combine: overrides and the data flow decide, while plan files and ``tp_plan`` are printed beside
-them; and the rule for the layers that are left.  That rule needs no surroundings, because whole tensors go in and come
-out: a linear that is much wider at its output is cut by columns and gathered, one that is much wider at its input takes
-its part of the input and is summed, and every other one is cut by columns and gathered.
+them; the layers that are left are cut by themselves (:mod:`tpkernels.planning.single_layers`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
 from tpkernels.planning.inner_blocks import find_inner_blocks
-from tpkernels.planning.layers import Layer, layer_of, unswappable
+from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
@@ -33,15 +31,17 @@ from tpkernels.planning.row_counts import count_rows, untrained_in
 from tpkernels.planning.search import Attributes
 from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
+from tpkernels.planning.single_layers import by_rule, smallest_cut
 from tpkernels.planning.source_reads import maybe_read
-from tpkernels.planning.styles import Column, CopiedHeads, Features, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
+from tpkernels.planning.ties import tied_modules, untie
 from tpkernels.planning.trace_leaks import nothing_left
 from tpkernels.planning.whole_in_out import READ, attention_choices, check_experts, experts_choices
 
 __all__ = ["check_plain", "make_plan"]
 
 STRATEGIES = ("auto", "rules")
-EXPANSION = 1.5
+OWN_CODE = "runs code of its own, which takes whole tensors here"
 
 
 def make_plan(
@@ -64,7 +64,8 @@ def make_plan(
         overrides: patterns of module names to styles; ``*`` also stands for leading parts (``*.lm_head``).  They win
             over everything else.  Values as in the plan of :func:`parallelize`.
         example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with; only
-            shapes and dtypes count.  Models of transformers, and those that feed their first layer, need none.
+            shapes and dtypes count.  A list of tuples and dicts is several calls; the plan holds for all of them.
+            Models of transformers, and those that feed their first layer, need none.
         experts: of mixtures: "auto" cuts their features where the module is recognised (print the plan to see which),
             and "features" raises where one is not.
 
@@ -122,8 +123,11 @@ class _Planner:
         self.chosen: dict[str, Chosen] = {}
         self.decision = Decision()
         self.attributes: Attributes = {}
+        self.by_itself: set[type[nn.Module]] = {nn.Embedding}
+        """Layers with code of their own around them that may not see a part of what the layer gives or takes."""
 
     def plan(self, group: DeviceMesh | None, sequence_parallel: bool, experts: str) -> ShardingPlan:
+        self.by_itself |= {nn.Linear} if sequence_parallel else set()
         self._check_captured()
         kept = self._kept()
         for name, style in self.forced.items():
@@ -149,7 +153,7 @@ class _Planner:
             reason = "whole, but works on parts: its gradients are summed"
             self.chosen[name] = Chosen(Replicate(sequence_parallel=True), "data flow", reason)
         stream = self._cut_sequence() if sequence_parallel else Stream([])
-        recording = self.observation.recording if self.observation is not None else None
+        firsts = [recording for _, recording in self.observation.firsts] if self.observation is not None else []
         styles = {name: chosen.style for name, chosen in self.chosen.items()}
         return make_entries(
             self.model,
@@ -157,10 +161,10 @@ class _Planner:
             self.chosen,
             attributes=self.attributes,
             random=tuple(self.decision.random),
-            rows=None if recording is None else count_rows(recording),
-            slots={} if recording is None else recording.slots,
-            untrained=frozenset() if recording is None else untrained_in(recording),
-            shared=(*(() if recording is None else find_shared(recording, styles)), *inner),
+            rows=count_rows(firsts) if firsts else None,
+            slots=firsts[0].slots if firsts else {},
+            untrained=untrained_in(firsts),
+            shared=(*find_shared(firsts, styles), *inner),
             norms=find_fused_norms(self.observation, styles, stream.local),
             group=group,
             stream=stream,
@@ -185,6 +189,10 @@ class _Planner:
             why = self.observation.problem if self.observation is not None else 'strategy is "rules"'
             advice = "" if self.observation is not None and self.observation.needs_values else "; give example_inputs"
             raise ValueError(f"sequence_parallel needs the data flow of the model: {why}{advice}")
+        if len(self.observation.examples) > 1 and not self.observation.guessed:
+            raise ValueError(
+                f"sequence_parallel takes one call as example_inputs, not {len(self.observation.examples)}"
+            )
         roles: dict[str, str] = {}
         for group in self.decision.proven:
             roles |= dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
@@ -245,20 +253,15 @@ class _Planner:
                 kept[name] = f"has a weight that the code of {read[name]} may use without calling the module"
             elif recording is not None and name not in recording.layer_rows and name not in tied:
                 kept[name] = "is not called by the example"
-            elif self._smallest_cut(layer) < self.world_size:
-                kept[name] = f"has fewer features ({self._smallest_cut(layer)}) than there are ranks"
+            elif smallest_cut(layer) < self.world_size:
+                kept[name] = f"has fewer features ({smallest_cut(layer)}) than there are ranks"
         return kept
-
-    @staticmethod
-    def _smallest_cut(layer: Layer) -> int:
-        if layer.kind == "embedding":
-            return layer.in_features
-        return layer.in_features if layer.in_features > EXPANSION * layer.out_features else layer.out_features
 
     def _from_data_flow(self, kept: Mapping[str, str]) -> None:
         assert self.observation is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
         excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
+        excluded |= {name: OWN_CODE for name in self.layers if own_base(self.modules[name]) in self.by_itself}
         loose: dict[str, Role] = {}
         style: Style
         for name, style in self.forced.items():
@@ -291,6 +294,7 @@ class _Planner:
                 'that belong to them as well, or use "column_gather" and "row_split", which fit everywhere'
             )
         self._check_heads()
+        self._choose_slices()
         for group, proof in self.decision.proven.items():
             self.attributes |= proof.attributes
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
@@ -315,6 +319,19 @@ class _Planner:
                     Row(unit=unit),
                     f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
                 )
+
+    def _choose_slices(self) -> None:
+        """Cut parameters of modules that stay with the heads that they meet."""
+        found: dict[str, dict[str, int]] = {}
+        for proof in self.decision.proven.values():
+            for parameter, dim in proof.slices.items():
+                owner, _, key = parameter.rpartition(".")
+                found.setdefault(owner, {})[key] = dim
+        for name, epsilon in self.decision.norms.items():
+            self.chosen[name] = Chosen(PartNorm(epsilon), "data flow", "over features that are cut; tried on numbers")
+        for owner, dims in found.items():
+            style = Sliced(tuple(sorted(dims.items())))
+            self.chosen[owner] = Chosen(style, "data flow", f"{', '.join(dims)} cut with the heads or features met")
 
     def _shown_in_another_shape(self) -> dict[str, str]:
         """Layers that would keep their weight by heads, and whose weight the model's code asks for its shape, or may
@@ -378,61 +395,14 @@ class _Planner:
         said = self.hints.styles[name][0] if self.hints is not None and name in self.hints.styles else ""
         why = f" ({self.hints.origin} says {said})" if said and self.hints is not None else ""
         why += f" (not with its neighbours: {refused[0]})" if refused else ""
-        if layer.kind == "embedding":
-            if layer.in_features <= layer.out_features and name not in self._tied():
-                return Chosen(Replicate(), "rule", f"a table of {layer.in_features} rows is cheaper than a sum" + why)
-            return Chosen(Vocabulary(), "rule", "by vocabulary" + why)
-        if layer.in_features > EXPANSION * layer.out_features:
-            return Chosen(Row(split_input=True), "rule", "contracts: by its input, summed" + why)
-        word = "expands" if layer.out_features > EXPANSION * layer.in_features else "neither expands nor contracts"
-        return Chosen(Column(gather_output=True), "rule", f"{word}: by its output, gathered" + why)
+        return by_rule(layer, why, tied=name in self._tied())
 
     def _tied(self) -> dict[str, list[str]]:
-        """Modules that share a parameter with others, each with these others."""
-        owners: dict[int, list[str]] = {}
-        for name, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), []).append(name)
-        return {name: names for names in owners.values() if len(names) > 1 for name in names}
+        return tied_modules(self.modules)
 
     def _untie(self) -> None:
-        """Cut tied weights alike, by vocabulary, or keep them whole; a layer may have two ties (weight, bias)."""
-        while self._untie_once():
-            pass
-
-    def _untie_once(self) -> bool:
-        """Whether a layer that was to be cut stays whole now, so that others with ties to it must, too."""
-        before = {name: chosen.style for name, chosen in self.chosen.items()}
-        for owners in self._tied().values():
-            styles = {owner: self.chosen[owner].style for owner in owners if owner in self.chosen}
-            layers = all(owner in self.layers or self._idle(owner) for owner in owners)
-            alike = layers and all(
-                isinstance(s, Vocabulary) or (isinstance(s, Column) and not s.segments) for s in styles.values()
-            )
-            conv = any(owner in self.layers and self.layers[owner].kind == "conv1d" for owner in owners)
-            if alike and not conv:
-                continue
-            for owner in owners:
-                old = self.chosen.get(owner)
-                if old is not None and old.source == "override" and not isinstance(old.style, Replicate):
-                    others = ", ".join(other for other in owners if other != owner)
-                    raise ValueError(
-                        f"the override of {owner!r} conflicts with its weight being tied to that of {others}: override "
-                        'all of them, a table by "vocabulary" and a head by "column_gather"'
-                    )
-                others = ", ".join(other for other in owners if other != owner)
-                self.chosen[owner] = Chosen(Replicate(), "default", f"tied to {others}, which stays whole")
-        return before != {name: chosen.style for name, chosen in self.chosen.items()}
-
-    def _idle(self, name: str) -> bool:
-        """Whether only layers read the parameters that the module holds, as far as the data flow shows."""
-        if not self.traced:
-            return False
-        assert self.observation is not None and self.observation.recording is not None
-        module = self.modules[name]
-        held = {id(parameter) for parameter in module.parameters(recurse=False)}
-        readers = [n for n in self.layers if held & {id(p) for p in self.modules[n].parameters(recurse=False)}]
-        return bool(readers) and not set(readers) & self.observation.recording.direct
+        recording = self.observation.recording if self.observation is not None else None
+        untie(self.modules, self.layers, self.chosen, None if recording is None else recording.direct)
 
     def _check_something_is_cut(self) -> None:
         if self.world_size > 1 and all(isinstance(c.style, Replicate) for c in self.chosen.values()):

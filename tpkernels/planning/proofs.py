@@ -14,6 +14,7 @@ from typing import Any
 
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.layer_groups import Group, find_groups
+from tpkernels.planning.part_norms import find_norms
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.search import Attributes, Proof, Search, Whole
 from tpkernels.planning.session import Scope
@@ -34,6 +35,8 @@ class Decision:
 
     proven: dict[Group, Proof] = field(default_factory=dict)
     refused: dict[Group, Unproven] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+    """Norms over features that are cut, and their epsilons."""
     partial: set[str] = field(default_factory=set)
     """Parameters of whole modules that meet parts: their gradients are summed."""
     random: list[tuple[str, str]] = field(default_factory=list)
@@ -53,6 +56,8 @@ def decide(
         forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
     """
     assert observation.shadow is not None and observation.recording is not None
+    calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
+    observation.shadow.epsilons = find_norms(observation.shadow.modules, calls)
     return _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced).run()
 
 
@@ -69,11 +74,18 @@ class _Decider:
         self.observation, self.shadow, self.recording = observation, shadow, recording
         self.world_size, self.excluded, self.forced = world_size, excluded, forced
         self.search = Search(shadow, recording, world_size)
+        self.scopes: dict[Group, str] = {}
+        """The modules around the groups."""
         self.decision = Decision()
 
     def run(self) -> Decision:
-        waiting = self._prove_alone()
-        self._prove_together(waiting)
+        for mode, recording in self.observation.firsts:
+            if recording is not self.recording:
+                self.search = Search(self.shadow, recording, self.world_size)
+            self.shadow.set_mode(mode)
+            waiting = self._prove_alone(recording)
+            self._prove_together(waiting)
+        self.shadow.set_mode(self.observation.mode)
         self._prove_whole()
         self.decision.random = self._random_pairs()
         for group, error in self.decision.refused.items():
@@ -82,12 +94,14 @@ class _Decider:
                 self.decision.together |= {name: names for name in names if name not in self.excluded}
         return self.decision
 
-    def _prove_alone(self) -> dict[Any, list[Group]]:
+    def _prove_alone(self, recording: Recording) -> dict[Any, list[Group]]:
         """Groups that could not be proven within their scope, by what they have in common."""
         found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         waiting: dict[Any, list[Group]] = {}
-        used: set[str] = set()
-        for group in find_groups(self.recording):
+        used = {name for group in self.decision.proven for name in (*group.columns, *group.rows)}
+        for group in find_groups(recording):
+            if group in self.decision.refused or not self.search.is_called(group):
+                continue
             layers = {*group.columns, *group.rows}
             barred = next((name for name in layers if name in self.excluded), None)
             if barred is not None:
@@ -96,6 +110,7 @@ class _Decider:
             if layers & used or self._contradicts(group):
                 continue
             scope = self.search.scope_of(group)
+            self.scopes[group] = scope.name
             key = self.search.signature(group, scope)
             if key not in found:
                 try:
@@ -162,6 +177,7 @@ class _Decider:
             mixed = self._half_partial(replay)
             if not mixed:
                 self.decision.partial = replay.partial
+                self.decision.norms = {name: self.shadow.epsilons[name] for name in sorted(replay.cut_norms)}
                 return
             for index in mixed:
                 self.decision.refused[groups[index]] = Unproven("a module would have gradients of two kinds")
@@ -174,6 +190,8 @@ class _Decider:
             owner = self.shadow.modules[name.rpartition(".")[0]]
             prefix = name.rpartition(".")[0]
             own = {f"{prefix}.{key}" if prefix else key for key, _ in owner.named_parameters(recurse=False)}
+            if any(other in replay.slices for other in own):
+                blamed |= replay.partial_groups[name]
             if not own <= replay.partial:
                 blamed |= replay.partial_groups[name]
         return {index for index in blamed if index < len(self.decision.proven)}
@@ -195,7 +213,7 @@ class _Decider:
         whole: Whole = {}
         widths: dict[str, int] = {}
         for number, (group, proof) in enumerate(proofs.items()):
-            roles |= self.search.roles(group, proof.segments, number, proof.pieces)
+            roles |= self.search.roles(group, proof.segments, number, proof.pieces, proof.slices)
             attributes |= proof.attributes
             whole |= proof.whole_attributes
             widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
@@ -204,16 +222,17 @@ class _Decider:
         ranks, count = unlike_ranks(roles, self.world_size), len(proofs)
         merged: Replay | None = None
         for mode, recording in self.observation.recordings:
+            call = self.observation.calls[id(recording)]
             self.shadow.set_mode(mode)
             if widths:
                 recording = Recording(self.shadow, whole, widths)
-                recording.run(self.observation.args, self.observation.kwargs)
+                recording.run(call)
             replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
             for replay in replays:
                 if merged is not None:
                     replay.know(merged)
                 try:
-                    replay.run_model(self.observation.args, self.observation.kwargs)
+                    replay.run_model(call)
                 except Unproven as error:
                     raise _Blamed(_in_mode(error, mode), replay.blame) from error
             if any(replay.partial != replays[0].partial for replay in replays):
@@ -232,7 +251,7 @@ class _Decider:
         row = {name: group for group in noisy for name in group.rows}
         opened: dict[Group, str] = {}
         pairs: dict[tuple[str, str], None] = {}
-        for event in self.recording.events:
+        for event in (event for _, recording in self.observation.firsts for event in recording.events):
             if event.layer in column:
                 opened.setdefault(column[event.layer], event.layer)
             elif event.layer in row and (opener := opened.pop(row[event.layer], None)) is not None:
@@ -241,7 +260,7 @@ class _Decider:
 
     def _may_drop(self, group: Group) -> bool:
         """Without a run in training mode: whether anything nearby is called dropout and is not 0."""
-        scope = self.search.scope_of(group).name
+        scope = self.scopes[group]
         for name, module in self.shadow.modules.items():
             if name == scope or name.startswith(f"{scope}." if scope else ""):
                 values = [value for key, value in vars(module).items() if "drop" in key or key == "p"]
@@ -272,6 +291,13 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
     def moved(name: str) -> str:
         return scope.name + name[len(old.name) :]
 
+    def moved_parameter(name: str) -> str:
+        """Of a module around the scope, as well: as many levels up."""
+        first, second = old.name.split("."), scope.name.split(".")
+        while first and name.split(".")[: len(first)] != first:
+            first, second = first[:-1], second[:-1]
+        return ".".join([*second, *name.split(".")[len(first) :]])
+
     return Proof(
         {names[name]: sizes for name, sizes in proof.segments.items()},
         {(moved(name), attribute): value for (name, attribute), value in proof.attributes.items()},
@@ -279,4 +305,5 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
         {names[name]: copies for name, copies in proof.copies.items()},
         proof.heads,
         proof.pieces,
+        {moved_parameter(name): dim for name, dim in proof.slices.items()},
     )

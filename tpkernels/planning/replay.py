@@ -16,7 +16,6 @@ Ranks whose number of heads differs from the first rank's have a replay of their
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.op_arguments import same_scalars, shapes_in, without_sizes
+from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import (
     TRANSPARENT,
@@ -43,36 +43,12 @@ from tpkernels.planning.session import (
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven, share
 from tpkernels.planning.tensors import tensors_in
-from tpkernels.planning.trace import Recording
+from tpkernels.planning.trace import Example, Recording
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
 aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
-
-    ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
-    """
-
-    kind: str
-    segments: tuple[int, ...]
-    group: int = 0
-    pieces: int = 0
-
-    def split(self, dim: int) -> Split:
-        return Split(dim, self.segments, self.pieces)
-
-
-def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
-    """One rank for each set of ranks with equal sizes, the first: a proof for these holds for all."""
-    cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.segments})
-    shares = [share(size, world_size, pieces) for size, pieces in cuts]
-    firsts = {tuple(sizes[rank] for sizes in shares): rank for rank in reversed(range(world_size))}
-    return sorted(firsts.values())
 
 
 class Replay(Session):
@@ -93,26 +69,41 @@ class Replay(Session):
     ) -> None:
         super().__init__(shadow, {key: values[rank] for key, values in attributes.items()})
         self.recording, self.roles, self.world_size, self.rank = recording, roles, world_size, rank
+        self.guess = shadow.guess = recording.guess
         self.origins, self.made = dict(recording.origins), dict(recording.made)
         self.partial: set[str] = set()
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
         self.blame: frozenset[int] = frozenset()
         self.partial_groups: dict[str, frozenset[int]] = {}
+        self.cut_norms: dict[str, frozenset[int]] = {}
+        """Norms whose input was a part, and the groups that it was of."""
+        self._whole_norms: set[str] = set()
         self._complete: set[str] = set()
         self._open = False
         self._splits: dict[int, Split] = {}
         self._groups: dict[int, frozenset[int]] = {}
         self._at, self._stop = 0, len(recording.events)
+        for name, role in roles.items():
+            if role.kind == "slice":
+                self._slice(name, role)
+
+    def _slice(self, name: str, role: Role) -> None:
+        """Let the run see this rank's part of a parameter."""
+        whole, split = self.shadow.model.get_parameter(name), role.split(role.dim)
+        part = self.shadow.sliced(name, split.local_shape(whole.shape, self.world_size, self.rank))
+        self.slices[name] = part
+        self.made[id(part)] = self.source(whole)
+        self._mark(part, split, frozenset([role.group]))
 
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
         self._at, self._stop = scope.start, scope.stop
         self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 
-    def run_model(self, args: Any, kwargs: Any) -> None:
+    def run_model(self, call: Example) -> None:
         """Run the whole model; nothing that is cut may be part of what it returns."""
-        out = self._run(self.shadow.model, args, kwargs)
+        out = self._run(call.run, (self.shadow.model,), {})
         for tensor in tensors_in(out):
             self._is_whole(tensor, "among the model's outputs")
             if self.has_origin(tensor):
@@ -130,6 +121,8 @@ class Replay(Session):
         """Gradients must be of one kind in both runs, whatever they have in common."""
         self.partial |= other.partial
         self._complete |= other._complete
+        self._whole_norms |= other._whole_norms
+        self.cut_norms |= other.cut_norms
         for name, groups in other.partial_groups.items():
             self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | groups
 
@@ -144,6 +137,11 @@ class Replay(Session):
             name = min(both)
             self.blame = self.partial_groups.get(name, self.blame)
             raise Unproven(f"parameter {name!r} meets whole and cut tensors: its gradient would be neither")
+        for name, groups in self.cut_norms.items():
+            weight = f"{name}.weight"
+            if name in self._whole_norms or weight in self.partial | self._complete or weight in self.slices:
+                self.blame = groups or self.blame
+                raise Unproven(f"norm {name!r} takes whole and cut tensors, or others use its weight")
 
     def _run(self, module: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -195,7 +193,11 @@ class Replay(Session):
         local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         splits = [self._splits_of(argument) for argument in args]
         self._check_random(func, args, tensors)
-        answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
+        try:
+            answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
+        except Unproven as error:
+            error.parameters = self._whole_parameters(tensors)
+            raise
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if len(outputs) != len(event.outputs):
@@ -216,6 +218,11 @@ class Replay(Session):
         self.pass_origins(func, tensors, outputs)
         self._made(outputs)
         return out
+
+    def _whole_parameters(self, tensors: list[Tensor]) -> frozenset[str]:
+        """Of which parameters, and nothing else, whole tensors are made."""
+        whole = [self.origin(t) for t in tensors if id(t) not in self._splits and self.has_origin(t)]
+        return frozenset().union(*(origin for origin in whole if origin is not None))
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         """Check random ops: ranks draw different numbers between a column and its row, and the same everywhere else."""
@@ -333,6 +340,27 @@ class Replay(Session):
                 self._complete |= self.origin(tensor) or set()
         if self._open and is_random(func, args):
             raise Unproven(f"{self.quiet} draws random numbers between layers of the group")
+
+    def norm_called(self, name: str, forward: Any, x: Tensor) -> Any:
+        """A norm over features that are cut is one step; any other call of it runs its code."""
+        split, call = self._splits.get(id(x)), self.recording.norm_calls.get(self._at)
+        if split is None or split.dim != x.dim() - 1:
+            self._whole_norms.add(name)
+            return forward(x)
+        features = self.shadow.model.get_parameter(f"{name}.weight").shape[0]
+        known = call is not None and call.name == name and name in self.shadow.epsilons
+        if not known or split != Split(split.dim, (features,)) or features % self.world_size:
+            return forward(x)
+        assert call is not None
+        if call.source != self.source(x) or call.stop > self._stop:
+            raise Unproven(f"with one rank's sizes {name} takes another tensor")
+        groups = self.blame = self._groups.get(id(x), self.blame)
+        self._at = call.stop
+        out = self.new_output(x, split.local_shape(call.shape, self.world_size, self.rank), x.dtype)
+        self.made[id(out)] = call.result
+        self._mark(out, split, groups)
+        self.cut_norms[name] = groups
+        return out
 
     def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
         self._is_whole(x, f"the input of {name}, inside of a module that needs values of tensors")

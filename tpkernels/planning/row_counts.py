@@ -6,6 +6,8 @@ those of the queries for its output, those of every distinct input for the sum o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +17,18 @@ from tpkernels.planning.trace import Recording
 __all__ = ["count_rows", "untrained_in"]
 
 
-def count_rows(recording: Recording) -> dict[str, int | None]:
-    """Rows that go into each layer, over all its calls; None where that depends on the values of tensors."""
+def count_rows(recordings: Sequence[Recording]) -> dict[str, int | None]:
+    """Rows that go into each layer, over all its calls; None where that depends on the values of tensors.
+
+    Of several examples the first that calls the layer counts.
+    """
+    found: dict[str, int | None] = {}
+    for recording in reversed(recordings):
+        found |= _rows_of(recording)
+    return found
+
+
+def _rows_of(recording: Recording) -> dict[str, int | None]:
     rows: dict[str, int | None] = dict(recording.layer_rows)
     for scope in recording.scopes:
         if not isinstance(recording.shadow.modules[scope.name], nn.MultiheadAttention):
@@ -26,13 +38,19 @@ def count_rows(recording: Recording) -> dict[str, int | None]:
         rows[inner] = (rows.get(inner) or 0) + _rows(query)
         distinct = {id(x): _rows(x) for x in (query, *others) if not recording.is_input(x)}
         rows[scope.name] = (rows.get(scope.name) or 0) + sum(distinct.values())
+    for call in recording.norm_calls.values():
+        rows[call.name] = (rows.get(call.name) or 0) + prod(call.shape[:-1])
     return rows | dict.fromkeys(recording.rows_unknown)
 
 
-def untrained_in(recording: Recording) -> frozenset[str]:
+def untrained_in(recordings: Sequence[Recording]) -> frozenset[str]:
     """Layers that read nothing but the model's own inputs."""
-    inputs = recording.layer_inputs.items()
-    return frozenset(name for name, nodes in inputs if nodes and all(recording.nodes[n].is_input for n in nodes))
+    only: dict[str, bool] = {}
+    for recording in recordings:
+        for name, nodes in recording.layer_inputs.items():
+            alone = bool(nodes) and all(recording.nodes[node].is_input for node in nodes)
+            only[name] = only.get(name, True) and alone
+    return frozenset(name for name, alone in only.items() if alone)
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

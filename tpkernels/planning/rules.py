@@ -227,7 +227,7 @@ def _reduce(call: Call) -> Answer:
     """Sums, means, maxima over given dimensions."""
     split, ndim = call.cut(), call.rank_of()
     given = call.value(1, "dim", None)
-    if given is None or given == []:
+    if given is None or given == [] or isinstance(given, tuple):  # the last: another tensor, as max(a, b) has
         raise Unproven("all elements are reduced, the parts of the other ranks with them")
     call.same((1, "dim"))
     dims = {_dim(dim, ndim) for dim in ([given] if isinstance(given, int) else given)}
@@ -329,6 +329,20 @@ def _mask(call: Call, shape: tuple[int, ...], split: Split | None, q: Split, mix
         mix()
 
 
+def _index(call: Call) -> Answer:
+    """Rows picked by whole tensors of indices, along dimensions that follow each other and are not cut."""
+    split, indices = call.cut(), call.whole[1]
+    if any(isinstance(each, Split) for each in call.splits[1]):
+        raise Unproven("indices are cut")
+    picked = [dim for dim, each in enumerate(indices) if each is not None]
+    if picked != list(range(picked[0], picked[-1] + 1)):
+        raise Unproven("indices are of dimensions that do not follow each other")
+    if split.dim in picked:
+        raise Unproven("the dimension that is cut is indexed")
+    made = len(call.outputs[0]) - (call.rank_of() - len(picked))
+    return split if split.dim < picked[0] else split.at(split.dim - len(picked) + made)
+
+
 def _pad(call: Call) -> Answer:
     call.same((1, "pad"), (2, "value"))
     split, pads = call.cut(), call.whole[1]
@@ -353,6 +367,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
+    "max": _reduce, "min": _reduce, "index": _index,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,

@@ -11,14 +11,16 @@ at least one head.  Ranks then differ in their sizes and attributes, and a proof
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise, product
 from math import lcm
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from tpkernels.planning.layer_groups import Group
+from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.session import Scope, Shape
 from tpkernels.planning.shadow import Shadow
@@ -32,6 +34,8 @@ Attributes = dict[tuple[str, str], tuple[int, ...]]
 Whole = dict[tuple[str, str], int]
 MAX_BITS = 6
 MAX_ATTEMPTS = 160
+MAX_LAYERS, MAX_SLICINGS = 8, 12
+"""Of groups for which parameters are cut as well, and how often for one hypothesis."""
 NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad")
 """Attributes with these in their names say where or how often, not how many features."""
 aten = torch.ops.aten
@@ -59,6 +63,8 @@ class Proof:
     heads: int = 0
     pieces: int = 0
     """Where heads do not divide: how many there are to be cut, of query or of key and value."""
+    slices: Mapping[str, int] = field(default_factory=dict)
+    """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
 
     def each(self, world_size: int) -> str:
         """What a rank has."""
@@ -80,18 +86,31 @@ class Search:
         """The largest number of heads that the attempts of one group saw."""
         self._counts: dict[int, Unproven] = {}
         """Numbers of heads that stood against the attempts of one group, in order."""
+        self._tries = 0
+        self._own = shadow.own_parameters()
 
-    def scope_of(self, group: Group) -> Scope:
-        """The innermost module that was called and holds all layers of the group."""
-        parts = [name.split(".") for name in (*group.columns, *group.rows)]
+    def is_called(self, group: Group) -> bool:
+        """Whether a module around all of its layers is called; with a method of the model there may be none."""
+        return "" in self._calls or bool(self._around(group, ()))
+
+    def _around(self, group: Group, others: Sequence[str]) -> list[str]:
+        parts = [name.split(".")[:-1] for name in (*group.columns, *group.rows)]
+        parts += [name.split(".") if name else [] for name in others]
         common: list[str] = []
-        for level in zip(*(part[:-1] for part in parts), strict=False):
+        for level in zip(*parts, strict=False):
             if len(set(level)) > 1:
                 break
             common.append(level[0])
         while common and ".".join(common) not in self._calls:
             common.pop()
-        return self._calls[".".join(common)]
+        return common
+
+    def scope_of(self, group: Group, others: Sequence[str] = ()) -> Scope:
+        """The innermost module that was called and holds all layers of the group, and modules ``others``."""
+        name = ".".join(self._around(group, others))
+        if name not in self._calls:
+            raise Unproven("no module around it is called")
+        return self._calls[name]
 
     def signature(self, group: Group, scope: Scope) -> tuple[Any, ...]:
         """A key that is equal for groups that differ only in their place in the model."""
@@ -136,9 +155,44 @@ class Search:
                 heads = self._attempt(self.recording, scope, group, segments, attributes, self.world_size, pieces)
             except Unproven as error:
                 failures.append(error)
+                proof = self._sliced(group, Proof(segments, attributes, pieces=pieces), error)
+                if proof is not None:
+                    return proof
                 continue
             return Proof(segments, attributes, heads=heads, pieces=pieces)
         return None
+
+    def _sliced(self, group: Group, proof: Proof, error: Unproven) -> Proof | None:
+        """The same with parameters cut that met parts as a whole, one after the other as they do."""
+        if len(group.columns) + len(group.rows) > MAX_LAYERS:
+            return None
+        self._tries = MAX_SLICINGS
+        return self._more_sliced(group, proof, error)
+
+    def _more_sliced(self, group: Group, proof: Proof, error: Unproven) -> Proof | None:
+        for name in sorted(error.parameters - proof.slices.keys()):
+            for dim in self._dims(name, proof.pieces):
+                if not self._tries:
+                    return None
+                self._tries -= 1
+                more = replace(proof, slices={**proof.slices, name: dim})
+                scope = self.scope_of(group, [name.rpartition(".")[0] for name in more.slices])
+                args = scope, group, proof.segments, proof.attributes, self.world_size, proof.pieces, more.slices
+                try:
+                    return replace(more, heads=self._attempt(self.recording, *args))
+                except Unproven as next_error:
+                    found = self._more_sliced(group, more, next_error)
+                if found is not None:
+                    return found
+        return None
+
+    def _dims(self, name: str, pieces: int) -> list[int]:
+        """Dimensions in which a parameter can be cut as heads are."""
+        shape = self._own[name].shape if name in self._own else ()
+        return [
+            dim for dim, size in enumerate(shape)
+            if (size == pieces if pieces else size >= self.world_size and size % self.world_size == 0)
+        ]  # fmt: skip
 
     def _unevenly(self, group: Group, scope: Scope) -> Proof | None:
         """Some ranks with more heads than others; a number that fails may tell the right one (key-value heads)."""
@@ -212,11 +266,20 @@ class Search:
         return all(size % pieces == 0 for size in sizes) and all(size == pieces for size in tables)
 
     def roles(
-        self, group: Group, segments: Mapping[str, tuple[int, ...]], number: int = 0, pieces: int = 0
+        self,
+        group: Group,
+        segments: Mapping[str, tuple[int, ...]],
+        number: int = 0,
+        pieces: int = 0,
+        slices: Mapping[str, int] = MappingProxyType({}),
     ) -> dict[str, Role]:
         found = {name: Role("column", segments[name], number, pieces) for name in group.columns}
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
-        return found | {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
+        found |= {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
+        for name, dim in slices.items():
+            size = self._own[name].shape[dim]
+            found[name] = Role("slice", (size,), number, pieces, dim)
+        return found
 
     def _attempt(
         self,
@@ -227,9 +290,10 @@ class Search:
         attributes: Attributes,
         world_size: int,
         pieces: int = 0,
+        slices: Mapping[str, int] = MappingProxyType({}),
     ) -> int:
         """The number of heads, or 0."""
-        roles = self.roles(group, segments, pieces=pieces)
+        roles = self.roles(group, segments, pieces=pieces, slices=slices)
         for rank in unlike_ranks(roles, world_size):
             replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
             try:
@@ -292,8 +356,9 @@ class Search:
                 numbers.update(*event.outputs)
             prefix = f"{scope.name}." if scope.name else ""
             for name, module in self.shadow.modules.items():
-                inside = name == scope.name or name.startswith(prefix)
-                for attribute, value in vars(module).items() if inside and name not in self.shadow.layers else ():
+                if name in self.shadow.layers or not (name == scope.name or name.startswith(prefix)):
+                    continue
+                for attribute, value in (vars(module) | config_numbers(module)).items():
                     if type(value) is not int or value < 2 or value % pieces or value not in numbers:
                         continue
                     if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):

@@ -70,7 +70,7 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
     while stacks:
         flows: list[_Flow] = []
         try:
-            for mode, _ in observation.recordings:
+            for mode, _ in observation.examples[0]:
                 observation.shadow.set_mode(mode)
                 flows.append(_Flow(observation.shadow, stacks, roles, others))
                 flows[-1].run(observation.args, observation.kwargs)

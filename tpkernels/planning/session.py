@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -165,6 +166,8 @@ class Session(TorchDispatchMode):
     def __init__(self, shadow: Shadow, attributes: Mapping[tuple[str, str], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shadow, self.attributes = shadow, dict(attributes)
+        self.slices: dict[str, Parameter] = {}
+        """What this run has in the place of parameters."""
         self.origins: dict[int, Origin] = {}
         self.made: dict[int, Source] = {}
         self.requiring = Requiring(shadow)
@@ -305,6 +308,10 @@ class Session(TorchDispatchMode):
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def norm_called(self, name: str, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+        """A module that may be a norm over the last dimension, called with ``x`` alone."""
+        return forward(x)
 
     def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
         """The gradients of ``tensors`` pass through code that this run does not see."""

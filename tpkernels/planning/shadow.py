@@ -27,7 +27,10 @@ from torch.utils._pytree import tree_map, tree_map_only
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.fake_answers import GUESSES, Answers
 from tpkernels.planning.gradient_code import code_of_gradients
-from tpkernels.planning.layers import Layer, layer_of, unswappable
+from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
+from tpkernels.planning.numbers import root_of, set_number
+from tpkernels.planning.own_code import rebased
+from tpkernels.planning.part_norms import may_be_norm
 from tpkernels.planning.shape_reads import ShapesAsked
 from tpkernels.planning.trace_leaks import Caches
 
@@ -64,6 +67,8 @@ class Shadow:
 
     experts: Mapping[str, KnownExperts] = MappingProxyType({})
     """Modules of experts, each of whose calls is one step."""
+    epsilons: Mapping[str, float] = MappingProxyType({})
+    """Of RMS norms that take what a layer gives."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -103,15 +108,23 @@ class Shadow:
         self.holders = {id(module): name for name, module in model.named_modules()}
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        self._sliced: dict[tuple[str, tuple[int, ...]], nn.Parameter] = {}
         for name, module in self.modules.items():
             layer = layer_of(module)
             if layer is not None and unswappable(module) is None:
                 self.layers[name] = layer
                 self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
-                module.forward = self._reporting(name)
+                base = own_base(module)
+                if base is None:
+                    module.forward = self._reporting(name)
+                else:  # its own code runs, and what that calls is the layer
+                    module.reports = self._reporting(name)
+                    module.__class__ = rebased(type(module), base, _REPORTING[base])
             else:
                 module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 module.register_forward_hook(self._leaving(name))
+                if may_be_norm(module):
+                    module.forward = self._norming(name, module.forward)
                 if name in experts:
                     self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
                     module.forward = self._mixing(name)
@@ -120,6 +133,24 @@ class Shadow:
         """Set the mode of the runs that follow."""
         self.model.train(mode.training)
         self.gradients = mode.gradients
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of single modules, no layers, of which a rank could have a part."""
+        found: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            found.setdefault(id(parameter), []).append(name)
+        alone = [names[0] for names in found.values() if len(names) == 1]
+        return {name: self.model.get_parameter(name) for name in alone if name.rpartition(".")[0] not in self.layers}
+
+    def sliced(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
+        """What stands for parameter ``name`` on a rank that has ``shape`` of it."""
+        if (name, shape) not in self._sliced:
+            with self.fake:
+                whole = self.model.get_parameter(name)
+                part = nn.Parameter(whole.new_empty(shape), requires_grad=False)
+            self._sliced[name, shape] = part
+            self.names[id(part)] = name
+        return self._sliced[name, shape]
 
     def make_opaque(self, name: str) -> None:
         """Make the module one step from now on: what happens inside is neither recorded nor followed."""
@@ -133,7 +164,9 @@ class Shadow:
 
         Gradients are enabled as the mode says, to the model's code alone: no parameter requires one.
         """
-        before = {key: getattr(self.modules[key[0]], key[1]) for key in session.attributes}
+        roots = {(name, root_of(attribute)) for name, attribute in session.attributes}
+        before = {(name, root): getattr(self.modules[name], root) for name, root in roots}
+        whole = {name: self.model.get_parameter(name) for name in session.slices}
         self.session = session
         # A guess that does not fit makes an op fail, which torch would print with a traceback.
         log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -143,7 +176,8 @@ class Shadow:
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             for (name, attribute), value in session.attributes.items():
-                setattr(self.modules[name], attribute, value)
+                set_number(self.modules[name], attribute, value)
+            self._hold(session.slices)
             with (
                 code_of_gradients(session),
                 torch.compiler.set_stance("force_eager"),  # a compiled function shows no ops
@@ -165,7 +199,13 @@ class Shadow:
             torch.backends.mha.set_fastpath_enabled(fast)
             for (name, attribute), value in before.items():
                 setattr(self.modules[name], attribute, value)
+            self._hold(whole)
             session.met_real_cache = self.caches.empty()
+
+    def _hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            owner, _, key = name.rpartition(".")
+            self.modules[owner]._parameters[key] = parameter
 
     def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Fake tensors shaped like those given, whose values are not read; those on meta are made to fit."""
@@ -222,6 +262,16 @@ class Shadow:
 
         return forward
 
+    def _norming(self, name: str, forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def norm(*args: Any, **kwargs: Any) -> Any:
+            alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            if self.session is None or self.session.quiet is not None or not alone:
+                return forward(*args, **kwargs)
+            return self.session.norm_called(name, forward, args[0])
+
+        return norm
+
     def _quietly(self, name: str, forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
         def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -246,6 +296,24 @@ class Shadow:
                 self.session.left(name, output)
 
         return hook
+
+
+class _ReportingLinear(nn.Linear):
+    reports: Callable[[Tensor], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.reports(input)
+
+
+class _ReportingEmbedding(nn.Embedding):
+    reports: Callable[[Tensor], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.reports(input)
+
+
+_REPORTING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _ReportingLinear, nn.Embedding: _ReportingEmbedding}
+"""torch's layers under code of a subclass."""
 
 
 @contextmanager

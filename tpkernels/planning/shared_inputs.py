@@ -19,12 +19,13 @@ from tpkernels.planning.trace import Recording
 __all__ = ["find_shared", "share_inputs"]
 
 
-def find_shared(recording: Recording, styles: Mapping[str, Style]) -> tuple[tuple[str, ...], ...]:
-    """Groups of column layers with one input, in the order of their calls."""
+def find_shared(recordings: Sequence[Recording], styles: Mapping[str, Style]) -> tuple[tuple[str, ...], ...]:
+    """Groups of column layers with one input in all recordings, in the order of their calls."""
     found: dict[Any, list[str]] = {}
-    for name, reads in recording.layer_reads.items():
+    for name in dict.fromkeys(name for recording in recordings for name in recording.layer_reads):
         style = styles.get(name)
-        if not isinstance(style, Column | CopiedHeads) or any(node < 0 for _, node in reads):
+        reads = [tuple(recording.layer_reads.get(name, ())) for recording in recordings]
+        if not isinstance(style, Column | CopiedHeads) or any(node < 0 for some in reads for _, node in some):
             continue
         saves = isinstance(style, Column) and style.save_gathered
         options = (style.sequence_parallel, style.sequence_dim, style.implementation, saves)

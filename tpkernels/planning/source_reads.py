@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from torch import nn
 
-__all__ = ["maybe_read"]
+__all__ = ["NAMES", "maybe_read", "methods_of", "reached"]
 
 NAMES = frozenset({"weight", "bias", "in_proj_weight", "in_proj_bias"})
 
@@ -53,14 +53,14 @@ def _reads_of(cls: type[nn.Module]) -> Reads:
     methods: dict[str, list[ast.FunctionDef]] = {}
     for base in cls.__mro__:
         if base.__module__.split(".")[0] not in ("torch", "builtins", "abc", "typing"):
-            own = _methods_of(base)
+            own = methods_of(base)
             if own is None:
                 return Reads(frozenset(), other=True)
             for method in own:
                 methods.setdefault(method.name, []).append(method)
     names: set[str] = set()
     other = False
-    for node in _reached(methods, "forward"):
+    for node in reached(methods, "forward"):
         if node.attr in NAMES and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
             if isinstance(node.value, ast.Attribute):
                 names.add(node.value.attr)
@@ -70,7 +70,7 @@ def _reads_of(cls: type[nn.Module]) -> Reads:
 
 
 @lru_cache(maxsize=512)
-def _methods_of(cls: type) -> tuple[ast.FunctionDef, ...] | None:
+def methods_of(cls: type) -> tuple[ast.FunctionDef, ...] | None:
     """The methods that the class itself defines; None if its source cannot be found."""
     try:
         definitions = _classes_in(inspect.getsourcefile(cls) or "").get(cls.__qualname__, [])
@@ -101,7 +101,7 @@ def _classes_in(file: str) -> dict[str, list[ast.stmt]]:
     return found
 
 
-def _reached(methods: Mapping[str, list[ast.FunctionDef]], first: str) -> Iterator[ast.Attribute]:
+def reached(methods: Mapping[str, list[ast.FunctionDef]], first: str) -> Iterator[ast.Attribute]:
     """All ``something.name`` in a method, and in those of the same class that it names."""
     todo, seen, asked = [first], {first}, set[int]()
     while todo:

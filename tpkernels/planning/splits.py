@@ -39,12 +39,14 @@ def as_array_split() -> Iterator[None]:
 class Unproven(Exception):
     """What follows from the data flow does not show that a cut computes the same.
 
-    ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.
+    ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
+    whole tensors among the arguments of the op are made that met parts.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
         super().__init__(reason)
         self.reason, self.count = reason, count
+        self.parameters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ __all__ = [
     "Experts",
     "Features",
     "Heads",
+    "PartNorm",
     "Replicate",
     "Row",
+    "Sliced",
     "Style",
     "Vocabulary",
     "as_style",
@@ -143,7 +145,24 @@ class Replicate:
     sequence_parallel: bool = False
 
 
-Style = Column | Row | CopiedHeads | Vocabulary | Features | Heads | Experts | Replicate
+@dataclass(frozen=True)
+class Sliced:
+    """Keep the module's code, and cut some of its parameters (sinks, a bias per head) with the heads that they meet.
+
+    ``parameters``: names and dimensions; the others stay whole.
+    """
+
+    parameters: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class PartNorm:
+    """Replace an RMS norm over features that are cut by a :class:`tpkernels.nn.PartRMSNorm`."""
+
+    epsilon: float
+
+
+Style = Column | Row | CopiedHeads | Vocabulary | Features | Heads | Experts | Sliced | PartNorm | Replicate
 
 STYLES: dict[str, Style] = {
     "column": Column(),
@@ -178,6 +197,8 @@ _KINDS = {
     "features": Features,
     "heads": Heads,
     "experts": Experts,
+    "sliced": Sliced,
+    "part_norm": PartNorm,
     "replicate": Replicate,
 }
 
@@ -258,15 +279,27 @@ def style_from_dict(value: object) -> Style:
     for key, item in given.items():
         if key not in known:
             raise ValueError(f"style {value['style']!r} has no option {key!r}; it has {list(known)}")
-        wanted = {"bool": bool, "int": int, "str": str}.get(str(known[key].type))
-        if wanted is None:
+        wanted = {"bool": bool, "int": int, "str": str, "float": float}.get(str(known[key].type))
+        if key == "parameters":
+            given[key] = _named_dims(item)
+        elif wanted is None:
             if not isinstance(item, list) or not all(type(part) is int and part > 0 for part in item):
                 raise ValueError(f"option {key!r} must be a list of positive numbers, got {item!r}")
             given[key] = tuple(item)
         elif type(item) is not wanted:
             raise ValueError(f"option {key!r} must be a {wanted.__name__}, got {item!r}")
-    missing = [name for name in ("heads", "copies") if name in known and name not in given]
+    missing = [name for name in ("heads", "copies", "parameters", "epsilon") if name in known and name not in given]
     if missing:
         raise ValueError(f"style {value['style']!r} lacks {missing}")
     style: Style = kind(**given)
     return style
+
+
+def _named_dims(value: Any) -> tuple[tuple[str, int], ...]:
+    pairs = value if isinstance(value, list) else [None]
+    if not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) is str and type(pair[1]) is int
+        and pair[1] >= 0 for pair in pairs
+    ):  # fmt: skip
+        raise ValueError(f"option 'parameters' must be a list of names with dimensions, got {value!r}")
+    return tuple((name, dim) for name, dim in pairs)

@@ -9,11 +9,13 @@ needs a value fails, and says so (:mod:`tpkernels.planning.opaque_modules`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.planning.part_norms import NormCall, numbers_in
 from tpkernels.planning.session import (
     TRANSPARENT,
     Event,
@@ -33,7 +35,23 @@ from tpkernels.planning.session import (
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.tensors import can_require_grad, storage_of, tensors_in
 
-__all__ = ["Recording"]
+__all__ = ["Example", "Recording"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """How a run is begun: the model with these arguments, or one of its methods."""
+
+    method: str
+    args: Any
+    kwargs: Any
+
+    def of(self, model: nn.Module) -> Any:
+        """What is called."""
+        return getattr(model, self.method) if self.method else model.forward
+
+    def run(self, model: nn.Module) -> Any:
+        return (getattr(model, self.method) if self.method else model)(*self.args, **self.kwargs)
 
 
 class Recording(Session):
@@ -65,6 +83,8 @@ class Recording(Session):
         self.slots: dict[str, int] = {}
         """Rows of each module of experts: one for each expert of each token."""
         self.layer_inputs: dict[str, list[int]] = {}
+        self.norm_calls: dict[int, NormCall] = {}
+        """Of modules that may be norms and take what a layer gives, by the event that each begins with."""
         self.layer_reads: dict[str, list[tuple[int, int]]] = {}
         """Of each call of a layer: which tensor it read, and the node that had last written it."""
         self.callers: dict[str, str] = {}
@@ -80,16 +100,25 @@ class Recording(Session):
         self._noise: set[int] = set()
         self._open: list[Scope] = []
 
-    def run(self, args: Any, kwargs: Any) -> None:
+    def also(self, other: Recording) -> None:
+        """What another example runs is run by an example, too: its layers that this one does not call."""
+        self.rows_unknown |= other.rows_unknown - self.layer_rows.keys()
+        for mine, others in (
+            (self.layer_rows, other.layer_rows), (self.gradient_rows, other.gradient_rows), (self.slots, other.slots)
+        ):  # fmt: skip
+            for name, count in others.items():
+                mine.setdefault(name, count)
+
+    def run(self, call: Example) -> None:
         """Run the model on fake inputs."""
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in tree_leaves((call.args, call.kwargs)):
             if isinstance(leaf, Tensor) and can_require_grad(leaf):
                 self.nodes.append(Node([], is_input=True))
                 self._node_of[id(leaf)] = len(self.nodes) - 1
                 self.set_origin(leaf, None)
             self.kept.append(leaf)
         with self.shadow.running(self):
-            out = self.shadow.model(*args, **kwargs)
+            out = call.run(self.shadow.model)
         self.kept.append(out)
         self.results = {self.source(tensor) for tensor in tensors_in(out)}
         self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
@@ -147,6 +176,16 @@ class Recording(Session):
         event = Event(None, [Shape(x.shape)], {}, [Shape(shape)], layer=name, sources=(self.source(x),))
         self._add(event, [out])
         return out
+
+    def norm_called(self, name: str, forward: Any, x: Tensor) -> Any:
+        start, source = len(self.events), self.source(x)
+        y = forward(x)
+        from_layer = isinstance(source, tuple) and self.events[source[1]].layer is not None
+        if from_layer and isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
+            numbers = tuple(numbers_in(self.events[start:]))
+            call = NormCall(name, len(self.events), source, self.source(y), tuple(y.shape), numbers)
+            self.norm_calls[start] = call
+        return y
 
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
         self.callers[name], self.last_opaque = (self._open[-2].name if len(self._open) > 1 else ""), name

@@ -1,8 +1,9 @@
 """Sharding of whole models: ``make_plan`` finds a plan, made of styles, and ``parallelize`` applies it."""
 
+from tpkernels.planning.layers import register_layer
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
-from tpkernels.planning.styles import Column, CopiedHeads, Features, Replicate, Row, Vocabulary
+from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Vocabulary
 from tpkernels.sharding.apply import parallelize
 from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.sharding.outputs import whole_outputs
@@ -19,9 +20,11 @@ __all__ = [
     "CopiedHeads",
     "Features",
     "Loaded",
+    "PartNorm",
     "Replicate",
     "Row",
     "ShardingPlan",
+    "Sliced",
     "Verification",
     "Vocabulary",
     "clip_grad_norm_",
@@ -34,6 +37,7 @@ __all__ = [
     "make_plan",
     "optimizer_state_dict",
     "parallelize",
+    "register_layer",
     "save_pretrained",
     "save_snapshot",
     "verify",

@@ -32,14 +32,17 @@ from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.parameters import check_unit, tp_mesh
+from tpkernels.nn.part_norm import PartRMSNorm
 from tpkernels.nn.replicated import Converted, replicate_parameters
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
+from tpkernels.nn.sliced import check_slices, slice_parameters
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.planning.experts import Refused, check_layout
 from tpkernels.planning.hints import match
-from tpkernels.planning.layers import Layer, is_attention, layer_of, take_place, unswappable
+from tpkernels.planning.layers import Layer, as_torchs, is_attention, layer_of, take_place, unswappable
+from tpkernels.planning.numbers import owner_of, set_number
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import check_plain, make_plan
 from tpkernels.planning.shared_inputs import share_inputs
@@ -49,8 +52,10 @@ from tpkernels.planning.styles import (
     Experts,
     Features,
     Heads,
+    PartNorm,
     Replicate,
     Row,
+    Sliced,
     Style,
     Vocabulary,
     as_style,
@@ -155,10 +160,13 @@ def parallelize(
     else:
         styles, idle = _explicit(plan, model, modules), set()
     _check_heads(styles, modules, tp)
-    kept = (Replicate, Heads, Experts)
+    kept = (Replicate, Heads, Experts, Sliced, PartNorm)
     swaps = {name: style for name, style in styles.items() if not isinstance(style, kept)}
     layers = {name: _check_swap(name, modules[name], style, tp) for name, style in swaps.items()}
     _check_sharing(model, modules, swaps, layers, idle)
+    for name, style in styles.items():
+        if isinstance(style, Sliced):
+            check_slices(modules[name], dict(style.parameters))
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
     for name, experts_style in experts_styles.items():
         _check_experts(name, modules[name], experts_style)
@@ -174,9 +182,13 @@ def parallelize(
 
     shared = {id(modules[name]): (modules[name], style) for name, style in experts_styles.items()}
     mixtures = [(old, CutExperts.of(old, style.layout, tp, style.implementation)) for old, style in shared.values()]
+    over_parts = {
+        id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, PartNorm)
+    }
+    norms = [(old, PartRMSNorm.from_norm(old, tp, epsilon=style.epsilon)) for old, style in over_parts.values()]
     for old, new in replacements:
         take_place(old, new)
-    for old, new in mixtures:
+    for old, new in (*mixtures, *norms):
         old.__class__, old.__dict__ = type(new), new.__dict__
     call_cut_layers(model, [old for old, _ in replacements])
     # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
@@ -186,11 +198,15 @@ def parallelize(
         if isinstance(style, Replicate) and (style.sequence_parallel or recurse):
             summed = style.sequence_parallel
             replicate_parameters(modules[name], tp, sequence_parallel=summed, recurse=recurse, converted=converted)
+    for sliced_module, sliced in {
+        id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, Sliced)
+    }.values():
+        slice_parameters(sliced_module, dict(sliced.parameters), tp)
     replicate_parameters(model, tp, converted=converted)
     if isinstance(plan, ShardingPlan):
         for key, (_, values) in plan.attributes.items():
-            name, _, attribute = key.rpartition(".")
-            setattr(modules[name], attribute, values[tp.get_local_rank()])
+            name, attribute = owner_of(key, modules)
+            set_number(modules[name], attribute, values[tp.get_local_rank()])
         share_inputs(plan.shared, model, modules)
         if fused_norm:
             fuse_norms(plan.fused, modules, tp, always=fused_norm != "auto")
@@ -229,9 +245,12 @@ def _attention(module: nn.Module, name: str = "") -> nn.MultiheadAttention:
 
 def _explicit(plan: Mapping[str, object], model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
     styles = match({pattern: as_style(pattern, style) for pattern, style in plan.items()}, model)
-    return {
-        name: as_style(name, style, embedding=isinstance(modules[name], nn.Embedding)) for name, style in styles.items()
-    }
+    return {name: as_style(name, style, embedding=_is_table(modules[name])) for name, style in styles.items()}
+
+
+def _is_table(module: nn.Module) -> bool:
+    layer = layer_of(module)
+    return isinstance(module, nn.Embedding) or (layer is not None and layer.kind == "embedding")
 
 
 def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> Layer:
@@ -347,6 +366,7 @@ def _replacements(
 
 def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     options = asdict(style)
+    old = as_torchs(old)
     if isinstance(style, Column):
         one = ("gather_output", "unit") if style.segments else ("segments", "units")
         for option in one:

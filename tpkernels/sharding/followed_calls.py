@@ -18,6 +18,7 @@ from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.sliced import sliced_parameters
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.splits import Split
 from tpkernels.sharding import nested_tensors
@@ -56,6 +57,9 @@ class Followed(AbstractContextManager["Followed"]):
         self.own_rows = {id(module.out_proj) for module in own}
         handle = register_module_forward_hook(self._called, with_kwargs=True)
         self.stack.callback(handle.remove)
+        for module in self.model.modules():
+            for tensor, dim in sliced_parameters(module):
+                self.parts.mark(tensor, frozenset([Split(dim, (tensor.shape[dim],))]))
         self.stack.enter_context(self.parts)
         return self
 

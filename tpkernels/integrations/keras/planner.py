@@ -23,7 +23,7 @@ from tpkernels.planning.proofs import Decision, decide
 from tpkernels.planning.search import Proof
 from tpkernels.planning.session import Event
 from tpkernels.planning.splits import as_array_split, share
-from tpkernels.planning.trace import Recording
+from tpkernels.planning.trace import Example, Recording
 
 __all__ = ["EXPANSION", "check_built", "example_of", "make_plan"]
 
@@ -296,18 +296,20 @@ def _observe(shadow: KerasShadow, example: Any) -> Observation:
         ValueError: it cannot be traced.
     """
     found = Observation.__new__(Observation)
-    found.shadow, found.problem, found.note, found.recordings = shadow, "", "", []
+    found.shadow, found.problem, found.note, found.examples, found.calls = shadow, "", "", [[]], {}
     found.args, found.kwargs = shadow.fake_inputs((example,), {})
+    call = Example("", found.args, found.kwargs)
     failures: dict[str, str] = {}
     for mode in MODES_RUN:
         shadow.set_mode(mode)
         recording = Recording(shadow)
         try:
-            recording.run(found.args, found.kwargs)
+            recording.run(call)
         except Exception as error:  # noqa: BLE001 - the model's own code runs
             failures[str(mode)] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
-        found.recordings.append((mode, recording))
+        found.examples[0].append((mode, recording))
+        found.calls[id(recording)] = call
     if failures:
         mode_name, why = next(iter(failures.items()))
         raise ValueError(f"{type(shadow.model.keras_model).__name__} cannot be traced in {mode_name}: {why}")

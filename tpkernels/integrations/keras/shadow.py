@@ -246,6 +246,9 @@ class KerasShadow(Shadow):
 
         return call
 
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        return {}  # variables are no parameters of modules
+
     def set_mode(self, mode: Mode) -> None:
         self.model.training, self.gradients = mode.training, mode.gradients
 

@@ -1,0 +1,162 @@
+"""How much of each architecture's body a plan cuts, and how much of it in pairs; no rank is started.
+
+    python benchmarks/plan_shares.py [--only NAME,...] [--world 2] [--out FILE.json]
+
+Every architecture is built small (tests/models/architectures/) and planned for ``--world`` ranks, without inputs and,
+where those show more, with example inputs.  What a plan says of a parameter counts with the parameter's bytes in the
+default configuration, which is built on the meta device: convolutions and tables of a small model are larger than they
+are in a real one.  The body is everything but tables (``nn.Embedding``) and output heads.  "In pairs" are columns and
+rows that the data flow proves, heads and experts: one sum serves a pair, where a layer by itself is gathered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import nn
+
+import tpkernels as tpk
+from tests.models.architectures.catalogue import architectures, config_class
+from tests.models.architectures.inputs import calls
+from tests.models.architectures.reference import CannotBuild, build, computing
+from tpkernels.planning.plan import NO_DATA_FLOW, Entry
+from tpkernels.planning.styles import Column, Features, Replicate, Row, Vocabulary
+
+COMMON = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma3 phi phi3 olmo olmo2 olmo3 cohere cohere2 "
+    "stablelm falcon bloom mpt gpt2 gptj gpt_neox gpt_bigcode gpt_oss mixtral deepseek_v2 deepseek_v3 "
+    "qwen3_moe t5 bart m2m_100 whisper bert roberta deberta-v2 vit dinov3_vit beit swin clip siglip llava "
+    "qwen2_5_vl internvl paligemma blip-2 mamba mamba2 jamba falcon_h1 zamba2 nemotron_h lfm2 segformer "
+).split()
+"""Those that most people run."""
+
+
+def pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def published_bytes(name: str) -> Counter[str]:
+    """Bytes of the parameters in the default configuration, by name without the numbers of layers."""
+    import transformers
+
+    known = architectures()[name]
+    config = config_class(known.model_type)()
+    config = getattr(config, known.part) if known.part else config
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, known.kind)(config)
+    found: Counter[str] = Counter()
+    for key, parameter in model.named_parameters():
+        found[pattern(key)] += parameter.numel()
+    return found
+
+
+def in_pairs(entry: Entry) -> bool:
+    style = entry.style
+    if isinstance(style, Replicate | Vocabulary) or "not proven" in entry.reason:
+        return False
+    if isinstance(style, Column | Features):
+        return not style.gather_output
+    return not (isinstance(style, Row) and style.split_input)
+
+
+def shares(name: str, model: nn.Module, plan: tpk.ShardingPlan, sizes: Counter[str]) -> dict[str, Any]:
+    heads = {id(model.get_output_embeddings())} if hasattr(model, "get_output_embeddings") else set()
+    small: Counter[str] = Counter()
+    for key, parameter in model.named_parameters():
+        small[pattern(key)] += parameter.numel()
+    total = cut = pairs = 0.0
+    rest: Counter[str] = Counter()
+    for entry in plan.entries:
+        module = model.get_submodule(entry.path)
+        if isinstance(module, nn.Embedding) or id(module) in heads:
+            continue
+        for part in entry.parameters:
+            if part.tied:
+                continue
+            key = pattern(f"{entry.path}.{part.name}" if entry.path else part.name)
+            size = torch.Size(part.shape).numel() * (sizes[key] / small[key] if sizes[key] and small[key] else 1.0)
+            total += size
+            cut += size if part.dim is not None else 0
+            pairs += size if part.dim is not None and in_pairs(entry) else 0
+            if part.dim is None or not in_pairs(entry):
+                where = f"{pattern(entry.path)}.{part.name}: {'whole' if part.dim is None else 'gathered'}"
+                rest[f"{where}, {entry.reason}"] += size
+    total = total or 1.0
+    shown = [f"{100 * size / total:.0f} % {why[:230]}" for why, size in rest.most_common(5) if size > 0.01 * total]
+    return {"cut": cut / total, "pairs": pairs / total, "rest": shown, "notes": list(plan.notes)}
+
+
+def examine(name: str, world: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "world": world}
+    try:
+        model = build(name)
+    except CannotBuild as error:
+        return row | {"status": error.stage, "why": error.reason}
+    try:
+        sizes = published_bytes(name)
+    except Exception as error:  # noqa: BLE001 - a default configuration can make a class raise anything
+        sizes, row["small"] = Counter(), f"{type(error).__name__}: {str(error)[:80]}"
+    best: dict[str, Any] = {}
+    for kind, arguments in [("", None), *calls(name, model)]:
+        if kind == "" or not best or best["pairs"] < 0.9:
+            try:
+                with computing(torch.float32):
+                    plan = tpk.make_plan(model, world, example_inputs=arguments)
+            except ValueError as error:
+                row.setdefault("why", str(error)[:200])
+                continue
+            found = shares(name, model, plan, sizes) | {"inputs": kind}
+            found["traced"] = not any(note.startswith(NO_DATA_FLOW) for note in plan.notes)
+            if kind == "":
+                row["without inputs"] = [found["cut"], found["pairs"], found["traced"]]
+            if not best or found["pairs"] > best["pairs"] + 0.005:
+                best = found
+    return row | best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(COMMON), help='names, separated by commas, or "all" (default: 54)')
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--out", metavar="FILE", help="result file; rows it has are kept")
+    args = parser.parse_args()
+    names = list(architectures()) if args.only == "all" else [name for name in args.only.split(",") if name]
+    if strangers := [name for name in names if name not in architectures()]:
+        parser.error(f"this transformers has no {', '.join(strangers)}")
+    path = Path(args.out) if args.out else None
+    rows = {row["name"]: row for row in json.loads(path.read_text())} if path and path.exists() else {}
+    for name in names:
+        if name in rows:
+            continue
+        begun = time.monotonic()
+        row = rows[name] = examine(name, args.world)
+        row["seconds"] = round(time.monotonic() - begun, 1)
+        if path:
+            path.write_text(json.dumps(list(rows.values()), indent=1))
+        without = row.get("without inputs", [0, 0, False])
+        found = f"cut {row['cut']:5.1%} pairs {row['pairs']:5.1%}" if "cut" in row else row.get("why", "")[:100]
+        alone = f"{without[0]:.0%}, {without[1]:.0%}{'' if without[2] else ', untraced'}"
+        print(
+            f"{name:<24}{found}  (without inputs {alone}; {row.get('inputs') or '-'}; {row['seconds']} s)", flush=True
+        )
+        for line in row.get("rest", []):
+            print(f"    {line}")
+    done = [row for row in rows.values() if "cut" in row]
+    whole = sum(row["cut"] >= 0.95 for row in done)
+    paired = sum(row["pairs"] >= 0.9 for row in done)
+    print(f"{len(done)} planned: {whole} with at least 95 % of the body cut, {paired} with at least 90 % in pairs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

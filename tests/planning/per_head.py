@@ -1,0 +1,185 @@
+"""Attention with parameters, norms and numbers of its own for each head, and layers with code of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEADS, EACH = 6, 4
+WIDTH = HEADS * EACH
+WORDS = 41
+
+
+class RMSNorm(nn.Module):
+    """Over all heads at once, as in OLMo 2."""
+
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * y).to(x.dtype)
+
+
+class Centred(RMSNorm):
+    """Looks like it, and is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Bias(nn.Module):
+    """A table of one bias per head and distance, as in Swin."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, heads))
+
+    def forward(self, length: int) -> Tensor:
+        places = torch.arange(length)
+        distance = (places[:, None] - places).clamp(-4, 4) + 4
+        rows = self.table[distance.view(-1)].view(length, length, -1)
+        return rows.permute(2, 0, 1).unsqueeze(0)
+
+
+class Attention(nn.Module):
+    def __init__(self, how: str, heads: int = HEADS) -> None:
+        super().__init__()
+        width = heads * EACH
+        self.how, self.config = how, SimpleNamespace(heads=heads, other=3)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * width), nn.Linear(width, WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, width) for _ in range(3))
+        norm = Centred if how == "centred" else RMSNorm
+        self.query_norm, self.key_norm = norm(width), norm(width)
+        self.sinks, self.bias = nn.Parameter(torch.randn(heads)), Bias(heads)
+        self.gain = nn.Parameter(torch.randn(heads, EACH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        if self.how == "config":
+            q, k, v = self.qkv(x).view(batch, length, 3, self.config.heads, EACH).permute(2, 0, 3, 1, 4)
+        else:
+            parts = [self.query(x), self.key(x), self.value(x)]
+            if self.how in ("norms", "centred", "norm of both"):
+                parts[0], parts[1] = self.query_norm(parts[0]), self.key_norm(parts[1])
+            q, k, v = (part.view(batch, length, -1, EACH).transpose(1, 2) for part in parts)
+        if self.how == "gain":
+            q = (q.transpose(1, 2) * self.gain).transpose(1, 2)
+        scores = q @ k.transpose(-2, -1)
+        if self.how == "bias":
+            scores = scores + self.bias(length)
+        if self.how == "sinks":
+            sinks = self.sinks.reshape(1, -1, 1, 1).expand(batch, -1, length, 1)
+            both = torch.cat([scores, sinks], -1)
+            both = both - both.max(-1, keepdim=True).values
+            weights = both.softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        heads = weights @ v
+        if self.how == "order of heads":  # a rank has other heads than these places say
+            heads = heads * self.sinks.sort().values.view(1, -1, 1, 1)
+        if self.how == "sum of all":
+            heads = heads * self.sinks.sum()
+        y: Tensor = self.out(heads.transpose(1, 2).reshape(batch, length, -1))
+        if self.how == "norm of both":
+            y = y + self.query_norm(y)
+        if self.how == "read twice":
+            y = y + self.sinks.mean()
+        return y
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Multiplies what torch's gives, as Gemma 3 does, with a number that is a buffer."""
+
+    def __init__(self, *sizes: int, scale: float) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Buffer(torch.tensor(scale), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale.to(self.weight.dtype)
+
+
+class WrittenOut(nn.Linear):
+    """As Falcon's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = input @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Shifted(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input * 2).relu() + 1
+
+
+class Again(Shifted):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3
+
+
+class Rounded(nn.Linear):
+    """Computes what torch does for some numbers alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.clamp(-50, 50), self.weight, self.bias)
+
+
+class Words(nn.Module):
+    """A table tied to a head, and linears with code of their own."""
+
+    def __init__(self, up: Any = Again, down: Any = WrittenOut) -> None:
+        super().__init__()
+        self.table = ScaledEmbedding(WORDS, WIDTH, scale=3.0)
+        self.up, self.down = up(WIDTH, 18), down(18, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        y: Tensor = self.head(x + self.down(self.up(x)))
+        return y
+
+
+class Projection(nn.Module):
+    """A linear that is none of torch's."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Towers(nn.Module):
+    """Text alone does not run the tower of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = (nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, text: Tensor, image: Tensor | None = None) -> Tensor:
+        x = self.text(text)
+        if image is not None:
+            x = x + self.image(image).mean(1, keepdim=True)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Between(Towers):
+    """With an image, what text alone has proven to be local is not."""
+
+    def forward(self, text: Tensor, image: Tensor | None = None) -> Tensor:
+        x = self.text[0](text)
+        if image is not None:
+            x = x + self.image[0](image).mean(1, keepdim=True).flip(-1)
+        y: Tensor = self.head(self.text[2](x))
+        return y

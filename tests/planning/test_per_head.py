@@ -1,0 +1,171 @@
+"""What belongs to each head is cut with it: norms over all heads, parameters, numbers of a config; and layers with code
+of their own are cut inside of that code."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpkernels as tpk
+from tests.models.compare import compare_tensors, differs
+from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.planning import per_head
+from tests.planning.per_head import Attention
+from tpkernels.planning import layers
+from tpkernels.planning.layers import layer_of
+from tpkernels.planning.numbers import number_of, set_number
+from tpkernels.planning.styles import Column, PartNorm, Replicate, Row, Sliced, Vocabulary
+from tpkernels.testing.spawn import Pools
+
+X = torch.zeros(2, 5, per_head.WIDTH)
+CUT = ("norms", "sinks", "bias", "gain", "config")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", CUT)
+def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
+    plan = tpk.make_plan(Attention(how), 2, example_inputs=X)
+    assert plan["out"].style == Row()
+    if how == "norms":
+        assert plan["query_norm"].style == plan["key_norm"].style == PartNorm(1e-5)
+        assert plan["query_norm"].wire_bytes == 2 * 2 * 4 * 10 // 2
+    elif how == "config":
+        assert plan["qkv"].style == Column(segments=(24, 24, 24)) and plan.attributes == {"config.heads": (6, (3, 3))}
+    elif how == "bias":
+        assert plan["bias"].style == Sliced((("table", 1),))
+        assert plan["bias"].parameters[0].local_shapes == ((9, 3), (9, 3))
+    else:
+        assert plan[""].style == Sliced((("gain" if how == "gain" else "sinks", 0),))
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    plan.validate(Attention(how))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", ["centred", "norm of both", "order of heads", "sum of all", "read twice"])
+def test_what_only_looks_so_is_not_cut(how: str) -> None:
+    plan = tpk.make_plan(Attention(how), 2, example_inputs=X)
+    styles = [entry.style for entry in plan.entries]
+    assert not any(isinstance(style, PartNorm | Sliced) for style in styles)
+    if how == "read twice":
+        assert plan["out"].style == Row()
+    else:
+        assert plan["out"].style == Column(gather_output=True)
+
+
+@pytest.mark.cpu
+def test_layers_with_code_of_their_own_are_cut_inside_of_it() -> None:
+    plan = tpk.make_plan(per_head.Words(), 2, example_inputs=torch.zeros(2, 5, dtype=torch.long))
+    assert plan["up"].style == Column() and plan["down"].style == Row()
+    assert plan["table"].style == Vocabulary() and plan["head"].style == Column(gather_output=True)
+    plan = tpk.make_plan(per_head.Words(per_head.Rounded), 2, example_inputs=torch.zeros(2, 5, dtype=torch.long))
+    assert plan["up"].style == Replicate() and layer_of(per_head.Rounded(3, 5)) is None
+
+
+@pytest.mark.cpu
+def test_a_number_of_a_config_is_another_one_for_one_module_alone() -> None:
+    first, second = Attention("config"), Attention("config")
+    second.config = config = first.config
+    set_number(first, "config.heads", 2)
+    assert (number_of(first, "config.heads"), number_of(second, "config.heads")) == (2, 6)
+    config.other = 5
+    both = nn.ModuleList([first, second])
+    for pair in (both, copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        assert isinstance(pair[0].config, type(config)) and (pair[0].config.heads, pair[0].config.other) == (2, 5)
+        assert (pair[1].config.heads, pair[1].config.other) == (6, 5)
+        pair[1].config.other = 7
+        assert pair[0].config.other == 7, "it follows the config that it is a view of"
+        pair[1].config.other = 5
+
+
+def by_value(how: str) -> list[str]:
+    torch.manual_seed(0)
+    plain: nn.Module = per_head.Words() if how == "words" else Attention(how)
+    plain = plain.double()
+    x = torch.randint(0, per_head.WORDS, (2, 5)) if how == "words" else torch.randn(2, 5, per_head.WIDTH).double()
+    model = copy.deepcopy(plain)
+    plan = tpk.make_plan(model, tp_mesh(), example_inputs=x)
+    found = [] if isinstance(plan["down" if how == "words" else "out"].style, Row) else [f"{how} is not cut"]
+    tpk.parallelize(model, tp_mesh(), plan)
+    model = copy.deepcopy(model)
+    inputs: list[Any] = [x, x.clone()]
+    if how != "words":
+        inputs = [one.requires_grad_() for one in inputs]
+    outputs = [net(one) for net, one in zip((model, plain), inputs, strict=True)]
+    for out in outputs:
+        out.square().sum().backward()
+    pairs = {"output": (outputs[0], outputs[1])}
+    if how != "words":
+        pairs["gradient of x"] = (inputs[0].grad, inputs[1].grad)
+    found += [f"{how} {what}: {why}" for what, (a, b) in pairs.items() if (why := differs(a, b, 1e-11))]
+    state = tpk.full_state_dict(model)
+    found += [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)]
+    return found + compare_tensors(model, plain, 1e-11)
+
+
+def all_by_value() -> list[str]:
+    return [problem for how in (*CUT, "words") for problem in by_value(how)]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 3])
+def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, world: int) -> None:
+    assert ranks(world).run(all_by_value, timeout=LIMIT_S) == [[]] * world
+
+
+@pytest.fixture
+def _registered() -> Any:
+    tpk.register_layer(per_head.Projection, "linear")
+    yield
+    del layers._REGISTERED[per_head.Projection]
+
+
+def registered_by_value() -> list[str]:
+    tpk.register_layer(per_head.Projection, "linear")
+    torch.manual_seed(0)
+    plain = nn.Sequential(per_head.Projection(6, 14), nn.GELU(), per_head.Projection(14, 6)).double()
+    model, x = copy.deepcopy(plain), torch.randn(3, 6).double()
+    tpk.parallelize(model, tp_mesh(), example_inputs=x)
+    del layers._REGISTERED[per_head.Projection]
+    outputs = [net(x) for net in (model, plain)]
+    for out in outputs:
+        out.square().sum().backward()
+    problem = differs(outputs[0], outputs[1], 1e-11)
+    kinds = [type(module) for module in model]
+    cut = issubclass(kinds[0], tpk.nn.ColumnParallelLinear) and issubclass(kinds[2], tpk.nn.RowParallelLinear)
+    return ([] if cut else [f"{kinds}"]) + ([problem] if problem else []) + compare_tensors(model, plain, 1e-11)
+
+
+@pytest.mark.gloo
+def test_a_registered_class_is_cut_as_torchs_layer(ranks: Pools) -> None:
+    assert ranks(2).run(registered_by_value, timeout=LIMIT_S) == [[], []]
+
+
+@pytest.mark.cpu
+def test_a_registered_class_that_holds_more_stays_whole(_registered: None) -> None:
+    layer: Any = per_head.Projection(6, 14)
+    assert layer_of(layer) == layers.Layer("linear", 6, 14) and layers.kind_of(layer) == "Linear"
+    layer.gain = nn.Parameter(torch.ones(1))
+    assert layer_of(layer) is None
+    for cls, kind in ((per_head.Projection, "row"), (nn.Linear, "linear"), (3, "linear")):
+        with pytest.raises(ValueError, match=r"kind must be one of|cls must be a subclass"):
+            tpk.register_layer(cls, kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.cpu
+def test_what_any_of_several_calls_runs_is_cut_and_the_plan_holds_for_all() -> None:
+    text, image = torch.zeros(2, 5, 8), torch.zeros(2, 3, 8)
+    alone = tpk.make_plan(per_head.Towers(), 2, example_inputs=text)
+    assert alone["text.0"].style == Column() and alone["image.0"].style == Replicate()
+    both = tpk.make_plan(per_head.Towers(), 2, example_inputs=[(text,), {"text": text, "image": image}])
+    assert both["text.0"].style == both["image.0"].style == Column() and both["image.2"].style == Row()
+    assert "text 2x5x8; and text 2x5x8, image 2x3x8" in both.example
+    assert tpk.make_plan(per_head.Between(), 2, example_inputs=text)["text.2"].style == Row()
+    plan = tpk.make_plan(per_head.Between(), 2, example_inputs=[(text,), (text, image)])
+    assert plan["text.2"].style != Row(), "the second call flips the features"
+    with pytest.raises(ValueError, match=r"example_inputs\[1\]"):
+        tpk.make_plan(per_head.Towers(), 2, example_inputs=[(text,), (text, torch.zeros(2, 3, 9))])

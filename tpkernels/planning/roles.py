@@ -1,0 +1,36 @@
+"""What a layer, or a parameter, is to a group that is cut; and which ranks differ in what they have of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tpkernels.planning.splits import Split, share
+
+__all__ = ["Role", "unlike_ranks"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
+
+    A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
+    ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
+    """
+
+    kind: str
+    segments: tuple[int, ...]
+    group: int = 0
+    pieces: int = 0
+    dim: int = -1
+
+    def split(self, dim: int) -> Split:
+        return Split(dim, self.segments, self.pieces)
+
+
+def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
+    """One rank for each set of ranks with equal sizes, the first: a proof for these holds for all."""
+    cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.segments})
+    shares = [share(size, world_size, pieces) for size, pieces in cuts]
+    firsts = {tuple(sizes[rank] for sizes in shares): rank for rank in reversed(range(world_size))}
+    return sorted(firsts.values())
