@@ -21,6 +21,7 @@ _REASONS = {
 
 _REASONS_OF_FAULTS = {
     "unbind refuses nothing": "a rank has fewer results, and the replay counts them",
+    "copy_ refuses nothing": "what is written to keeps its layout, which the replay compares",
 }
 
 UNREACHABLE = {name: why for name in FAULTS for rule, why in _REASONS.items() if name.partition(" ")[0] == rule}

@@ -183,3 +183,36 @@ class Between(Towers):
             x = x + self.image[0](image).mean(1, keepdim=True).flip(-1)
         y: Tensor = self.head(self.text[2](x))
         return y
+
+
+class Latent(nn.Module):
+    """Attention whose keys and values come from a latent, and whose keys have a part that all heads share."""
+
+    def __init__(self, how: str = "latent") -> None:
+        super().__init__()
+        self.how = how
+        self.down, self.norm, self.up = nn.Linear(WIDTH, 14), RMSNorm(10), nn.Linear(10, HEADS * 8)
+        self.query, self.out = nn.Linear(WIDTH, HEADS * 8), nn.Linear(HEADS * 4, WIDTH)
+        self.gate = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        latent, turned = self.down(x).split([10, 4], -1)
+        turned = turned.view(batch, 1, length, 4) * torch.linspace(0.5, 2, 4, dtype=x.dtype)
+        if self.how == "latent with a gate":
+            turned = turned * self.gate(x).unsqueeze(1)
+        if self.how == "latent with a whole activation":
+            turned = turned * x.mean(-1).view(batch, 1, length, 1)
+        both = self.up(self.norm(latent)).view(batch, length, -1, 8).transpose(1, 2)
+        near, v = both.split([4, 4], -1)
+        k = both.new_empty(*both.shape[:-1], 8)
+        k[..., :4].copy_(near)
+        k[..., 4:].copy_(turned.expand(-1, near.shape[1], -1, -1))
+        q = self.query(x).view(batch, length, -1, 8).transpose(1, 2)
+        y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        z: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        if self.how == "latent that leaves":
+            z = z + latent.mean(-1, keepdim=True)
+        if self.how == "latent read by a whole layer":
+            z = z + self.gate(torch.cat([latent, latent, turned.squeeze(1)], -1)).sum(-1, keepdim=True)
+        return z

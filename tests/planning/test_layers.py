@@ -62,11 +62,6 @@ class ReadsBeside(nn.Linear):
         return super().forward(input) + self.weight.sum()
 
 
-class CallsOtherwise(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input=input)
-
-
 class OtherCall(nn.Linear):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) + 1
@@ -108,7 +103,6 @@ class OtherAttention(nn.MultiheadAttention):
 OTHERS = (
     OtherForward,
     ReadsBeside,
-    CallsOtherwise,
     OtherCall,
     OtherAttributes,
     OtherConversion,

@@ -23,15 +23,25 @@ from tpkernels.planning.styles import Column, PartNorm, Replicate, Row, Sliced, 
 from tpkernels.testing.spawn import Pools
 
 X = torch.zeros(2, 5, per_head.WIDTH)
-CUT = ("norms", "sinks", "bias", "gain", "config")
+CUT = ("norms", "sinks", "bias", "gain", "config", "latent", "latent with a gate")
+
+
+def made(how: str) -> nn.Module:
+    if how == "words":
+        return per_head.Words()
+    return per_head.Latent(how) if how.startswith("latent") else Attention(how)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", CUT)
 def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
-    plan = tpk.make_plan(Attention(how), 2, example_inputs=X)
+    plan = tpk.make_plan(made(how), 2, example_inputs=X)
     assert plan["out"].style == Row()
-    if how == "norms":
+    if how.startswith("latent"):
+        assert plan["up"].style == Column(sum_input_gradient=False) and plan["query"].style == Column()
+        assert plan["down"].style == Row(split_input=True, summed_gradient=True)
+        assert plan["norm"].style == Replicate(sequence_parallel=True)
+    elif how == "norms":
         assert plan["query_norm"].style == plan["key_norm"].style == PartNorm(1e-5)
         assert plan["query_norm"].wire_bytes == 2 * 2 * 4 * 10 // 2
     elif how == "config":
@@ -42,13 +52,16 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
     else:
         assert plan[""].style == Sliced((("gain" if how == "gain" else "sinks", 0),))
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
-    plan.validate(Attention(how))
+    plan.validate(made(how))
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("how", ["centred", "norm of both", "order of heads", "sum of all", "read twice"])
+@pytest.mark.parametrize("how", [
+    "centred", "norm of both", "order of heads", "sum of all", "read twice",
+    "latent with a whole activation", "latent that leaves", "latent read by a whole layer",
+])  # fmt: skip
 def test_what_only_looks_so_is_not_cut(how: str) -> None:
-    plan = tpk.make_plan(Attention(how), 2, example_inputs=X)
+    plan = tpk.make_plan(made(how), 2, example_inputs=X)
     styles = [entry.style for entry in plan.entries]
     assert not any(isinstance(style, PartNorm | Sliced) for style in styles)
     if how == "read twice":
@@ -84,8 +97,7 @@ def test_a_number_of_a_config_is_another_one_for_one_module_alone() -> None:
 
 def by_value(how: str) -> list[str]:
     torch.manual_seed(0)
-    plain: nn.Module = per_head.Words() if how == "words" else Attention(how)
-    plain = plain.double()
+    plain = made(how).double()
     x = torch.randint(0, per_head.WORDS, (2, 5)) if how == "words" else torch.randn(2, 5, per_head.WIDTH).double()
     model = copy.deepcopy(plain)
     plan = tpk.make_plan(model, tp_mesh(), example_inputs=x)

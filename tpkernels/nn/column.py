@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
@@ -66,6 +67,8 @@ class ColumnParallelLinear(ParallelLinear):
     cut_dim = 0
     shared: SharedInput | None = None
     """The layers that read the same tensor as this one, and run with it."""
+    sum_input_gradient = True
+    """Not where a plan has the sum of x's gradient further up, together with that of other uses of x."""
 
     def __init__(
         self,
@@ -144,6 +147,8 @@ class ColumnParallelLinear(ParallelLinear):
             self.check(x, shard_sizes)
         if self.shared is not None and self.shared.has_use(self):
             return self.shared.run(self, x, x if source is None else source, shard_sizes)
+        if not self.sum_input_gradient:
+            return F.linear(x, *self.parts()[0])
         if self.sequence_parallel or self.gather_output or x.dim() == 1:
             return run_together([self], x, self.mesh, shard_sizes)[0]
         mesh, weight, bias = self._local_parts()

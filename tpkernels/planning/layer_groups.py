@@ -8,6 +8,7 @@ the inputs are (row), and nothing else sees them.  The replay proves whether the
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tpkernels.planning.trace import Recording
@@ -23,6 +24,12 @@ class Group:
     rows: tuple[str, ...]
     random: bool
     """Dropout, or another random op, runs on what is cut."""
+    feeders: tuple[str, ...] = ()
+    """Layers that stay whole and give to the columns and to what is cut; their output's gradient is summed."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return (*self.columns, *self.rows, *self.feeders)
 
 
 def find_groups(recording: Recording) -> list[Group]:
@@ -35,12 +42,30 @@ def find_groups(recording: Recording) -> list[Group]:
         sources[layer], closed[layer], random[layer] = _walk_back(recording, inputs)
     seen_outside, _, _ = _walk_back(recording, recording.outputs)
     groups = []
-    for columns, rows in _components(sources):
+    for columns, rows, feeders in map(_without_feeders(sources), _components(sources)):
         sound = columns and rows and not columns & rows and not columns & seen_outside
         if sound and all(closed[row] for row in rows):
             noisy = any(random[row] for row in rows)
-            groups.append(Group(tuple(sorted(columns, key=order.get)), tuple(sorted(rows, key=order.get)), noisy))  # type: ignore[arg-type]
+            ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders)]
+            groups.append(Group(ordered[0], ordered[1], noisy, ordered[2]))
     return sorted(groups, key=lambda group: (len(group.columns) + len(group.rows), order[group.columns[0]]))
+
+
+def _without_feeders(
+    sources: dict[str, set[str]],
+) -> Callable[[tuple[set[str], set[str]]], tuple[set[str], set[str], set[str]]]:
+    """Take out of a component what feeds its columns: latent attention has a layer whose output goes into the
+    projection of keys and values, and beside it, as the part of the keys that all heads share."""
+
+    def taken(component: tuple[set[str], set[str]]) -> tuple[set[str], set[str], set[str]]:
+        columns, rows = component
+        inner = columns & rows
+        feeders = {layer for name in inner for layer in sources[name]}
+        if not inner or feeders & rows:
+            return columns, rows, set[str]()
+        return columns - feeders, rows - inner, feeders
+
+    return taken
 
 
 def _walk_back(recording: Recording, start: list[int]) -> tuple[set[str], bool, bool]:

@@ -59,7 +59,7 @@ def config_numbers(module: nn.Module) -> dict[str, int]:
 
 
 @lru_cache(maxsize=512)
-def _reads(cls: type[nn.Module]) -> frozenset[str]:
+def _reads(cls: Any) -> frozenset[str]:
     """Names in ``self.config.name`` of the forward of a class, and of the methods that it names."""
     methods: dict[str, list[ast.FunctionDef]] = {}
     for base in cls.__mro__:
@@ -81,7 +81,7 @@ def _view(config: Any, values: Mapping[str, int]) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _class_of_views(kind: type) -> type:
+def _class_of_views(kind: Any) -> Any:
     def get(self: Any, name: str) -> Any:
         if name in _OWN:
             return object.__getattribute__(self, name)

@@ -219,6 +219,10 @@ def traffic_of(
         item = max(4, next(iter(parameters.values())).element_size())
         once = None if rows is None else 2 * 2 * item * rows * (world_size - 1) // world_size
         return Traffic("all-reduce of sums of squares", "all-reduce of their gradient", once, None)
+    if isinstance(style, Replicate) and style.summed_gradient and layer is not None:
+        item = next(iter(parameters.values())).element_size()
+        sent = None if rows is None else 2 * layer.out_features * item * rows * (world_size - 1) // world_size
+        return Traffic("-", "all-reduce of dy", sent, None)
     if isinstance(style, Replicate | Sliced) or (layer is None and not isinstance(style, Heads)):
         summed = isinstance(style, Replicate) and style.sequence_parallel and bool(parameters)
         once = 2 * weights * (world_size - 1) // world_size if summed else 0
@@ -256,13 +260,15 @@ def _collectives(style: Style) -> tuple[Moves, Moves]:
     """(collective, of what) in forward and backward."""
     forward: Moves = []
     backward: Moves = []
+    if isinstance(style, Column | Row) and style.summed_gradient:
+        backward.append(("all-reduce", "dy"))
     if isinstance(style, Column | CopiedHeads):
         if style.sequence_parallel:
             forward.append(("all-gather", "x"))
             backward.append(("reduce-scatter", "dx"))
             if not (isinstance(style, Column) and style.save_gathered):
                 backward.append(("all-gather", "x"))
-        else:
+        elif not isinstance(style, Column) or style.sum_input_gradient:
             backward.append(("all-reduce", "dx"))
         if isinstance(style, CopiedHeads):
             backward.append(("all-reduce", "dw"))

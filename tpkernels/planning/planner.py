@@ -31,7 +31,7 @@ from tpkernels.planning.row_counts import count_rows, untrained_in
 from tpkernels.planning.search import Attributes
 from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
-from tpkernels.planning.single_layers import by_rule, smallest_cut
+from tpkernels.planning.single_layers import by_rule, smallest_cut, sums_its_gradient
 from tpkernels.planning.source_reads import maybe_read
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
 from tpkernels.planning.ties import tied_modules, untie
@@ -123,6 +123,7 @@ class _Planner:
         self.chosen: dict[str, Chosen] = {}
         self.decision = Decision()
         self.attributes: Attributes = {}
+        self.feeders: set[str] = set()
         self.by_itself: set[type[nn.Module]] = {nn.Embedding}
         """Layers with code of their own around them that may not see a part of what the layer gives or takes."""
 
@@ -144,6 +145,8 @@ class _Planner:
         for name, layer in self.layers.items():
             if name not in self.chosen:
                 self.chosen[name] = self._by_rule(name, layer)
+        for name in self.feeders:
+            self.chosen[name] = sums_its_gradient(self.chosen[name])
         self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
         if self.observation is not None:
             self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, must=experts != "auto")
@@ -282,10 +285,10 @@ class _Planner:
             for name in loose if name in self.observation.recording.rows_unknown
         ]  # fmt: skip
         if not hidden:
-            self.decision = decide(self.observation, self.world_size, excluded, loose)
+            self.decision = self._decide(excluded, loose)
             while shown := self._shown_in_another_shape():
                 excluded |= shown
-                self.decision = decide(self.observation, self.world_size, excluded, loose)
+                self.decision = self._decide(excluded, loose)
         conflicts = hidden or self.decision.conflicts
         if conflicts:
             names = ", ".join(map(repr, loose))
@@ -296,6 +299,7 @@ class _Planner:
         self._check_heads()
         self._choose_slices()
         for group, proof in self.decision.proven.items():
+            self.feeders |= {*group.feeders, *proof.feeders}
             self.attributes |= proof.attributes
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
             for name in group.columns:
@@ -304,6 +308,7 @@ class _Planner:
                 style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes)
                 if len(sizes) > 1 and proof.pieces:
                     style = replace(style, units=units)
+                style = replace(style, sum_input_gradient=name not in self.decision.fed)
                 reason = f"{proof.each(self.world_size)}, until {rows}"
                 if self.layers[name].kind == "embedding":
                     style = Features()
@@ -319,6 +324,11 @@ class _Planner:
                     Row(unit=unit),
                     f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
                 )
+
+    def _decide(self, excluded: Mapping[str, str], loose: Mapping[str, Role]) -> Decision:
+        assert self.observation is not None
+        whole_stream = nn.Linear not in self.by_itself  # else what a feeder gives would be cut along the sequence
+        return decide(self.observation, self.world_size, excluded, loose, feeders=whole_stream)
 
     def _choose_slices(self) -> None:
         """Cut parameters of modules that stay with the heads that they meet."""

@@ -37,6 +37,8 @@ class Decision:
     refused: dict[Group, Unproven] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
     """Norms over features that are cut, and their epsilons."""
+    fed: set[str] = field(default_factory=set)
+    """Columns that read what a feeder gives, so that they do not sum the gradient of their input."""
     partial: set[str] = field(default_factory=set)
     """Parameters of whole modules that meet parts: their gradients are summed."""
     random: list[tuple[str, str]] = field(default_factory=list)
@@ -47,18 +49,26 @@ class Decision:
 
 
 def decide(
-    observation: Observation, world_size: int, excluded: Mapping[str, str], forced: Mapping[str, Role]
+    observation: Observation,
+    world_size: int,
+    excluded: Mapping[str, str],
+    forced: Mapping[str, Role],
+    *,
+    feeders: bool = True,
 ) -> Decision:
     """Prove what can be proven.
 
     Args:
         excluded: layers that may not be cut with others, with the reason.
+        feeders: whether layers that stay whole may have their gradients summed.
         forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
     """
     assert observation.shadow is not None and observation.recording is not None
     calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
     observation.shadow.epsilons = find_norms(observation.shadow.modules, calls)
-    return _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced).run()
+    decider = _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced)
+    decider.whole_inputs = not feeders
+    return decider.run()
 
 
 class _Decider:
@@ -77,11 +87,13 @@ class _Decider:
         self.scopes: dict[Group, str] = {}
         """The modules around the groups."""
         self.decision = Decision()
+        self.whole_inputs = False
 
     def run(self) -> Decision:
         for mode, recording in self.observation.firsts:
             if recording is not self.recording:
                 self.search = Search(self.shadow, recording, self.world_size)
+            self.search.whole_inputs = self.whole_inputs
             self.shadow.set_mode(mode)
             waiting = self._prove_alone(recording)
             self._prove_together(waiting)
@@ -98,11 +110,14 @@ class _Decider:
         """Groups that could not be proven within their scope, by what they have in common."""
         found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         waiting: dict[Any, list[Group]] = {}
-        used = {name for group in self.decision.proven for name in (*group.columns, *group.rows)}
+        used = {name for group in self.decision.proven for name in group.layers}
         for group in find_groups(recording):
             if group in self.decision.refused or not self.search.is_called(group):
                 continue
-            layers = {*group.columns, *group.rows}
+            layers = set(group.layers)
+            if group.feeders and self.whole_inputs:
+                self.decision.refused[group] = Unproven(f"{group.feeders[0]} stays whole and gives to its columns")
+                continue
             barred = next((name for name in layers if name in self.excluded), None)
             if barred is not None:
                 self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
@@ -122,8 +137,13 @@ class _Decider:
                 self.decision.refused[group] = known
                 waiting.setdefault(key, []).append(group)
                 continue
-            used |= layers
-            self.decision.proven[group] = _moved(known, group, scope)
+            proof = _moved(known, group, scope)
+            barred = next((name for name in proof.feeders if name in self.excluded or name in used), None)
+            if barred is not None:
+                self.decision.refused[group] = Unproven(f"{barred}, which gives to it, cannot stay whole as it is")
+                continue
+            used |= layers | set(proof.feeders)
+            self.decision.proven[group] = proof
         return waiting
 
     def _contradicts(self, group: Group) -> bool:
@@ -177,6 +197,7 @@ class _Decider:
             mixed = self._half_partial(replay)
             if not mixed:
                 self.decision.partial = replay.partial
+                self.decision.fed = {name for name, fed in replay.fed.items() if fed}
                 self.decision.norms = {name: self.shadow.epsilons[name] for name in sorted(replay.cut_norms)}
                 return
             for index in mixed:
@@ -213,7 +234,7 @@ class _Decider:
         whole: Whole = {}
         widths: dict[str, int] = {}
         for number, (group, proof) in enumerate(proofs.items()):
-            roles |= self.search.roles(group, proof.segments, number, proof.pieces, proof.slices)
+            roles |= self.search.roles(group, proof.segments, number, proof.pieces, proof.slices, proof.feeders)
             attributes |= proof.attributes
             whole |= proof.whole_attributes
             widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
@@ -229,9 +250,9 @@ class _Decider:
                 recording.run(call)
             replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
             for replay in replays:
-                if merged is not None:
-                    replay.know(merged)
                 try:
+                    if merged is not None:
+                        replay.know(merged)
                     replay.run_model(call)
                 except Unproven as error:
                     raise _Blamed(_in_mode(error, mode), replay.blame) from error
@@ -286,7 +307,7 @@ def _size(group: Group) -> int:
 def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Proof:
     """The proof of one group, restated for another group that differs only in its place."""
     first, old, proof = known
-    names = dict(zip((*first.columns, *first.rows), (*group.columns, *group.rows), strict=True))
+    names = dict(zip(first.layers, group.layers, strict=True))
 
     def moved(name: str) -> str:
         return scope.name + name[len(old.name) :]
@@ -306,4 +327,5 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
         proof.heads,
         proof.pieces,
         {moved_parameter(name): dim for name, dim in proof.slices.items()},
+        tuple(moved_parameter(name) for name in proof.feeders),
     )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.planning.gradients import Gradients
 from tpkernels.planning.op_arguments import same_scalars, shapes_in, without_sizes
 from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.rules import RULES, Call, pointwise
@@ -31,7 +32,6 @@ from tpkernels.planning.session import (
     Mixture,
     Opaque,
     Scope,
-    Session,
     Shape,
     Source,
     as_given,
@@ -51,7 +51,7 @@ aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
-class Replay(Session):
+class Replay(Gradients):
     """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
@@ -67,22 +67,13 @@ class Replay(Session):
         world_size: int,
         rank: int,
     ) -> None:
-        super().__init__(shadow, {key: values[rank] for key, values in attributes.items()})
-        self.recording, self.roles, self.world_size, self.rank = recording, roles, world_size, rank
+        super().__init__(shadow, {key: values[rank] for key, values in attributes.items()}, roles)
+        self.recording, self.world_size, self.rank = recording, world_size, rank
         self.guess = shadow.guess = recording.guess
         self.origins, self.made = dict(recording.origins), dict(recording.made)
-        self.partial: set[str] = set()
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
-        self.blame: frozenset[int] = frozenset()
-        self.partial_groups: dict[str, frozenset[int]] = {}
-        self.cut_norms: dict[str, frozenset[int]] = {}
-        """Norms whose input was a part, and the groups that it was of."""
-        self._whole_norms: set[str] = set()
-        self._complete: set[str] = set()
         self._open = False
-        self._splits: dict[int, Split] = {}
-        self._groups: dict[int, frozenset[int]] = {}
         self._at, self._stop = 0, len(recording.events)
         for name, role in roles.items():
             if role.kind == "slice":
@@ -95,6 +86,9 @@ class Replay(Session):
         self.slices[name] = part
         self.made[id(part)] = self.source(whole)
         self._mark(part, split, frozenset([role.group]))
+
+    def came_from(self, tensor: Tensor) -> frozenset[str]:
+        return self.recording.layers_behind(self.source(tensor))
 
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
@@ -116,32 +110,6 @@ class Replay(Session):
                     if isinstance(leaf, Tensor):
                         self._is_whole(leaf, f"kept by the model as {name}.{attribute}")
         self._check_gradients()
-
-    def know(self, other: Replay) -> None:
-        """Gradients must be of one kind in both runs, whatever they have in common."""
-        self.partial |= other.partial
-        self._complete |= other._complete
-        self._whole_norms |= other._whole_norms
-        self.cut_norms |= other.cut_norms
-        for name, groups in other.partial_groups.items():
-            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | groups
-
-    def _is_whole(self, tensor: Tensor, where: str) -> None:
-        if id(tensor) in self._splits:
-            self.blame = self._groups.get(id(tensor), self.blame)
-            raise Unproven(f"a part of one rank is {where}")
-
-    def _check_gradients(self) -> None:
-        both = self.partial & self._complete
-        if both:
-            name = min(both)
-            self.blame = self.partial_groups.get(name, self.blame)
-            raise Unproven(f"parameter {name!r} meets whole and cut tensors: its gradient would be neither")
-        for name, groups in self.cut_norms.items():
-            weight = f"{name}.weight"
-            if name in self._whole_norms or weight in self.partial | self._complete or weight in self.slices:
-                self.blame = groups or self.blame
-                raise Unproven(f"norm {name!r} takes whole and cut tensors, or others use its weight")
 
     def _run(self, module: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -184,6 +152,7 @@ class Replay(Session):
         if packet in TRANSPARENT:
             out = func(*args, **kwargs)
             self._mark(out, self._splits.get(id(tensors[0])), groups)
+            self._pass_summed(func, tensors, [out])
             self.pass_origins(func, tensors, [out])
             self.made[id(out)] = self.source(tensors[0])
             return out
@@ -215,14 +184,10 @@ class Replay(Session):
             if answer is not None and func._schema.is_mutable and id(output) not in self._splits:
                 raise Unproven(f"{packet} writes a part over something whole")
             self._mark(output, answer, groups)
+        self._pass_summed(func, tensors, outputs)
         self.pass_origins(func, tensors, outputs)
         self._made(outputs)
         return out
-
-    def _whole_parameters(self, tensors: list[Tensor]) -> frozenset[str]:
-        """Of which parameters, and nothing else, whole tensors are made."""
-        whole = [self.origin(t) for t in tensors if id(t) not in self._splits and self.has_origin(t)]
-        return frozenset().union(*(origin for origin in whole if origin is not None))
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         """Check random ops: ranks draw different numbers between a column and its row, and the same everywhere else."""
@@ -243,6 +208,9 @@ class Replay(Session):
                 self._completed(tensors)
                 return [None] * len(event.outputs)
             if event.packet in _CONSTANT:
+                return None
+            if event.packet is aten.expand and event.whole[0] == local[0][0]:  # once for each head that a rank has
+                self._mixed(tensors[0])
                 return None
             raise Unproven(f"{event.packet} depends on the number of features of one rank")
         if event.packet in _CONSTANT:  # x.new_zeros(...): the numbers in it are not x's
@@ -272,7 +240,9 @@ class Replay(Session):
         try:
             answer = rule(call)
         except Unproven as error:
-            raise Unproven(f"{event.packet}: {error.reason}", count=error.count) from None
+            named = Unproven(f"{event.packet}: {error.reason}", count=error.count)
+            named.layers = error.layers
+            raise named from None
         answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
         first = answers[0]
         if event.packet is aten.view and first is not None and first.dim < len(event.outputs[0]) - 1:
@@ -384,32 +354,19 @@ class Replay(Session):
                 raise Unproven(f"the input of {name} is {_how(split)}, which takes it whole")
             if tuple(x.shape) != tuple(whole_in):
                 raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(whole_in)}")
-            answer = role.split(len(whole_out) - 1) if role is not None else None
+            self._feeds(name, id(x) in self._summed)
+            answer = role.split(len(whole_out) - 1) if role is not None and role.kind == "column" else None
             shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size, self.rank)
             self._open |= answer is not None
-        if self.has_origin(x):
+        if self.has_origin(x) and id(x) not in self._summed:
             self._complete |= self.origin(x) or set()
         out = self.new_output(x, shape, self.layer_dtype(name, x))
         self._mark(out, answer, frozenset() if role is None or answer is None else frozenset([role.group]))
+        if role is not None and role.kind == "feeder":
+            self._summed.add(id(out))
+            self._groups[id(out)] = frozenset([role.group])
         self._made([out])
         return out
-
-    def _mixed(self, tensor: Tensor) -> None:
-        """A whole tensor meets parts, so that ranks have different shares of its gradient."""
-        if not self.has_origin(tensor):
-            return
-        origin = self.origin(tensor)
-        if origin is None:
-            raise Unproven("an activation that is whole meets parts: its gradient would be incomplete on every rank")
-        self.partial |= origin
-        for name in origin:
-            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | self.blame
-
-    def _completed(self, tensors: list[Tensor]) -> None:
-        """Whole tensors meet; where activations take part, the parameters among them get their whole gradient."""
-        origins = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
-        if None in origins:
-            self._complete |= {name for origin in origins if origin is not None for name in origin}
 
     def _mark(self, tensor: Tensor, split: Split | None, groups: frozenset[int]) -> None:
         if split is None:

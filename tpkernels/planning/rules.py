@@ -343,6 +343,11 @@ def _index(call: Call) -> Answer:
     return split if split.dim < picked[0] else split.at(split.dim - len(picked) + made)
 
 
+def _copy(call: Call) -> Answer:
+    """A tensor written over another one, broadcast to it."""
+    return pointwise(call.whole[:2], call.splits[:2], call.mix)
+
+
 def _pad(call: Call) -> Answer:
     call.same((1, "pad"), (2, "value"))
     split, pads = call.cut(), call.whole[1]
@@ -367,7 +372,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
-    "max": _reduce, "min": _reduce, "index": _index,
+    "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,

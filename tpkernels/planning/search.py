@@ -65,6 +65,8 @@ class Proof:
     """Where heads do not divide: how many there are to be cut, of query or of key and value."""
     slices: Mapping[str, int] = field(default_factory=dict)
     """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
+    feeders: tuple[str, ...] = ()
+    """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
 
     def each(self, world_size: int) -> str:
         """What a rank has."""
@@ -88,13 +90,15 @@ class Search:
         """Numbers of heads that stood against the attempts of one group, in order."""
         self._tries = 0
         self._own = shadow.own_parameters()
+        self.whole_inputs = False
+        """Whether layers that stay whole must have complete gradients."""
 
     def is_called(self, group: Group) -> bool:
         """Whether a module around all of its layers is called; with a method of the model there may be none."""
         return "" in self._calls or bool(self._around(group, ()))
 
     def _around(self, group: Group, others: Sequence[str]) -> list[str]:
-        parts = [name.split(".")[:-1] for name in (*group.columns, *group.rows)]
+        parts = [name.split(".")[:-1] for name in group.layers]
         parts += [name.split(".") if name else [] for name in others]
         common: list[str] = []
         for level in zip(*parts, strict=False):
@@ -115,8 +119,8 @@ class Search:
     def signature(self, group: Group, scope: Scope) -> tuple[Any, ...]:
         """A key that is equal for groups that differ only in their place in the model."""
         cut = len(scope.name) + 1 if scope.name else 0
-        names = tuple(name[cut:] for name in (*group.columns, *group.rows))
-        sizes = tuple(self.shadow.layers[name] for name in (*group.columns, *group.rows))
+        names = tuple(name[cut:] for name in group.layers)
+        sizes = tuple(self.shadow.layers[name] for name in group.layers)
         shapes = tuple(str(event.outputs) for event in self.recording.events[scope.start : scope.stop])
         return type(self.shadow.modules[scope.name]), names, sizes, len(group.columns), hash(shapes)
 
@@ -170,21 +174,33 @@ class Search:
         return self._more_sliced(group, proof, error)
 
     def _more_sliced(self, group: Group, proof: Proof, error: Unproven) -> Proof | None:
+        fresh = tuple(sorted(error.layers - {*group.layers, *proof.feeders}))
+        tables = any(self.shadow.layers[name].kind == "embedding" for name in fresh)
+        if fresh and not tables and self._tries and not self.whole_inputs:
+            self._tries -= 1
+            found = self._tried(group, replace(proof, feeders=(*proof.feeders, *fresh)))
+            if found is not None:
+                return found
         for name in sorted(error.parameters - proof.slices.keys()):
             for dim in self._dims(name, proof.pieces):
                 if not self._tries:
                     return None
                 self._tries -= 1
-                more = replace(proof, slices={**proof.slices, name: dim})
-                scope = self.scope_of(group, [name.rpartition(".")[0] for name in more.slices])
-                args = scope, group, proof.segments, proof.attributes, self.world_size, proof.pieces, more.slices
-                try:
-                    return replace(more, heads=self._attempt(self.recording, *args))
-                except Unproven as next_error:
-                    found = self._more_sliced(group, more, next_error)
+                found = self._tried(group, replace(proof, slices={**proof.slices, name: dim}))
                 if found is not None:
                     return found
         return None
+
+    def _tried(self, group: Group, proof: Proof) -> Proof | None:
+        """The proof, if it holds, or one with more parameters cut or more feeders."""
+        owners = [name.rpartition(".")[0] for name in (*proof.slices, *proof.feeders)]
+        scope = self.scope_of(group, owners)
+        args = scope, group, proof.segments, proof.attributes, self.world_size, proof.pieces, proof.slices
+        try:
+            heads = self._attempt(self.recording, *args, feeders=proof.feeders)
+        except Unproven as error:
+            return self._more_sliced(group, proof, error)
+        return replace(proof, heads=heads)
 
     def _dims(self, name: str, pieces: int) -> list[int]:
         """Dimensions in which a parameter can be cut as heads are."""
@@ -272,10 +288,12 @@ class Search:
         number: int = 0,
         pieces: int = 0,
         slices: Mapping[str, int] = MappingProxyType({}),
+        feeders: tuple[str, ...] = (),
     ) -> dict[str, Role]:
         found = {name: Role("column", segments[name], number, pieces) for name in group.columns}
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
         found |= {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
+        found |= {name: Role("feeder", (), number, pieces) for name in (*group.feeders, *feeders)}
         for name, dim in slices.items():
             size = self._own[name].shape[dim]
             found[name] = Role("slice", (size,), number, pieces, dim)
@@ -291,9 +309,10 @@ class Search:
         world_size: int,
         pieces: int = 0,
         slices: Mapping[str, int] = MappingProxyType({}),
+        feeders: tuple[str, ...] = (),
     ) -> int:
         """The number of heads, or 0."""
-        roles = self.roles(group, segments, pieces=pieces, slices=slices)
+        roles = self.roles(group, segments, pieces=pieces, slices=slices, feeders=feeders)
         for rank in unlike_ranks(roles, world_size):
             replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
             try:

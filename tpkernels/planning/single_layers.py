@@ -6,11 +6,13 @@ input and is summed, every other one is cut by columns and gathered, and a table
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tpkernels.planning.layers import Layer
 from tpkernels.planning.plan_entries import Chosen
 from tpkernels.planning.styles import Column, Replicate, Row, Vocabulary
 
-__all__ = ["by_rule", "smallest_cut"]
+__all__ = ["by_rule", "smallest_cut", "sums_its_gradient"]
 
 EXPANSION = 1.5
 
@@ -20,6 +22,13 @@ def smallest_cut(layer: Layer) -> int:
     if layer.kind == "embedding":
         return layer.in_features
     return layer.in_features if layer.in_features > EXPANSION * layer.out_features else layer.out_features
+
+
+def sums_its_gradient(chosen: Chosen) -> Chosen:
+    """The same for a layer whose output meets parts: the ranks' shares of its gradient are summed."""
+    style = chosen.style
+    assert isinstance(style, Column | Row | Replicate)
+    return replace(chosen, style=replace(style, summed_gradient=True), reason=f"{chosen.reason}; parts are made of it")
 
 
 def by_rule(layer: Layer, why: str, *, tied: bool) -> Chosen:

@@ -40,13 +40,14 @@ class Unproven(Exception):
     """What follows from the data flow does not show that a cut computes the same.
 
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
-    whole tensors among the arguments of the op are made that met parts.
+    whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
         super().__init__(reason)
         self.reason, self.count = reason, count
         self.parameters: frozenset[str] = frozenset()
+        self.layers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ class Column:
     segments: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
     implementation: str = "auto"
+    sum_input_gradient: bool = True
+    """Not where a layer before it has ``summed_gradient``, and sums for all that it gives to."""
+    summed_gradient: bool = False
+    """The gradient of what the layer gives is summed over the ranks, which work on parts of what is made of it."""
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
         """Of the ``total`` output features, those of each rank."""
@@ -64,6 +68,7 @@ class Row:
     split_input: bool = False
     unit: int = 1
     implementation: str = "auto"
+    summed_gradient: bool = False
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
         """Of the ``total`` input features, those of each rank."""
@@ -143,6 +148,7 @@ class Replicate:
     """
 
     sequence_parallel: bool = False
+    summed_gradient: bool = False
 
 
 @dataclass(frozen=True)

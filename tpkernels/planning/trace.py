@@ -224,6 +224,22 @@ class Recording(Session):
         self.called_within[name] = self.called_within.get(name, around) & around
         return super().layer_called_quietly(name, x)
 
+    def layers_behind(self, source: Source) -> frozenset[str]:
+        """The layers whose outputs a tensor of this run was made of; none if the model's inputs went in, too."""
+        todo = [node for tensor, node in self._node_of.items() if self.made.get(tensor) == source]
+        seen, found = set(todo), set[str]()
+        while todo:
+            node = self.nodes[todo.pop()]
+            if node.is_input or node.opaque:
+                return frozenset()
+            if node.layer is not None:
+                found.add(node.layer)
+                continue
+            fresh = [index for index in node.inputs if index not in seen]
+            seen.update(fresh)
+            todo += fresh
+        return frozenset(found)
+
     def same(self, other: Recording) -> bool:
         """Whether the same ops ran on the same tensors."""
         mine, others = ([event.anywhere() for event in recording.events] for recording in (self, other))

@@ -38,6 +38,7 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.sliced import check_slices, slice_parameters
+from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.planning.experts import Refused, check_layout
 from tpkernels.planning.hints import match
@@ -207,6 +208,9 @@ def parallelize(
         for key, (_, values) in plan.attributes.items():
             name, attribute = owner_of(key, modules)
             set_number(modules[name], attribute, values[tp.get_local_rank()])
+        for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
+                       if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip
+            sum_output_gradient(feeder, tp)
         share_inputs(plan.shared, model, modules)
         if fused_norm:
             fuse_norms(plan.fused, modules, tp, always=fused_norm != "auto")
@@ -366,13 +370,18 @@ def _replacements(
 
 def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     options = asdict(style)
+    options.pop("summed_gradient", None)
+    sums = options.pop("sum_input_gradient", True)
     old = as_torchs(old)
     if isinstance(style, Column):
         one = ("gather_output", "unit") if style.segments else ("segments", "units")
         for option in one:
             del options[option]
         kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear
-        return kind.from_linear(old, tp, **options)
+        column = kind.from_linear(old, tp, **options)
+        if not sums:
+            column.sum_input_gradient = False
+        return column
     if isinstance(style, Row):
         return RowParallelLinear.from_linear(old, tp, **options)
     if isinstance(style, CopiedHeads):

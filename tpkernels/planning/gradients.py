@@ -1,0 +1,123 @@
+"""Whose gradient is complete in a run on parts, and whose is a rank's share: the bookkeeping of the replay.
+
+A whole tensor that meets parts gets a share of its gradient on each rank.  For a parameter the shares are summed, if it
+meets nothing else.  For an activation they are summed where a *feeder* gave it: a layer that stays whole, and of whose
+output all that is made gives shares.  For any other activation nothing is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tpkernels.planning.roles import Role
+from tpkernels.planning.session import Session, canonical
+from tpkernels.planning.shadow import Shadow
+from tpkernels.planning.splits import Split, Unproven
+
+__all__ = ["Gradients"]
+
+
+class Gradients(Session):
+    """After a run ``partial`` names parameters whose gradient each rank has a share of."""
+
+    def __init__(self, shadow: Shadow, attributes: Mapping[tuple[str, str], int], roles: Mapping[str, Role]) -> None:
+        super().__init__(shadow, attributes)
+        self.roles = roles
+        self.partial: set[str] = set()
+        self.blame: frozenset[int] = frozenset()
+        self.partial_groups: dict[str, frozenset[int]] = {}
+        self.cut_norms: dict[str, frozenset[int]] = {}
+        """Norms whose input was a part, and the groups that it was of."""
+        self._whole_norms: set[str] = set()
+        self._complete: set[str] = set()
+        self.fed: dict[str, bool] = {}
+        """Of columns: whether the gradient of what they read is summed further up, by a feeder."""
+        self._summed: set[int] = set()
+        """Whole tensors whose gradients are sums over the ranks, complete where a feeder gave them."""
+        self._splits: dict[int, Split] = {}
+        self._groups: dict[int, frozenset[int]] = {}
+
+    def know(self, other: Gradients) -> None:
+        """Gradients must be of one kind in both runs, whatever they have in common."""
+        self.partial |= other.partial
+        self._complete |= other._complete
+        self._whole_norms |= other._whole_norms
+        self.cut_norms |= other.cut_norms
+        for name, fed in other.fed.items():
+            self._feeds(name, fed)
+        for name, groups in other.partial_groups.items():
+            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | groups
+
+    def came_from(self, tensor: Tensor) -> frozenset[str]:
+        """The layers of which a tensor was made, without another layer between."""
+        raise NotImplementedError
+
+    def _is_whole(self, tensor: Tensor, where: str) -> None:
+        if id(tensor) in self._splits or id(tensor) in self._summed:
+            self.blame = self._groups.get(id(tensor), self.blame)
+            what = "a part of one rank" if id(tensor) in self._splits else "what has a part of its gradient"
+            raise Unproven(f"{what} is {where}")
+
+    def _check_gradients(self) -> None:
+        both = self.partial & self._complete
+        if both:
+            name = min(both)
+            self.blame = self.partial_groups.get(name, self.blame)
+            raise Unproven(f"parameter {name!r} meets whole and cut tensors: its gradient would be neither")
+        for name, groups in self.cut_norms.items():
+            weight = f"{name}.weight"
+            if name in self._whole_norms or weight in self.partial | self._complete or weight in self.slices:
+                self.blame = groups or self.blame
+                raise Unproven(f"norm {name!r} takes whole and cut tensors, or others use its weight")
+
+    def _pass_summed(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """Whole results of what has a part of its gradient have one, too."""
+        if not any(id(tensor) in self._summed for tensor in tensors):
+            return
+        groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
+        for output in outputs:
+            if id(output) in self._splits:
+                continue
+            if func._schema.is_mutable:
+                raise Unproven(f"{canonical(func)} writes to a tensor that has a part of its gradient")
+            self._summed.add(id(output))
+            self._groups[id(output)] = groups
+
+    def _whole_parameters(self, tensors: list[Tensor]) -> frozenset[str]:
+        """Of which parameters, and nothing else, whole tensors are made."""
+        whole = [self.origin(t) for t in tensors if id(t) not in self._splits and self.has_origin(t)]
+        return frozenset().union(*(origin for origin in whole if origin is not None))
+
+    def _feeds(self, name: str, summed: bool) -> None:
+        """A layer reads a whole tensor: one with a part of its gradient only columns of one segment may."""
+        role = self.roles.get(name)
+        if summed and (role is None or role.kind != "column" or len(role.segments) > 1):
+            raise Unproven(f"{name} reads what has a part of its gradient")
+        if self.fed.setdefault(name, summed) != summed:
+            raise Unproven(f"{name} reads what has a part of its gradient in one call, and all of it in another")
+
+    def _mixed(self, tensor: Tensor) -> None:
+        """A whole tensor meets parts, so that ranks have different shares of its gradient."""
+        if not self.has_origin(tensor) or id(tensor) in self._summed:
+            return
+        origin = self.origin(tensor)
+        if origin is None:
+            error = Unproven("an activation that is whole meets parts: its gradient would be incomplete on every rank")
+            error.layers = self.came_from(tensor)
+            raise error
+        self.partial |= origin
+        for name in origin:
+            self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | self.blame
+
+    def _completed(self, tensors: list[Tensor]) -> None:
+        """Whole tensors meet; where activations take part, the parameters among them get their whole gradient."""
+        if any(id(tensor) in self._summed for tensor in tensors):
+            for tensor in tensors:
+                self._mixed(tensor)
+            return
+        origins = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
+        if None in origins:
+            self._complete |= {name for origin in origins if origin is not None for name in origin}
