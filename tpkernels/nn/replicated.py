@@ -72,8 +72,8 @@ def replicate_parameters(
 
 def show_local(module: nn.Module, names: tuple[str, ...]) -> None:
     """Let ``module.name`` be the local tensor of DTensor parameters whose gradients are complete."""
-    kind: Any = _local_view(type(module), names, False)
-    module.__class__ = kind
+    kind: Any = type(module)
+    module.__class__ = _local_view(kind, names, False)
 
 
 @lru_cache(maxsize=256)

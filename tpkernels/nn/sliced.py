@@ -11,6 +11,7 @@ It assumes that a plan has proven this.  To the module's code ``module.name`` is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -50,7 +51,7 @@ def slice_parameters(module: nn.Module, dims: Mapping[str, int], group: GroupLik
 def sliced_parameters(module: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """The local tensors of what was cut in ``module``, and the dimension."""
     for name in getattr(module, "_tpk_sliced", ()):
-        parameter = module._parameters.get(name)
+        parameter: Any = module._parameters.get(name)
         if isinstance(parameter, DTensor):
             placement = parameter.placements[-1]
             assert isinstance(placement, Shard)

@@ -78,8 +78,28 @@ class Observation:
         self.needs_values = False
         """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
         given = [] if example_inputs is None else as_calls(example_inputs)
+        watch = watch or Watch()
+        self._record_anew(model, watch, experts, given, list(candidates(model, sizes)) if not given else [], sizes)
+        unknown = 0 if self.recording is None else len(self.recording.rows_unknown)
+        if unknown and not given and "pixel_values" in self.kwargs:
+            # Where images go among the words depends on values, and most of the model is not seen then: text alone.
+            state = dict(vars(self))
+            texts = [(args, kwargs) for args, kwargs in candidates(model, sizes) if "pixel_values" not in kwargs]
+            self._record_anew(model, watch, experts, [], texts, sizes)
+            if self.recording is None or len(self.recording.rows_unknown) >= unknown:
+                vars(self).update(state)
+
+    def _record_anew(
+        self,
+        model: nn.Module,
+        watch: Watch,
+        experts: Mapping[str, KnownExperts],
+        given: list[tuple[Any, Any]],
+        guesses: list[tuple[Any, Any]],
+        sizes: Tokens,
+    ) -> None:
+        """Record the examples ``given``, or the first of the ``guesses`` that the model runs with."""
         try:
-            watch = watch or Watch()
             self.shadow = Shadow(model, watch.caches, experts)
             watch.add(self.shadow.fake)
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
@@ -89,10 +109,20 @@ class Observation:
         while opaque != self.shadow.opaque:  # what one example made opaque changes the runs of those before it
             opaque = set(self.shadow.opaque)
             self.examples, self.calls = [], {}
-            self._record_all(self.shadow, model, given, sizes)
+            self.recording, self.note = None, ""
+            self._record_all(self.shadow, model, given, guesses, sizes)
+            if len(self.examples) < 2:
+                break
 
-    def _record_all(self, shadow: Shadow, model: nn.Module, given: list[tuple[Any, Any]], sizes: Tokens) -> None:
-        for args, kwargs in given[:1] or candidates(model, sizes):
+    def _record_all(
+        self,
+        shadow: Shadow,
+        model: nn.Module,
+        given: list[tuple[Any, Any]],
+        guesses: list[tuple[Any, Any]],
+        sizes: Tokens,
+    ) -> None:
+        for args, kwargs in given[:1] or guesses:
             if self._record(shadow, Example("", *shadow.fake_inputs(args, kwargs))):
                 break
         if not self.examples:
@@ -103,8 +133,10 @@ class Observation:
                 self.recording, self.problem = None, f"example_inputs[{number}]: {self.problem}"
                 return
         if not given:
+            needed = self.needs_values
             for method, kwargs in _towers(model, sizes):
                 self._record(shadow, Example(method, *shadow.fake_inputs((), kwargs)))
+            self.needs_values = needed
         self.problem = ""
         shadow.set_mode(self.mode)
 

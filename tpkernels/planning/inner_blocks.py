@@ -92,12 +92,12 @@ def _proven(module: nn.Module, layers: dict[str, Layer], world_size: int) -> Inn
     alone = Observation(module, rows)
     if alone.recording is None or alone.shadow is None or alone.shadow.opaque or alone.note:
         return {}, ()
-    decision = decide(alone, world_size, {}, {})
-    if decision.random or decision.partial:
+    decision = decide(alone, world_size, {}, {}, feeders=False)
+    if decision.random or decision.partial or decision.norms:
         return {}, ()
     styles: dict[str, Style] = {}
     for group, proof in decision.proven.items():
-        plain = not proof.attributes and not proof.copies and not proof.pieces
+        plain = not (proof.attributes or proof.copies or proof.pieces or proof.slices)
         if not plain or any(len(sizes) > 1 for sizes in proof.segments.values()) or group.random:
             continue
         if any(layers[name].kind == "embedding" for name in group.columns):

@@ -127,7 +127,8 @@ def register_layer(cls: type[nn.Module], kind: str) -> None:
     """
     if kind not in _KINDS:
         raise ValueError(f"kind must be one of {list(_KINDS)}, got {kind!r}")
-    if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls.__module__.partition(".")[0] == "torch":
+    given: Any = cls
+    if not isinstance(given, type) or not issubclass(given, nn.Module) or given.__module__.split(".")[0] == "torch":
         raise ValueError(f"cls must be a subclass of nn.Module that is not torch's own, got {cls!r}")
     _REGISTERED[cls] = _KINDS[kind]
 
@@ -214,19 +215,21 @@ def _is_registered_like(module: nn.Module) -> bool:
 def own_base(module: nn.Module) -> type[nn.Module] | None:
     """torch's class around whose ``forward`` the module's own code runs; None for every other module."""
     kind: Any = type(module)
+    base: Any
     for base in (nn.Linear, nn.Embedding):
         if isinstance(module, base) and kind.forward is not _FORWARDS[base] and kind not in _REGISTERED:
             same = _overrides_nothing(kind, base, "forward") and _holds_the_same(module, base, buffers=True)
-            return base if same and calls_super(kind, base) else None
+            return cast("type[nn.Module]", base) if same and calls_super(kind, base) else None
     return None
 
 
 def _writes_out(module: nn.Module, base: type[nn.Module]) -> bool:
     """Whether a ``forward`` of the class computes what torch's does, from nothing but the parameters."""
     kind: Any = type(module)
+    known: Any = base
     plain = set(vars(module)) <= set(vars(_TEMPLATES[base])) | {"_compiled_call_impl", "_is_hf_initialized"}
-    same = plain and _overrides_nothing(kind, base, "forward") and _holds_the_same(module, base)
-    return same and computes_as_torch(kind, base, getattr(module, "bias", None) is not None)
+    same = plain and _overrides_nothing(kind, known, "forward") and _holds_the_same(module, base)
+    return same and computes_as_torch(kind, known, getattr(module, "bias", None) is not None)
 
 
 @lru_cache(maxsize=256)

@@ -54,7 +54,8 @@ def config_numbers(module: nn.Module) -> dict[str, int]:
     config = vars(module).get(CONFIG)
     if config is None or isinstance(config, dict):
         return {}
-    named = {name: getattr(config, name, None) for name in sorted(_reads(type(module)))}
+    kind: Any = type(module)
+    named = {name: getattr(config, name, None) for name in sorted(_reads(kind))}
     return {f"{CONFIG}.{name}": value for name, value in named.items() if type(value) is int}
 
 
@@ -74,7 +75,8 @@ def _reads(cls: Any) -> frozenset[str]:
 
 
 def _view(config: Any, values: Mapping[str, int]) -> Any:
-    kind = _class_of_views(type(config))
+    shown: Any = type(config)
+    kind = _class_of_views(shown)
     made = kind.__new__(kind)
     object.__setattr__(made, "_tpk_view", (config, dict(values)))
     return made

@@ -240,9 +240,9 @@ class Replay(Gradients):
         try:
             answer = rule(call)
         except Unproven as error:
-            named = Unproven(f"{event.packet}: {error.reason}", count=error.count)
-            named.layers = error.layers
-            raise named from None
+            told = Unproven(f"{event.packet}: {error.reason}", count=error.count)
+            told.layers = error.layers
+            raise told from None
         answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
         first = answers[0]
         if event.packet is aten.view and first is not None and first.dim < len(event.outputs[0]) - 1:

@@ -302,7 +302,7 @@ def style_from_dict(value: object) -> Style:
 
 
 def _named_dims(value: Any) -> tuple[tuple[str, int], ...]:
-    pairs = value if isinstance(value, list) else [None]
+    pairs: list[Any] = value if isinstance(value, list) else [None]
     if not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) is str and type(pair[1]) is int
         and pair[1] >= 0 for pair in pairs
