@@ -50,7 +50,7 @@ class Leaking(nn.Module):
         elif self.how == "scalar activation":
             h = h * x.mean(-1, keepdim=True)
         elif self.how == "vector parameter":
-            h = h * self.scale
+            h = h * self.scale.flip(0)
         elif self.how == "size":
             h = h / h.shape[-1]
         elif self.how == "shuffle":
