@@ -72,8 +72,8 @@ EDITS = (
     Edit(ROWS, "        bias = out\n", "        bias = None\n", "tests/ops/test_gradients.py"),
     Edit(
         ROWS,
-        "torch.mul(activation_forward(GATED[call.activation], gate), up, out=out)",
-        "torch.mul(activation_forward(GATED[call.activation], up), gate, out=out)",
+        "gate_forward(call.activation, gate, up, out=out)",
+        "gate_forward(call.activation, up, gate, out=out)",
         "tests/ops/test_gated.py",
     ),
     Edit(

@@ -16,6 +16,7 @@ import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, TOLERANCE, mine, part_of, sequence_sizes, tp_mesh
 from tpkernels.nn import ParallelExperts
 from tpkernels.ops.contract import GATED, activation_forward
+from tpkernels.testing.numeric import gate as gate_of
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -44,7 +45,7 @@ class Mixture(nn.Module):
             z = F.linear(tokens[places], self.up[e], None if self.up_bias is None else self.up_bias[e])
             if self.activation in GATED:
                 gate, up = z.chunk(2, -1)
-                h = activation_forward(GATED[self.activation or ""], gate) * up
+                h = gate_of(self.activation or "", gate, up)
             else:
                 h = activation_forward(self.activation, z)
             out = F.linear(h, self.down[e], None if self.down_bias is None else self.down_bias[e])
@@ -126,7 +127,7 @@ def all_trained() -> int:
         (2, "gelu", True, True, 3, torch.float64),  # on three ranks the last has no features
         (8, None, False, False, 5, torch.float64),
         (12, "swiglu", True, True, 1, torch.float64),  # ranks without tokens
-        (16, "swiglu", False, True, 24, torch.float32),
+        (16, "clamped_swiglu", True, True, 24, torch.float32),
     ]
     for case in cases:
         trained(*case)
@@ -149,6 +150,37 @@ def router_without_sums() -> str:
 def test_a_router_whose_gradients_were_not_summed_is_caught(ranks: Pools) -> None:
     for said in ranks(2).run(router_without_sums, timeout=LIMIT_S):
         assert "router weight, 0" in said, said
+
+
+def added_to_main_grad(sequence_parallel: bool) -> None:
+    """Two micro-batches; the marks say that the GEMMs have added the weights' gradients."""
+    torch.manual_seed(4)
+    mesh, tokens = tp_mesh(), 7
+    whole = Mixture(10, "swiglu", True).double()
+    experts = tpk.nn.use_main_grads(whole.cut(mesh, sequence_parallel), dtype=torch.float64)
+    for parameter in experts.parameters():
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    sizes = sequence_sizes(tokens) if sequence_parallel else None
+    for _ in range(2):
+        x, dy = torch.randn(2, tokens, H, dtype=torch.float64)
+        whole(x).backward(dy)
+        with torch.no_grad():
+            routing = route(whole.router, x)
+        own = (lambda t: mine(t, 0)) if sequence_parallel else (lambda t: t)
+        experts(own(x), tpk.Routing(*map(own, routing)), shard_sizes=sizes).backward(own(dy))
+    for name, parameter in experts.named_parameters():
+        of_whole = cast(Tensor, getattr(whole, {"gate": "up", "gate_bias": "up_bias"}.get(name, name)).grad)
+        if name not in ("down", "down_bias"):
+            of_whole = of_whole.chunk(2, 1)[0 if name.startswith("gate") else 1]
+        main_grad = parameter.main_grad  # type: ignore[attr-defined]
+        close(main_grad.to_local(), part_of(of_whole, cast(DTensor, parameter)), f"main_grad of {name}")
+        assert parameter.grad is None, name
+        assert parameter.grad_added_to_main_grad is not name.endswith("bias"), name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_of_experts_reach_main_grad(ranks: Pools, sequence_parallel: bool) -> None:
+    ranks(2).run(added_to_main_grad, sequence_parallel, timeout=LIMIT_S)
 
 
 def layouts() -> None:
@@ -178,7 +210,11 @@ def layouts() -> None:
                 linear.bias.copy_(bias)
     listed = ParallelExperts.from_mlps(list(mlps), mesh, gate="w1", up="w3", down="w2")
     assert list(dict(plain.named_parameters())) == ["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
-    for other in (turned, listed):
+    in_turn = ParallelExperts.from_parameters(
+        torch.stack(whole.up.chunk(2, 1), 2).flatten(1, 2), whole.down, mesh, interleaved=True,
+        up_bias=torch.stack(whole.up_bias.chunk(2, 1), 2).flatten(1), down_bias=whole.down_bias,
+    )  # fmt: skip
+    for other in (turned, listed, in_turn):
         for (name, one), same in zip(plain.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(cast(DTensor, one).to_local(), cast(DTensor, same).to_local()), name
             assert same.requires_grad and one.shape == same.shape

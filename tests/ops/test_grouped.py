@@ -71,6 +71,7 @@ def cases(world: int) -> list[GroupedCase]:
                 base.but(activation="swiglu", bias=True, call=8),
                 base.but(activation="geglu", dtype=BF16, own=True, implementation="unfused", call=9),
                 base.but(activation="gelu", dtype=FP64, own=True, bias=True, call=10),
+                base.but(activation="clamped_swiglu", shape=(6, 90), dtype=BF16, bias=True, call=14),
             ]
         if op == GATHER:
             found += [
@@ -91,7 +92,7 @@ def judge_all(num_chunks: int | None, every: int) -> int:
 
 @pytest.mark.parametrize(("world", "num_chunks", "every"), [(1, None, 3), (2, None, 1), (3, 3, 1), (4, 2, 6)])
 def test_values_and_gradients_are_within_the_bound(ranks: Pools, world: int, num_chunks: int, every: int) -> None:
-    assert min(ranks(world).run(judge_all, num_chunks, every)) == -(-41 // every)
+    assert min(ranks(world).run(judge_all, num_chunks, every)) == -(-43 // every)
 
 
 def judge_in_shared_memory() -> int:
@@ -334,6 +335,35 @@ def disagreements() -> list[str]:
             tpk.all_gather_grouped_matmul(x, weight, routing, group)
         said.append(str(caught.value))
     return said
+
+
+def other_routings() -> list[str]:
+    """What a call says whose ranks have other experts, or other weights, in a new group and after a good call."""
+    rank, said = dist.get_rank(), []
+    for op in (SCATTER, REDUCE):
+        for name in IMPLEMENTATIONS:
+            case = GroupedCase(op, (9, 4), implementation=name)
+            for known, field in ((False, "experts"), (True, "experts"), (True, "routing_weights")):
+                parts = operands(case)
+                own = parts.own(case, rank)
+                with new_group() as group:
+                    if known:
+                        call(case, parts, own, group)
+                    if rank == 1 and field == "experts":
+                        parts = parts._replace(experts=parts.experts.flip(1))
+                    elif rank == 1:
+                        own[1][5] += 2**-20
+                    with pytest.raises(GroupMismatch) as caught:
+                        call(case, parts, own, group)
+                said.append(str(caught.value))
+    return said
+
+
+def test_ranks_with_other_routings_are_told(ranks: Pools) -> None:
+    """Nobody returns the sum of what ranks have computed for other experts."""
+    for said in ranks(2).run(other_routings, timeout=120):
+        assert len(said) == 6 * len(IMPLEMENTATIONS)
+        assert all(one.count("with the routing #") >= 2 for one in said), said
 
 
 def test_ranks_with_other_numbers_of_experts_are_told(ranks: Pools) -> None:

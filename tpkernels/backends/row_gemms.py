@@ -16,7 +16,8 @@ from tpkernels.comm import timeline
 from tpkernels.gemm import fp8, widened
 from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.widened import MatrixOperand, Widened
-from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulReduceScatter, accumulation_dtype, activation_forward
+from tpkernels.ops.activations import activation_forward, gate_forward
+from tpkernels.ops.contract import AllGatherMatmul, MatmulReduceScatter, accumulation_dtype
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -124,7 +125,7 @@ class Epilogue:
         for before, matrix, bias in zip((gate, up), matrices, biases, strict=True):
             gemm(operand, matrix, before, bias)
         assert call.activation is not None
-        torch.mul(activation_forward(GATED[call.activation], gate), up, out=out)
+        gate_forward(call.activation, gate, up, out=out)
 
     def _before(self, i: int, out: Tensor, start: int) -> Tensor:
         """Where the rows of product i go that make ``out``: where they are kept, or the rows of ``out`` itself."""

@@ -10,7 +10,7 @@ call are few, as in decoding, the compiled kernel of :mod:`tpkernels.gemm.few_ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from tpkernels.gemm import few_rows
 
 __all__ = [
+    "Add",
     "Run",
     "TokenRows",
     "bias_gradients",
@@ -49,18 +50,22 @@ class TokenRows:
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         """``experts``: ``[T, k]``, each in ``[0, num_experts)``."""
         self.num_tokens, self.top_k = experts.shape
-        self.num_experts = num_experts
-        self._flat = experts.reshape(-1)
-        self.slots = self._flat.argsort(stable=True)
+        self._sort(experts.reshape(-1), num_experts)
+        self.slots = self._order
         self.tokens = self.slots.div(self.top_k, rounding_mode="floor")
-        counts = self._flat.bincount(minlength=num_experts)
+
+    def _sort(self, experts: Tensor, num_experts: int) -> None:
+        """``experts``: of every slot, or of those that have rows here."""
+        self.num_experts, self._flat = num_experts, experts
+        self._order = experts.argsort(stable=True)
+        counts = experts.bincount(minlength=num_experts)
         ends = counts.cumsum(0)
         self._starts: list[int] = (ends - counts).tolist()
         self._before = {0: self._starts, self.num_tokens: ends.tolist()}
 
     @property
     def count(self) -> int:
-        return self.num_tokens * self.top_k
+        return len(self.slots)
 
     def runs(self, start: int = 0, stop: int | None = None) -> list[Run]:
         """The rows of tokens ``[start, stop)``, by expert; by default those of all tokens."""
@@ -71,9 +76,12 @@ class TokenRows:
     def _up_to(self, token: int) -> list[int]:
         """Of each expert, the first row whose token is not before this one."""
         if token not in self._before:
-            counts = self._flat[: token * self.top_k].bincount(minlength=self.num_experts).tolist()
+            counts = self._flat[: self._slots_before(token)].bincount(minlength=self.num_experts).tolist()
             self._before[token] = [start + count for start, count in zip(self._starts, counts, strict=True)]
         return self._before[token]
+
+    def _slots_before(self, token: int) -> int:
+        return token * self.top_k
 
     def of_slots(self, values: Tensor) -> Tensor:
         """``[T, k]`` in the order of the rows, ``[T * k]``."""
@@ -113,23 +121,47 @@ def products(
     return found
 
 
-def matrix_gradients(dzs: Sequence[Tensor], x: Tensor, rows: TokenRows) -> list[Tensor]:
-    """``dz[rows of e]^T @ x[their tokens]`` for each dz and expert e: ``[E, columns of dz, columns of x]``."""
-    found = [dz.new_zeros(rows.num_experts, dz.shape[1], x.shape[1]) for dz in dzs]
+Add = Callable[[int, Tensor, Tensor], None]
+"""Adds ``left^T @ right`` to an expert's gradient: ``add(expert, left, right)``."""
+
+
+def matrix_gradients(
+    dzs: Sequence[Tensor], x: Tensor, rows: TokenRows, adds: Sequence[Add | None] | None = None
+) -> list[Tensor | None]:
+    """``dz[rows of e]^T @ x[their tokens]`` for each dz and expert e: ``[E, columns of dz, columns of x]``.
+
+    None for those that are added elsewhere, by their entry of ``adds``.
+    """
+    adds = adds or [None] * len(dzs)
+    shapes = [(rows.num_experts, dz.shape[1], x.shape[1]) for dz in dzs]
+    found = [dz.new_zeros(shape) if add is None else None for dz, shape, add in zip(dzs, shapes, adds, strict=True)]
     for expert, low, high in rows.runs():
         picked = x.index_select(0, rows.tokens[low:high])
-        for dz, gradient in zip(dzs, found, strict=True):
-            torch.mm(dz[low:high].t(), picked, out=gradient[expert])
+        for dz, gradient, add in zip(dzs, found, adds, strict=True):
+            _add(gradient, add, expert, dz[low:high], picked)
     return found
 
 
-def reduced_matrix_gradient(dy: Tensor, h: Tensor, weights: Tensor, rows: TokenRows) -> Tensor:
-    """``dy[tokens of e]^T @ (weights * h)[rows of e]`` for each expert e: ``[E, columns of dy, columns of h]``."""
-    found = h.new_zeros(rows.num_experts, dy.shape[1], h.shape[1])
+def reduced_matrix_gradient(
+    dy: Tensor, h: Tensor, weights: Tensor, rows: TokenRows, add: Add | None = None
+) -> Tensor | None:
+    """``dy[tokens of e]^T @ (weights * h)[rows of e]`` for each expert e: ``[E, columns of dy, columns of h]``.
+
+    None if it is added elsewhere.
+    """
+    found = h.new_zeros(rows.num_experts, dy.shape[1], h.shape[1]) if add is None else None
     for expert, low, high in rows.runs():
         weighted = (h[low:high] * weights[low:high, None]).to(h.dtype)
-        torch.mm(dy.index_select(0, rows.tokens[low:high]).t(), weighted, out=found[expert])
+        _add(found, add, expert, dy.index_select(0, rows.tokens[low:high]), weighted)
     return found
+
+
+def _add(gradient: Tensor | None, add: Add | None, expert: int, left: Tensor, right: Tensor) -> None:
+    if add is not None:
+        add(expert, left, right)
+    else:
+        assert gradient is not None
+        torch.mm(left.t(), right, out=gradient[expert])
 
 
 def bias_gradients(dz: Tensor, rows: TokenRows) -> Tensor:

@@ -51,7 +51,7 @@ class ParallelExperts(nn.Module):
 
     Args:
         num_experts, d_model, d_ff: E, H and F; F need not divide by the number of ranks.
-        activation: "swiglu" or "geglu", of gate and up; or None, "relu", "gelu", "gelu_tanh", "silu", of up alone.
+        activation: "swiglu", "geglu" or "clamped_swiglu", of gate and up; or None, "relu", "gelu", "gelu_tanh", "silu", of up alone.
         sequence_parallel: x is this rank's tokens, and so is the routing; else both are the same on all ranks.
         save_gathered: keep the gathered tokens for the backward pass instead of gathering them again.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
@@ -118,6 +118,7 @@ class ParallelExperts(nn.Module):
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         transposed: bool = False,
+        interleaved: bool = False,
         activation: str | None = "swiglu",
         sequence_parallel: bool = False,
         save_gathered: bool = False,
@@ -126,7 +127,8 @@ class ParallelExperts(nn.Module):
         """The experts of 3-dimensional parameters, as transformers has them; copies this rank's parts.
 
         Args:
-            up: ``[E, F, H]``, or with a gated activation ``[E, 2 * F, H]``, the gate's rows before those of up.
+            up: ``[E, F, H]``, or with a gated activation ``[E, 2 * F, H]``, the gate's rows before those of up; if
+                ``interleaved``, rows of the gate and of up in turn.
             down: ``[E, H, F]``.
             up_bias, down_bias: ``[E, F]`` or ``[E, 2 * F]``, and ``[E, H]``.
             transposed: ``up`` is ``[E, H, F]`` or ``[E, H, 2 * F]``, and ``down`` ``[E, F, H]``.
@@ -162,8 +164,12 @@ class ParallelExperts(nn.Module):
                     f"{name} ({layout}{tuple(one.shape)}) must be {shape} for down of {tuple(down.shape)} and "
                     f"activation {activation!r}"
                 )
-        biases = [None] * count if up_bias is None else up_bias.detach().chunk(count, 1)
-        module._take(up.chunk(count, 1), biases, down, down_bias, mesh, trained)
+
+        def parts_of(both: Tensor) -> list[Tensor]:
+            return [both[:, i::count] for i in range(count)] if interleaved else [*both.chunk(count, 1)]
+
+        biases = [None] * count if up_bias is None else parts_of(up_bias.detach())
+        module._take(parts_of(up), biases, down, down_bias, mesh, trained)
         return module
 
     @classmethod

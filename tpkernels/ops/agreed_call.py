@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
 from tpkernels.gemm import widened
 from tpkernels.ops.contract import Context, RepeatedSum, widened_call
-from tpkernels.partition import Layout
+from tpkernels.ops.signatures import Compared, Signature
 
 __all__ = [
     "CheckedCall",
+    "Compared",
     "Signature",
     "checked_call",
     "exchange",
@@ -43,37 +44,6 @@ _T = TypeVar("_T")
 _MEASURED_FLOPS = 1e9
 
 
-class Signature(NamedTuple):
-    """What all ranks must have in common in one call; printed in errors."""
-
-    op: str
-    dtype: torch.dtype
-    device: str
-    layout: Layout
-    columns: int
-    implementation: str
-    detail: str = ""
-    out_dtype: torch.dtype | None = None
-    activation: str | None = None
-    experts: int = 1
-    top_k: int = 1
-    bias: bool = False
-    """Whether one is added after the sum over the ranks, and so on all of them."""
-
-    def __str__(self) -> str:
-        kind = "feature" if self.layout.feature else "row"
-        text = (
-            f"{self.op}(dtype={dispatch.dtype_text(self.dtype, self.out_dtype)}, device={self.device}, "
-            f"{kind} shards={list(self.layout.sizes)}, outer={self.layout.outer}, inner={self.layout.inner}, "
-            f"columns={self.columns}, implementation={self.implementation!r}"
-        )
-        text += f", activation={self.activation!r}" if self.activation else ""
-        text += ", with a bias" if self.bias else ""
-        if dispatch.FACTS[self.op].grouped:
-            text += f", experts={self.experts}, top_k={self.top_k}"
-        return text + (f", {self.detail})" if self.detail else ")")
-
-
 @dataclass(frozen=True)
 class _Plan:
     id: int
@@ -85,13 +55,18 @@ class _Plan:
     fingerprint: int
     agreed: Any
 
-    def context(self, group: Group, call: int) -> Context:
+    def context(self, group: Group, call: int, compared: Compared | None = None) -> Context:
+        identity, text, number = self.id, self.text, self.fingerprint
+        if compared is not None:
+            identity ^= compared.digest % transport.MAX_SIGNATURES
+            number ^= compared.digest
+            text = short_text(str(compared), number)
         return Context(
             group,
-            transport.call_tag(call, self.id),
+            transport.call_tag(call, identity),
             self.num_chunks,
-            self.text,
-            self.fingerprint,
+            text,
+            number,
             self.explanation.problem,
             self.explanation.costs,
             self.forced_chunks,
@@ -147,23 +122,39 @@ def checked_call(group: Group, facts: Hashable, op: str, check: Callable[[], Sig
     return known
 
 
-def run(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Any:
+def run(
+    group: Group,
+    signature: Signature,
+    local: int,
+    arguments: Any,
+    device: torch.device,
+    compared: Compared | None = None,
+) -> Any:
     """Run one call of ``signature.op``; returns what the implementation's ``run`` returns.
 
     ``local`` is the size of the GEMM dimension that only this rank knows (its columns of the weights when gathering,
-    its contraction when reducing); the largest of all ranks enters the selection.
+    its contraction when reducing); the largest of all ranks enters the selection.  ``compared``: what else the ranks
+    must have in common in this very call.
 
     Raises:
         GroupMismatch, PeerLost, CollectiveTimeout: see :mod:`tpkernels.errors`; the group is poisoned.
         GroupPoisoned: an earlier call on this group failed.
         UnsupportedProblem: the forced implementation cannot run this.
     """
-    return run_checked(group, CheckedCall(signature), local, arguments, device)
+    return run_checked(group, CheckedCall(signature), local, arguments, device, compared)
 
 
-def run_checked(group: Group, checked: CheckedCall, local: int, arguments: Any, device: torch.device) -> Any:
+def run_checked(
+    group: Group,
+    checked: CheckedCall,
+    local: int,
+    arguments: Any,
+    device: torch.device,
+    compared: Compared | None = None,
+) -> Any:
     """:func:`run` of a call of :func:`checked_call`, which keeps its plan."""
     signature = checked.signature
+    said = signature if compared is None else compared
     if checked.plan is None:
         checked.plan = group.agreed.get(signature)
         if checked.plan is None:
@@ -174,17 +165,18 @@ def run_checked(group: Group, checked: CheckedCall, local: int, arguments: Any, 
         outer, call = group.in_flight, group.calls
         group.calls = call + 1
         if group.trail is not None:
-            group.trail.add(call, signature, checked.plan.fingerprint if checked.plan else fingerprint(str(signature)))
+            number = checked.plan.fingerprint if checked.plan else fingerprint(str(signature))
+            group.trail.add(call, said, number if compared is None else number ^ compared.digest)
         try:
-            plan = checked.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device)
+            plan = checked.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device, said)
             checked.plan = plan
-            group.enter(call, signature)
-            result = plan.implementation.run(plan.context(group, call), plan.arguments(arguments))
+            group.enter(call, said)
+            result = plan.implementation.run(plan.context(group, call, compared), plan.arguments(arguments))
             if group.verdict is not None:  # the device was stopped: what a wait for it found there is void
                 raise_end(group)
             return result
         except BaseException as error:  # noqa: BLE001 - fail raises what it means
-            fail(group, call, signature, error)
+            fail(group, call, said, error)
         finally:
             group.in_flight = outer
 
@@ -267,7 +259,9 @@ def _check(group: Group, what: str, device: str) -> None:
         raise
 
 
-def _agree(group: Group, call: int, signature: Signature, local: int, device: torch.device) -> _Plan:
+def _agree(
+    group: Group, call: int, signature: Signature, local: int, device: torch.device, said: Signature | Compared
+) -> _Plan:
     resources.check_setup(group, str(signature), device)
     agreement.meet(group, call, device)
     monitor.ensure_running()
@@ -278,7 +272,7 @@ def _agree(group: Group, call: int, signature: Signature, local: int, device: to
         "resources": [kind.name for kind in resources.kinds()],
         "widens": _told(signature.op, signature.dtype, signature.out_dtype, device),
     }  # fmt: skip
-    records = agreement.exchange_records(group, call, agreement.Record(str(signature), facts))
+    records = agreement.exchange_records(group, call, agreement.Record(str(said), facts))
     resources.check_kinds(group, call, [record.facts["resources"] for record in records])
     _check_settings(group, call, [record.facts["settings"] for record in records])
     resources.ensure(group, call, device)

@@ -27,13 +27,14 @@ from torch import Tensor
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm.grouped import TokenRows, bias_gradients, matrix_gradients
+from tpkernels.gemm.grouped import TokenRows, bias_gradients
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, GroupedMatmulReduceScatter
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
-from tpkernels.ops.registration import call, define, wants_grad
+from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
+from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.routing import (
     Routing,
     as_routing,
@@ -98,7 +99,8 @@ def all_gather_grouped_matmul(
 
     Args:
         shard_sizes: number of tokens of every rank; needed, on every rank, when they are not all equal.
-        activation: None, "relu", "gelu", "gelu_tanh" or "silu"; or "swiglu" or "geglu", of two weights.
+        activation: None, "relu", "gelu", "gelu_tanh" or "silu"; or "swiglu", "geglu" or "clamped_swiglu" (that of
+            GPT-OSS), of two weights, which may be views: ``both[:, 0::2]`` and ``both[:, 1::2]`` where they interleave.
         return_gathered: also return the gathered x (differentiable).
         save_gathered: keep the gathered x for the backward pass instead of gathering it again.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
@@ -224,7 +226,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     before = output[first : first + count] if options.activation is not None else []
     ctx.save_for_backward(output[-1] if options.keep_gathered else x, output[first - 2], *weights, *before)
     ctx.num_tokens = x.shape[0]
-    ctx.sinks = [None] * count  # gradients of weights are returned
+    ctx.sinks = sinks_of(weights)
     ctx.has_bias = has_bias(biases)
     ctx.options = options
     ctx.set_materialize_grads(False)
@@ -243,11 +245,11 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     needs = needs_of_linears(ctx)
     d_gathered = grads[-1] if options.keep_gathered else None
     dzs = of_products(options.activation, grads[:outputs], weights, before, experts.numel())
-    results: list[Tensor] = []
+    results: list[Tensor | None] = []
     if any(needs):
-        results = torch.ops.tpkernels.all_gather_grouped_matmul_backward(
-            dzs, x, weights, experts, d_gathered,
-            *_Backward(options.group_name, sizes, options.keep_gathered, needs, options.implementation),
+        results = call_backward(
+            "all_gather_grouped_matmul_backward", ctx.sinks, dzs, x, weights, experts, d_gathered,
+            _Backward(options.group_name, sizes, options.keep_gathered, needs, options.implementation),
         )  # fmt: skip
     return (*of_linears(ctx, needs, results), None, d_weights)
 
@@ -264,8 +266,15 @@ class _Backward(NamedTuple):
 
 
 def _backward_kernel(
-    dzs: list[Tensor], x: Tensor, weights: list[Tensor], experts: Tensor, d_gathered: Tensor | None, options: _Backward
-) -> list[Tensor]:
+    dzs: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    experts: Tensor,
+    d_gathered: Tensor | None,
+    options: _Backward,
+    *,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Tensor | None]:
     group = resolve(options.group_name)
     layout = _layout(x, options.shard_sizes, group.size)
     rows = TokenRows(experts, weights[0].shape[0])
@@ -274,13 +283,13 @@ def _backward_kernel(
     pending = None
     if needs_w and not options.is_gathered and group.size > 1:
         pending = start_gather(group, x2d, layout, "auto")
-    dws: list[Tensor] = []
+    dws: list[Tensor | None] = []
 
     def meanwhile() -> None:
         if needs_w:
-            dws.extend(matrix_gradients(flat_dzs, x2d if pending is None else pending(), rows))
+            dws.extend(grouped_weight_gradients(flat_dzs, x2d if pending is None else pending(), rows, sinks))
 
-    results: list[Tensor] = []
+    results: list[Tensor | None] = []
     if needs_x:
         addend = None if d_gathered is None else flat(d_gathered)
         arguments = GroupedMatmulReduceScatter(flat_dzs, weights, rows, None, None, addend, meanwhile, layout=layout)

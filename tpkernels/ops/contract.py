@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm.groups import Group
@@ -28,6 +27,14 @@ from tpkernels.gemm import fp8, residual_norm
 from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.gemm.widened import MatrixOperand, Widened
+from tpkernels.ops.activations import (
+    ACTIVATIONS,
+    GATED,
+    activation_backward,
+    activation_forward,
+    gate_backward,
+    gate_forward,
+)
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -316,45 +323,3 @@ class AllReduce(NamedTuple):
     """out = sum over ranks of ``x``, equal bit for bit on all ranks; ``x`` is contiguous ``[rows, columns]``."""
 
     x: Tensor
-
-
-@dataclass(frozen=True)
-class _Activation:
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-
-
-ACTIVATIONS: dict[str, _Activation] = {
-    "relu": _Activation(F.relu, lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0)),
-    "gelu": _Activation(F.gelu, torch.ops.aten.gelu_backward),
-    "gelu_tanh": _Activation(
-        lambda z: F.gelu(z, approximate="tanh"),
-        lambda dy, z: torch.ops.aten.gelu_backward(dy, z, approximate="tanh"),
-    ),
-    "silu": _Activation(F.silu, torch.ops.aten.silu_backward),
-}
-
-
-GATED = {"swiglu": "silu", "geglu": "gelu"}
-"""Activations of two products, gate and up: ``act(gate) * up``, and which act that is."""
-
-
-def activation_forward(name: str | None, z: Tensor) -> Tensor:
-    return z if name is None else ACTIVATIONS[name].forward(z)
-
-
-def activation_backward(name: str | None, dy: Tensor, z: Tensor | None) -> Tensor:
-    """Gradient before the activation, from the one after it and the preactivation ``z``."""
-    if name is None:
-        return dy
-    assert z is not None
-    return ACTIVATIONS[name].backward(dy, z)
-
-
-def gate_forward(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    return activation_forward(GATED[name], gate) * up
-
-
-def gate_backward(name: str, dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up from the one of ``act(gate) * up``."""
-    return activation_backward(GATED[name], dy * up, gate), dy * activation_forward(GATED[name], gate)

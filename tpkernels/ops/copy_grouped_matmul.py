@@ -18,17 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
-from tpkernels.gemm.grouped import TokenRows, are_few, bias_gradients, matrix_gradients, products
+from tpkernels.gemm.grouped import TokenRows, are_few, bias_gradients, products
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
+from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
 from tpkernels.ops.options import CopyKeywords, GatedName, Reduce
-from tpkernels.ops.registration import call, define
+from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.routing import (
     Routing,
     as_routing,
@@ -164,33 +164,39 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.options = Reduce(*options)
     ctx.save_for_backward(x, experts, *weights)
     ctx.has_bias = has_bias(biases)
-    ctx.sinks = [None] * len(weights)  # gradients of weights are returned
+    ctx.sinks = sinks_of(weights)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     x, experts, *weights = ctx.saved_tensors
     needs = needs_of_linears(ctx)
-    results: list[Tensor] = []
+    results: list[Tensor | None] = []
     if any(needs):
         dzs = of_products(None, grads, weights, [], experts.numel())
-        op = torch.ops.tpkernels.copy_grouped_matmul_backward
-        results = op(dzs, x, weights, experts, *ctx.options, needs)
+        results = call_backward("copy_grouped_matmul_backward", ctx.sinks, dzs, x, weights, experts, ctx.options, needs)
     return of_linears(ctx, needs, results)
 
 
 def _backward_kernel(
-    dzs: list[Tensor], x: Tensor, weights: list[Tensor], experts: Tensor, options: Reduce, needs: list[bool]
-) -> list[Tensor]:
+    dzs: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    experts: Tensor,
+    options: Reduce,
+    needs: list[bool],
+    *,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Tensor | None]:
     group = resolve(options.group_name)
     rows, flat_dzs, x2d = TokenRows(experts, weights[0].shape[0]), [flat(dz) for dz in dzs], flat(x)
-    dws: list[Tensor] = []
+    dws: list[Tensor | None] = []
 
     def meanwhile() -> None:
         if needs[1]:
-            dws.extend(matrix_gradients(flat_dzs, x2d, rows))
+            dws.extend(grouped_weight_gradients(flat_dzs, x2d, rows, sinks))
 
-    results: list[Tensor] = []
+    results: list[Tensor | None] = []
     if needs[0]:
         layout = rows_layout(x2d.shape[0], group.size)
         arguments = GroupedMatmulAllReduce(flat_dzs, weights, rows, None, meanwhile=meanwhile)

@@ -11,6 +11,8 @@ i].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
@@ -27,9 +29,10 @@ from tpkernels.ops.grouped_reduction import (
     refuse_reduction,
     setup_context,
 )
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import Reduce
 from tpkernels.ops.registration import call, define
-from tpkernels.ops.routing import Routing, as_routing, grouped_signature
+from tpkernels.ops.routing import Routing, as_routing, compared_routing, grouped_signature
 from tpkernels.ops.shapes import flat, fresh, rows_layout
 
 __all__ = ["grouped_matmul_all_reduce"]
@@ -60,7 +63,7 @@ def grouped_matmul_all_reduce(
     =============  ==================  ================================================================
     ``h``          ``[T * k, F_r]``    fp32, bf16, fp16 or fp64; any strides
     ``weights``    ``[E, H, F_r]``     this rank's columns of every expert; F_r may differ between ranks
-    ``routing``    of ``[T, k]``       equal on all ranks
+    ``routing``    of ``[T, k]``       equal on all ranks, which is compared
     ``bias``       ``[E, H]`` or None  equal on all ranks; added once, after the sum over the ranks
     ``y``          ``[T, H]``          equal on all ranks; dtype of h
     =============  ==================  ================================================================
@@ -94,7 +97,9 @@ def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, op
     layout, experts = rows_layout(tokens, group.size), (weight.shape[0], top_k)
     has_bias, columns = bias is not None, weight.shape[1]
     signature = grouped_signature(_OP, h, layout, columns, options.implementation, experts, bias=has_bias)
-    return fresh(agreed_call.run(group, signature, h.shape[1], arguments, h.device), (tokens, weight.shape[1]))
+    same = compared_routing(group, signature, routing)
+    y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
+    return fresh(y, (tokens, weight.shape[1]))
 
 
 def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce) -> Tensor:
@@ -103,11 +108,19 @@ def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, opti
 
 
 def _backward_kernel(
-    dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce, needs: list[bool]
-) -> list[Tensor]:
+    dy: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    options: Reduce,
+    needs: list[bool],
+    *,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Tensor | None]:
     rows, dy2d = TokenRows(routing.experts, weight.shape[0]), flat(dy)
     of_rows = products(dy2d, weight, rows) if needs[0] or needs[3] else None
-    return gradients(resolve(options.group_name), dy2d, of_rows, flat(h), bias, routing, rows, needs)
+    return gradients(resolve(options.group_name), dy2d, of_rows, flat(h), bias, routing, rows, needs, sinks)
 
 
 def _backward_fake(
@@ -116,5 +129,5 @@ def _backward_fake(
     return fake_gradients(h, weight, routing, needs)
 
 
-define(_OP, kernel=_kernel, fake=_fake, backward=backward_of(_OP), setup_context=setup_context, autocast=3)
+define(_OP, kernel=_kernel, fake=_fake, backward=backward_of(_OP, Reduce), setup_context=setup_context, autocast=3)
 define(f"{_OP}_backward", kernel=_backward_kernel, fake=_backward_fake)

@@ -37,9 +37,10 @@ from tpkernels.ops.grouped_reduction import (
     refuse_reduction,
     setup_context,
 )
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import GroupedScatter
 from tpkernels.ops.registration import call, define
-from tpkernels.ops.routing import Routing, as_routing, grouped_signature
+from tpkernels.ops.routing import Routing, as_routing, compared_routing, grouped_signature
 from tpkernels.ops.shapes import flat, fresh
 from tpkernels.partition import Layout, array_split_sizes, offsets
 
@@ -73,7 +74,7 @@ def grouped_matmul_reduce_scatter(
     =============  ============================  =====================================================================
     ``h``          ``[T * k, F_r]``              fp32, bf16, fp16 or fp64; any strides
     ``weights``    ``[E, H, F_r]``               this rank's columns of every expert; F_r may differ between ranks
-    ``routing``    of ``[T, k]``                 of all tokens, and equal on all ranks
+    ``routing``    of ``[T, k]``                 of all tokens, and equal on all ranks, which is compared
     ``bias``       ``[E, H]`` or None            equal on all ranks; added once, after the sum over the ranks
     ``y``          ``[shard_sizes[rank], H]``    dtype of h
     =============  ============================  =====================================================================
@@ -129,7 +130,8 @@ def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, op
     experts = weight.shape[0], routing.experts.shape[1]
     has_bias, columns = bias is not None, weight.shape[1]
     signature = grouped_signature(_OP, h, layout, columns, options.implementation, experts, bias=has_bias)
-    y = agreed_call.run(group, signature, h.shape[1], arguments, h.device)
+    same = compared_routing(group, signature, routing)
+    y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
     return fresh(y, (layout.sizes[group.rank], weight.shape[1]))
 
 
@@ -147,7 +149,9 @@ def _backward_kernel(
     routing: Routing,
     options: GroupedScatter,
     needs: list[bool],
-) -> list[Tensor]:
+    *,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Tensor | None]:
     group = resolve(options.group_name)
     layout, rows = _layout(routing, options, group.size), TokenRows(routing.experts, weight.shape[0])
     needs_h, needs_w, needs_b, needs_r = needs
@@ -163,7 +167,7 @@ def _backward_kernel(
         (products,), whole = gathered.outs, gathered.whole
     else:
         whole = start_gather(group, dy2d, layout, "auto")() if group.size > 1 else dy2d
-    return gradients(group, whole, products, flat(h), bias, routing, rows, needs)
+    return gradients(group, whole, products, flat(h), bias, routing, rows, needs, sinks)
 
 
 def _backward_fake(
@@ -178,5 +182,7 @@ def _backward_fake(
     return fake_gradients(h, weight, routing, needs)
 
 
-define(_OP, kernel=_kernel, fake=_fake, backward=backward_of(_OP), setup_context=setup_context, autocast=3)
+define(
+    _OP, kernel=_kernel, fake=_fake, backward=backward_of(_OP, GroupedScatter), setup_context=setup_context, autocast=3
+)
 define(f"{_OP}_backward", kernel=_backward_kernel, fake=_backward_fake)

@@ -16,6 +16,8 @@ from tpkernels.comm.groups import Group
 from tpkernels.gemm.grouped import TokenRows, reduced_bias_gradient, reduced_matrix_gradient, row_dots
 from tpkernels.ops.checks import check_common
 from tpkernels.ops.contract import accumulation_dtype
+from tpkernels.ops.main_grad import Sink, sink_of
+from tpkernels.ops.registration import call_backward
 from tpkernels.ops.routing import (
     Routing,
     check_expert_values,
@@ -81,19 +83,23 @@ def fields(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, own
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     h, weight, bias, experts, routing_weights, *ctx.options = inputs
+    ctx.sinks = [sink_of(weight)]
     ctx.save_for_backward(h, weight, bias, experts, routing_weights)
 
 
-def backward_of(op: str) -> Callable[[Any, Tensor], tuple[Any, ...]]:
-    """From the gradient of y those of h, weight, bias, experts and weights of the routing, by ``{op}_backward``."""
+def backward_of(op: str, kind: type[Any]) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+    """From the gradient of y those of h, weight, bias, experts and weights of the routing, by ``{op}_backward``.
+
+    ``kind``: the class of the op's options.
+    """
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        h, weight, bias, _, routing_weights = ctx.needs_input_grad[:5]
-        needs = [h, weight, bias, routing_weights]
+        needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4)]
         if not any(needs):
             return (None,) * 5
-        kernel = getattr(torch.ops.tpkernels, f"{op}_backward")
-        found = list(kernel(dy, *ctx.saved_tensors, *ctx.options, needs))
+        h, weight, bias, *routing = ctx.saved_tensors
+        options = kind(*ctx.options)
+        found = list(call_backward(f"{op}_backward", ctx.sinks, dy, h, weight, bias, Routing(*routing), options, needs))
         dh, dw, db, dr = (found.pop(0) if need else None for need in needs)
         return dh, dw, db, None, dr
 
@@ -109,7 +115,8 @@ def gradients(
     routing: Routing,
     rows: TokenRows,
     needs: Sequence[bool],
-) -> list[Tensor]:
+    sinks: Sequence[Sink | None] | None,
+) -> list[Tensor | None]:
     """The needed gradients of h, weight, bias and the routing's weights.
 
     ``dy``: of all tokens, where a gradient of the weight or anything of a bias is needed; ``products``: ``dy[token] @
@@ -118,13 +125,15 @@ def gradients(
     needs_h, needs_w, needs_b, needs_r = needs
     wide = accumulation_dtype(h.dtype)
     weights = row_weights(routing, rows, h.dtype)
-    found: list[Tensor] = []
+    found: list[Tensor | None] = []
     if needs_h:
         assert products is not None
         found.append((products * weights[:, None]).to(h.dtype))
     if needs_w:
         assert dy is not None
-        found.append(reduced_matrix_gradient(dy, h, weights, rows))
+        sink = sinks[0] if sinks else None
+        dw = reduced_matrix_gradient(dy, h, weights, rows, None if sink is None else sink.add_of_expert)
+        found.append(dw if sink is None else sink.added(h.dtype))
     if needs_b:
         assert dy is not None
         found.append(reduced_bias_gradient(dy, weights, rows))

@@ -24,9 +24,19 @@ from torch import Tensor
 
 from tpkernels.comm import timeline
 from tpkernels.gemm import widened
+from tpkernels.gemm.grouped import TokenRows, matrix_gradients
 from tpkernels.ops.plain_calls import is_dtensor
 
-__all__ = ["Sink", "accumulate", "linear", "sink_of", "sinks_of", "weight_gradients", "with_sink"]
+__all__ = [
+    "Sink",
+    "accumulate",
+    "grouped_weight_gradients",
+    "linear",
+    "sink_of",
+    "sinks_of",
+    "weight_gradients",
+    "with_sink",
+]
 
 UPCAST_ROWS = 1024
 """Rows of activations that are copied to fp32 at a time where the device has no GEMM from bf16 to fp32."""
@@ -42,6 +52,10 @@ class Sink(NamedTuple):
         """main_grad += dz^T x; returns what autograd is given."""
         accumulate(self.main_grad, dz, x)
         return self.added(dz.dtype)
+
+    def add_of_expert(self, expert: int, dz: Tensor, x: Tensor) -> None:
+        """main_grad[expert] += dz^T x, for a weight with a matrix per expert; :meth:`added` ends it."""
+        accumulate(self.main_grad[expert], dz, x)
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
         """Mark the parameter; returns what autograd is given."""
@@ -94,6 +108,17 @@ def weight_gradients(dzs: Sequence[Tensor], x: Tensor, sinks: Sequence[Sink | No
 def _products(dzs: Sequence[Tensor], x: Tensor, sinks: Sequence[Sink | None] | None) -> list[Tensor | None]:
     pairs = zip(dzs, sinks or [None] * len(dzs), strict=True)
     return [widened.matmul(dz.t(), x) if sink is None else sink.add(dz, x) for dz, sink in pairs]
+
+
+def grouped_weight_gradients(
+    dzs: Sequence[Tensor], x: Tensor, rows: TokenRows, sinks: Sequence[Sink | None] | None
+) -> list[Tensor | None]:
+    """:func:`weight_gradients` of weights ``[E, N, K]``: dz by row, x by token."""
+    sinks = sinks or [None] * len(dzs)
+    with timeline.span("gemm of weight gradients", "gemm"):
+        adds = [None if sink is None else sink.add_of_expert for sink in sinks]
+        found = matrix_gradients(dzs, x, rows, adds)
+    return [one if sink is None else sink.added(x.dtype) for one, sink in zip(found, sinks, strict=True)]
 
 
 def accumulate(main_grad: Tensor, dz: Tensor, x: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["CopyKeywords", "GatedName", "GatherKeywords", "GroupedScatter", "Reduce", "Scatter"]
 
-GatedName = Literal["swiglu", "geglu"]
+GatedName = Literal["swiglu", "geglu", "clamped_swiglu"]
 """Activations of two products, which make one output."""
 
 

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from torch.nn import functional as F
 
 __all__ = [
     "ACTIVATIONS",
+    "CLAMPED",
     "FP8_SUM_LOSS",
     "GATED",
     "SLACK",
@@ -54,6 +55,7 @@ __all__ = [
     "activate",
     "assert_bitwise_equal",
     "assert_within_bound",
+    "gate",
 ]
 
 SLACK = 1.01
@@ -80,8 +82,10 @@ ACTIVATIONS: dict[str, ActivationBounds] = {
 }
 
 
-GATED = {"swiglu": "silu", "geglu": "gelu"}
-"""Of two inputs, gate and up: f(gate) up, and which f that is."""
+CLAMPED = "clamped_swiglu"
+GATED: dict[str, str | None] = {"swiglu": "silu", "geglu": "gelu", CLAMPED: None}
+"""Of two inputs, gate and up: f(gate) up, and which f that is; or another function of the two."""
+CLAMP, SHARPNESS = 7.0, 1.702
 
 
 class BoundExceeded(AssertionError):
@@ -207,6 +211,9 @@ class Bounded:
 
     def gated(self, name: str, up: Bounded, *, dtype: torch.dtype, input_rounded: bool = True) -> Bounded:
         """f(x) up, see `GATED`, for the gate x that this is; with `input_rounded` every step rounds to `dtype`."""
+        if name == CLAMPED:  # rounds once, at the end
+            gate, up = (one.rounded(dtype) if input_rounded else one for one in (self, up))
+            return _Clamped(gate, up, dtype).value.rounded(torch.float64 if dtype == torch.float64 else torch.float32)
         gate = self.activation(GATED[name], dtype=dtype, input_rounded=input_rounded)
         if input_rounded:
             gate, up = gate.rounded(dtype), up.rounded(dtype)
@@ -232,6 +239,9 @@ class Bounded:
     ) -> tuple[Bounded, Bounded]:
         """Gradients of the gate x that this is and of up, each rounded to `dtype`, as are the steps on the way."""
         dy, kept, kept_up = Bounded.exact(dy), self.rounded(dtype), up.rounded(dtype)
+        if name == CLAMPED:
+            slope, slope_of_up = _Clamped(kept, kept_up, dtype).slopes
+            return dy.times(slope).rounded(dtype), dy.times(slope_of_up).rounded(dtype)
         of_gate = self.activation_gradient(GATED[name], dy.times(kept_up).rounded(dtype), dtype=dtype)
         of_up = dy.times(kept.activation(GATED[name], dtype=dtype, input_rounded=False).rounded(dtype))
         return of_gate.rounded(dtype), of_up.rounded(dtype)
@@ -248,6 +258,38 @@ class Bounded:
             return 0.0
         value, limit = actual.detach().double().cpu(), SLACK * self.error.cpu()
         return float(_ratios(value, self.value.cpu(), limit, torch.finfo(actual.dtype).max).max())
+
+
+class _Clamped:
+    """g sigmoid(1.702 g) (u + 1) of g = min(gate, 7), u = max(-7, min(up, 7)), computed in the accumulation dtype."""
+
+    def __init__(self, gate: Bounded, up: Bounded, dtype: torch.dtype) -> None:
+        self._gate, self._up, self._eps = gate, up, _accumulation_eps(dtype)
+        # g sigmoid(s g) is silu(s g) / s: the bounds of silu's slopes, the second one times s.
+        silu = ACTIVATIONS["silu"]
+        self._first, self._second = silu.first, SHARPNESS * cast(float, silu.second)
+        g = gate.value.clamp(max=CLAMP)
+        part = torch.sigmoid(SHARPNESS * g)
+        self._silu = Bounded(g * part, self._first * gate.error + 8 * self._eps * (g.abs() + gate.error))
+        self._slope = part + SHARPNESS * g * part * (1 - part)
+        shifted = up.value.clamp(-CLAMP, CLAMP) + 1
+        self._shifted = Bounded(shifted, up.error + 2 * self._eps * (shifted.abs() + 1 + up.error))
+
+    @property
+    def value(self) -> Bounded:
+        return self._silu.times(self._shifted)
+
+    @property
+    def slopes(self) -> tuple[Bounded, Bounded]:
+        """Of the value by gate and by up; where the input may lie on the other side of a clamp, 0 is as good."""
+        gate, up = self._gate, self._up
+        inside = (gate.value <= CLAMP).double()
+        off = (self._second * gate.error).clamp(max=2 * self._first) + 16 * self._eps
+        off += self._first * ((gate.value - CLAMP).abs() <= gate.error)
+        of_gate = Bounded(self._slope * inside, off).times(self._shifted)
+        within = (up.value.abs() <= CLAMP).double()
+        at_the_edge = ((up.value.abs() - CLAMP).abs() <= up.error).double()
+        return of_gate, self._silu.times(Bounded(within, at_the_edge))
 
 
 def assert_within_bound(actual: Tensor, reference64: Tensor, bound: Tensor, what: str = "result") -> None:
@@ -352,3 +394,12 @@ def activate(x: Tensor, name: str) -> Tensor:
     if name == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def gate(name: str, of_gate: Tensor, of_up: Tensor) -> Tensor:
+    """What a gated activation gives, in differentiable torch."""
+    act = GATED[name]
+    if act is not None:
+        return activate(of_gate, act) * of_up
+    clamped = of_gate.clamp(max=CLAMP)
+    return clamped * torch.sigmoid(SHARPNESS * clamped) * (of_up.clamp(-CLAMP, CLAMP) + 1)

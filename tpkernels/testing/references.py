@@ -23,7 +23,7 @@ from tpkernels.testing.expected import (
     expected_matmul_reduce_scatter,
     expected_weight_gradient,
 )
-from tpkernels.testing.numeric import GATED, Bounded, activate, assert_bitwise_equal
+from tpkernels.testing.numeric import GATED, Bounded, activate, assert_bitwise_equal, gate
 from tpkernels.testing.payload import exact_matmul
 
 __all__ = ["check_values", "exact_outputs", "expected_gradients", "expected_outputs", "unfused_fp64"]
@@ -154,7 +154,7 @@ def unfused_fp64(case: Case, parts: Operands) -> list[list[Tensor]]:
         for rank in range(world):
             outs = [F.linear(wholes[rank], w, b) for w, b in zip(parts.ws[rank], parts.bs[rank], strict=True)]
             if case.activation is not None and case.activation in GATED:
-                outs = [activate(outs[0], GATED[case.activation]) * outs[1]]
+                outs = [gate(case.activation, *outs)]
             elif case.activation is not None:
                 outs = [activate(out, case.activation) for out in outs]
             results.append([*outs, wholes[rank]] if case.return_gathered else outs)

@@ -69,6 +69,7 @@ from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.kernels.config import Tiles
+from tpkernels.ops.activations import CLAMPED
 from tpkernels.ops.contract import (
     AllGather,
     AllGatherMatmul,
@@ -408,6 +409,8 @@ def _refuses(problem: Problem) -> str | None:
         return no_memory
     if problem.dtype not in DTYPES and problem.out_dtype not in DTYPES:
         return f"its kernels compute in {', '.join(str(dtype) for dtype in DTYPES)}, not in {problem.dtype}"
+    if problem.activation == CLAMPED:
+        return f"its kernels have no {CLAMPED}"
     return None
 
 
