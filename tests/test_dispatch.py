@@ -81,16 +81,27 @@ def test_an_op_gathers_or_reduces_and_its_name_says_what_else_it_does() -> None:
     assert (*OPS, *GROUPED) == tuple(dispatch.FACTS) and len(OPS) == 6
     for op, facts in dispatch.FACTS.items():
         assert facts.multiplies is ("matmul" in op) is (op not in COLLECTIVES)
-        assert facts.gathers is ("all_gather" in op) is not facts.reduces
+        assert facts.gathers is op.startswith(("all_gather", "dispatch")) is not facts.reduces
         assert facts.everywhere is ("all_reduce" in op)
         assert facts.grouped is ("grouped" in op) is (op in GROUPED)
+        assert facts.dealt is ("dispatch" in op or "combine" in op)
         assert problem(op).facts is facts
 
 
 def test_flops_are_one_ranks() -> None:
     assert problem("matmul_all_reduce").flops == 2 * 4096 * 8192 * 2048 / 2
     assert problem("grouped_matmul_all_reduce", experts=64, top_k=6).flops == 6 * 4096 * 8192 * 2048
+    assert problem("dispatch_grouped_matmul", experts=64, top_k=6).flops == 6 * 4096 * 8192 * 2048
     assert all(problem(op).flops == 0 for op in COLLECTIVES)
+
+
+def test_a_token_travels_once_to_each_rank_that_has_one_of_its_experts() -> None:
+    """Never more than to everybody, as where each rank has a slice of every expert; with one expert on half the ranks."""
+    for op, dense in (("dispatch_grouped_matmul", GROUPED[0]), ("grouped_matmul_combine", GROUPED[1])):
+        whole = problem(dense, experts=64, top_k=1).wire_bytes
+        sent = [problem(op, experts=64, top_k=k).wire_bytes / whole for k in (1, 2, 8)]
+        assert sent == pytest.approx([0.5, 0.75, 1 - 2**-8]), op
+        assert problem(op, experts=64, top_k=2).num_matrices() == 32
 
 
 def test_each_part_of_a_grouped_gemm_goes_through_the_weights_of_the_experts_that_it_uses() -> None:
@@ -102,7 +113,7 @@ def test_each_part_of_a_grouped_gemm_goes_through_the_weights_of_the_experts_tha
     costs = Costs(gemm_overhead_us=0.0)
     dense, few = (problem("matmul_all_reduce", m=4, experts=experts) for experts in (1, 8))
     assert 2.5 < costs.gemm_us(few) / costs.gemm_us(dense) <= 4.0
-    for op, link_gbytes in zip(GROUPED, (0.005, 0.005, 0.1), strict=True):
+    for op, link_gbytes in zip(GROUPED, (0.005, 0.005, 0.1, 0.005, 0.005), strict=True):
         slow = Costs(link_gbytes=link_gbytes)
         chunks = [chunked._num_chunks(problem(op, experts=experts), slow, 2048, 8) for experts in (1, 8, 128)]
         assert sorted(chunks, reverse=True) == chunks and chunks[0] > chunks[-1], op

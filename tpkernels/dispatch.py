@@ -50,6 +50,8 @@ class Facts(NamedTuple):
     """Every rank gets the whole sum, not its shard of it."""
     grouped: bool = False
     """Each row has a matrix of its expert's: a GEMM per expert."""
+    dealt: bool = False
+    """Each rank has some of the experts, and not a slice of each."""
 
 
 FACTS = {
@@ -62,6 +64,8 @@ FACTS = {
     "all_gather_grouped_matmul": Facts(multiplies=True, gathers=True, grouped=True),
     "grouped_matmul_reduce_scatter": Facts(multiplies=True, reduces=True, grouped=True),
     "grouped_matmul_all_reduce": Facts(multiplies=True, reduces=True, everywhere=True, grouped=True),
+    "dispatch_grouped_matmul": Facts(multiplies=True, gathers=True, grouped=True, dealt=True),
+    "grouped_matmul_combine": Facts(multiplies=True, reduces=True, grouped=True, dealt=True),
 }
 OPS = tuple(op for op, facts in FACTS.items() if not facts.grouped)
 """Those whose rows all have the same matrix, or none."""
@@ -138,6 +142,8 @@ class Problem:
     def wire_bytes(self) -> int:
         """Bytes that each rank sends (and receives) when the payload crosses the wire once."""
         once = self.m * self.row_bytes * (self.world_size - 1) // max(1, self.world_size)
+        if self.facts.dealt:  # a token goes to a rank that has one of its experts: once, if they are chosen by chance
+            return int(once * (1.0 - (1.0 - 1.0 / self.world_size) ** self.top_k))
         return 2 * once if self.facts.everywhere else once
 
     @property
@@ -148,7 +154,8 @@ class Problem:
     def num_matrices(self, calls: int = 1) -> float:
         """Matrices that each of ``calls`` parts of the GEMM is expected to read, if tokens choose experts by chance."""
         rows = max(1, self.m * self.top_k // calls)
-        return self.experts * (1.0 - (1.0 - 1.0 / self.experts) ** rows)
+        used = self.experts * (1.0 - (1.0 - 1.0 / self.experts) ** rows)
+        return used / self.world_size if self.facts.dealt else used
 
     @property
     def num_chunks(self) -> int:
@@ -212,7 +219,8 @@ class Costs:
         bf16 on one CPU core); with more rows it ends at the arithmetic and the measured cost of a further call.
         """
         matrices = problem.num_matrices(calls)
-        weight_bytes = matrices * problem.n * problem.k * problem.dtype.itemsize / problem.world_size
+        whole = matrices * problem.n * problem.k * problem.dtype.itemsize
+        weight_bytes = whole if problem.facts.dealt else whole / problem.world_size
         compute = problem.flops / self.gemm_gflops * 1e-3 / calls
         stream, relay = weight_bytes / self.weight_gbytes * 1e-3, weight_bytes / self.relay_gbytes * 1e-3
         if compute <= stream:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, TOLERANCE, mine, part_of, sequence_sizes, tp_mesh
@@ -81,19 +84,26 @@ def parts_of(whole: Mixture, experts: ParallelExperts, name: str) -> Tensor:
 
 
 def trained(
-    d_ff: int, activation: str | None, bias: bool, sequence_parallel: bool, tokens: int, dtype: Any, sums: bool = True
+    d_ff: int,
+    activation: str | None,
+    bias: bool,
+    sequence_parallel: bool,
+    tokens: int,
+    dtype: Any,
+    layout: str = "features",
+    sums: bool = True,
 ) -> None:
     """Three steps of both; outputs, gradients of x and all parameters after each."""
     torch.manual_seed(3)
     mesh = tp_mesh()
     whole = Mixture(d_ff, activation, bias).to(dtype)
-    experts = whole.cut(mesh, sequence_parallel, save_gathered=bias)
+    experts = whole.cut(mesh, sequence_parallel, layout=layout, save_gathered=bias)
     router = tpk.nn.replicate_parameters(
         copy.deepcopy(whole.router), mesh, sequence_parallel=sequence_parallel and sums
     )
     ours = torch.optim.SGD([*experts.parameters(), *router.parameters()], lr=0.01, momentum=0.9)
     theirs = torch.optim.SGD(whole.parameters(), lr=0.01, momentum=0.9)
-    what = f"{d_ff=}, {activation=}, {bias=}, {sequence_parallel=}, {tokens=}, {dtype}"
+    what = f"{d_ff=}, {activation=}, {bias=}, {sequence_parallel=}, {tokens=}, {dtype}, {layout=}"
     for step in range(3):
         x = torch.randn(tokens, H, dtype=dtype, requires_grad=True)
         dy = torch.randn(tokens, H, dtype=dtype)
@@ -128,6 +138,9 @@ def all_trained() -> int:
         (8, None, False, False, 5, torch.float64),
         (12, "swiglu", True, True, 1, torch.float64),  # ranks without tokens
         (16, "clamped_swiglu", True, True, 24, torch.float32),
+        (10, "swiglu", True, True, 7, torch.float64, "experts"),
+        (9, "gelu", True, False, 7, torch.float64, "experts"),
+        (10, "clamped_swiglu", False, True, 1, torch.float32, "experts"),  # ranks without tokens
     ]
     for case in cases:
         trained(*case)
@@ -136,7 +149,7 @@ def all_trained() -> int:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_beside_the_unsharded_module(ranks: Pools, world: int) -> None:
-    assert min(ranks(world).run(all_trained, timeout=LIMIT_S)) == 7
+    assert min(ranks(world).run(all_trained, timeout=LIMIT_S)) == 10
 
 
 def router_without_sums() -> str:
@@ -150,6 +163,47 @@ def router_without_sums() -> str:
 def test_a_router_whose_gradients_were_not_summed_is_caught(ranks: Pools) -> None:
     for said in ranks(2).run(router_without_sums, timeout=LIMIT_S):
         assert "router weight, 0" in said, said
+
+
+def on_a_mesh(own_tokens: bool) -> None:
+    """Experts over one axis, their features over the other: values, and gradients of x, routing and parameters."""
+    torch.manual_seed(6)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    rank, tokens, coordinate = dist.get_rank(), 9, mesh.get_coordinate()
+    whole = Mixture(7, "swiglu", True).double()
+    experts = whole.cut(mesh, own_tokens, layout="experts")
+    x, dy = torch.randn(2, tokens, H, dtype=torch.float64)
+    x.requires_grad_()
+    with torch.no_grad():
+        chosen, weights = route(whole.router, x)
+    sizes = [3, 0, 4, 2]
+    start = sum(sizes[:rank])
+    of_own = slice(start, start + sizes[rank]) if own_tokens else slice(None)
+    routing_weights = weights.clone().requires_grad_()
+    with mock.patch(f"{__name__}.route", lambda router, tokens: tpk.Routing(chosen, routing_weights)):
+        expected = whole(x)
+    expected.backward(dy)
+    own_x, own_weights = (t.detach()[of_own].clone().requires_grad_() for t in (x, weights))
+    y = experts(own_x, tpk.Routing(chosen[of_own], own_weights), shard_sizes=sizes if own_tokens else None)
+    close(y, expected.detach()[of_own], f"y, {own_tokens=}")
+    y.backward(dy[of_own])
+    for name, mine_of, of_whole in (("x", own_x, x), ("routing", own_weights, routing_weights)):
+        close(cast(Tensor, mine_of.grad), cast(Tensor, of_whole.grad)[of_own], f"d {name}, {own_tokens=}")
+    for name, parameter in experts.named_parameters():
+        gradient = cast(Tensor, getattr(whole, {"gate": "up", "gate_bias": "up_bias"}.get(name, name)).grad)
+        if name not in ("down", "down_bias"):
+            gradient = gradient.chunk(2, 1)[0 if name.startswith("gate") else 1]
+        grad = cast(DTensor, parameter.grad)
+        assert isinstance(parameter, DTensor) and grad.placements == parameter.placements, name
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                gradient = gradient.chunk(2, placement.dim)[coordinate[axis]]
+        close(grad.to_local(), gradient, f"d {name}, {own_tokens=}")
+
+
+@pytest.mark.parametrize("own_tokens", [True, False])
+def test_experts_over_one_axis_and_their_features_over_another(ranks: Pools, own_tokens: bool) -> None:
+    ranks(4).run(on_a_mesh, own_tokens, timeout=LIMIT_S)
 
 
 def added_to_main_grad(sequence_parallel: bool) -> None:
@@ -256,6 +310,7 @@ def refused() -> list[str]:
         lambda: ParallelExperts(0, H, 4, mesh),
         lambda: ParallelExperts(2, H, 4, mesh, activation="tanh"),
         lambda: ParallelExperts(2, H, 4, mesh, implementation="fast"),
+        lambda: ParallelExperts(2, H, 4, mesh, layout="tokens"),
         lambda: ParallelExperts.from_parameters(up, down[0], mesh),
         lambda: ParallelExperts.from_parameters(up, down, mesh, activation="silu"),
         lambda: ParallelExperts.from_parameters(up, down, mesh, transposed=True),
@@ -279,6 +334,6 @@ def refused() -> list[str]:
 
 def test_bad_arguments_are_refused_with_names_and_values(ranks: Pools) -> None:
     for said in ranks(2).run(refused, timeout=LIMIT_S):
-        assert len(said) == 16
+        assert len(said) == 17
         assert "num_experts must be at least 1, got 0" in said[0]
-        assert "up ((5, 20, 6)) must be (5, 10, 6) for down of (5, 6, 10) and activation 'silu'" in said[4]
+        assert "up ((5, 20, 6)) must be (5, 10, 6) for down of (5, 6, 10) and activation 'silu'" in said[5]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 import tpkernels as tpk
 import tpkernels.nn  # its ops are registered then
@@ -84,7 +84,7 @@ def test_whole_graphs_give_the_bits_of_eager(ranks: Pools, world: int, dynamic: 
 
 
 def test_whole_graphs_of_experts_give_the_bits_of_eager(ranks: Pools) -> None:
-    assert ranks(2).run(grouped_blocks_compiled, "aot_eager", timeout=240) == [24, 24]
+    assert ranks(2).run(grouped_blocks_compiled, "aot_eager", timeout=240) == [36, 36]
 
 
 @pytest.mark.full("seconds of compiling")
@@ -380,7 +380,8 @@ def fakes_tell_the_truth() -> int:
             reals, fakes = ([one] if isinstance(one, Tensor) else one for one in (real, fake))
             assert len(reals) == len(fakes), op
             for a, b in zip(reals, fakes, strict=True):
-                assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device), (
+                shape = [x if free_unbacked_symbols(y) else y for x, y in zip(a.shape, b.shape, strict=True)]
+                assert (list(a.shape), a.stride(), a.dtype, a.device) == (shape, b.stride(), b.dtype, b.device), (
                     op,
                     arguments,
                 )

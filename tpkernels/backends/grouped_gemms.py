@@ -23,7 +23,8 @@ class GroupedEpilogue(Epilogue):
 
     def __init__(self, call: AllGatherGroupedMatmul, rows: TokenRows) -> None:
         first = AllGatherMatmul(
-            call.x, call.layout, [matrix[0] for matrix in call.matrices], [None] * len(call.matrices),
+            call.x, call.layout, [matrix.new_empty(matrix.shape[1:], device="meta") for matrix in call.matrices],
+            [None] * len(call.matrices),
             call.activation, keep_preactivation=call.keep_preactivation,
         )  # fmt: skip
         super().__init__(first, rows.count)
@@ -58,7 +59,8 @@ def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Ten
         product, addend = out.new_empty(high - low, out.shape[1]), None
         for x, matrices in zip(call.xs, call.matrices, strict=True):
             if addend is None:
-                multiply(x[low:high], matrices[expert], product, None, few)
+                bias = None if call.expert_biases is None else call.expert_biases[expert]
+                multiply(x[low:high], matrices[expert], product, bias, few)
             else:
                 gemm(x[low:high], matrices[expert], product, addend)
             addend = product

@@ -1,4 +1,4 @@
-"""Experts cut by features: every rank holds its slice of every expert of a mixture.
+"""The experts of a mixture: every rank holds its slice of every expert, or some whole experts.
 
 ::
 
@@ -18,11 +18,12 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpkernels import dispatch
 from tpkernels.comm.groups import GroupLike
-from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.nn.dealt_experts import DealtWeights, expert_mesh, run_dealt
+from tpkernels.nn.parameters import cut_parameter, local, mesh_of, tp_mesh
 from tpkernels.ops import (
     Routing,
     all_gather_grouped_matmul,
@@ -33,27 +34,39 @@ from tpkernels.ops import (
 from tpkernels.ops.contract import ACTIVATIONS, GATED
 from tpkernels.ops.routing import as_routing
 
-__all__ = ["ParallelExperts"]
+__all__ = ["LAYOUTS", "ParallelExperts"]
+
+LAYOUTS = ("features", "experts")
 
 
 class ParallelExperts(nn.Module):
     """The experts of a mixture; both grouped GEMMs hide their communication.
 
-    ==============  ============  ============================================================
-    parameter       whole shape   cut
-    ==============  ============  ============================================================
-    ``gate``        ``[E, F, H]`` ``Shard(1)``; with "swiglu" and "geglu" only
-    ``up``          ``[E, F, H]`` ``Shard(1)``
-    ``down``        ``[E, H, F]`` ``Shard(2)``
-    ``gate_bias``   ``[E, F]``    ``Shard(1)``, as ``up_bias``
-    ``down_bias``   ``[E, H]``    ``Replicate()``; added once, after the sum over the ranks
-    ==============  ============  ============================================================
+    ==============  ============  ==================================  ===========  ==================================
+    parameter       whole shape   cut by "features"                   "experts"    "experts" on a mesh (ep, tp)
+    ==============  ============  ==================================  ===========  ==================================
+    ``gate``        ``[E, F, H]`` ``Shard(1)``; if gated only         ``Shard(0)`` ``Shard(0), Shard(1)``
+    ``up``          ``[E, F, H]`` ``Shard(1)``                        ``Shard(0)`` ``Shard(0), Shard(1)``
+    ``down``        ``[E, H, F]`` ``Shard(2)``                        ``Shard(0)`` ``Shard(0), Shard(2)``
+    ``gate_bias``   ``[E, F]``    ``Shard(1)``, as ``up_bias``        ``Shard(0)`` ``Shard(0), Shard(1)``
+    ``down_bias``   ``[E, H]``    ``Replicate()``; added once, after  ``Shard(0)`` ``Shard(0), Replicate()``
+                                  the sum over the ranks
+    ==============  ============  ==================================  ===========  ==================================
+
+    With the layout "features" all tokens meet every rank's slice of their experts.  With "experts" a token goes to the
+    ranks that have its experts, which send less where k is smaller than the number of ranks, and have GEMMs of whole
+    experts; but ranks whose experts are chosen more often have more to do.  Both layouts take and give the same.
 
     Args:
         num_experts, d_model, d_ff: E, H and F; F need not divide by the number of ranks.
-        activation: "swiglu", "geglu" or "clamped_swiglu", of gate and up; or None, "relu", "gelu", "gelu_tanh", "silu", of up alone.
+        activation: "swiglu", "geglu" or "clamped_swiglu", of gate and up; or None, "relu", "gelu", "gelu_tanh", "silu",
+            of up alone.
+        layout: "features" or "experts"; any number of experts, also fewer than ranks.  ``group`` may for "experts" be a
+            mesh with an axis "ep", and "tp" behind it: experts are dealt out over the first, and their features cut
+            over the second.
         sequence_parallel: x is this rank's tokens, and so is the routing; else both are the same on all ranks.
-        save_gathered: keep the gathered tokens for the backward pass instead of gathering them again.
+        save_gathered: keep the gathered tokens for the backward pass instead of gathering them again.  With the layout
+            "experts" those that a rank has received are always kept.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
     Under one seed the initial weights are the same on any number of ranks: uniform, as those of ``nn.Linear``.
@@ -81,6 +94,7 @@ class ParallelExperts(nn.Module):
         *,
         activation: str | None = "swiglu",
         bias: bool = False,
+        layout: str = "features",
         sequence_parallel: bool = False,
         save_gathered: bool = False,
         implementation: str = "auto",
@@ -91,7 +105,7 @@ class ParallelExperts(nn.Module):
         for name, value in (("num_experts", num_experts), ("d_model", d_model), ("d_ff", d_ff)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        _check(activation, implementation)
+        _check(activation, implementation, layout)
 
         def made(*shape: int, fan_in: int) -> Tensor:
             limit = 1 / math.sqrt(fan_in)
@@ -105,8 +119,8 @@ class ParallelExperts(nn.Module):
         if bias:
             biases = [made(num_experts, d_ff, fan_in=d_model) for _ in firsts]
             down_bias = made(num_experts, d_model, fan_in=d_ff)
-        self._options(activation, sequence_parallel, save_gathered, implementation)
-        self._take(firsts, biases, down, down_bias, tp_mesh(group, device), trained=True)
+        self._options(activation, layout, sequence_parallel, save_gathered, implementation)
+        self._take(firsts, biases, down, down_bias, _mesh_for(layout, group, device), trained=True)
 
     @classmethod
     def from_parameters(
@@ -120,6 +134,7 @@ class ParallelExperts(nn.Module):
         transposed: bool = False,
         interleaved: bool = False,
         activation: str | None = "swiglu",
+        layout: str = "features",
         sequence_parallel: bool = False,
         save_gathered: bool = False,
         implementation: str = "auto",
@@ -138,10 +153,10 @@ class ParallelExperts(nn.Module):
             >>> tpk.nn.ParallelExperts.from_parameters(up, down, mesh["tp"]).down.shape
             torch.Size([4, 8, 32])
         """
-        _check(activation, implementation)
+        _check(activation, implementation, layout)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._options(activation, sequence_parallel, save_gathered, implementation)
+        module._options(activation, layout, sequence_parallel, save_gathered, implementation)
         trained = up.requires_grad or down.requires_grad
         parts = [("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)]
         for name, tensor in parts:
@@ -149,7 +164,7 @@ class ParallelExperts(nn.Module):
                 raise ValueError(f"{name} is a DTensor already (placements {tensor.placements})")
             if tensor is not None and tensor.dim() != (2 if "bias" in name else 3):
                 raise ValueError(f"{name} must have a dimension for the experts, got shape {tuple(tensor.shape)}")
-        mesh = tp_mesh(group, up.device)
+        mesh = _mesh_for(layout, group, up.device)
         up, down = (one.detach().transpose(1, 2) if transposed else one.detach() for one in (up, down))
         count = 2 if activation in GATED else 1
         experts, d_model, d_ff = down.shape
@@ -182,6 +197,7 @@ class ParallelExperts(nn.Module):
         up: str = "up_proj",
         down: str = "down_proj",
         activation: str | None = "swiglu",
+        layout: str = "features",
         sequence_parallel: bool = False,
         save_gathered: bool = False,
         implementation: str = "auto",
@@ -196,7 +212,7 @@ class ParallelExperts(nn.Module):
             >>> experts.up_bias.shape
             torch.Size([4, 32])
         """
-        _check(activation, implementation)
+        _check(activation, implementation, layout)
         if (gate is not None) != (activation in GATED):
             need = "needs the name of a" if gate is None else "has no"
             raise ValueError(f"activation {activation!r} {need} gate; with a gate: {list(GATED)}")
@@ -228,15 +244,16 @@ class ParallelExperts(nn.Module):
             up_bias=torch.cat(biases, 1) if biases else None,
             down_bias=last_bias,
             activation=activation,
+            layout=layout,
             sequence_parallel=sequence_parallel,
             save_gathered=save_gathered,
             implementation=implementation,
         )
 
     def _options(
-        self, activation: str | None, sequence_parallel: bool, save_gathered: bool, implementation: str
+        self, activation: str | None, layout: str, sequence_parallel: bool, save_gathered: bool, implementation: str
     ) -> None:
-        self.activation, self.sequence_parallel = activation, sequence_parallel
+        self.activation, self.layout, self.sequence_parallel = activation, layout, sequence_parallel
         self.save_gathered, self.implementation = save_gathered, implementation
 
     def _take(
@@ -249,37 +266,51 @@ class ParallelExperts(nn.Module):
         trained: bool,
     ) -> None:
         names = ("gate", "up") if len(firsts) == 2 else ("up",)
+
+        def cut(whole: Tensor | None, dim: int | None) -> nn.Parameter | None:
+            """``dim``: that of the features that are cut."""
+            if whole is None:
+                return None
+            features = Replicate() if dim is None else Shard(dim)
+            placements = [features] if self.layout == "features" else [Shard(0), features][: mesh.ndim]
+            return cut_parameter(whole, mesh, placements, requires_grad=trained, tp_axis=mesh.ndim - 1)
+
         self.register_parameter("gate", None)
         for name, weight in zip(names, firsts, strict=True):
-            self.register_parameter(name, shard_parameter(weight, mesh, 1, requires_grad=trained))
-        self.down = shard_parameter(down, mesh, 2, requires_grad=trained)
+            self.register_parameter(name, cut(weight, 1))
+        self.register_parameter("down", cut(down, 2))
         self.register_parameter("gate_bias", None)
         self.register_parameter("up_bias", None)
         for name, bias in zip(names, biases, strict=True):
-            if bias is not None:
-                self.register_parameter(f"{name}_bias", shard_parameter(bias, mesh, 1, requires_grad=trained))
-        whole = None if down_bias is None else replicate_parameter(down_bias, mesh, requires_grad=trained)
-        self.register_parameter("down_bias", whole)
+            self.register_parameter(f"{name}_bias", cut(bias, 1))
+        self.register_parameter("down_bias", cut(down_bias, None))
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The one-dimensional mesh that the parameters live on; its group is the one that communicates."""
+        """The mesh that the parameters live on; its groups are those that communicate."""
         return mesh_of(self.down)
 
     def forward(self, x: Tensor, routing: Routing, *, shard_sizes: Sequence[int] | None = None) -> Tensor:
         """``x`` is ``[..., d_model]``, the routing that of its tokens, ``[..., k]`` or ``[tokens, k]``, in their order.
 
-        ``shard_sizes``: every rank's number of tokens, needed with ``sequence_parallel`` where they are not all equal.
+        ``shard_sizes``: every rank's number of tokens, needed with ``sequence_parallel`` where they are not all equal;
+        on a mesh of two axes those of the first row of ranks come first.
         """
         if shard_sizes is not None and not self.sequence_parallel:
             raise ValueError(f"shard_sizes ({list(shard_sizes)}) cuts tokens: it needs sequence_parallel=True")
         mesh, tokens = self.mesh, x.reshape(-1, x.shape[-1])
-        routing = as_routing(routing, mesh)
+        routing = as_routing(routing, mesh.get_group(0))
         routing = Routing(*(one.reshape(-1, one.shape[-1]) for one in routing))
         names = ("gate", "up") if self.gate is not None else ("up",)
         firsts = [cast(Tensor, local(getattr(self, name))) for name in names]
         biases = [local(getattr(self, f"{name}_bias")) for name in names]
         down, down_bias = cast(Tensor, local(self.down)), local(self.down_bias)
+        if self.layout == "experts":
+            return run_dealt(
+                mesh, tokens, routing, DealtWeights(firsts, biases, down, down_bias), self.down.shape[0],
+                activation=self.activation, own_tokens=self.sequence_parallel, shard_sizes=shard_sizes,
+                implementation=self.implementation,
+            ).view(x.shape)  # fmt: skip
         first = firsts if len(firsts) > 1 else firsts[0]
         if not self.sequence_parallel:
             h = copy_grouped_matmul(
@@ -301,12 +332,20 @@ class ParallelExperts(nn.Module):
     def extra_repr(self) -> str:
         experts, d_model, d_ff = self.down.shape
         text = f"num_experts={experts}, d_model={d_model}, d_ff={d_ff}, activation={self.activation!r}"
-        text += f", bias={self.down_bias is not None}, sequence_parallel={self.sequence_parallel}"
+        text += (
+            f", bias={self.down_bias is not None}, layout={self.layout!r}, sequence_parallel={self.sequence_parallel}"
+        )
         return text + (f", implementation={self.implementation!r}" if self.implementation != "auto" else "")
 
 
-def _check(activation: str | None, implementation: str) -> None:
+def _check(activation: str | None, implementation: str, layout: str) -> None:
     known = [*sorted(ACTIVATIONS), *GATED]
     if activation is not None and activation not in known:
         raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {list(LAYOUTS)}, got {layout!r}")
     dispatch.check_name("all_gather_grouped_matmul", implementation)
+
+
+def _mesh_for(layout: str, group: GroupLike, device: torch.device | str | None) -> DeviceMesh:
+    return tp_mesh(group, device) if layout == "features" else expert_mesh(group, device)

@@ -46,13 +46,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpkernels import dispatch, partition
 from tpkernels.comm.groups import group_name
-from tpkernels.nn.parameters import as_parameter, local, mesh_of
-from tpkernels.nn.same_weights import equal_on_ranks
+from tpkernels.nn.parameters import cut_parameter, local, mesh_of
 from tpkernels.ops import copy_to_group
 from tpkernels.ops.contract import ACTIVATIONS, GATED, activation_forward, gate_forward
 from tpkernels.ops.mesh_matmul import Cut
 from tpkernels.ops.registration import call
-from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.partition import chunk_sizes
 
 __all__ = ["MeshMLP2D", "MovedBytes", "mesh_mlp_bytes"]
 
@@ -272,17 +271,7 @@ def _refuse_cut(full: Tensor) -> None:
 def _cut_parameter(full: Tensor, mesh: DeviceMesh, placements: Placements) -> nn.Parameter:
     """This rank's part of ``full``, which is compared over both axes; only that part is copied."""
     _refuse_cut(full)
-    part = equal_on_ranks(full, mesh, tp_axis=1).detach()
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            sizes = chunk_sizes(full.shape[placement.dim], mesh.size(axis))
-            part = part.narrow(placement.dim, offsets(sizes)[coordinate[axis]], sizes[coordinate[axis]])
-    part = torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
-    stride = torch.empty(full.shape, device="meta").stride()
-    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=stride)
-    return as_parameter(whole, full.requires_grad)
+    return cut_parameter(full, mesh, placements, requires_grad=full.requires_grad, tp_axis=1)
 
 
 # --- what it moves ----------------------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ of parameters need no help.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.nn.same_weights import equal_on_ranks
@@ -30,6 +31,7 @@ __all__ = [
     "TP_AXES",
     "as_parameter",
     "check_unit",
+    "cut_parameter",
     "has_units",
     "local",
     "local_parts",
@@ -104,13 +106,30 @@ def shard_parameter(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: 
     sizes = chunk_sizes(full.shape[dim], mesh.size())
     rank = mesh.get_local_rank()
     part = full.detach().narrow(dim, offsets(sizes)[rank], sizes[rank])
-    return _parameter(_copy(part), mesh, Shard(dim), full.shape, requires_grad)
+    return _parameter(_copy(part), mesh, [Shard(dim)], full.shape, requires_grad)
 
 
 def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool = True) -> nn.Parameter:
     """A copy of ``full`` as a replicated parameter; a collective call, as :func:`shard_parameter`."""
     full = equal_on_ranks(full, mesh)
-    return _parameter(_copy(full.detach()), mesh, Replicate(), full.shape, requires_grad)
+    return _parameter(_copy(full.detach()), mesh, [Replicate()], full.shape, requires_grad)
+
+
+def cut_parameter(
+    full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, requires_grad: bool = True, tp_axis: int = 0
+) -> nn.Parameter:
+    """This rank's part of ``full`` on a mesh of any number of axes, one placement for each; only that part is copied.
+
+    A collective call, as :func:`shard_parameter`; ``tp_axis``: whose ranks must draw the same random numbers.
+    """
+    part = equal_on_ranks(full, mesh, tp_axis=tp_axis).detach()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = chunk_sizes(full.shape[placement.dim], mesh.size(axis))
+            part = part.narrow(placement.dim, offsets(sizes)[coordinate[axis]], sizes[coordinate[axis]])
+    return _parameter(_copy(part), mesh, placements, full.shape, requires_grad)
 
 
 def local_parts(weight: Tensor, bias: Tensor | None) -> tuple[DeviceMesh, Tensor, Tensor | None]:
@@ -143,10 +162,10 @@ def _copy(part: Tensor) -> Tensor:
 
 
 def _parameter(
-    part: Tensor, mesh: DeviceMesh, placement: Shard | Replicate, shape: torch.Size, requires_grad: bool
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:
     stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
     return as_parameter(whole, requires_grad)
 
 

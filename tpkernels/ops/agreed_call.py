@@ -307,9 +307,10 @@ def _check_settings(group: Group, call: int, settings: Sequence[Mapping[str, Any
 
 def _problem(group: Group, signature: Signature, local: int, device: torch.device) -> Problem:
     layout, whole_features = signature.layout, sum(signature.layout.sizes)
-    gathers = dispatch.FACTS[signature.op].gathers
-    columns = whole_features if layout.feature and gathers else signature.columns
-    n, k = (local * group.size, columns) if gathers else (columns, local * group.size)
+    facts = dispatch.FACTS[signature.op]
+    columns = whole_features if layout.feature and facts.gathers else signature.columns
+    over_ranks = local if facts.dealt else local * group.size
+    n, k = (over_ranks, columns) if facts.gathers else (columns, over_ranks)
     return Problem(
         op=signature.op,
         m=layout.total_rows,

@@ -183,7 +183,7 @@ def _kernel(
         agreement.refuse(group, "all_gather_grouped_matmul", str(error))
         raise
     num_experts = matrices[0].shape[0]
-    whole = start_routing(group, routing, layout, num_experts, x.dtype)
+    whole = start_routing(group, routing, layout, num_experts, x.dtype, lambda experts: TokenRows(experts, num_experts))
     arguments = AllGatherGroupedMatmul(
         flat(x), layout, whole.rows, [weight.transpose(1, 2) for weight in matrices], bias_list, options.activation,
         options.keep_gathered, options.keep_preactivation,

@@ -24,6 +24,7 @@ from torch import Tensor
 from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.gemm import fp8, residual_norm
+from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.gemm.widened import MatrixOperand, Widened
@@ -45,8 +46,10 @@ __all__ = [
     "AllGatherMatmul",
     "AllReduce",
     "Context",
+    "DispatchGroupedMatmul",
     "Gathered",
     "GroupedMatmulAllReduce",
+    "GroupedMatmulCombine",
     "GroupedMatmulReduceScatter",
     "MatmulAllReduce",
     "MatmulReduceScatter",
@@ -286,6 +289,8 @@ class GroupedMatmulAllReduce:
     """As many rows as ``out`` has, in the accumulation dtype."""
     addend: Tensor | None = None
     meanwhile: Callable[[], None] = nothing
+    expert_biases: Tensor | None = None
+    """``[E, columns]``: part of the (only) product of an expert's rows."""
 
     @property
     def like(self) -> Tensor:
@@ -309,6 +314,31 @@ class GroupedMatmulReduceScatter(GroupedMatmulAllReduce):
     """
 
     layout: Layout = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class DispatchGroupedMatmul(AllGatherGroupedMatmul):
+    """Each token goes to the ranks that have one of its experts, and is multiplied with their matrices there.
+
+    ``x`` are this rank's tokens, ``layout`` has the tokens of every rank, and ``matrices`` and ``biases`` are those of
+    this rank's experts.  The whole that ``run`` returns where it was asked for are the received tokens.
+    """
+
+    rows: Callable[[], DealtRows]
+    """Waits for the routing of all tokens; to be called as often as you like."""
+
+
+@dataclass(frozen=True)
+class GroupedMatmulCombine(GroupedMatmulAllReduce):
+    """out[t] = sum over the ranks that have an expert of t of partial[t], for this rank's tokens t, where
+
+    the partials are those of :class:`GroupedMatmulAllReduce` over the experts of one rank, of the tokens that it has
+    received.  They go back to where the tokens came from, which is what ``rows`` says, in the dtype of xs.
+    """
+
+    rows: DealtRows
+    layout: Layout = field(kw_only=True)
+    """Of the tokens of every rank."""
 
 
 @dataclass(frozen=True)

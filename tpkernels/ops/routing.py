@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ __all__ = [
     "start_routing",
     "weighted_biases",
 ]
+
+_Rows = TypeVar("_Rows", bound=TokenRows)
 
 
 class Routing(NamedTuple):
@@ -101,17 +103,26 @@ def check_expert_values(experts: Tensor, num_experts: int) -> None:
 
 
 def check_expert_weights(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], name_of_x: str = "x_shard"
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    name_of_x: str = "x_shard",
+    *,
+    at_least: int = 1,
 ) -> None:
-    """Weights ``[E, N_i, K]`` and biases ``[E, N_i]``, like ``x``, ``[rows, K]``, in dtype and device."""
+    """Weights ``[E, N_i, K]`` and biases ``[E, N_i]``, like ``x``, ``[rows, K]``, in dtype and device.
+
+    ``at_least``: so many experts.
+    """
     if not weights:
         raise ValueError("weights must be a tensor or a non-empty sequence of tensors")
     if len(biases) != len(weights):
         raise ValueError(f"bias must have one entry per weight ({len(weights)}), got {len(biases)}")
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         name = f"weights[{i}]" if len(weights) > 1 else "weights"
-        if weight.dim() != 3 or weight.shape[0] < 1:
-            raise ValueError(f"{name} must be [experts, N, K] of at least 1 expert, got shape {tuple(weight.shape)}")
+        if weight.dim() != 3 or weight.shape[0] < at_least:
+            least = f" of at least {at_least} expert" if at_least else ""
+            raise ValueError(f"{name} must be [experts, N, K]{least}, got shape {tuple(weight.shape)}")
         if weight.shape[0] != weights[0].shape[0]:
             raise ValueError(f"{name} must have {weights[0].shape[0]} experts, as weights[0], got {weight.shape[0]}")
         if weight.shape[2] != x.shape[1]:
@@ -126,26 +137,33 @@ def check_expert_weights(
             check_same(name, bias, x)
 
 
-class WholeRouting:
-    """The routing of all tokens, waited for when it is first asked for."""
+class WholeRouting(Generic[_Rows]):
+    """The routing of all tokens, waited for when it is first asked for, and the rows that follow from its experts."""
 
-    def __init__(self, wait: Callable[[], Routing], num_experts: int) -> None:
-        self._wait, self._num_experts = wait, num_experts
+    def __init__(self, wait: Callable[[], Routing], rows_of: Callable[[Tensor], _Rows]) -> None:
+        self._wait, self._rows_of = wait, rows_of
         self._routing: Routing | None = None
-        self._rows: TokenRows | None = None
+        self._rows: _Rows | None = None
 
     def routing(self) -> Routing:
         if self._routing is None:
             self._routing = self._wait()
         return self._routing
 
-    def rows(self) -> TokenRows:
+    def rows(self) -> _Rows:
         if self._rows is None:
-            self._rows = TokenRows(self.routing().experts, self._num_experts)
+            self._rows = self._rows_of(self.routing().experts)
         return self._rows
 
 
-def start_routing(group: Group, routing: Routing, layout: Layout, num_experts: int, dtype: torch.dtype) -> WholeRouting:
+def start_routing(
+    group: Group,
+    routing: Routing,
+    layout: Layout,
+    num_experts: int,
+    dtype: torch.dtype,
+    rows_of: Callable[[Tensor], _Rows],
+) -> WholeRouting[_Rows]:
     """Send this rank's routing to all others.
 
     It travels in one message, as bytes that are called numbers of ``dtype``, that of the tokens: ranks that have agreed
@@ -153,7 +171,7 @@ def start_routing(group: Group, routing: Routing, layout: Layout, num_experts: i
     """
     experts, weights = routing
     if group.size == 1:
-        return WholeRouting(lambda: Routing(experts.clone(), weights.clone()), num_experts)
+        return WholeRouting(lambda: Routing(experts.clone(), weights.clone()), rows_of)
     double = weights.dtype == torch.float64
     integer, wide = (torch.int64, torch.float64) if double else (torch.int32, torch.float32)
     top_k = experts.shape[1]
@@ -166,7 +184,7 @@ def start_routing(group: Group, routing: Routing, layout: Layout, num_experts: i
         numbers, bits = (part.clone(memory_format=torch.contiguous_format) for part in whole.split(top_k, 1))
         return Routing(numbers.long(), bits.view(wide).to(weights.dtype))
 
-    return WholeRouting(wait, num_experts)
+    return WholeRouting(wait, rows_of)
 
 
 def row_weights(routing: Routing, rows: TokenRows, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from tpkernels.testing.numeric import Bounded
 
 __all__ = [
     "bias_gradient",
+    "combined",
     "of_rows",
     "products",
     "reduced",
@@ -87,6 +88,45 @@ def _partial(
         weights[0].shape[1],
     ).rounded(dtype)
     scale = torch.ones(len(rows.value)).double() if row_weights is None else of_rows(row_weights, experts)
+    return _summed(rows, scale, experts, dtype)
+
+
+def combined(
+    xs: Sequence[Operand],
+    weights: Sequence[Tensor],
+    experts: Tensor,
+    row_weights: Tensor | None,
+    expert_sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Bounded:
+    """Sum over rows of a token of weight * (sum_i xs[i][row] @ weights[i][e]^T + bias[e]), where experts are dealt out.
+
+    weights: of all experts; xs: of all rows. The sum over the experts of one rank is rounded where there are several.
+    """
+    rows = _by_expert(
+        experts,
+        lambda e, at: Bounded.sum_of_products(
+            [_take(x, at) for x in xs], [weight[e] for weight in weights], dtype=dtype, partials_rounded=len(xs) > 1,
+            bias=None if bias is None else bias[e],
+        ),
+        weights[0].shape[1],
+    ).rounded(dtype)  # fmt: skip
+    scale = torch.ones(len(rows.value)).double() if row_weights is None else of_rows(row_weights, experts)
+    of_row, total, first = torch.tensor([e for e, _, _ in row_order(experts)], dtype=torch.int64), None, 0
+    for size in expert_sizes:
+        here = ((of_row >= first) & (of_row < first + size)).double()
+        partial = _summed(rows, scale * here, experts, dtype)
+        partial = partial.rounded(dtype) if len(expert_sizes) > 1 else partial
+        total = partial if total is None else total.plus(partial)
+        first += size
+    assert total is not None
+    return Bounded(total.value, total.error + (len(expert_sizes) + 1) * _eps(dtype) * total.largest).rounded(dtype)
+
+
+def _summed(rows: Bounded, scale: Tensor, experts: Tensor, dtype: torch.dtype) -> Bounded:
+    """Sums of the rows of each token, by their scales."""
     value, magnitude, error = torch.zeros(3, experts.shape[0], rows.value.shape[1], dtype=torch.float64)
     tokens, scale = _tokens(experts), scale.unsqueeze(1)
     value.index_add_(0, tokens, rows.value * scale)

@@ -3,5 +3,6 @@
 from tpkernels.backends.point_to_point import unfused  # noqa: I001  (the order is that of the listing)
 from tpkernels.backends.point_to_point import chunked
 from tpkernels.backends.point_to_point import grouped
+from tpkernels.backends.point_to_point import dealt
 
-__all__ = ["chunked", "grouped", "unfused"]
+__all__ = ["chunked", "dealt", "grouped", "unfused"]

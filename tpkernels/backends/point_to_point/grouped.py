@@ -40,6 +40,7 @@ __all__ = [
     "grouped_matmul_all_reduce_unfused",
     "grouped_matmul_reduce_scatter",
     "grouped_matmul_reduce_scatter_unfused",
+    "refuses_chunks",
 ]
 
 
@@ -121,7 +122,7 @@ def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) ->
     return chunked.all_reduce_rows(context, call.rows.num_tokens, call.columns, call.like, fill, call)
 
 
-def _refuses_chunks(problem: Problem) -> str | None:
+def refuses_chunks(problem: Problem) -> str | None:
     if problem.device != "cpu":
         return f"a GEMM per chunk and expert was built for CPUs, the device here is {problem.device!r}"
     return chunked.refuses(problem)
@@ -133,6 +134,4 @@ for _op, _plain, _run in (
     ("grouped_matmul_all_reduce", grouped_matmul_all_reduce_unfused, grouped_matmul_all_reduce),
 ):
     dispatch.register(Implementation("unfused", _op, unfused.refuses, unfused.estimate, _plain))
-    dispatch.register(
-        Implementation("chunked", _op, _refuses_chunks, chunked.estimate, _run, describe=chunked.describe)
-    )
+    dispatch.register(Implementation("chunked", _op, refuses_chunks, chunked.estimate, _run, describe=chunked.describe))
