@@ -96,7 +96,7 @@ def test_flops_are_one_ranks() -> None:
 
 
 def test_a_token_travels_once_to_each_rank_that_has_one_of_its_experts() -> None:
-    """Never more than to everybody, as where each rank has a slice of every expert; with one expert on half the ranks."""
+    """Never more than to everybody, as where each rank has a slice of every expert."""
     for op, dense in (("dispatch_grouped_matmul", GROUPED[0]), ("grouped_matmul_combine", GROUPED[1])):
         whole = problem(dense, experts=64, top_k=1).wire_bytes
         sent = [problem(op, experts=64, top_k=k).wire_bytes / whole for k in (1, 2, 8)]

@@ -7,6 +7,7 @@ parameters over the group themselves.
 """
 
 from tpkernels.nn.attention import ParallelAttention
+from tpkernels.nn.balance import ExpertBias, load_balancing_loss, router_z_loss
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.cross_entropy import vocab_parallel_cross_entropy
@@ -32,6 +33,7 @@ __all__ = [
     "ColumnParallelLinears",
     "CopiedHeadsLinear",
     "Dropout",
+    "ExpertBias",
     "FeatureParallelEmbedding",
     "LayerNorm",
     "MeshMLP2D",
@@ -47,8 +49,10 @@ __all__ = [
     "apply_rotary",
     "check_rng",
     "init_weights",
+    "load_balancing_loss",
     "mesh_mlp_bytes",
     "replicate_parameters",
+    "router_z_loss",
     "sharded_rng",
     "use_main_grads",
     "vocab_parallel_cross_entropy",

@@ -83,7 +83,7 @@ def _trial(place: Place, where: str, case: GroupedCase) -> Trial:
 def _dealt_cases(place: Place, op: str) -> Iterator[tuple[str, dealt.DealtCase]]:
     """The same kinds of tokens; experts that do not divide, and fewer of them than ranks."""
     world = place.world_size
-    activation = None if op == dealt.COMBINE else "swiglu"
+    activation = None if op == dealt.COMBINE else "gelu"
     base = dealt.DealtCase(op, (12,) * world, (10, 16), num_experts=2 * world, bias=True)
     uneven = base.but(sizes=array_split_sizes(5 * world + 1, world), num_experts=2 * world + 1, load="few")
     empty = base.but(sizes=(0, *(5,) * (world - 1)) if world > 1 else (1,), num_experts=max(2, world - 1), load="one")
