@@ -136,6 +136,48 @@ EDITS = (
         "        if group.size > 2:\n",
         "tests/ops/test_grouped.py",
     ),
+    Edit(
+        "gemm/dealt.py",
+        "owners = torch.bucketize(experts, ends, right=True)",
+        "owners = torch.bucketize(experts, ends)",
+        "tests/ops/test_dealt.py",
+    ),
+    Edit(
+        "backends/dealt_sums.py",
+        "total.index_add_(0, places, part.to(total.dtype))",
+        "total.index_copy_(0, places, part.to(total.dtype))",
+        "tests/ops/test_dealt.py",
+    ),
+    Edit(
+        "ops/agreed_call.py",
+        "identity ^= compared.digest % transport.MAX_SIGNATURES",
+        "identity ^= 0",
+        "tests/ops/test_grouped.py -k told",
+    ),
+    Edit(
+        "ops/activations.py",
+        "* (wide_gate <= CLAMP)",
+        "* (wide_gate <= 10 * CLAMP)",
+        "tests/ops/test_grouped.py -k 2-None",
+    ),
+    Edit(
+        "ops/main_grad.py",
+        "        accumulate(self.main_grad[expert], dz, x)",
+        "        accumulate(self.main_grad[0], dz, x)",
+        "tests/nn/test_experts.py -k main_grad",
+    ),
+    Edit(
+        "nn/dealt_experts.py",
+        "* float(tp.rank() == 0)",
+        "* 1.0",
+        "tests/nn/test_experts.py -k over_another",
+    ),
+    Edit(
+        "nn/balance.py",
+        "torch.sign(counts.mean() - counts)",
+        "torch.sign(counts - counts.mean())",
+        "tests/nn/test_balance.py",
+    ),
     # choice
     Edit(
         "dispatch.py",
