@@ -39,9 +39,9 @@ def ids(seed: int) -> Tensor:
     return torch.randint(7, 90, (3, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def made(name: str) -> tuple[nn.Module, tpk.ShardingPlan]:
+def made(name: str, experts: str = "auto") -> tuple[nn.Module, tpk.ShardingPlan]:
     model = build(name, torch.float64).train()
-    plan = plan_once(model, tp_mesh())
+    plan = plan_once(model, tp_mesh(), experts=experts)
     return tpk.parallelize(model, tp_mesh(), plan), plan
 
 
@@ -51,16 +51,17 @@ def tokens_of(model: Any) -> Tensor:
     return found
 
 
-def beside_the_unsharded(name: str, folder: str) -> list[str]:
+def beside_the_unsharded(name: str, folder: str, experts: str = "auto") -> list[str]:
     """What is wrong after three steps of both."""
     with computing(torch.float64):
         plain: Any = build(name, torch.float64).train()
-        model, plan = made(name)
+        model, plan = made(name, experts)
         mixtures = [module for module in model.modules() if isinstance(module, CutExperts)]
         styles = [entry for entry in plan.entries if isinstance(entry.style, Experts)]
         wrong = [] if mixtures and len(mixtures) == len(styles) else ["the experts are not cut"]
         said = " ".join(str(plan).split())
-        if "experts" not in said or "all-reduce of dx" not in said or "compared on samples" not in said:
+        sent = "to the experts and back" if experts == "experts" else "all-reduce of dx"
+        if "experts" not in said or sent not in said or "compared on samples" not in said:
             wrong.append("the plan does not say what happens to the experts")
         if tpk.ShardingPlan.from_json(plan.to_json()) != plan:
             wrong.append("the plan changes on its way through JSON")
@@ -81,10 +82,10 @@ def beside_the_unsharded(name: str, folder: str) -> list[str]:
         wrong += [f"after the steps: {problem}" for problem in compare_tensors(model, plain, limit, gradients=False)]
         if name not in CANNOT_GENERATE and not torch.equal(tokens_of(model), tokens_of(plain)):
             wrong.append("other tokens are generated")
-        return wrong or _state(name, model, ours, plain, folder)
+        return wrong or _state(name, model, ours, plain, folder, experts)
 
 
-def _state(name: str, model: Any, optimizer: Any, plain: nn.Module, folder: str) -> list[str]:
+def _state(name: str, model: Any, optimizer: Any, plain: nn.Module, folder: str, experts: str) -> list[str]:
     """What is wrong with the ways to save and load."""
     wrong, limit = [], LIMIT[True]
     full, expected = tpk.full_state_dict(model), plain.state_dict()
@@ -93,7 +94,7 @@ def _state(name: str, model: Any, optimizer: Any, plain: nn.Module, folder: str)
     tpk.save_snapshot(model, optimizer, f"{folder}/snapshot")
     tpk.save_pretrained(model, f"{folder}/pretrained")
     for way in ("snapshot", "pretrained"):
-        other, _ = made(name)
+        other, _ = made(name, experts)
         second = torch.optim.AdamW(other.parameters(), lr=1e-3)
         if way == "snapshot":
             tpk.load_snapshot(other, second, f"{folder}/snapshot")
@@ -112,6 +113,20 @@ def test_experts_train_and_generate_as_the_unsharded_model(ranks: Pools, name: s
     if name not in architectures():
         pytest.skip(f"this transformers has no {name}")
     for wrong in ranks(world).run(beside_the_unsharded, name, str(tmp_path), timeout=2 * LIMIT_S):
+        assert not wrong, wrong[:5]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "world"), [("mixtral", 3), ("gpt_oss", 2), ("llama4_text", 3), ("nemotron_h", 2), ("deepseek_v3", 4)]
+)
+def test_experts_that_are_dealt_out_train_as_the_unsharded_model(
+    ranks: Pools, name: str, world: int, tmp_path: Path
+) -> None:
+    """With three ranks one of them may have no expert."""
+    if name not in architectures():
+        pytest.skip(f"this transformers has no {name}")
+    for wrong in ranks(world).run(beside_the_unsharded, name, str(tmp_path), "experts", timeout=2 * LIMIT_S):
         assert not wrong, wrong[:5]
 
 

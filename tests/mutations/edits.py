@@ -1,6 +1,6 @@
 """Seeded faults of every floor, as edits of one line, and the tests of the quick run that have to notice each."""
 
-# ruff: noqa: E501 - a fault is one line, as long as the lines that it changes
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -113,8 +113,8 @@ EDITS = (
     ),
     Edit(
         "ops/agreed_call.py",
-        "        group.calls = call + 1\n        if group.trail is not None:\n            group.trail.add(call, signature",
-        "        group.calls = call\n        if group.trail is not None:\n            group.trail.add(call, signature",
+        "        group.calls = call + 1\n        if group.trail is not None:\n            number = ",
+        "        group.calls = call\n        if group.trail is not None:\n            number = ",
         f"{FAILURES} {AGREEMENT}",
     ),
     # experts
@@ -153,30 +153,6 @@ EDITS = (
         "identity ^= compared.digest % transport.MAX_SIGNATURES",
         "identity ^= 0",
         "tests/ops/test_grouped.py -k told",
-    ),
-    Edit(
-        "ops/activations.py",
-        "* (wide_gate <= CLAMP)",
-        "* (wide_gate <= 10 * CLAMP)",
-        "tests/ops/test_grouped.py -k 2-None",
-    ),
-    Edit(
-        "ops/main_grad.py",
-        "        accumulate(self.main_grad[expert], dz, x)",
-        "        accumulate(self.main_grad[0], dz, x)",
-        "tests/nn/test_experts.py -k main_grad",
-    ),
-    Edit(
-        "nn/dealt_experts.py",
-        "* float(tp.rank() == 0)",
-        "* 1.0",
-        "tests/nn/test_experts.py -k over_another",
-    ),
-    Edit(
-        "nn/balance.py",
-        "torch.sign(counts.mean() - counts)",
-        "torch.sign(counts - counts.mean())",
-        "tests/nn/test_balance.py",
     ),
     # choice
     Edit(

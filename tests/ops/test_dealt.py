@@ -18,6 +18,7 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tests.ops.support import IMPLEMENTATIONS, new_group
 from tpkernels.backends.point_to_point import dealt as point_to_point
+from tpkernels.comm.groups import resolve
 from tpkernels.errors import GroupMismatch
 from tpkernels.gemm.dealt import DealtRows
 from tpkernels.testing.dealt import COMBINE, DEALT, DISPATCH, DealtCase, call, judge, operands
@@ -247,3 +248,22 @@ def sent_rows() -> list[int]:
 
 def test_a_token_is_sent_once_to_a_rank(ranks: Pools) -> None:
     assert ranks(2).run(sent_rows) == [[6, 6], [6, 6]]
+
+
+def explained() -> list[tuple[Any, Any]]:
+    """What `explain` says, and what a call has agreed on."""
+    found = []
+    with new_group(calibrate=True) as group:
+        for op in DEALT:
+            said = tpk.explain(op, m=12, n=6, k=8, experts=5, top_k=2, dtype=FP32, group=group)
+            judge(DealtCase(op, (6, 6), implementation="auto"), group, backward=False)
+            agreed: dict[Any, Any] = resolve(group).agreed
+            found.append((said, next(plan.explanation for one, plan in agreed.items() if one.op == op)))
+    return found
+
+
+def test_explain_says_what_a_call_runs(ranks: Pools) -> None:
+    for found in ranks(2).run(explained, timeout=120):
+        for said, agreed in found:
+            assert said == agreed and "experts=5 top_k=2" in str(said)
+            assert all(f"   {name} " in str(said) for name in IMPLEMENTATIONS), said

@@ -1,4 +1,4 @@
-"""The experts of a model's own class, cut by features in place: same calls, same state, this rank's slice of each.
+"""The experts of a model's own class, cut in place: same calls, same state, this rank's slice of each, or some whole.
 
 It owns how a module that holds all experts in 3-dimensional parameters becomes a parallel one: which layout it has
 (:class:`ExpertsLayout`), how its parameters are cut, and a forward that takes the arguments of the old one::
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tpkernels.nn.dealt_experts import DealtWeights, run_dealt
 from tpkernels.nn.parameters import as_parameter, local, mesh_of, replicate_parameter, shard_parameter
 from tpkernels.ops import Routing, copy_grouped_matmul, grouped_matmul_all_reduce
 from tpkernels.ops.contract import GATED, activation_forward, gate_forward
@@ -142,6 +143,8 @@ def experts_output(
     given: Sequence[Any],
     mesh: DeviceMesh,
     implementation: str = "auto",
+    *,
+    dealt: int | None = None,
 ) -> Tensor:
     """What the experts give for a call, whole on every rank, from this rank's parts of the parameters.
 
@@ -149,13 +152,14 @@ def experts_output(
         module: whose gate it is, where the layout names one of the module's own.
         held: the local tensors, by the names that :func:`held_parts` gives them.
         given: the arguments in the order of the old forward's.
+        dealt: how many experts there are, where this rank has some of them, whole.
 
     Raises:
         ValueError: the arguments are not those of the layout.
     """
     last = layout.last
     down = cast(Tensor, held[last])
-    found = routed(layout, given, down.shape[0])
+    found = routed(layout, given, down.shape[0] if dealt is None else dealt)
     if found is None:
         expected = "tokens, experts and weights" if layout.call == "routed" else "a block of rows for each expert"
         shapes = [tuple(one.shape) for one in given if isinstance(one, Tensor)]
@@ -163,15 +167,19 @@ def experts_output(
     x, routing = found
     matrices, biases = matrices_of(layout, held)
     in_op = layout.gate in ("halves", "separate") and layout.activation in GATED
+    last_matrix, last_bias = down.transpose(1, 2) if layout.transposed else down, held.get(f"{last}_bias")
+    if dealt is not None:
+        return run_dealt(
+            mesh, x, routing, DealtWeights(matrices, biases, last_matrix, last_bias), dealt,
+            activation=layout.activation if in_op else None, own_tokens=False, implementation=implementation,
+            gate=None if in_op else lambda products: gated(module, layout, products),
+        )  # fmt: skip
     products = copy_grouped_matmul(
         x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
         implementation=implementation,
     )  # fmt: skip
-    h = products if in_op else gated(module, layout, products)
-    return grouped_matmul_all_reduce(
-        h, down.transpose(1, 2) if layout.transposed else down, routing, mesh, bias=held.get(f"{last}_bias"),
-        implementation=implementation,
-    )  # fmt: skip
+    h = cast(Tensor, products) if in_op else gated(module, layout, products)
+    return grouped_matmul_all_reduce(h, last_matrix, routing, mesh, bias=last_bias, implementation=implementation)
 
 
 class CutExperts(nn.Module):
@@ -179,23 +187,35 @@ class CutExperts(nn.Module):
 
     experts_layout: ExpertsLayout
     experts_implementation: str
+    experts_dealt: bool
+    """Each rank has some whole experts; else a slice of the features of each."""
     takes: tuple[str, ...]
     """Names of the parameters of the old forward."""
 
     @classmethod
-    def of(cls, module: nn.Module, layout: ExpertsLayout, mesh: DeviceMesh, implementation: str = "auto") -> CutExperts:
+    def of(
+        cls,
+        module: nn.Module,
+        layout: ExpertsLayout,
+        mesh: DeviceMesh,
+        implementation: str = "auto",
+        dealt: bool = False,
+    ) -> CutExperts:
         """A parallel module in the place of ``module``, which stays as it is; all ranks call it."""
         kind = _subclass_of(type(module))  # type: ignore[arg-type]
         made = kind.__new__(kind)
         made.__dict__ = dict(module.__dict__) | {"_parameters": {}}
         for name, whole in module._parameters.items():
             assert whole is not None
-            for part, tensor, dim in held_parts(layout, name, whole.detach()):
+            parts: list[tuple[str, Tensor, int | None]] = [(name, whole.detach(), 0)]
+            for part, tensor, dim in parts if dealt else held_parts(layout, name, whole.detach()):
                 if dim is None:
                     made._parameters[part] = replicate_parameter(tensor, mesh, requires_grad=whole.requires_grad)
                 else:
                     made._parameters[part] = shard_parameter(tensor, mesh, dim, requires_grad=whole.requires_grad)
-        made.__dict__ |= {"experts_layout": layout, "experts_implementation": implementation}
+        made.__dict__ |= {
+            "experts_layout": layout, "experts_implementation": implementation, "experts_dealt": dealt,
+        }  # fmt: skip
         return made
 
     @classmethod
@@ -217,7 +237,7 @@ class CutExperts(nn.Module):
                     tensor.contiguous(), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
                 )
                 made._parameters[part] = as_parameter(cut, whole.requires_grad)
-        made.__dict__ |= {"experts_layout": layout, "experts_implementation": "auto"}
+        made.__dict__ |= {"experts_layout": layout, "experts_implementation": "auto", "experts_dealt": False}
         return made
 
     @property
@@ -227,7 +247,7 @@ class CutExperts(nn.Module):
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """The parameters that were halves: along which dimension which of this module's make them up."""
-        if self.experts_layout.gate != "halves":
+        if self.experts_layout.gate != "halves" or self.experts_dealt:
             return {}
         first, bias = self.experts_layout.first, f"{self.experts_layout.first}_bias"
         names = {first: self.experts_layout.features, bias: 1}
@@ -236,6 +256,8 @@ class CutExperts(nn.Module):
 
     def parameters_by_unit(self) -> dict[str, int]:
         """The parameters of pairs have a dimension for them, before this one of the original."""
+        if self.experts_dealt:
+            return {}
         names = {self.experts_layout.first: self.experts_layout.features, f"{self.experts_layout.first}_bias": 1}
         return {
             name: dim for name, dim in names.items() if self.experts_layout.gate == "pairs" and name in self._parameters
@@ -244,8 +266,14 @@ class CutExperts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the module gave before, whole on every rank, from the same arguments."""
         held = {name: local(parameter) for name, parameter in self._parameters.items()}
-        given = arguments_of(self.takes, args, kwargs)
-        return experts_output(self, self.experts_layout, held, given, self.mesh, self.experts_implementation)
+        given, num_experts = arguments_of(self.takes, args, kwargs), None
+        if self.experts_dealt:  # of its experts a rank has all parts
+            num_experts = len(cast(Tensor, self._parameters[self.experts_layout.last]))
+            parts = [held_parts(self.experts_layout, name, one) for name, one in held.items() if one is not None]
+            held = {part: tensor for of_one in parts for part, tensor, _ in of_one}
+        return experts_output(
+            self, self.experts_layout, held, given, self.mesh, self.experts_implementation, dealt=num_experts
+        )
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ rank of ``ep`` then sends its share of them, and all get all results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -78,10 +78,14 @@ def run_dealt(
     *,
     activation: str | None,
     own_tokens: bool,
-    shard_sizes: Sequence[int] | None,
-    implementation: str,
+    shard_sizes: Sequence[int] | None = None,
+    implementation: str = "auto",
+    gate: Callable[[list[Tensor]], Tensor] | None = None,
 ) -> Tensor:
-    """The experts' results for tokens ``[n, H]``: this rank's ``own_tokens``, or those that all ranks have."""
+    """The experts' results for tokens ``[n, H]``: this rank's ``own_tokens``, or those that all ranks have.
+
+    ``gate``: what makes the rows of ``down`` from those of the first matrices, where no ``activation`` does.
+    """
     ep, tp = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
     tp_size = 1 if tp is None else tp.size()
     of_ranks = list(shard_sizes) if shard_sizes is not None else None
@@ -100,6 +104,8 @@ def run_dealt(
     }  # fmt: skip
     first = weights.firsts if len(weights.firsts) > 1 else weights.firsts[0]
     h, whole = dispatch_grouped_matmul(x, first, routing, ep, bias=weights.biases, activation=activation, **options)
+    if gate is not None:
+        h = gate([h] if isinstance(h, Tensor) else h)
     y = grouped_matmul_combine(h, weights.down, whole, ep, bias=_added_once(weights.down_bias, tp), **options)
     if own_tokens:
         return y if tp is None else reduce_scatter(y, tp, shard_sizes=own_row)

@@ -36,9 +36,10 @@ def explain(
 
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", one of the same with ``grouped_matmul``
-            in the place of ``matmul``, or a collective's name.
+            in the place of ``matmul``, "dispatch_grouped_matmul", "grouped_matmul_combine", or a collective's name.
         dtype: of the operands; float8_e4m3fn for the ops with a GEMM, which then return ``out_dtype`` (default bf16).
-        m, n, k: global sizes: each rank runs m x n/W x k when gathering and m x n x k/W when reducing.
+        m, n, k: global sizes: each rank runs m x n/W x k when gathering and m x n x k/W when reducing.  Where experts
+            are dealt out, it runs n x k of its own experts, on m * top_k / W rows if they are chosen alike.
         experts, top_k: of a grouped op, whose ``m`` tokens each go to ``top_k`` of so many experts.
         device: where the tensors are, "cpu" or "cuda"; default: the mesh's device, or that of the group's own backend
             (CUDA if it has one for both).

@@ -15,7 +15,8 @@ from tpkernels.planning.styles import Experts
 
 __all__ = ["Traffic", "cut_of_experts", "experts_implementation", "experts_traffic"]
 
-_OP = "grouped_matmul_all_reduce"
+_OP, _DEALT_OP = "grouped_matmul_all_reduce", "grouped_matmul_combine"
+_DEALT = "to the experts and back, all-gather"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Traffic:
 
 def cut_of_experts(name: str, parameter: nn.Parameter, style: Experts, world_size: int) -> ParameterCut:
     """How a parameter of the experts is cut: gate and up alike."""
+    if style.dealt:
+        whole = tuple(parameter.shape)
+        dealt = tuple((size, *whole[1:]) for size in chunk_sizes(whole[0], world_size))
+        return ParameterCut(name, whole, 0, dealt, parameter.element_size())
     layout, shape = style.layout, tuple(parameter.shape)
     bias = name.endswith("_bias")
     dim: int | None = 1 if bias else layout.features
@@ -47,7 +52,13 @@ def cut_of_experts(name: str, parameter: nn.Parameter, style: Experts, world_siz
 def experts_traffic(
     style: Experts, parameters: Mapping[str, Tensor], tokens: int | None, slots: int, world_size: int, needs_dx: bool
 ) -> Traffic:
-    """All-reduces of the tokens that come out, of the gradient of those that go in, and of that of the routing."""
+    """All-reduces of the tokens that come out, of the gradient of those that go in, and of that of the routing.
+
+    Where experts are dealt out, tokens travel to them and back, and then to everybody: how many follows from the
+    routing.
+    """
+    if style.dealt:
+        return Traffic(_DEALT, f"{_DEALT}, of dy, dx and dr", None, _DEALT_OP)
     routed = style.layout.call == "routed"
     backward = (["dx"] if needs_dx else []) + (["dr"] if routed else [])
     down = parameters[style.last]
@@ -70,4 +81,5 @@ def experts_implementation(
     experts, n, k = parameters[style.last].shape
     n, k = (k, n) if style.transposed else (n, k)
     dtype = parameters[style.last].dtype
-    return explain(_OP, m=tokens, n=n, k=k, dtype=dtype, group=group, experts=experts, top_k=slots // tokens).chosen
+    op = _DEALT_OP if style.dealt else _OP
+    return explain(op, m=tokens, n=n, k=k, dtype=dtype, group=group, experts=experts, top_k=slots // tokens).chosen

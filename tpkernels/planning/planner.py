@@ -66,8 +66,8 @@ def make_plan(
         example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with; only
             shapes and dtypes count.  A list of tuples and dicts is several calls; the plan holds for all of them.
             Models of transformers, and those that feed their first layer, need none.
-        experts: of mixtures: "auto" cuts their features where the module is recognised (print the plan to see which),
-            and "features" raises where one is not.
+        experts: of mixtures: "auto" cuts their features where the module is recognised (print the plan to see which);
+            "features" raises where one is not, and so does "experts", which deals whole experts out.
 
     Examples:
         >>> tpk.make_plan(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), 4).bytes_per_rank  # of four ranks
@@ -149,7 +149,7 @@ class _Planner:
             self.chosen[name] = sums_its_gradient(self.chosen[name])
         self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
         if self.observation is not None:
-            self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, must=experts != "auto")
+            self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, way=experts)
         self._untie()
         self._check_something_is_cut()
         for name in sorted({parameter.rpartition(".")[0] for parameter in self.decision.partial}):

@@ -119,7 +119,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Experts:
-    """Cut a module that holds all experts of a mixture by their features, in place.
+    """Cut a module that holds all experts of a mixture in place: by their features, or ``dealt`` out over the ranks.
 
     The fields are those of :class:`tpkernels.nn.cut_experts.ExpertsLayout`, which names the parameters and says what is
     computed from them; ``parallelize`` compares them with what the module computes.
@@ -133,6 +133,7 @@ class Experts:
     activation: str = "swiglu"
     call: str = "routed"
     implementation: str = "auto"
+    dealt: bool = False
 
     @property
     def layout(self) -> ExpertsLayout:

@@ -1,7 +1,7 @@
 """Modules of several matrices that take and give whole tensors, whatever is around them: attention, and experts.
 
 It owns what happens to torch's own attention, whose heads are cut inside, and to the experts of a mixture, of each of
-which a rank has a slice of the features.  Their outputs are summed before they are given.
+which a rank has a slice of the features, or some of them whole.  Their outputs are summed before they are given.
 """
 
 from __future__ import annotations
@@ -56,45 +56,42 @@ def attention_choices(
 
 def check_experts(experts: object) -> None:
     """Refuse a way to cut experts that there is not."""
-    if experts == "experts":
-        raise ValueError(
-            'experts="experts", whole experts dealt out over the ranks, is not there yet: use "features", a slice of '
-            'every expert on every rank, or "auto"'
-        )
-    if experts not in ("auto", "features"):
-        raise ValueError(f'experts must be "auto" or "features", got {experts!r}')
+    if experts not in ("auto", "features", "experts"):
+        raise ValueError(f'experts must be "auto", "features" or "experts", got {experts!r}')
 
 
 def experts_choices(
-    observation: Observation, chosen: Mapping[str, Chosen], world_size: int, tied: Container[str], *, must: bool
+    observation: Observation, chosen: Mapping[str, Chosen], world_size: int, tied: Container[str], *, way: str
 ) -> dict[str, Chosen]:
     """What happens to modules of experts, and to those that look like some, where nothing is ``chosen`` yet.
 
     Raises:
-        ValueError: some stay whole, and ``must`` not.
+        ValueError: some stay whole, and the ``way`` to cut them was asked for.
     """
     known_experts = {} if observation.shadow is None else observation.shadow.experts
     whole = observation.refused_experts | {
         name: why for name, known in known_experts.items()
-        if (why := _why_whole(name, known, world_size, observation.recording, tied)) is not None
+        if (why := _why_whole(name, known, world_size, observation.recording, tied, way)) is not None
     }  # fmt: skip
     whole = {name: why for name, why in whole.items() if name not in chosen}
-    if whole and must:
+    if whole and way != "auto":
         name = next(iter(whole))
         others = f" (and {len(whole) - 1} more)" if len(whole) > 1 else ""
-        raise ValueError(f'experts="features" cannot cut {name!r}{others}: {whole[name]}')
+        raise ValueError(f'experts="{way}" cannot cut {name!r}{others}: {whole[name]}')
     found = {name: Chosen(Replicate(), "default", f"experts that stay whole: {why}") for name, why in whole.items()}
     for name, known in known_experts.items():
         if name in whole or name in chosen:
             continue
-        each = "/".join(map(str, dict.fromkeys(chunk_sizes(known.d_ff, world_size))))
-        reason = f"{known.num_experts} experts, {each} of {known.d_ff} features of each per rank; compared on samples"
-        found[name] = Chosen(Experts(**asdict(known.layout)), "samples", reason)
+        dealt = way == "experts"
+        each = "/".join(map(str, dict.fromkeys(chunk_sizes(known.num_experts if dealt else known.d_ff, world_size))))
+        reason = f"{known.num_experts} experts, {each}{'' if dealt else f' of {known.d_ff} features of each'} per rank"
+        style = Experts(**asdict(known.layout), dealt=dealt)
+        found[name] = Chosen(style, "samples", f"{reason}; compared on samples")
     return found
 
 
 def _why_whole(
-    name: str, known: KnownExperts, world_size: int, recording: Recording | None, tied: Container[str]
+    name: str, known: KnownExperts, world_size: int, recording: Recording | None, tied: Container[str], way: str
 ) -> str | None:
     if recording is None:
         return "without the data flow nobody knows who else reads their parameters"
@@ -104,4 +101,5 @@ def _why_whole(
         return "not called by the example"
     if name in tied:
         return "a parameter is tied to another module's"
-    return f"fewer features ({known.d_ff}) than there are ranks" if known.d_ff < world_size else None
+    few = known.d_ff < world_size and way != "experts"
+    return f"fewer features ({known.d_ff}) than there are ranks" if few else None

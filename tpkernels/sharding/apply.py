@@ -182,7 +182,9 @@ def parallelize(
     ]
 
     shared = {id(modules[name]): (modules[name], style) for name, style in experts_styles.items()}
-    mixtures = [(old, CutExperts.of(old, style.layout, tp, style.implementation)) for old, style in shared.values()]
+    mixtures = [
+        (old, CutExperts.of(old, style.layout, tp, style.implementation, style.dealt)) for old, style in shared.values()
+    ]
     over_parts = {
         id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, PartNorm)
     }
