@@ -22,6 +22,10 @@ the function it concerns.
                             this installation's ``tpkernels/_cuda.so``
 ``TPKERNELS_STREAM_WRITES``  ``0``: kernels tell ``symmetric``'s GEMM that a chunk has come, as they do where the
                             driver cannot let streams write words (default ``1``); ranks may differ
+``TPKERNELS_JOB_SECRET``    the secret of the job, 16 to 4096 characters, equal on all ranks: what anybody else writes
+                            into the store is ignored; :func:`tpkernels.launch` sets it for its ranks
+``TPKERNELS_JOB_SECRET_FILE``  an absolute path of a file with the secret that only its owner may read (``chmod 600``),
+                            for ``torchrun``, ``srun`` and ``mpirun``; comes first
 ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES``  ``1``: torch's own; several ranks of one GPU may share its memory, for
                             experiments
 ``TORCH_NCCL_*``            torch's own; what :func:`nccl_failures_raise` sets for the groups of :func:`tpkernels.init`,
@@ -32,6 +36,7 @@ the function it concerns.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,8 +45,8 @@ from pathlib import Path
 from tpkernels import launchers
 
 __all__ = [
-    "Config", "inherited", "job_environment", "load", "local_rank", "meeting", "nccl_failures_raise",
-    "nccl_waits_block", "profiler_says_nothing",
+    "JOB_SECRET", "JOB_SECRET_FILE", "Config", "agent_serves_store", "inherited", "job_environment", "job_name", "job_secret", "load", "local_rank", "meeting",
+    "nccl_failures_raise", "nccl_waits_block", "profiler_says_nothing",
 ]  # fmt: skip
 
 # How the threads that torch gives an NCCL group treat an operation that fails or takes longer than the time-out; read
@@ -61,6 +66,8 @@ _NCCL_FAILURES_RAISE = {
 # TORCH_NCCL_RETHROW_CUDA_ERRORS: a CUDA error that sticks is not a peer's, and no new group mends it.
 # TORCH_NCCL_PROPAGATE_ERROR: our ranks tell each other what failed, with names.  TORCH_NCCL_ENABLE_MONITORING and
 # TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: they end a process whose watchdog hangs in the driver, which nobody else can.
+JOB_SECRET, JOB_SECRET_FILE = "TPKERNELS_JOB_SECRET", "TPKERNELS_JOB_SECRET_FILE"
+_SECRET_LENGTHS = range(16, 4097)
 _OLD_NAMES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL_ASYNC_ERROR_HANDLING"}
 
 
@@ -114,6 +121,59 @@ def job_environment(environ: Mapping[str, str] = os.environ) -> launchers.Job | 
     return launchers.job_of(environ)
 
 
+def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What the launcher calls the job, where it tells its ranks; those of another job are told another one."""
+    run = environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default for a rendezvous without an id
+    if run != "none":
+        return f"torchrun's run {run}"
+    try:
+        job = launchers.job_of(environ)
+    except ValueError:
+        return None  # whoever needs the job says what is wrong with it
+    return None if job is None or job.name is None else f"{job.launcher}'s job {job.name}"
+
+
+def job_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """The secret of this job; None where nobody gave it one.  No message has it.
+
+    Raises:
+        ValueError: it is too short or too long, or its file cannot be read, is no file, or is open to others.
+    """
+    path = _path(environ, JOB_SECRET_FILE)
+    name, found = (
+        (JOB_SECRET, environ.get(JOB_SECRET, "").encode())
+        if path is None
+        else (f"{JOB_SECRET_FILE} ({path})", _private(path))
+    )
+    found = found.strip()
+    if path is None and not found:
+        return None
+    if len(found) not in _SECRET_LENGTHS:
+        limits = f"{_SECRET_LENGTHS.start} to {_SECRET_LENGTHS.stop - 1}"
+        raise ValueError(f"{name} must have {limits} characters, it has {len(found)}: openssl rand -hex 32 makes one")
+    return found
+
+
+def _private(path: Path) -> bytes:
+    """What is in a file that belongs to this user and that nobody else can open."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # to open a pipe would wait for a writer
+    except OSError as error:
+        raise ValueError(f"{JOB_SECRET_FILE} ({path}) cannot be read: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{JOB_SECRET_FILE} ({path}) must be a regular file")
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ValueError(
+                f"{JOB_SECRET_FILE} ({path}) must belong to user {os.getuid()} and be closed to all others, it belongs "
+                f"to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}: chmod 600"
+            )
+        return os.read(descriptor, _SECRET_LENGTHS.stop + 2)  # with the end of the line
+    finally:
+        os.close(descriptor)
+
+
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """What torch's meshes take for the number of this process's GPU; None where it is not set.
 
@@ -135,6 +195,11 @@ def meeting(job: launchers.Job, environ: Mapping[str, str] = os.environ) -> laun
         ValueError: several hosts, and nothing says which is rank 0's.
     """
     return None if job.launcher == "torchrun" else launchers.meeting_of(job, environ)
+
+
+def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the store of ``env://`` belongs to torchrun's agent, or to our parent, and not to rank 0."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def torchrun_meeting(environ: Mapping[str, str] = os.environ) -> launchers.Meeting | None:

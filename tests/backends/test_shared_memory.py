@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import time
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,27 @@ def test_a_rank_that_cannot_share_makes_all_say_why(ranks: Pools) -> None:
     for explanation, error in ranks(2).run(without_memory):
         assert "shared_memory  cannot run: rank 0: seeded: no memory to share" in explanation
         assert "seeded: no memory to share" in error
+
+
+def with_small_files() -> tuple[str, list[float]]:
+    """Rank 1 may not make files of the size that a segment's addresses have: slot 1 begins at 2^35."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, hard))
+    try:
+        with new_group() as group:
+            explanation = tpk.explain("all_reduce", m=8, n=8, k=8, dtype=torch.float32, group=group)
+            sums = [float(tpk.all_reduce(torch.ones(3, 2), group)[0, 0]) for _ in range(3)]
+            return str(explanation), sums
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_on_the_size_of_files_is_found_at_set_up_and_calls_work(ranks: Pools) -> None:
+    """It failed every second call with EFBIG."""
+    for explanation, sums in ranks(2).run(with_small_files):
+        assert "shared_memory  cannot run: rank 1: this process may make files of 1073741824 bytes only" in explanation
+        assert "ulimit -f unlimited" in explanation and sums == [2.0] * 3
 
 
 @pytest.mark.parametrize("op", [GATHER, SCATTER])

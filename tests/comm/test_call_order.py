@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tpkernels.comm import agreement, call_order, monitor, trail, transport
+from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.call_order import Comparison
 from tpkernels.comm.device_backends import DeviceBackends
 from tpkernels.comm.groups import resolve
@@ -73,7 +74,7 @@ class Store(dict[str, bytes]):
 
 def looks(*trails: Trail, rounds: int = 3) -> list[GroupMismatch | None]:
     """What each rank has found after so many looks of each, one after the other."""
-    store, found = Store(), [None] * len(trails)
+    store, found = BoundedStore(Store(), 5.0), [None] * len(trails)
     groups: list[Any] = [
         SimpleNamespace(rank=rank, size=len(trails), key="k", name="tp") for rank in range(len(trails))
     ]
@@ -109,7 +110,7 @@ def test_a_difference_that_nobody_remembers_is_an_error_all_the_same(monkeypatch
 @pytest.mark.cpu
 def test_a_rank_that_does_not_tell_its_calls_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "AWAIT_OTHERS", 0.0)
-    store = Store()
+    store = BoundedStore(Store(), 5.0)
     store.set("k/order/1", json.dumps({"place": 1, "digest": 5, "steps": [], "words": []}))
     group: Any = SimpleNamespace(rank=0, size=2, key="k", name="tp")
     error = Comparison().look(group, trail_of("abc"), store)

@@ -207,7 +207,7 @@ def test_requests_end_and_are_not_repeated_while_one_is_unanswered() -> None:
     assert slow.sets == ["note", "alarm"], "what was posted to a silent store arrives when it answers again"
     assert store.check(["a"])
     with pytest.raises(StoreLost, match="connection reset by peer") as caught_:
-        store.multi_get(["a"])
+        store.texts(["a"])
     assert isinstance(caught_.value, TransportFailure)
 
 

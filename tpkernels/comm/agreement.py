@@ -30,7 +30,7 @@ from tpkernels.comm.blame import Looks, blame, diagnose
 from tpkernels.comm.bounded_store import StoreLost
 from tpkernels.comm.groups import Group
 from tpkernels.comm.meeting import LOOK_EVERY, card_of, meet
-from tpkernels.comm.records import Record, announce, mismatch, publish, raise_if, read
+from tpkernels.comm.records import Record, announce, mismatch, publish, raise_if, read, recorded, told
 from tpkernels.errors import CommunicationError
 
 __all__ = [
@@ -44,7 +44,9 @@ __all__ = [
     "mismatch",
     "publish",
     "read",
+    "recorded",
     "refuse",
+    "told",
 ]
 
 # Ranks that disagree wait this long for the rest of the group, so that the error blames the right ones.
@@ -67,23 +69,28 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
         publish(group, call, record, part=part)
         if store.add(f"{place}/count", 1) == group.size:
             store.set(f"{place}/all", "")
-        missing = _poll(group, call, part, start)
-        keys = [] if missing else [f"{place}/{rank}" for rank in range(group.size)]
-        records = [Record.from_json(text) for text in store.multi_get(keys)]
+        found = _poll(group, call, part, start)
     except StoreLost as error:
         waited = time.monotonic() - start
         raise blame(group, call, record.signature, str(error), waited) from error
+    missing = [rank for rank in range(group.size) if rank not in found]
     if missing:
         waited = time.monotonic() - start
         raise blame(group, call, record.signature, f"no word from rank(s) {missing}", waited, suspects=missing)
-    raise_if(mismatch(group, call, dict(enumerate(records))))
-    return records
+    raise_if(mismatch(group, call, found))
+    return [found[rank] for rank in range(group.size)]
 
 
-def _poll(group: Group, call: int, part: str, start: float) -> list[int]:
-    """Wait until all ranks have left their records; those that have not when the time is up or waiting is hopeless."""
+def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]:
+    """Wait until all ranks have left their records; those that are there when the time is up or waiting is hopeless."""
     pause, next_look, looks = 0.0002, start + LOOK_EVERY, Looks(group)
-    while not _is_there(group, f"{group.key}/{part}/{call}/all"):
+    last_one_tells = True
+    while True:
+        if last_one_tells and _is_there(group, f"{group.key}/{part}/{call}/all"):
+            found = recorded(group, f"{part}/{call}")
+            if len(found) == group.size:
+                return found
+            last_one_tells = False  # that was nobody of ours: look for the records themselves
         now = time.monotonic()
         if now - start > group.timeout:
             break
@@ -94,10 +101,7 @@ def _poll(group: Group, call: int, part: str, start: float) -> list[int]:
                 break
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)
-    else:
-        return []
-    found = read(group, f"{part}/{call}", group.control.within(1.0))
-    return [rank for rank in range(group.size) if rank not in found]
+    return recorded(group, f"{part}/{call}", group.control.within(1.0))
 
 
 def _is_there(group: Group, key: str) -> bool:
@@ -118,8 +122,7 @@ def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks
     """
     if any(peer.is_dead() for peer in group.peers) or looks(lambda store: presence.failures(group, store)):
         return True
-    texts = looks(lambda store: read(group, f"{part}/{call}", store))
-    present = {rank: Record.from_json(text) for rank, text in texts.items()}
+    present = looks(lambda store: recorded(group, f"{part}/{call}", store))
     return len(present) == group.size or (waited > AWAIT_OTHERS and mismatch(group, call, present) is not None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 from tpkernels.comm import presence, transport
 from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.groups import Group
-from tpkernels.comm.records import Record, mismatch, read
+from tpkernels.comm.records import Record, mismatch, read, recorded, told
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
 
 __all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first"]
@@ -71,8 +70,7 @@ def blame(
         dead = [rank for rank in gone if rank not in notes]
         if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
-        texts = looks(lambda store: read(group, f"call/{call}", store))
-        records = {rank: Record.from_json(text) for rank, text in texts.items()}
+        records = looks(lambda store: recorded(group, f"call/{call}", store))
         # What this rank has said of the call; what it waits for may be a later part, which has a name of its own.
         records.setdefault(group.rank, Record(signature, {}))
         difference = mismatch(group, call, records)
@@ -92,8 +90,7 @@ def blame(
     if broken:
         return PeerLost(f"{head}every process is alive, but they cannot reach each other. {symptom}")
     # Ranks whose operations run on a device do not stay in their calls: they say how far they have come.
-    order = looks(lambda store: read(group, "order", store))
-    reached = {rank: json.loads(text)["call"] for rank, text in order.items()}
+    reached = looks(lambda store: told(group, "order", lambda note: int(note["call"]), store))
     late = [rank for rank in range(group.size) if rank not in records and reached.get(rank, -1) < call]
     stopped = [rank for rank, peer in enumerate(group.peers) if peer.is_stopped()]
     what = f", but rank(s) {late} did not come to this call" if late else ""

@@ -5,12 +5,16 @@ for ever, and Python sees no Ctrl-C meanwhile.  Here a thread of ours makes the 
 it as long as it has time.  A request that was not answered is not repeated: until its answer comes, if it ever does,
 every other request of the same client fails at once.
 
+What is written carries the code of the job's ranks, and what others have written is left out of what is read
+(:mod:`tpkernels.comm.job_identity`), with a warning for each key.
+
 Owns: the threads, a few per process, each of which makes one request at a time.
 Assumes: c10d's clients release Python's lock while they wait.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -20,10 +24,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from tpkernels.comm.job_identity import Foreign, Seal
 from tpkernels.comm.transport import TransportFailure
 
 __all__ = ["BoundedStore", "StoreLost"]
 
+# So many keys with foreign records are reported, each once.
+_MAX_REPORTED = 100
+_log = logging.getLogger(__name__)
 _LISTEN = "0A"  # the state, as /proc/net/tcp has it
 
 
@@ -130,13 +138,15 @@ class _Client:
 class BoundedStore:
     """The requests that this library makes, each with a limit in seconds; any number of threads may ask."""
 
-    def __init__(self, store: Any, limit: float) -> None:
+    def __init__(self, store: Any, limit: float, seal: Seal | None = None) -> None:
         self._client = _Client(store)
         self._limit = limit
+        self._seal = seal or Seal("")
+        self._reported: set[str] = set()
 
     def within(self, limit: float) -> BoundedStore:
         """The same client for requests that have less time."""
-        return self._of(self._client, min(limit, self._limit))
+        return self._like_this(self._client, min(limit, self._limit))
 
     def second(self, limit: float) -> BoundedStore:
         """The same store for another thread, with a connection of its own as soon as this one does not answer.
@@ -144,12 +154,11 @@ class BoundedStore:
         c10d's client serves one caller at a time, and c10d itself may wait on it for minutes.  Not before: on a busy
         host to connect took five seconds now and then, in which nobody looked after stuck calls.
         """
-        return self._of(_Client(self._client.store, has_spare=True), limit)
+        return self._like_this(_Client(self._client.store, has_spare=True), limit)
 
-    @staticmethod
-    def _of(client: _Client, limit: float) -> BoundedStore:
+    def _like_this(self, client: _Client, limit: float) -> BoundedStore:
         view = BoundedStore.__new__(BoundedStore)
-        view._client, view._limit = client, limit
+        view._client, view._limit, view._seal, view._reported = client, limit, self._seal, self._reported
         return view
 
     @property
@@ -160,21 +169,39 @@ class BoundedStore:
     @property
     def is_served_here(self) -> bool:
         """Whether this process serves the store to the others: whether it listens at the store's port."""
-        store = getattr(self._client.store, "_underlying_non_prefix_store", self._client.store)
-        port = getattr(store, "port", None)
+        port = getattr(_root(self._client.store), "port", None)
         return port is not None and not _listening(int(port)).isdisjoint(_own_sockets())
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._client.ask(lambda store: store.check(list(keys)), self._limit))
 
+    def check_in_root(self, keys: Sequence[str]) -> bool:
+        """The same of keys that are not this group's, but the store's."""
+        return bool(self._client.ask(lambda store: _root(store).check(list(keys)), self._limit))
+
     def set(self, key: str, value: str) -> None:
-        self._client.ask(lambda store: store.set(key, value), self._limit)
+        sealed = self._seal.close(key, value)
+        self._client.ask(lambda store: store.set(key, sealed), self._limit)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._client.ask(lambda store: store.add(key, amount), self._limit))
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._client.ask(lambda store: store.multi_get(list(keys)), self._limit))
+    def texts(self, keys: Sequence[str]) -> dict[str, str]:
+        """What ranks of this job have stored under these keys, all of which exist."""
+        stored = self._client.ask(lambda store: store.multi_get(list(keys)), self._limit) if keys else []
+        found: dict[str, str] = {}
+        for key, value in zip(keys, stored, strict=True):
+            try:
+                found[key] = self._seal.open(key, bytes(value))
+            except Foreign as error:
+                self.report(key, str(error))
+        return found
+
+    def report(self, key: str, why: str) -> None:
+        """Say once in the log that what is under ``key`` was ignored."""
+        if key not in self._reported and len(self._reported) < _MAX_REPORTED:
+            self._reported.add(key)
+            _log.warning("tpkernels: a foreign record in the store was ignored: %s%s: %s", self._seal.where, key, why)
 
     def post(self, notes: Mapping[str, str], *, wait: float) -> None:
         """Set these, in this order, and return when the store has them; it gets them later if it is silent now.
@@ -183,16 +210,22 @@ class BoundedStore:
             StoreLost: it does not have them after ``wait`` seconds, or is silent already.
         """
 
+        sealed = {key: self._seal.close(key, value) for key, value in notes.items()}
+
         def leave(store: Any) -> None:
-            for key, value in notes.items():
+            for key, value in sealed.items():
                 store.set(key, value)
-            store.check(list(notes))  # set() does not wait for an answer
+            store.check(list(sealed))  # set() does not wait for an answer
 
         if self.is_silent:  # c10d's client has a lock of its own: they are sent when it has answered
             store = self._client.store
             _start(_Request(lambda: leave(store)))
             raise StoreLost("the group's store still owes an earlier answer")
         self._client.ask(leave, min(wait, self._limit))
+
+
+def _root(store: Any) -> Any:
+    return getattr(store, "_underlying_non_prefix_store", store)
 
 
 def _listening(port: int) -> set[str]:

@@ -43,7 +43,7 @@ class Comparison:
     def look(self, group: Group, trail: Trail, store: Any) -> GroupMismatch | None:
         """The error that the trails amount to; None while they agree, or while ranks still have to tell theirs."""
         self._publish(group, trail, store)
-        notes = {rank: json.loads(text) for rank, text in agreement.read(group, "order", store).items()}
+        notes = agreement.told(group, "order", _note_of, store)
         if self._alarmed is None:
             if not any(note["steps"] or _differs(trail, note) for note in notes.values()):
                 return None
@@ -72,8 +72,20 @@ class Comparison:
         store.set(f"{group.key}/order/{group.rank}", json.dumps(note))
 
 
+def _note_of(said: Any) -> dict[str, Any]:
+    """What a rank has published.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError: no rank publishes that.
+    """
+    note = {"place": int(said["place"]), "digest": int(said["digest"]), "steps": said["steps"], "words": said["words"]}
+    _steps(note)
+    return note
+
+
 def _steps(note: Mapping[str, Any]) -> list[Step]:
-    return [Step(place, digest, call, note["words"][i]) for place, digest, call, i in note["steps"]]
+    words = [str(word) for word in note["words"]]
+    return [Step(int(place), int(digest), int(call), words[i]) for place, digest, call, i in note["steps"]]
 
 
 def _differs(trail: Trail, note: Mapping[str, Any]) -> bool:

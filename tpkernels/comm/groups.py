@@ -27,6 +27,7 @@ from tpkernels import config
 from tpkernels.comm import gloo_threads
 from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.device_backends import DeviceBackends
+from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.job_store import meet_as_torchrun, meet_at
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Works
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from tpkernels.comm.liveness import Identity
 
 __all__ = [
-    "Group", "GroupLike", "InFlight", "group_name", "group_size", "init", "new_group", "process_group", "resolve",
+    "Group", "GroupLike", "InFlight", "all_groups", "group_name", "group_size", "init", "live_groups", "new_group",
+    "process_group", "resolve",
 ]  # fmt: skip
 
 GroupLike = dist.ProcessGroup | DeviceMesh
@@ -69,6 +71,7 @@ class Group:
     backends: DeviceBackends
     timeout: float
     store: Any
+    job: JobIdentity
     lock: threading.RLock = field(default_factory=threading.RLock)
     calls: int = 1  # call 0 is the one in which the ranks meet
     agreed: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
@@ -112,7 +115,7 @@ class Group:
     def control(self) -> BoundedStore:
         """The store, for whoever talks about calls: requests end after the group's timeout at the latest."""
         if self._control is None or self._control[0] is not self.store:
-            self._control = self.store, BoundedStore(self.store, self.timeout)
+            self._control = self.store, BoundedStore(self.store, self.timeout, self.job.seal(self.name))
         return self._control[1]
 
     @property
@@ -216,9 +219,8 @@ def _resolve(pg: dist.ProcessGroup) -> Group:
         return known
     reference = weakref.ref(pg, lambda gone: _forget(name, gone))
     backends = DeviceBackends.of(pg)
-    created = Group(
-        reference, name, pg.rank(), pg.size(), backends, _timeout_seconds(pg, backends), pg.get_group_store()
-    )
+    timeout, job = _timeout_seconds(pg, backends), JobIdentity.of_this_process()
+    created = Group(reference, name, pg.rank(), pg.size(), backends, timeout, pg.get_group_store(), job)
     if backends.match_by_order:
         created.trail = Trail()
         created.works = None if config.nccl_waits_block() else Works()
@@ -243,9 +245,14 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
+def all_groups() -> list[Group]:
+    """Groups of this process, whether their ranks have met or not."""
+    return [group for group in list(_groups.values()) if group.reference() is not None]
+
+
 def live_groups() -> list[Group]:
     """Groups of this process whose ranks have met."""
-    return [group for group in list(_groups.values()) if group.key is not None and group.reference() is not None]
+    return [group for group in all_groups() if group.key is not None]
 
 
 def _forget_seen(key: int, gone: weakref.ReferenceType[GroupLike]) -> None:

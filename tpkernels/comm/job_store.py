@@ -5,8 +5,10 @@ It keeps what earlier groups of the job have written, and c10d calls the next de
 ranks may then connect to addresses that nobody listens at any more.  Each group therefore has a prefix of its own.
 
 Owns: that the ranks which meet are those of one job.  Each rank takes a place of its own under the job's name, so that
-a process of another job that comes to the same port raises, and does not compute with strangers.  Waits are bounded by
-the group's timeout, five minutes by default, as c10d's own.
+a process of another job that comes to the same port raises, and does not compute with strangers.  Where no launcher has
+named the job and it has no secret, two jobs of as many ranks look alike: who finds its place taken then raises, and the
+ranks that have met hear of it (:func:`has_clashed`).  Waits are bounded by the group's timeout, five minutes by
+default, as c10d's own.
 """
 
 from __future__ import annotations
@@ -16,10 +18,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tpkernels import config
+from tpkernels.comm.bounded_store import BoundedStore
+from tpkernels.comm.job_identity import Foreign, JobIdentity
 from tpkernels.launchers import Job, Meeting
 
-__all__ = ["meet_as_torchrun", "meet_at"]
+__all__ = ["has_clashed", "meet_as_torchrun", "meet_at"]
 
+_JOB, _CLASH = "tpkernels/job", "tpkernels/job/clash"
+
+_ADVICE = "export MASTER_PORT=<a free port> before the launch"
 TIMEOUT = datetime.timedelta(minutes=5)
 TORCHRUN_TIMEOUT = datetime.timedelta(minutes=30)
 """c10d's own for ``env://``."""
@@ -45,6 +53,7 @@ def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | Non
     """The store of ``env://``, kept for the next group of the job; the first group has c10d's own keys.
 
     Raises:
+        ValueError: rank 0 at that port belongs to another job.
         RuntimeError: the store was not reached within the timeout.
     """
     limit = timeout or TORCHRUN_TIMEOUT
@@ -52,6 +61,9 @@ def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | Non
     if store is None:
         rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
         store, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=limit))
+        store.set_timeout(limit)
+        if not config.agent_serves_store():
+            _take_place(store, job, f"{place.host}:{place.port}", f"a job of {job.world_size} ranks", _ADVICE)
     store.set_timeout(limit)
     _met[place] = store, times + 1
     return store if times == 0 else dist.PrefixStore(f"tpkernels/group/{times}", store)  # type: ignore[attr-defined]
@@ -59,7 +71,7 @@ def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | Non
 
 def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
     where = f"{place.host}:{place.port}"
-    advice = "export MASTER_PORT=<a free port> before the launch"
+    advice = _ADVICE
     if place.derived_from is not None:
         advice = f"the port was derived from {place.derived_from}; {advice}"
     first = job.rank == 0
@@ -75,9 +87,36 @@ def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
             f"{error}; {advice}"
         ) from error
     name = f"{place.derived_from or f'{job.launcher}, {job.name}'}, {job.world_size} ranks"
-    if first:
-        store.set("tpkernels/job", name)
-    served = store.get("tpkernels/job").decode()
-    if served != name or store.add(f"tpkernels/job/{job.rank}", 1) != 1:
-        raise ValueError(f"rank {job.rank} of the job {name!r} met another job at {where}, {served!r}: {advice}")
+    _take_place(store, job, where, name, advice)
     return store
+
+
+def _take_place(store: Any, job: Job, where: str, name: str, advice: str) -> None:
+    """Take this rank's place in the job that the store belongs to.
+
+    Raises:
+        ValueError: it belongs to another job, or another process has this rank's place.
+    """
+    identity = JobIdentity.of_this_process()
+    seal = identity.seal("")
+    name = f"{name}, {identity}"
+    if job.rank == 0:
+        store.set(_JOB, seal.close(_JOB, name))
+    try:
+        served = seal.open(_JOB, store.get(_JOB))
+    except Foreign as error:
+        served = f"one that this one cannot know, for {error}"
+    head = f"rank {job.rank} of the job {name!r} met another job at {where}"
+    if served != name:
+        raise ValueError(f"{head}, {served!r}: {advice}")
+    if store.add(f"{_JOB}/{job.rank}", 1) != 1:
+        store.set(_CLASH, "")
+        raise ValueError(f"{head}, {served!r}, whose rank {job.rank} has come already: {advice}")
+
+
+def has_clashed(store: BoundedStore, job: JobIdentity) -> bool:
+    """Whether a rank has come to the job's store twice, so that ranks of two jobs may have met.
+
+    A job that has a secret hears of nobody who has not: those who have another one do not get that far.
+    """
+    return job.secret is None and store.check_in_root([_CLASH])

@@ -13,17 +13,25 @@ import torch
 from tpkernels.comm import presence, transport
 from tpkernels.comm.blame import HEARTBEAT_PATIENCE, Looks, failed_first
 from tpkernels.comm.groups import Group
+from tpkernels.comm.job_identity import Foreign
+from tpkernels.comm.job_store import has_clashed
 from tpkernels.comm.liveness import Identity
 from tpkernels.comm.records import Record, mismatch, raise_if
-from tpkernels.errors import CommunicationError, PeerLost
+from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost
 
-__all__ = ["LOOK_EVERY", "card_of", "meet"]
+__all__ = ["LOOK_EVERY", "TWO_JOBS", "card_of", "meet"]
 
 # So often a rank that waits for others looks for reasons to stop.
 LOOK_EVERY = 0.02
 # A rank that closes its connection and has never come to the meeting is gone; one that has may be about to say why.
 AWAIT_EVIDENCE = 0.02
 _CARD_BYTES = 4096
+_CARD_KEYS = ("token", "visit", "serves_store", "refused_call", "refused")
+_ADVICE = (
+    "Two jobs may have come to one port: export MASTER_PORT=<a free port> for one of them. Ranks of one job need the "
+    "same secret, see TPKERNELS_JOB_SECRET_FILE"
+)
+TWO_JOBS = f"ranks of two jobs have come to the group's store. {_ADVICE}"
 
 
 def meet(group: Group, call: int, device: torch.device) -> None:
@@ -48,8 +56,8 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         sent, received = transport.exchange(group, tag, 0, sends, [(peer, cards[peer]) for peer in others])
         transport.wait_all(received)
         _await_device(group)
-        said = [_said(card) for card in cards]
-        group.peers = tuple(Identity.from_json(one["who"]) for one in said)
+        said = _read_cards(group, call, cards)
+        group.peers = tuple(one["who"] for one in said)
         group.visits = tuple(one["visit"] for one in said)
         group.store_host = next((rank for rank, one in enumerate(said) if one["serves_store"]), None)
         group.key = f"tpkernels/{said[0]['token']}"
@@ -70,9 +78,7 @@ def _await_company(group: Group) -> None:
     start = time.monotonic()
     while True:
         said = Looks(group)(lambda store: presence.everybody(group, store))
-        missing = [
-            rank for rank in range(group.size) if rank not in said or Identity.from_json(said[rank]["who"]).is_dead()
-        ]
+        missing = [rank for rank in range(group.size) if rank not in said or said[rank]["who"].is_dead()]
         if _has_broken_up(group) or (missing and time.monotonic() - start > group.timeout):
             raise transport.TransportFailure(f"rank(s) {missing} did not come", missing[0] if missing else None)
         if not missing:
@@ -98,10 +104,7 @@ def _await_device(group: Group) -> None:
 def _has_broken_up(group: Group) -> bool:
     """Whether a rank that had come to this meeting has died or failed."""
     said = Looks(group)(lambda store: presence.present(group, store))
-    return any(
-        Identity.from_json(one["who"]).is_dead() or (one["failed"] is not None and rank != group.rank)
-        for rank, one in said.items()
-    )
+    return any(one["who"].is_dead() or (one["failed"] is not None and rank != group.rank) for rank, one in said.items())
 
 
 def _blame_meeting(
@@ -120,7 +123,7 @@ def _blame_meeting(
     patience = 0.0 if waited > 0.9 * group.timeout else min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
     while True:
         present = looks(lambda store: presence.present(group, store))
-        gone = [rank for rank, one in present.items() if Identity.from_json(one["who"]).is_dead()]
+        gone = [rank for rank, one in present.items() if one["who"].is_dead()]
         notes = looks(lambda store: presence.failures(group, store))  # in this order, see blame
         dead = [rank for rank in gone if rank not in notes]
         if dead:
@@ -131,7 +134,7 @@ def _blame_meeting(
         if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
             ranks = list(silent) or ([] if error.peer is None else [error.peer])
             whom = "a rank" if not ranks else f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-            stopped = [rank for rank, one in present.items() if Identity.from_json(one["who"]).is_stopped()]
+            stopped = [rank for rank, one in present.items() if one["who"].is_stopped()]
             what = f"rank(s) {stopped} are stopped" if stopped else f"no word from {whom}"
             store = "" if looks.lost is None else f"; {looks.lost}"
             return PeerLost(f"{head}{what}: {error}{store}", ranks=stopped or ranks)
@@ -144,12 +147,44 @@ def card_of(group: Group, device: torch.device, refused_call: int | None = None,
         "token": secrets.token_hex(8),
         "who": Identity.mine().to_json(),
         "visit": group.visits[group.rank],
+        "job": group.job.name,
     }
     card["serves_store"] = group.control.is_served_here
-    text = json.dumps({**card, "refused_call": refused_call, "refused": reason[: _CARD_BYTES // 8]}).encode()
-    return torch.frombuffer(bytearray(text.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8).to(device)
+    text = json.dumps({**card, "refused_call": refused_call, "refused": reason[: _CARD_BYTES // 8]})
+    sealed = group.job.seal(group.name).close(f"card/{group.rank}", text).encode()
+    return torch.frombuffer(bytearray(sealed.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8).to(device)
 
 
-def _said(card: torch.Tensor) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads(bytes(card.tolist()).rstrip(b"\0"))
+def _read_cards(group: Group, call: int, cards: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """What the ranks' cards say.
+
+    Raises:
+        GroupMismatch: some are those of another job, as ranks of two jobs that came to one port.
+    """
+    said: list[dict[str, Any]] = []
+    jobs: dict[str, list[int]] = {}
+    strangers: dict[int, str] = {}
+    seal = group.job.seal(group.name)
+    for rank, card in enumerate(cards):
+        raw = bytes(card.tolist()).rstrip(b"\0")
+        try:
+            text = seal.open(f"card/{rank}", raw)
+            one = json.loads(text)
+            said.append({key: one[key] for key in _CARD_KEYS} | {"who": Identity.from_json(one["who"])})
+            jobs.setdefault(str(one["job"]), []).append(rank)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            strangers[rank] = str(error) if isinstance(error, Foreign) else f"its card cannot be read: {error!r}"
+    head = f"rank {group.rank}, call {call} on group {group.name!r}: "
+    if strangers:
+        raise GroupMismatch(
+            f"{head}rank(s) {list(strangers)} do not belong to this job ({group.job}): "
+            f"{next(iter(strangers.values()))}. {_ADVICE}",
+            ranks=tuple(strangers),
+        )
+    if has_clashed(group.control, group.job):
+        raise GroupMismatch(f"{head}{TWO_JOBS}")
+    if len(jobs) > 1:
+        listing = "; ".join(f"rank(s) {ranks} of {name or 'a job without a name'}" for name, ranks in jobs.items())
+        others = [rank for name, ranks in jobs.items() if name != group.job.name for rank in ranks]
+        raise GroupMismatch(f"{head}ranks of different jobs have met: {listing}. {_ADVICE}", ranks=others)
     return said

@@ -24,9 +24,11 @@ import time
 from tpkernels.comm import agreement, blame, presence, resources, transport
 from tpkernels.comm.call_order import Comparison
 from tpkernels.comm.groups import Group, InFlight, live_groups
+from tpkernels.comm.job_store import has_clashed
+from tpkernels.comm.meeting import TWO_JOBS
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Watched, Works
-from tpkernels.errors import CommunicationError
+from tpkernels.errors import CommunicationError, GroupMismatch
 
 __all__ = ["ensure_running"]
 
@@ -94,6 +96,8 @@ class _Watch:
             self.next_beat = now + HEARTBEAT_EVERY
             self.beats += 1
             self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
+            if self.group.verdict is None and has_clashed(self.store, self.group.job):
+                self._end(GroupMismatch(f"rank {self.group.rank}, group {self.group.name!r}: {TWO_JOBS}"))
         if self.group.trail is not None and self.group.verdict is None:
             self._compare_order(self.group.trail)
         if in_flight is not None and is_suspicious:
@@ -184,8 +188,7 @@ class _Watch:
         verdict: CommunicationError | None = None
         for call, signature in {**group.started, in_flight.call: in_flight.signature}.items():
             agreement.announce(group, call, str(signature), self.store)
-            texts = agreement.read(group, f"call/{call}", self.store)
-            records = {rank: agreement.Record.from_json(text) for rank, text in texts.items()}
+            records = agreement.recorded(group, f"call/{call}", self.store)
             # All sides of a disagreement are worth a moment's wait: the message then blames the right ranks.
             if len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS:
                 verdict = verdict or agreement.mismatch(group, call, records)

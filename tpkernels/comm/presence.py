@@ -9,16 +9,18 @@ failed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from tpkernels.comm.bounded_store import BoundedStore, StoreLost
 from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CommunicationError
 
-__all__ = ["come", "everybody", "existing", "failures", "present", "say", "tell"]
+__all__ = ["come", "everybody", "existing", "failures", "present", "say", "tell", "understood"]
+
+_T = TypeVar("_T")
 
 _MEETING = "tpkernels/meeting"
 # Exists as soon as a rank of any group with this store has failed.
@@ -57,16 +59,49 @@ def present(group: Group, store: BoundedStore) -> dict[int, dict[str, Any]]:
 
 def everybody(group: Group, store: BoundedStore) -> dict[int, dict[str, Any]]:
     """What is said there, even by a rank that has said it of a predecessor of this group."""
-    texts = existing(store, {rank: f"{_MEETING}/{rank}" for rank in range(group.size)})
-    return {rank: json.loads(text) for rank, text in texts.items()}
+    keys = {rank: f"{_MEETING}/{rank}" for rank in range(group.size)}
+    return understood(store, keys, existing(store, keys), _note_of)
+
+
+def _note_of(said: Any) -> dict[str, Any]:
+    """What a rank says in the meeting's place.
+
+    Raises:
+        ValueError: no rank says such things.
+    """
+    failed = said["failed"]
+    if not isinstance(said["visit"], int) or not isinstance(failed, dict | None):
+        raise ValueError("no note of a rank")
+    if failed is not None:
+        ranks = failed["ranks"]
+        words = isinstance(failed["kind"], str) and isinstance(failed["message"], str)
+        if not words or not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
+            raise ValueError("no failure of a rank")
+    return {"who": Identity.from_json(said["who"]), "visit": said["visit"], "failed": failed}
+
+
+def understood(
+    store: BoundedStore, keys: Mapping[int, str], texts: Mapping[int, str], read: Callable[[Any], _T]
+) -> dict[int, _T]:
+    """What ``read`` makes of the JSON that was found under the keys; what is no such record is left out, and reported.
+
+    Where the job has no secret, anybody who reaches the store may have written it.
+    """
+    found: dict[int, _T] = {}
+    for rank, text in texts.items():
+        try:
+            found[rank] = read(json.loads(text))
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            store.report(keys[rank], f"{type(error).__name__}: {error}")
+    return found
 
 
 def existing(store: BoundedStore, keys: dict[int, str]) -> dict[int, str]:
-    """What is under those keys that exist now; two requests if all do, however many ranks there are."""
+    """What ranks have left under those keys that exist now; two requests if all do, however many ranks there are."""
     if not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    texts = store.multi_get(list(keys.values())) if keys else []
-    return {rank: text.decode() for rank, text in zip(keys, texts, strict=True)}
+    texts = store.texts(list(keys.values()))
+    return {rank: texts[key] for rank, key in keys.items() if key in texts}
 
 
 def failures(group: Group, store: BoundedStore | None = None) -> dict[int, dict[str, Any]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tpkernels.comm import presence
 from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.groups import Group
 from tpkernels.errors import CommunicationError, GroupMismatch
 
-__all__ = ["Record", "announce", "mismatch", "publish", "raise_if", "read"]
+__all__ = ["Record", "announce", "mismatch", "publish", "raise_if", "read", "recorded", "told"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,20 @@ class Record:
         return json.dumps({"signature": self.signature, "facts": dict(self.facts), "refused": self.refused})
 
     @staticmethod
-    def from_json(text: str | bytes) -> Record:
-        return Record(**json.loads(text))
+    def from_json(text: str) -> Record:
+        return Record.of(json.loads(text))
+
+    @staticmethod
+    def of(said: Any) -> Record:
+        """The record that was read from JSON.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        record = Record(said["signature"], said["facts"], said["refused"])
+        if (type(record.signature), type(record.facts)) != (str, dict) or not isinstance(record.refused, str | None):
+            raise ValueError("no record of a call")
+        return record
 
 
 def mismatch(group: Group, call: int, records: Mapping[int, Record]) -> GroupMismatch | None:
@@ -76,6 +90,22 @@ def announce(group: Group, call: int, signature: str, store: BoundedStore) -> No
         store.set(key, Record(signature, {}).to_json())
 
 
+def recorded(group: Group, part: str, store: BoundedStore | None = None) -> dict[int, Record]:
+    """The records ``part/RANK`` that exist now, by rank."""
+    return told(group, part, Record.of, store)
+
+
+def told(group: Group, what: str, read: Callable[[Any], _T], store: BoundedStore | None = None) -> dict[int, _T]:
+    """What ``read`` makes of the JSON in the notes ``what/RANK`` that exist now, by rank."""
+    store = store or group.control
+    keys = _keys(group, what)
+    return presence.understood(store, keys, presence.existing(store, keys), read)
+
+
+def _keys(group: Group, what: str) -> dict[int, str]:
+    return {rank: f"{group.key}/{what}/{rank}" for rank in range(group.size)}
+
+
 def read(group: Group, what: str, store: BoundedStore | None = None) -> dict[int, str]:
     """The notes ``what/RANK`` that exist now, by rank."""
-    return presence.existing(store or group.control, {rank: f"{group.key}/{what}/{rank}" for rank in range(group.size)})
+    return presence.existing(store or group.control, _keys(group, what))

@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tpkernels.comm.groups import resolve
 from tpkernels.demo.sentences import QUESTIONS, SENTENCES
 from tpkernels.measure.timing import measure
 from tpkernels.nn.parallel_linear import ParallelLinear
+from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.explain import explain
 from tpkernels.planning.styles import Style
 from tpkernels.sharding import Column, Row, parallelize
@@ -126,15 +127,14 @@ def run_minilm(mesh: DeviceMesh, repeats: int, say: Callable[[str], None]) -> Mi
     seconds = _time(model, swapped, tokens, repeats)
     rows, width = tokens["input_ids"].numel(), 384
     chosen = explain("matmul_all_reduce", m=rows, n=width, k=4 * width, dtype=torch.float32, group=mesh).chosen
-    found: list[Any] = [None]
+    found: list[Any] = []
     if mesh.get_local_rank() == 0:
         difference = float((embeddings - reference).abs().max())
         own_error = float((reference.double() - reference64).abs().max())
-        found = [(difference, own_error, _answers(embeddings))]
-    dist.broadcast_object_list(found, group=mesh.get_group(), group_src=0)
-    difference, own_error, answers = found[0]
-    sizes: list[Any] = [None] * world_size
-    dist.all_gather_object(sizes, _parameter_bytes(model), group=mesh.get_group())
+        found = [difference, own_error, _answers(embeddings)]
+    said = exchange(resolve(mesh), "the demo's results", {"found": found, "bytes": _parameter_bytes(model)})
+    difference, own_error, answers = said[0]["found"]
+    sizes = [one["bytes"] for one in said]
     return MiniLMReport(
         world_size=world_size,
         num_swapped=len(swapped),
@@ -148,7 +148,7 @@ def run_minilm(mesh: DeviceMesh, repeats: int, say: Callable[[str], None]) -> Mi
         rank_linear_bytes=tuple(size for _, size in sizes),
         seconds=seconds,
         chosen=chosen,
-        answers=answers,
+        answers=tuple(tuple(answer) for answer in answers),
     )
 
 

@@ -17,6 +17,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -95,13 +96,14 @@ class RankTeam(Ranks):
         self.store = dist.TCPStore(  # type: ignore[attr-defined]
             MASTER_ADDR, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT_S)
         )
+        secret = secrets.token_hex(32)
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // nproc)
         pinned = pin and nproc <= len(cores)
         setups = [
             RankSetup(
                 rank,
-                local_environment(rank, nproc, self.store.port),
+                local_environment(rank, nproc, self.store.port, secret),
                 tuple(cores[rank * share : (rank + 1) * share]) if pinned else (),
                 num_threads or share,
                 exit_on_failure,

@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
@@ -74,7 +74,7 @@ class RankSetup:
     """Everything a rank needs before it runs anything."""
 
     rank: int
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)  # it holds the secret of the job
     """All of it: a rank that a fork server starts would have the server's."""
     cores: tuple[int, ...] = ()  # to pin to; empty leaves the affinity alone
     num_threads: int = 1
@@ -83,8 +83,11 @@ class RankSetup:
     """What it runs takes a `Link` first."""
 
 
-def local_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank whose peers are all on this machine, where a store listens on `port`."""
+def local_environment(rank: int, world_size: int, port: int, secret: str) -> dict[str, str]:
+    """What torchrun sets for a rank whose peers are all on this machine, where a store listens on `port`.
+
+    `secret` is the job's: whoever else of this machine writes into that store is ignored.
+    """
     return {
         **config.inherited(),
         "RANK": str(rank),
@@ -94,6 +97,8 @@ def local_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": MASTER_ADDR,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// then joins that store instead of hosting one in rank 0
+        config.JOB_SECRET: secret,
+        config.JOB_SECRET_FILE: "",  # of a job that this process may be a rank of
     }
 
 

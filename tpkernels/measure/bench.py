@@ -24,6 +24,7 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tpkernels import config, flags
 from tpkernels.comm import groups, timeline
+from tpkernels.comm.groups import resolve
 from tpkernels.measure import bench_table, compare, html_report, links, report, suites
 from tpkernels.measure.cases import DTYPES, FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.deadline import deadline
@@ -35,6 +36,7 @@ from tpkernels.measure.suites import SUITES
 from tpkernels.measure.timing import measure
 from tpkernels.measure.trace import RankTrace, trace_overlap, write_chrome_trace
 from tpkernels.measure.usual_dtype import AUTO, usual_dtype
+from tpkernels.ops.agreed_call import exchange
 
 _SAMPLE_S = 0.002
 # A sample shorter than this is mostly timer and barrier noise; several calls then make one sample.
@@ -336,8 +338,7 @@ def _check(case: TimedCase, name: str, call: Callable[[], object], errors: tuple
 
 def _agreed(reason: str | None, control: dist.ProcessGroup) -> str | None:
     """The first rank's reason, if any has one: whoever is left out is left out everywhere."""
-    reasons: list[str | None] = [None] * control.size()
-    dist.all_gather_object(reasons, reason, group=control)
+    reasons = [said["reason"] for said in exchange(resolve(control), "bench: what went wrong", {"reason": reason})]
     return next((f"rank {rank}: {one}" if control.size() > 1 and len({*reasons}) > 1 else one
                  for rank, one in enumerate(reasons) if one is not None), None)  # fmt: skip
 

@@ -7,11 +7,13 @@ suite in bf16 takes minutes to say it.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from tpkernels.comm.groups import resolve
+from tpkernels.ops.agreed_call import exchange
 
 __all__ = ["AUTO", "usual_dtype"]
 
@@ -26,12 +28,12 @@ def usual_dtype(device: str, group: dist.ProcessGroup) -> tuple[str, str | None]
 
     The first rank multiplies a small matrix in both while the others wait.
     """
-    answer: list[Any] = [("bf16", None)]
-    if device == "cpu":
-        if group.rank() == 0:
-            answer = [_choice({name: _gemm_seconds(dtype) for name, dtype in _DTYPES.items()})]
-        dist.broadcast_object_list(answer, group=group, group_src=0)
-    name, why = answer[0]
+    if device != "cpu":
+        return "bf16", None
+    mine: tuple[str, str | None] = "bf16", None
+    if group.rank() == 0:
+        mine = _choice({name: _gemm_seconds(dtype) for name, dtype in _DTYPES.items()})
+    name, why = exchange(resolve(group), "usual_dtype", {"answer": mine})[0]["answer"]
     return name, why
 
 

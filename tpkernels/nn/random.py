@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike, process_group, resolve
+from tpkernels.ops.agreed_call import exchange
 
 __all__ = ["Dropout", "check_rng", "sharded_rng"]
 
@@ -105,10 +105,8 @@ def check_rng(group: GroupLike) -> None:
     Raises:
         ValueError: they differ, on every rank: replicas would drop out different elements.
     """
-    pg = process_group(group)
     mine = hashlib.blake2b(bytes(torch.get_rng_state().tolist()), digest_size=8).hexdigest()
-    states: list[str] = [""] * pg.size()
-    dist.all_gather_object(states, mine, group=pg)
+    states = [str(said["state"]) for said in exchange(resolve(group), "check_rng", {"state": mine})]
     if len(set(states)) > 1:
         raise ValueError(
             f"the default generators of the group's ranks differ (digests by rank: {states}): seed them alike, and "

@@ -11,6 +11,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
+from resource import RLIM_INFINITY, RLIMIT_FSIZE, getrlimit
 from types import TracebackType
 from typing import Any
 
@@ -266,9 +267,9 @@ def _rates(segments: SharedSegments, link_gbytes: float) -> dict[str, float]:
 def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> CommunicationError:
     """Whom to blame: a rank whose connection ended may have left because another died, and says so in the store."""
     try:
-        own = agreement.read(group, f"call/{call}").get(group.rank)
+        own = agreement.recorded(group, f"call/{call}").get(group.rank)
         if own is not None:
-            return agreement.blame(group, call, agreement.Record.from_json(own).signature, str(lost), waited)
+            return agreement.blame(group, call, own.signature, str(lost), waited)
     except RuntimeError as error:
         lost.add_note(f"the store could not be asked: {error}")
     return PeerLost(f"rank {group.rank}, call {call} on group {group.name!r}: {lost}", ranks=lost.ranks)
@@ -291,6 +292,12 @@ def _why_not_here(group: Group) -> str | None:
         return f"shared memory serves CPU tensors in gloo groups, the backends of this one are {group.backends}"
     if not group.co_located:
         return "the ranks run on different hosts (or in different process-id namespaces)"
+    limit, needed = getrlimit(RLIMIT_FSIZE)[0], 2 * module.SLOT_BYTES
+    if limit != RLIM_INFINITY and limit < needed:
+        return (
+            f"this process may make files of {limit} bytes only, and a segment has addresses, not memory, for {needed} "
+            "bytes: ulimit -f unlimited"
+        )
     if group.size > module.MAX_RANKS:
         return f"at most {module.MAX_RANKS} ranks share memory, the group has {group.size}"
     return None

@@ -6,7 +6,7 @@ rank before anything changes, and the broadcast of rank 0's state.
 
 from __future__ import annotations
 
-import pickle
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -134,15 +134,18 @@ def same_generators(pg: dist.ProcessGroup) -> None:
     group = resolve(pg)
     if group.size == 1:
         return
-    kept = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state()))
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    said = [[version, numbers, gauss], [kind, np.asarray(keys).tolist(), *rest], torch.get_rng_state().tolist()]
+    kept = json.dumps(said).encode()
     length = torch.tensor([len(kept)], dtype=torch.int64).view(torch.uint8)
     broadcast([group], "the size of random states", length)
     data = torch.zeros(int(length.view(torch.int64)[0]), dtype=torch.uint8)
     if group.rank == 0:
         data = torch.frombuffer(bytearray(kept), dtype=torch.uint8)
     broadcast([group], "random states", data)
-    python, numpy, default = pickle.loads(bytes(data.tolist()))  # what this very job's rank 0 pickled a moment ago
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(default)
+    python, numpy, default = json.loads(bytes(data.tolist()))
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    np.random.set_state((numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]))
+    torch.set_rng_state(torch.tensor(default, dtype=torch.uint8))
     _from_first(backend.raw_value(backend.global_seed_state()), pg)
