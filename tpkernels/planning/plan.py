@@ -10,8 +10,9 @@ was changed or cut off.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import prod
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
 NO_DATA_FLOW = "no data flow: "
 """How the note of a plan begins that was made without."""
 FORMAT, VERSION = "tpkernels.ShardingPlan", 4
+# No size, and no number of elements or bytes, is as large.
+MOST = 1 << 56
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ class ShardingPlan:
         """
         try:
             document = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"a sharding plan must be JSON; this is not, or was cut off: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f'a sharding plan must say "format": {FORMAT!r}')
@@ -217,7 +220,7 @@ class ShardingPlan:
             return _plan_from(
                 body if document["version"] == VERSION else body | {"fused": [], "unfused": [], "example": ""}
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
 
 
@@ -226,12 +229,16 @@ _LISTS = ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "unfus
 
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     _check_keys("plan", body, ShardingPlan)
+    _check_kinds("plan", body, world_size=_is_count, sequence_parallel=_is_flag, sequence_random=_is_flag)
+    _check_kinds("plan", body, residual_bytes=_is_count_or_none)
     entries = []
     for item in body["entries"]:
         _check_keys("entry", item, Entry)
+        _check_kinds("entry", item, forward=_is_text, backward=_is_text, wire_bytes=_is_count_or_none)
         cuts = []
         for cut in item["parameters"]:
             _check_keys("parameter", cut, ParameterCut)
+            _check_kinds("parameter", cut, name=_is_text, dim=_is_count_or_none, itemsize=_is_count, tied=_is_flag)
             local_shapes = tuple(_sizes(shape) for shape in cut["local_shapes"])
             if len(local_shapes) != body["world_size"]:
                 raise ValueError(f"{item['path']}.{cut['name']} has {len(local_shapes)} local shapes")
@@ -239,7 +246,9 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
         known: dict[str, Any] = {"style": style_from_dict(item["style"]), "parameters": tuple(cuts)}
         texts = {key: _text(item[key]) for key in ("path", "kind", "source", "reason", "implementation")}
         entries.append(Entry(**{**item, **known, **texts, "aliases": _texts(item["aliases"])}))
-    attributes = {_text(key): (int(whole), _sizes(ranks)) for key, (whole, ranks) in body["attributes"].items()}
+    attributes: dict[str, tuple[int, tuple[int, ...]]] = {
+        _text(key): (_sizes([whole])[0], _sizes(ranks)) for key, (whole, ranks) in body["attributes"].items()
+    }
     for key, (_, ranks) in attributes.items():
         if len(ranks) != body["world_size"]:
             raise ValueError(f"attribute {key} has values for {len(ranks)} ranks")
@@ -252,7 +261,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     for row, norm, _ in fused:
         if not isinstance(styles.get(row), Row) or not isinstance(styles.get(norm), Replicate):
             raise ValueError(f"{row!r} and {norm!r} cannot be fused: they must be a row layer and a norm that is whole")
-    if type(body["world_size"]) is not int or body["world_size"] < 1:
+    if body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
     found |= {"model": _text(body["model"]), "example": _text(body["example"])}
@@ -274,8 +283,30 @@ def _check_keys(what: str, value: Any, kind: Any) -> None:
         raise ValueError(f"a {what} must have {sorted(expected)}, got {found}")
 
 
+def _check_kinds(what: str, values: Mapping[str, Any], **kinds: Callable[[Any], bool]) -> None:
+    for name, fits in kinds.items():
+        if not fits(values[name]):
+            raise ValueError(f"{name} of a {what} has a value of another kind: {str(values[name])[:80]!r}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or _is_count(value)
+
+
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+    if not isinstance(value, list) or not all(map(_is_count, value)) or not _is_count(prod(filter(None, value))):
         raise ValueError(f"a shape must be a list of sizes, got {value!r}")
     return tuple(value)
 

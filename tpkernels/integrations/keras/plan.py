@@ -135,7 +135,7 @@ class KerasPlan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"this is not a plan for a Keras model: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"this is not a plan for a Keras model: its format is not {FORMAT!r}")
@@ -144,6 +144,13 @@ class KerasPlan:
         digest = data.pop("digest", None)
         if digest != json_digest(data):
             raise ValueError("the plan is damaged: its digest does not fit its contents")
+        try:
+            return cls._of(data)
+        except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> KerasPlan:
         layers = []
         for one in data["layers"]:
             cuts = {path: Cut.from_json(cut) for path, cut in one.pop("cuts").items()}
