@@ -45,8 +45,8 @@ from pathlib import Path
 from tpkernels import launchers
 
 __all__ = [
-    "JOB_SECRET", "JOB_SECRET_FILE", "Config", "agent_serves_store", "inherited", "job_environment", "job_name", "job_secret", "load", "local_rank", "meeting",
-    "nccl_failures_raise", "nccl_waits_block", "profiler_says_nothing",
+    "JOB_SECRET", "JOB_SECRET_FILE", "Config", "agent_serves_store", "inherited", "job_environment", "job_name",
+    "job_secret", "load", "local_rank", "meeting", "nccl_failures_raise", "nccl_waits_block", "profiler_says_nothing",
 ]  # fmt: skip
 
 # How the threads that torch gives an NCCL group treat an operation that fails or takes longer than the time-out; read

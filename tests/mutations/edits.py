@@ -1,6 +1,5 @@
 """Seeded faults of every floor, as edits of one line, and the tests of the quick run that have to notice each."""
 
-
 from __future__ import annotations
 
 from typing import NamedTuple
