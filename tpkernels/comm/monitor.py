@@ -21,14 +21,14 @@ import logging
 import threading
 import time
 
-from tpkernels.comm import agreement, blame, presence, resources, transport
+from tpkernels.comm import agreement, blame, interrupts, presence, resources, transport
 from tpkernels.comm.call_order import Comparison
-from tpkernels.comm.groups import Group, InFlight, live_groups
+from tpkernels.comm.groups import Group, InFlight, all_groups, live_groups
 from tpkernels.comm.job_store import has_clashed
 from tpkernels.comm.meeting import TWO_JOBS
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Watched, Works
-from tpkernels.errors import CommunicationError, GroupMismatch
+from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost
 
 __all__ = ["ensure_running"]
 
@@ -39,6 +39,8 @@ HEARTBEAT_EVERY = 1.0
 STANDS_STILL = 1.0
 # One request to the store takes no longer; the monitor has other groups to look after.
 STORE_PATIENCE = 1.0
+# So long the end of the process waits for calls of daemon threads to end.
+AWAIT_DAEMONS = 2.0
 
 _log = logging.getLogger(__name__)
 _stop = threading.Event()
@@ -49,6 +51,7 @@ _thread: threading.Thread | None = None
 def ensure_running() -> None:
     """Start the thread if this process has none (a forked child has none either)."""
     global _thread
+    interrupts.listen()
     if _thread is not None and _thread.is_alive():
         return
     with _start_lock:
@@ -60,9 +63,36 @@ def ensure_running() -> None:
 
 @atexit.register
 def _shut_down() -> None:
+    _end_calls_of_daemons()
     _stop.set()
+    interrupts.wake()
     if _thread is not None:
         _thread.join(timeout=2 * PERIOD)
+
+
+def _end_calls_of_daemons() -> None:
+    """End the calls that daemon threads are in: Python ends such a thread when it comes back from compiled code after
+    the interpreter has gone, and C++ then ends the process by ``terminate``."""
+    busy = [group for group in all_groups() if not _is_free(group, 0.0)]
+    for group in busy:
+        group.verdict = group.verdict or PeerLost(f"rank {group.rank}: its process ends", ranks=(group.rank,))
+        for resource in resources.held(group):
+            resource.abort()
+        try:
+            transport.abort(group)
+        except RuntimeError as error:
+            _log.warning("tpkernels: a call on group %r could not be ended at exit: %s", group.name, error)
+    deadline = time.monotonic() + AWAIT_DAEMONS
+    for group in busy:
+        _is_free(group, max(0.0, deadline - time.monotonic()))
+
+
+def _is_free(group: Group, wait: float) -> bool:
+    """Whether no other thread is in a call, now or within so many seconds."""
+    free = group.lock.acquire(timeout=wait) if wait else group.lock.acquire(blocking=False)
+    if free:
+        group.lock.release()
+    return free
 
 
 class _Watch:
@@ -207,7 +237,9 @@ def _margin(group: Group) -> float:
 
 def _run() -> None:
     watches: dict[int, _Watch] = {}
-    while not _stop.wait(PERIOD):
+    while not _stop.is_set():
+        if interrupts.wait(PERIOD):
+            interrupts.end_call_of_main_thread()
         _look_at_all(watches)
 
 

@@ -263,8 +263,8 @@ def _agree(
     group: Group, call: int, signature: Signature, local: int, device: torch.device, said: Signature | Compared
 ) -> _Plan:
     resources.check_setup(group, str(signature), device)
-    agreement.meet(group, call, device)
     monitor.ensure_running()
+    agreement.meet(group, call, device)
     settings = config.load()
     own_settings = {"TPKERNELS_NUM_CHUNKS": settings.num_chunks, "TPKERNELS_CALIBRATE": settings.calibrate}
     facts = {
@@ -394,8 +394,8 @@ def explain(
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
     def work(call: int) -> Costs:
-        agreement.meet(group, call, target)
         monitor.ensure_running()
+        agreement.meet(group, call, target)
         facts = {
             "resources": [kind.name for kind in resources.kinds()], "widens": _told(op, dtype, out_dtype, target),
         }  # fmt: skip
@@ -427,8 +427,8 @@ def exchange(group: Group, what: str, facts: Mapping[str, Any]) -> list[Mapping[
     device = group.backends.meeting_device()
 
     def work(call: int) -> list[Mapping[str, Any]]:
-        agreement.meet(group, call, device)
         monitor.ensure_running()
+        agreement.meet(group, call, device)
         return [record.facts for record in agreement.exchange_records(group, call, agreement.Record(what, facts))]
 
     return _guarded(group, what, work)

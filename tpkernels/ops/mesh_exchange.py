@@ -48,8 +48,8 @@ def _gather(group: Group, what: str, mine: bytes) -> list[bytes]:
     device = group.backends.meeting_device()
 
     def work(call: int) -> list[bytes]:
-        agreement.meet(group, call, device)
         monitor.ensure_running()
+        agreement.meet(group, call, device)
         group.enter(call, what)
         card = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
         others = [rank for rank in range(group.size) if rank != group.rank]
@@ -81,8 +81,8 @@ def _broadcast(group: Group, what: str, data: Tensor) -> None:
     device = group.backends.wire_device(data.device)
 
     def work(call: int) -> None:
-        agreement.meet(group, call, device)
         monitor.ensure_running()
+        agreement.meet(group, call, device)
         group.enter(call, what)
         wire = data.to(device)
         try:

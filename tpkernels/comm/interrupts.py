@@ -1,0 +1,126 @@
+"""Ctrl-C ends a call that waits in compiled code, at once.
+
+Python runs a signal's handler in the main thread, between two steps of the interpreter.  A main thread that waits for a
+peer inside of gloo takes none until the peer comes.  So the interpreter's wake-up descriptor leads to the monitor
+thread: on SIGINT it ends the wait of a call that the main thread is in, and the handler raises ``KeyboardInterrupt``
+there.
+
+Owns: the wake-up descriptor, where nobody else has it (asyncio's event loops do, while they run), and only while SIGINT
+has Python's own handler: another one may let the call go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from tpkernels.comm import resources, transport
+from tpkernels.comm.groups import Group
+
+__all__ = ["end_call_of_main_thread", "listen", "wait", "wake"]
+
+# The main thread has so long to take the signal by itself.
+_MOMENT = 0.02
+_WAKE = 0  # no signal's number
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_pair: tuple[socket.socket, socket.socket] | None = None
+"""The end that this process reads, and the one that signals write to."""
+
+
+def _ends() -> tuple[socket.socket, socket.socket]:
+    global _pair
+    with _lock:
+        if _pair is None:
+            _pair = socket.socketpair()
+            for end in _pair:
+                end.setblocking(False)
+        return _pair
+
+
+def listen() -> None:
+    """Have signals wake :func:`wait`; does nothing in other threads than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    mine = _ends()[1].fileno()
+    before = signal.set_wakeup_fd(mine, warn_on_full_buffer=False)
+    if before not in (-1, mine):
+        signal.set_wakeup_fd(before)
+
+
+def _leave_to_the_parent() -> None:
+    """A forked child's signals are not its parent's, and it has ends of its own if it needs some."""
+    global _pair, _lock
+    _lock = threading.Lock()
+    if _pair is None:
+        return
+    with suppress(ValueError):  # this is not the main thread of an interpreter
+        before = signal.set_wakeup_fd(-1)
+        if before not in (-1, _pair[1].fileno()):
+            signal.set_wakeup_fd(before)
+    for end in _pair:
+        end.close()
+    _pair = None
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def wake() -> None:
+    """Have :func:`wait` return."""
+    with suppress(BlockingIOError):  # then it is full of reasons to wake
+        _ends()[1].send(bytes([_WAKE]))
+
+
+def wait(seconds: float) -> bool:
+    """Return after so many seconds, at :func:`wake` or at SIGINT; whether it was SIGINT."""
+    end, deadline = _ends()[0], time.monotonic() + seconds
+    poller = select.poll()  # select() knows descriptors below 1024 alone
+    poller.register(end, select.POLLIN)
+    while poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+        numbers = end.recv(4096)
+        if signal.SIGINT in numbers:
+            return True
+        if _WAKE in numbers:
+            return False
+    return False  # other signals may come a thousand times a second, as those of profilers do
+
+
+def end_call_of_main_thread() -> None:
+    """After SIGINT: make the wait fail that the main thread is in, unless it has taken the signal by itself."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    time.sleep(_MOMENT)
+    for group in {id(group): group for group in _groups_of_main_thread()}.values():
+        for resource in resources.held(group):
+            resource.abort()
+        try:
+            transport.abort(group)
+        except RuntimeError as error:
+            _log.warning("tpkernels: the call on group %r could not be interrupted: %s", group.name, error)
+
+
+def _groups_of_main_thread() -> Iterator[Group]:
+    """Groups whose calls the main thread is in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("tpkernels.ops."):
+            group = frame.f_locals.get("group")
+            if isinstance(group, Group) and _is_in_a_call(group):
+                yield group
+        frame = frame.f_back
+
+
+def _is_in_a_call(group: Group) -> bool:
+    if group.lock.acquire(blocking=False):
+        group.lock.release()
+        return False
+    return True
