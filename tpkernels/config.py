@@ -45,8 +45,9 @@ from pathlib import Path
 from tpkernels import launchers
 
 __all__ = [
-    "JOB_SECRET", "JOB_SECRET_FILE", "Config", "agent_serves_store", "inherited", "job_environment", "job_name",
-    "job_secret", "load", "local_rank", "meeting", "nccl_failures_raise", "nccl_waits_block", "profiler_says_nothing",
+    "JOB_SECRET", "JOB_SECRET_FILE", "Config", "agent_serves_store", "be_deterministic", "inherited",
+    "is_deterministic", "job_environment", "job_name", "job_secret", "load", "local_rank", "meeting",
+    "nccl_failures_raise", "nccl_waits_block", "profiler_says_nothing",
 ]  # fmt: skip
 
 # How the threads that torch gives an NCCL group treat an operation that fails or takes longer than the time-out; read
@@ -87,6 +88,24 @@ class Config:
     stream_writes: bool = True
 
 
+class _Asked:
+    """What the program has asked for, which no variable says."""
+
+    deterministic = False
+
+
+_asked = _Asked()
+
+
+def be_deterministic(asked: bool) -> None:
+    """Whether choices between implementations rest on nothing that is measured: see :func:`tpkernels.init`."""
+    _asked.deterministic = asked
+
+
+def is_deterministic() -> bool:
+    return _asked.deterministic
+
+
 def inherited() -> dict[str, str]:
     """All of this process's environment, for the ranks that it starts."""
     return dict(os.environ)
@@ -99,11 +118,11 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         ValueError: a variable has a value that is not of its kind.
     """
     return Config(
-        calibrate=_flag(environ, "TPKERNELS_CALIBRATE", default=True),
+        calibrate=_flag(environ, "TPKERNELS_CALIBRATE", default=True) and not _asked.deterministic,
         num_chunks=_positive(environ, "TPKERNELS_NUM_CHUNKS", limit=100),
         nccl_max_ctas=_positive(environ, "TPKERNELS_NCCL_MAX_CTAS"),
         nccl_zero_cta=_flag(environ, "TPKERNELS_NCCL_ZERO_CTA", default=False),
-        tune=_flag(environ, "TPKERNELS_TUNE", default=False),
+        tune=_flag(environ, "TPKERNELS_TUNE", default=False) and not _asked.deterministic,
         cache_dir=_path(environ, "TPKERNELS_CACHE_DIR"),
         cuda_library=_path(environ, "TPKERNELS_CUDA_LIBRARY"),
         stream_writes=_flag(environ, "TPKERNELS_STREAM_WRITES", default=True),

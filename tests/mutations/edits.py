@@ -33,6 +33,9 @@ CHECKPOINT = "tests/state/test_checkpoint.py"
 SHARED_FILE, KERNELS = "backends/shared_memory/implementations.py", "tests/kernels/test_interpreted.py"
 LAUNCHES = "tests/kernels/test_known_launches.py"
 WIDENED, WIDENS = "gemm/widened.py", "tests/backends/test_widened.py"
+IDENTITY, LIVENESS = "tests/comm/test_job_identity.py", "tests/comm/test_liveness.py"
+INTERRUPTS, MODES = "tests/comm/test_interrupts.py", "tests/ops/test_autograd_modes.py"
+SNAPSHOT_TENSORS = "tests/state/test_snapshot_tensors.py"
 FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.py"
 
 EDITS = (
@@ -46,6 +49,70 @@ EDITS = (
     Edit("partition.py", "outer * stride + shift + low", "outer * stride + low", PARTITION),
     Edit("partition.py", "(stop - 1) // block + 1", "stop // block", PARTITION),
     Edit("partition.py", "min(MAX_CHUNKS, by_rows, by_bytes)", "min(MAX_CHUNKS, by_rows)", PARTITION),
+    # trust
+    Edit(
+        "comm/job_identity.py",
+        "if not hmac.compare_digest(expected, stored):",
+        "if not code:",
+        f"{IDENTITY} -k counts_in_its_place",
+    ),
+    Edit(
+        "config.py",
+        "status.st_uid != os.getuid() or status.st_mode & 0o077",
+        "status.st_uid != os.getuid()",
+        f"{IDENTITY} -k only_its_owner",
+    ),
+    Edit("comm/liveness.py", 'return os.readlink(_PROC / "self") == str(os.getpid())', "return True", LIVENESS),
+    Edit(
+        "comm/liveness.py",
+        "return _shows_all() and not _is_listed(self.pid)",
+        "return not _is_listed(self.pid)",
+        LIVENESS,
+    ),
+    Edit(
+        "comm/interrupts.py",
+        "if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:",
+        "if True:",
+        f"{INTERRUPTS} -k ctrl_c",
+    ),
+    Edit("comm/monitor.py", "    _end_calls_of_daemons()\n", "", f"{INTERRUPTS} -k daemon"),
+    Edit(
+        "backends/shared_memory/segments.py",
+        "if limit != RLIM_INFINITY and limit < needed:",
+        "if limit == needed:",
+        "tests/backends/test_shared_memory.py -k limit_on",
+    ),
+    Edit(
+        "ops/plain_calls.py",
+        "if cast(Tensor, tensor).is_neg():",
+        "if cast(Tensor, tensor).is_conj():",
+        f"{MODES} -k negative_bit",
+    ),
+    Edit(
+        "ops/registration.py",
+        "if isinstance(value, Tensor) and forward_ad",
+        "if value is None and forward_ad",
+        f"{MODES} -k tangent",
+    ),
+    Edit(
+        "ops/matmul_all_reduce.py",
+        "bias=bias is not None,",
+        "bias=False,",
+        "tests/ops/test_bad_input.py -k bias_that_only",
+    ),
+    Edit(
+        "state/safetensors_files.py",
+        "                heads.update(piece)\n",
+        "                pass\n",
+        "tests/state/test_files.py -k samples",
+    ),
+    Edit("state/snapshot_tensors.py", "if writer == everyone.rank:", "if True:", SNAPSHOT_TENSORS),
+    Edit(
+        "state/snapshot_tensors.py",
+        "start - offset for start, offset in zip(low, chunk.box",
+        "start for start, offset in zip(low, chunk.box",
+        f"{SNAPSHOT_TENSORS} -k boxes",
+    ),
     # messages between ranks
     Edit("comm/transport.py", "(signature_id % MAX_SIGNATURES) << 18", "0 << 18", f"{FAILURES} {AGREEMENT}"),
     Edit("comm/transport.py", "tag + chunk), posted)", "tag), posted)", CHUNKED),

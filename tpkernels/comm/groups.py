@@ -284,6 +284,7 @@ def init(
     *,
     device: str | None = None,
     timeout: float | datetime.timedelta | None = None,
+    deterministic: bool | None = None,
 ) -> DeviceMesh:
     """Join the job and return its mesh with axes ``("dp", "tp")``.
 
@@ -296,6 +297,10 @@ def init(
         dp: replicas; default: ``world_size // tp``.
         device: ``"cpu"`` or ``"cuda"``; default: CUDA where this process sees a GPU.
         timeout: seconds after which a wait for a peer fails; default: c10d's (30 minutes for gloo).
+        deterministic: a second launch with the same inputs, ranks, threads and machine gives the same bits: ``"auto"``
+            chooses by built-in costs.  False, the default: by costs that each launch measures, so that two launches
+            may choose otherwise, and their results differ in the last bits.  Holds for all groups of the process;
+            equal on all ranks; None leaves it as it was.
 
     Examples:
         >>> mesh = tpk.init()
@@ -308,6 +313,8 @@ def init(
         UnsupportedPlatform: this is not Linux.
     """
     check_platform()
+    if deterministic is not None:
+        config.be_deterministic(deterministic)
     environment = None if dist.is_initialized() else config.job_environment()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):

@@ -266,7 +266,11 @@ def _agree(
     monitor.ensure_running()
     agreement.meet(group, call, device)
     settings = config.load()
-    own_settings = {"TPKERNELS_NUM_CHUNKS": settings.num_chunks, "TPKERNELS_CALIBRATE": settings.calibrate}
+    own_settings = {
+        "tpk.init(deterministic=...)": config.is_deterministic(),
+        "TPKERNELS_NUM_CHUNKS": settings.num_chunks,
+        "TPKERNELS_CALIBRATE": settings.calibrate,
+    }
     facts = {
         "local": local, "settings": own_settings | resources.settings(),
         "resources": [kind.name for kind in resources.kinds()],

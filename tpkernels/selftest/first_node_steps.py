@@ -75,7 +75,7 @@ def summary(numbers: Mapping[str, Any]) -> str:
 @contextmanager
 def _ranks(setting: Setting, **axes: int) -> Iterator[tuple[Any, torch.device]]:
     """(mesh, this rank's device) of a job; collective."""
-    mesh = tpk.init(device=setting.device, timeout=WAIT_S, **axes)
+    mesh = tpk.init(axes.get("tp"), axes.get("dp"), device=setting.device, timeout=WAIT_S)
     device = torch.device("cuda", torch.cuda.current_device()) if setting.device == "cuda" else torch.device("cpu")
     try:
         yield mesh, device
