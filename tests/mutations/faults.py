@@ -19,6 +19,7 @@ from torch import Tensor
 from tpkernels.nn import column, copied_heads, embedding, replicated, row, shared_input
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.planning import example_inputs, planner, proofs, replay, rules, search, sequence_flow, trace
+from tpkernels.planning.session import Session
 from tpkernels.planning.shadow import Mode
 from tpkernels.planning.splits import Split, Unproven
 
@@ -249,7 +250,6 @@ _MOVING = {"view", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand"
 
 
 def _planner() -> dict[str, Fault]:
-    session = replay.Session
     return {
         "pointwise ops do not tell what they mix": lambda: _patched(
             (replay, "pointwise", _pointwise_of(tells=False, checks=True))
@@ -264,8 +264,8 @@ def _planner() -> dict[str, Fault]:
         "parameters may be partial and complete": lambda: _patched(
             (replay.Replay, "_check_gradients", lambda self: None)
         ),
-        "only floating point has an origin": lambda: _patched((session, "set_origin", _float_origins_only)),
-        "origins are not passed on": lambda: _patched((session, "pass_origins", lambda *args: None)),
+        "only floating point has an origin": lambda: _patched((Session, "set_origin", _float_origins_only)),
+        "origins are not passed on": lambda: _patched((Session, "pass_origins", lambda *args: None)),
         "parts may leave the model": lambda: _patched((replay.Replay, "run_model", _outputs_unchecked)),
         "custom backwards are trusted": lambda: _patched(
             (replay.Replay, "gradient_code_called", lambda self, name, tensors: None)
@@ -274,7 +274,7 @@ def _planner() -> dict[str, Fault]:
         "constants may be one rank's": lambda: _patched(
             (replay, "constant_of", lambda f, t: None), (trace, "constant_of", lambda f, t: None)
         ),
-        "ops may take other tensors": lambda: _patched((session, "sources_of", lambda self, packet, tensors: ())),
+        "ops may take other tensors": lambda: _patched((Session, "sources_of", lambda self, packet, tensors: ())),
         "a row takes any layout": lambda: _patched((replay.Replay, "layer_called", _row_input_unchecked())),
         "a column takes a part": lambda: _patched((replay.Replay, "layer_called", _whole_input_unchecked())),
         "half of a module may be partial": lambda: _patched(
