@@ -161,7 +161,7 @@ def read_header(path: Path, purpose: str) -> Header:
             for name, tensor in described.items()
         }
         return Header(file, head, handle.metadata() or {}, entries)
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:  # torch's, where it cannot map the file
         raise ValueError(f"{path} is damaged, cut off or no safetensors file: {error}") from None
 
 

@@ -55,8 +55,10 @@ def write_manifest(folder: Path, body: Mapping[str, Any]) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    sync(folder)  # a file system may write the name of the manifest before those of the files
     partial.replace(folder / MANIFEST)
     sync(folder)
+    sync(folder.resolve().parent)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
