@@ -196,10 +196,12 @@ def test_requests_end_and_are_not_repeated_while_one_is_unanswered() -> None:
     start, threads = time.monotonic(), len(bounded_store._idle)
     for _ in range(20):
         with pytest.raises(StoreLost, match="owes an earlier answer"):
-            store.check(["a"])
+            store.check(["b"])
     with pytest.raises(StoreLost):
         store.post({"note": "", "alarm": ""}, wait=5.0)
     assert time.monotonic() - start < 0.5 and threads - len(bounded_store._idle) <= 1
+    with pytest.raises(StoreLost, match="did not answer"):
+        store.within(0.05).check(["a"])  # the same question waits for the same answer
     slow.open = True
     deadline = time.monotonic() + 5.0
     while (store.is_silent or slow.sets != ["note", "alarm"]) and time.monotonic() < deadline:
@@ -209,6 +211,25 @@ def test_requests_end_and_are_not_repeated_while_one_is_unanswered() -> None:
     with pytest.raises(StoreLost, match="connection reset by peer") as caught_:
         store.texts(["a"])
     assert isinstance(caught_.value, TransportFailure)
+
+
+class _FarAway:
+    """A store that takes a while for each answer."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.1)
+        return True
+
+
+@pytest.mark.cpu
+def test_short_looks_see_what_a_store_that_is_far_away_answers() -> None:
+    """Each look dropped the answer to the last one: ranks waited for the whole time-out, and called the store lost."""
+    store, answers = BoundedStore(_FarAway(), 5.0).within(0.02), []
+    start = time.monotonic()
+    while not answers and time.monotonic() < start + 5.0:
+        with suppress(StoreLost):
+            answers.append(store.check(["all"]))
+    assert answers == [True] and time.monotonic() - start < 2.0
 
 
 @pytest.mark.cpu

@@ -3,7 +3,8 @@
 c10d's clients wait for an answer without a limit: a store whose host is stopped, or cut off without a word, holds them
 for ever, and Python sees no Ctrl-C meanwhile.  Here a thread of ours makes the request, and the one that asks waits for
 it as long as it has time.  A request that was not answered is not repeated: until its answer comes, if it ever does,
-every other request of the same client fails at once.
+every other request of the same client fails at once.  Whoever asks for the same keys again gets that answer, so that
+short looks, one after the other, also see what a store far away says.
 
 What is written carries the code of the job's ranks, and what others have written is left out of what is read
 (:mod:`tpkernels.comm.job_identity`), with a warning for each key.
@@ -18,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -40,10 +41,10 @@ class StoreLost(TransportFailure):
 
 
 class _Request:
-    __slots__ = ("_work", "answer", "ended")
+    __slots__ = ("_work", "about", "answer", "ended", "taken")
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], Any], about: Hashable = None) -> None:
+        self._work, self.about, self.taken = work, about, False
         self.answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self.ended = False
 
@@ -100,20 +101,24 @@ class _Client:
         unanswered = self._unanswered
         return unanswered is not None and not unanswered.ended
 
-    def ask(self, question: Callable[[Any], Any], limit: float) -> Any:
+    def ask(self, question: Callable[[Any], Any], limit: float, about: Hashable = None) -> Any:
+        """``about``: what is asked for, where an answer that was given since it was last asked for serves as well."""
         start = time.monotonic()
         if not self._lock.acquire(timeout=limit):
             raise StoreLost(f"the group's store did not answer another thread within {limit:.3g} s")
         try:
-            if self.is_silent:
-                self._use_spare()
-            store = self.store
-            self._unanswered = request = _Request(lambda: question(store))
-            _start(request)
+            request = self._asked(about)
+            if request is None:
+                if self.is_silent:
+                    self._use_spare()
+                store = self.store
+                self._unanswered = request = _Request(lambda: question(store), about)
+                _start(request)
             try:
                 value, error = request.answer.get(timeout=max(0.0, start + limit - time.monotonic()))
             except Empty:
                 raise StoreLost(f"the group's store did not answer within {limit:.3g} s") from None
+            request.taken = True
         finally:
             self._lock.release()
         if isinstance(error, RuntimeError):  # what c10d raises
@@ -121,6 +126,13 @@ class _Client:
         if error is not None:
             raise error
         return value
+
+    def _asked(self, about: Hashable) -> _Request | None:
+        """The last request, if nobody has heard its answer and it is about the same."""
+        last = self._unanswered
+        if last is None or last.taken or about is None or last.about != about:
+            return None
+        return last if last.ended or not self._has_spare else None
 
     def _use_spare(self) -> None:
         if self._has_spare and self._cloning is None:
@@ -173,7 +185,7 @@ class BoundedStore:
         return port is not None and not _listening(int(port)).isdisjoint(_own_sockets())
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._client.ask(lambda store: store.check(list(keys)), self._limit))
+        return bool(self._client.ask(lambda store: store.check(list(keys)), self._limit, about=tuple(keys)))
 
     def check_in_root(self, keys: Sequence[str]) -> bool:
         """The same of keys that are not this group's, but the store's."""
