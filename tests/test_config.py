@@ -19,6 +19,7 @@ def test_every_variable_is_read() -> None:
     assert config.load(environ) == config.Config(calibrate=False, num_chunks=5, nccl_max_ctas=4)
     assert config.load({"TPKERNELS_CALIBRATE": "1"}).calibrate
     assert config.load({"TPKERNELS_NCCL_ZERO_CTA": "1"}).nccl_zero_cta and not config.load({}).nccl_zero_cta
+    assert config.load({}).same_bits is None and config.load({"TPKERNELS_SAME_BITS": "8"}).same_bits == 8
     assert config.load({}).stream_writes and not config.load({"TPKERNELS_STREAM_WRITES": "0"}).stream_writes
 
 

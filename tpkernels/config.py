@@ -17,6 +17,8 @@ the function it concerns.
 ``TPKERNELS_TUNE``          ``1``: tile sizes of ``symmetric`` that no rank's cache has are measured at the first call
                             of their kind, some seconds each (default ``0``: a pure function of the problem); must be
                             equal on all ranks
+``TPKERNELS_SAME_BITS``     the largest tensor-parallel degree that is to give the same bits, a power of two: the
+                            ``same_bits`` of :func:`tpkernels.init` where that is not given; must be equal on all ranks
 ``TPKERNELS_CACHE_DIR``     the folder of measured tile sizes, an absolute path (default: the user's cache folder)
 ``TPKERNELS_CUDA_LIBRARY``  the library of the CUDA kernels, an absolute path: one that was built elsewhere, instead of
                             this installation's ``tpkernels/_cuda.so``
@@ -86,6 +88,7 @@ class Config:
     batch_gloo: bool = True
     cuda_library: Path | None = None
     stream_writes: bool = True
+    same_bits: int | None = None
 
 
 class _Asked:
@@ -127,6 +130,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         cuda_library=_path(environ, "TPKERNELS_CUDA_LIBRARY"),
         stream_writes=_flag(environ, "TPKERNELS_STREAM_WRITES", default=True),
         batch_gloo=_flag(environ, "TPKERNELS_BATCH_GLOO", default=True),
+        same_bits=_positive(environ, "TPKERNELS_SAME_BITS"),
         overlapping_devices=environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
     )
 

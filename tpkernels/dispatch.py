@@ -112,6 +112,8 @@ class Problem:
     """What follows the product; of a gated one, ``n`` are the columns of both products."""
     experts: int = 1
     top_k: int = 1
+    same_bits: int = 0
+    """The largest degree whose bits the call is to give, see :mod:`tpkernels.gemm.canonical`; 0: none."""
 
     def refusal(self, resource: str) -> str | None:
         """Why the group does not have this resource; None if it does."""
@@ -135,7 +137,8 @@ class Problem:
     def row_bytes(self) -> int:
         """Bytes of a row that travels: of the gathered x with its scale, or of partial sums."""
         if not self.facts.gathers:
-            return self.n * (self.out_dtype or self.dtype).itemsize
+            itemsize = (self.out_dtype or self.dtype).itemsize
+            return self.n * (max(itemsize, torch.float32.itemsize) if self.same_bits else itemsize)
         return self.k * self.dtype.itemsize if self.out_dtype is None else fp8.packed_bytes(self.k)
 
     @property
@@ -277,6 +280,8 @@ class Implementation:
     agree: Callable[..., Any] | None = None
     repeat: Callable[..., Any] | None = None
     describe: Callable[[Problem], str] | None = None
+    keeps_bits: bool = False
+    """Whether ``run`` gives the same bits at every degree where ``problem.same_bits`` asks for it; else it refuses."""
 
     def __post_init__(self) -> None:
         if self.op not in FACTS:
@@ -367,7 +372,7 @@ def select(problem: Problem, requested: str, costs: Costs) -> tuple[Implementati
     """
     offers = implementations(problem.op)
     check_name(problem.op, requested)
-    refusals = {offer.name: offer.refuses(problem) for offer in offers}
+    refusals = {offer.name: _loses_bits(offer, problem) or offer.refuses(problem) for offer in offers}
     candidates = tuple(
         Candidate(
             offer.name,
@@ -389,6 +394,16 @@ def select(problem: Problem, requested: str, costs: Costs) -> tuple[Implementati
         listing = "".join(f"\n  {c.name}: {c.refusal or 'can run this'}" for c in candidates)
         raise UnsupportedProblem(f"implementation {requested!r} cannot run {problem}:{listing}")
     return able[0], Explanation(problem, able[0].name, reason, candidates, costs)
+
+
+def _loses_bits(offer: Implementation, problem: Problem) -> str | None:
+    if not problem.same_bits:
+        return None
+    if problem.device != "cpu":
+        return f"same_bits={problem.same_bits} is proven on CPUs alone, these tensors are on {problem.device}"
+    if problem.out_dtype is not None or not offer.keeps_bits:
+        return f"its results depend on the number of ranks, and same_bits={problem.same_bits}"
+    return None
 
 
 def check_name(op: str, requested: str) -> None:

@@ -240,6 +240,9 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
         )),
         ("matmul_all_reduce", (t(2, 7, 8), w, t(5, label="b", r=0), name, "chunked")),
         ("linear_backward", (t(7, 5, **plain), t(7, 8, **plain), t(5, 8, **plain), [True, True, True])),
+        ("linear_backward_by_blocks", (
+            t(7, 5, **plain), t(7, 8, **plain), t(5, 8, **plain), name, [True, True, True],
+        )),
         ("copy_matmul", (t(2, 7, 8, r=0), [w, w2], [b, none], name, "chunked")),
         ("copy_matmul_backward", (
             [t(7, 5, **plain)], t(7, 8, r=0, **plain), [t(5, 8, **plain)], name, "chunked", [True, True, True],

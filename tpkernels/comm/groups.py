@@ -32,6 +32,7 @@ from tpkernels.comm.job_store import meet_as_torchrun, meet_at
 from tpkernels.comm.trail import Trail
 from tpkernels.comm.works import Works
 from tpkernels.errors import CommunicationError, GroupPoisoned, PeerLost
+from tpkernels.gemm import canonical
 from tpkernels.launchers import Job
 from tpkernels.packages import check_platform
 
@@ -108,6 +109,8 @@ class Group:
     costs: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)
     """Costs that the ranks agreed on, by the type of the tensors' device, their dtype, and whether the GEMM
     widens it."""
+    same_bits: int = 0
+    """The largest degree whose bits its ops give, see :mod:`tpkernels.comm.same_bits`; 0: that of each degree."""
 
     _control: tuple[Any, BoundedStore] | None = None
 
@@ -147,12 +150,30 @@ class Group:
             self.agreed.popitem(last=False)
             self.checked.clear()  # they must not remember what the ranks have forgotten
 
+    def keep_same_bits(self, same_bits: int) -> None:
+        """From now on ops give the same bits at each degree that divides ``same_bits``; this process has one thread.
+
+        All ranks of the group call it between the same ops.
+
+        Raises:
+            ValueError: no power of two, or no multiple of the group's size.
+        """
+        canonical.check_blocks(same_bits, self.size)
+        torch.set_num_threads(1)
+        with self.lock:
+            self.agreed.clear()  # calls that were agreed on run in another way from here on
+            self.checked.clear()
+            self.same_bits = same_bits
+        groups_of_same_bits.add(self.name)
+
     def keep_checked(self, facts: Hashable, call: Any) -> None:
         if len(self.checked) >= MAX_AGREED:
             self.checked.clear()  # the arguments of the next call of each kind are checked again
         self.checked[facts] = call
 
 
+groups_of_same_bits: set[str] = set()
+"""Names of groups for which ``same_bits`` was ever turned on: while there are none, nobody asks further."""
 _groups: dict[str, Group] = {}
 _seen: dict[int, tuple[weakref.ReferenceType[GroupLike], Group]] = {}
 """States by the identity of what users named them with: to ask a mesh for its group takes as long as a small GEMM."""
@@ -285,6 +306,7 @@ def init(
     device: str | None = None,
     timeout: float | datetime.timedelta | None = None,
     deterministic: bool | None = None,
+    same_bits: int | None = None,
 ) -> DeviceMesh:
     """Join the job and return its mesh with axes ``("dp", "tp")``.
 
@@ -301,6 +323,8 @@ def init(
             chooses by built-in costs.  False, the default: by costs that each launch measures, so that two launches
             may choose otherwise, and their results differ in the last bits.  Holds for all groups of the process;
             equal on all ranks; None leaves it as it was.
+        same_bits: the largest tensor-parallel degree, a power of two, that gives the same bits as this one; default:
+            ``TPKERNELS_SAME_BITS``, or none.  What cannot raises.  This process then computes with one thread.
 
     Examples:
         >>> mesh = tpk.init()
@@ -309,7 +333,7 @@ def init(
 
     Raises:
         ValueError: ``dp * tp`` is not the number of ranks; variables of launchers that contradict each other, or do not
-            say where the ranks meet.
+            say where the ranks meet; ``same_bits`` is no power of two or no multiple of ``tp``, or ``dp`` is not 1.
         UnsupportedPlatform: this is not Linux.
     """
     check_platform()
@@ -321,8 +345,14 @@ def init(
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
     world_size = dist.get_world_size() if dist.is_initialized() else environment.world_size if environment else 1
     dp, tp = _mesh_shape(world_size, dp, tp)
+    same_bits = config.load().same_bits if same_bits is None else same_bits
+    if same_bits is not None:
+        canonical.check_job(same_bits, dp, tp, device)
     with config.nccl_failures_raise() if device == "cuda" else nullcontext():
-        return _make_mesh(device, environment, dp, tp, timeout)
+        mesh = _make_mesh(device, environment, dp, tp, timeout)
+    if same_bits is not None:
+        resolve(mesh["tp"]).keep_same_bits(same_bits)
+    return mesh
 
 
 def _make_mesh(

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.nn.random import sharded_rng
 from tpkernels.nn.rotary import apply_rotary
@@ -267,6 +268,7 @@ class ParallelAttention(nn.Module):
         weight, bias = cast(Tensor, local(part.weight)), local(part.bias)
         if part is self.query or self._kv_is_cut(mesh.size()):
             return _flat(weight), None if bias is None else _flat(bias)
+        refuse(mesh, "attention whose key and value heads are copied", "a rank has more than its part of them")
         needed = sorted(set(self._kv_of(mesh.get_local_rank(), mesh.size())))
         low, high = (needed[0], needed[-1] + 1) if needed else (0, 0)
         tensors = [tensor if tensor is None else copy_to_group(tensor, mesh)[low:high] for tensor in (weight, bias)]

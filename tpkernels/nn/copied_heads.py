@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_together
@@ -116,6 +117,7 @@ class CopiedHeadsLinear(nn.Module):
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """The rows of this rank's heads, of weight and bias."""
         mesh = self.mesh
+        refuse(mesh, "a projection whose heads are copied", "a rank has more than its part of them")
         weight = self._rows(self.weight, mesh)
         assert weight is not None
         return [(weight, self._rows(self.bias, mesh))]

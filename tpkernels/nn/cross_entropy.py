@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.ops.checks import DTYPES, check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.registration import call, define
@@ -97,6 +98,7 @@ def vocab_parallel_cross_entropy(
     The gradient that arrives must be equal on all ranks.  To predict the next token, shift the labels, not the logits:
     ``target = tokens.roll(-1, 1)`` with ``ignore_index`` in the last place copies nothing.
     """
+    refuse(group, "vocab_parallel_cross_entropy", "its sums over a vocabulary are those of whole ranks")
     settings = Settings(ignore_index, label_smoothing, z_loss)
     check_local(group, logits_shard=[logits_shard], target=[target])
     pg = process_group(group)

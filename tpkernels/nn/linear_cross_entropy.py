@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, group_name, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.cross_entropy import (
     Settings,
@@ -87,6 +88,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     settings = Settings(ignore_index, label_smoothing, z_loss)
     mesh = head.mesh
+    refuse(mesh, "vocab_parallel_linear_cross_entropy", "its sums over a vocabulary are those of whole ranks")
     rank, world_size = mesh.get_local_rank(), mesh.size()
     try:
         check_options(settings, reduction, chunk_tokens)

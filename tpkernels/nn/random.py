@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike, process_group, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.ops.agreed_call import exchange
 
 __all__ = ["Dropout", "check_rng", "sharded_rng"]
@@ -46,6 +47,7 @@ def sharded_rng(group: GroupLike) -> Iterator[None]:
         >>> bool((both[:4] == both[4:]).any())
         False
     """
+    refuse(group, "sharded_rng", "each rank draws numbers of its own")
     pg = process_group(group)
     if pg.size() == 1:
         yield

@@ -272,7 +272,7 @@ def _agree(
         "TPKERNELS_CALIBRATE": settings.calibrate,
     }
     facts = {
-        "local": local, "settings": own_settings | resources.settings(),
+        "local": local, "settings": own_settings | resources.settings() | {"same_bits": group.same_bits},
         "resources": [kind.name for kind in resources.kinds()],
         "widens": _told(signature.op, signature.dtype, signature.out_dtype, device),
     }  # fmt: skip
@@ -330,6 +330,7 @@ def _problem(group: Group, signature: Signature, local: int, device: torch.devic
         activation=signature.activation,
         experts=signature.experts,
         top_k=signature.top_k,
+        same_bits=group.same_bits,
     )
 
 
@@ -342,7 +343,7 @@ def _told(op: str, dtype: torch.dtype, out_dtype: torch.dtype | None, device: to
 def _widens(problem: Problem, records: Sequence[agreement.Record]) -> bool:
     """Whether all ranks multiply in fp32 (:mod:`tpkernels.gemm.widened`), of what each has told."""
     least = widened.agreed_rows([record.facts["widens"] for record in records])
-    return least is not None and problem.m >= least
+    return least is not None and problem.m >= least and not problem.same_bits  # whose GEMMs are canonical ones
 
 
 def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.device, widens: bool) -> Costs:
@@ -416,6 +417,7 @@ def explain(
         backend=group.backends.by_device[device],
         co_located=group.co_located,
         resources=resources.standings(group, device),
+        same_bits=group.same_bits,
     )
     return dispatch.select(problem, "auto", costs)[1]
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm.grouped import TokenRows, bias_gradients
 from tpkernels.ops import agreed_call
@@ -130,6 +131,7 @@ def all_gather_grouped_matmul(
     single = isinstance(weights, Tensor) or activation in GATED
     matrices = [weights] if isinstance(weights, Tensor) else list(weights)
     biases = as_list(bias, len(matrices))
+    refuse(group, "all_gather_grouped_matmul", "the rows of an expert's GEMM are cut in no blocks")
     check_local(group, x_shard=[x_shard], weights=matrices, bias=biases, routing=routing)
     needs_grad = wants_grad(x_shard, *matrices, *biases, routing.weights)
     options = _Gather(

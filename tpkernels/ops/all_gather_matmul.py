@@ -25,7 +25,8 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, group_size, process_group, resolve
-from tpkernels.ops import agreed_call
+from tpkernels.comm.same_bits import refuse, same_bits_of
+from tpkernels.ops import agreed_call, same_bits
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import (
     as_list,
@@ -43,13 +44,11 @@ from tpkernels.ops.contract import (
     GATED,
     AllGatherMatmul,
     MatmulReduceScatter,
-    activation_backward,
     activation_forward,
-    gate_backward,
     gate_forward,
 )
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
-from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
+from tpkernels.ops.main_grad import Sink, sinks_of
 from tpkernels.ops.options import GatedName, GatherKeywords
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.scaled_matmul import ScaledGather, all_gather_scaled_matmul
@@ -226,6 +225,7 @@ def all_gather_matmul(
     check_local(group, x_shard=[x_shard], weight=weights, bias=biases)
     sizes = None if shard_sizes is None else list(shard_sizes)
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
+        refuse(group, "an fp8 GEMM", "its scales are those of whole rows")
         scaled = ScaledGather(
             group_name(group), out_dtype or torch.bfloat16, activation, gather_dim, sizes, return_gathered,
             implementation,
@@ -234,7 +234,8 @@ def all_gather_matmul(
         count = _num_outputs(activation, len(weights))
         y = results[0] if single else results[:count]
         return (y, *results[count:]) if return_gathered else y
-    if group_size(group) == 1:
+    keeps_bits = same_bits_of(group) > 0
+    if group_size(group) == 1 and not keeps_bits:
         check_common("all_gather_matmul", x_shard, implementation, activation)
         check_dim("gather_dim", gather_dim, x_shard.dim())
         if shard_sizes is not None:
@@ -247,6 +248,10 @@ def all_gather_matmul(
         y = outs[0] if single else outs
         return (y, x_shard.clone(memory_format=torch.contiguous_format)) if return_gathered else y
     needs_grad = wants_grad(x_shard, *weights, *biases)
+    if keeps_bits and return_gathered and needs_grad:
+        refuse(
+            group, "return_gathered=True with a gradient", "each rank's gradient of the gathered x is a sum of its own"
+        )
     options = Gather(
         group_name(group), activation, gather_dim, sizes, return_gathered or (save_gathered and needs_grad),
         activation is not None and needs_grad, implementation,
@@ -285,6 +290,7 @@ def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Gat
     except ValueError as error:
         agreement.refuse(group, "all_gather_matmul", str(error))
         raise
+    same_bits.agree_on_blocks(group, "all_gather_matmul", [w.shape[0] for w in weights])
     arguments = AllGatherMatmul(
         flat(x), layout, [w.t() for w in weights], bias_list, options.activation, options.keep_gathered,
         options.keep_preactivation,
@@ -336,10 +342,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         if grad is None:  # this output was not used
             grad = x.new_zeros(*_whole_shape(x, options)[:-1], weight.shape[0])
         dys.append(grad)
-    if activation in GATED:
-        dzs = [*gate_backward(activation, dys[0], *before)]
-    else:
-        dzs = [activation_backward(activation, dy, before[i] if before else None) for i, dy in enumerate(dys)]
+    dzs = same_bits.preactivation_gradients(resolve(options.group_name), activation, dys, before)
     needs = needs_of_linears(ctx)
     results = call_backward(
         "all_gather_matmul_backward", ctx.sinks, dzs, x, weights, grads[-1] if options.keep_gathered else None,
@@ -381,7 +384,7 @@ def _backward_kernel(
     def meanwhile() -> None:
         if needs_w:
             whole = pending() if pending is not None else x2d
-            dws.extend(weight_gradients(flat_dzs, whole, sinks))
+            dws.extend(same_bits.weight_gradients(group, flat_dzs, whole, sinks))
 
     results: list[Tensor | None] = []
     if needs_x:
@@ -399,7 +402,7 @@ def _backward_kernel(
         meanwhile()
     results += dws
     if needs_b:
-        results += [dz.sum(0) for dz in flat_dzs]
+        results += same_bits.bias_gradients(group, flat_dzs)
     return results
 
 

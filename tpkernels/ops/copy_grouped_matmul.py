@@ -21,6 +21,7 @@ from typing import Any, Unpack, overload
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.gemm.grouped import TokenRows, are_few, bias_gradients, products
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
@@ -117,6 +118,7 @@ def copy_grouped_matmul(
     single = isinstance(weights, Tensor)
     matrices = [weights] if isinstance(weights, Tensor) else list(weights)
     biases = as_list(bias, len(matrices))
+    refuse(group, "copy_grouped_matmul", "the rows of an expert's GEMM are cut in no blocks")
     check_local(None, x=[x], weights=matrices, bias=biases, routing=routing)
     check_common(_DUAL, x, implementation, activation)
     check_gate(activation, matrices)

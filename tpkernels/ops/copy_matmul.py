@@ -14,6 +14,7 @@ Backward, with dz = dy * activation'(z)::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Unpack, overload
 
 import torch
@@ -21,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.gemm import few_rows, widened
-from tpkernels.ops import agreed_call
+from tpkernels.ops import agreed_call, same_bits
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
-from tpkernels.ops.main_grad import Sink, sinks_of, weight_gradients
+from tpkernels.ops.main_grad import Sink, sinks_of
 from tpkernels.ops.options import CopyKeywords, GatedName, Reduce
 from tpkernels.ops.plain_calls import is_plain
 from tpkernels.ops.registration import call, call_backward, define
@@ -97,6 +99,10 @@ def copy_matmul(
     check_common("matmul_all_reduce", x, implementation, activation)
     if activation is not None:
         check_gate(activation, weights)
+    if same_bits_of(group):
+        outs = call("copy_matmul", x, weights, pack_biases(biases, x), Reduce(group_name(group), implementation))
+        outs = same_bits.activated(resolve(group), activation, outs)
+        return outs[0] if single or activation in GATED else outs
     alone = group_size(group) == 1
     if alone or not (torch.is_grad_enabled() and x.requires_grad):
         # The unfused way and one rank are what others are compared with: torch's GEMM.
@@ -146,8 +152,12 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], options: Reduce) -> list[Tensor]:
     bias_list = unpack_biases(biases, weights)
     _check(x, weights, bias_list, options)
+    group = resolve(options.group_name)
+    same_bits.agree_on_blocks(group, "copy_matmul", [w.shape[0] for w in weights])
     rows = flat(x)  # for a strided N-D x torch would add the bias in a second rounding
     linear = F.linear if options.implementation == "unfused" else widened.linear
+    if group.same_bits:
+        linear = partial(same_bits.linear, group)
     outs = (linear(rows, w, b) for w, b in zip(weights, bias_list, strict=True))
     return [fresh(out, (*x.shape[:-1], out.shape[1])) for out in outs]
 
@@ -192,7 +202,7 @@ def _backward_kernel(
 
     def meanwhile() -> None:
         if needs[1]:
-            dws.extend(weight_gradients(flat_dzs, x2d, sinks))
+            dws.extend(same_bits.weight_gradients(group, flat_dzs, x2d, sinks))
 
     results: list[Tensor | None] = []
     if needs[0]:
@@ -208,7 +218,7 @@ def _backward_kernel(
         meanwhile()
     results += dws
     if needs[2]:
-        results += [dz.sum(0) for dz in flat_dzs]
+        results += same_bits.bias_gradients(group, flat_dzs)
     return results
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
-from tpkernels.ops import agreed_call, fast_path
+from tpkernels.comm.same_bits import refuse, same_bits_of
+from tpkernels.ops import agreed_call, fast_path, same_bits
 from tpkernels.ops.agreed_call import Signature, facts_of
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
@@ -126,12 +127,13 @@ def matmul_all_reduce(
     check_local(group, x=[x], weight=[weight], bias=[bias])
     y: Tensor
     if scaled:
+        refuse(group, "an fp8 GEMM", "its scales are those of this rank's slices")
         options = ScaledReduce(group_name(group), out_dtype or torch.bfloat16, implementation)
         y = scaled_reduction("scaled_matmul_all_reduce", x, weight, bias, scale_x, scale_weight, options)
-    elif size == 1:
+    elif size == 1 and not same_bits_of(group):
         check_common("matmul_all_reduce", x, implementation)
         y = plain_linear(x, weight, bias)
-    elif pair is not None:
+    elif pair is not None and not same_bits_of(group):
         return matmul_all_reduce_norm(x, weight, bias, Norm.of(*pair, eps), group, implementation)
     else:
         y = call("matmul_all_reduce", x, weight, bias, Reduce(group_name(group), implementation))
@@ -149,6 +151,9 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, options: Reduce) -> 
             bias=bias is not None,
         )  # fmt: skip
 
+    if group.same_bits:
+        _check(x, weight, bias, options)
+        same_bits.agree_on_blocks(group, "matmul_all_reduce", [x.shape[-1]])
     facts = facts_of("matmul_all_reduce", options.implementation, x, weight, bias)
     checked = agreed_call.checked_call(group, facts, "matmul_all_reduce", check)
     arguments = MatmulAllReduce([flat(x)], [weight.t()], bias)
@@ -169,9 +174,12 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, options: Reduce) -> N
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], inputs[1])
     ctx.sinks = [sink_of(inputs[1])]
+    ctx.group_name = inputs[3]
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    if same_bits_of(ctx.group_name):
+        return tuple(of_linear(ctx, "linear_backward_by_blocks", dy, *ctx.saved_tensors, ctx.group_name))
     return tuple(of_linear(ctx, "linear_backward", dy, *ctx.saved_tensors))
 
 

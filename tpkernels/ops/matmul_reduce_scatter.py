@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, group_size, process_group, resolve
-from tpkernels.ops import agreed_call
+from tpkernels.comm.same_bits import refuse, same_bits_of
+from tpkernels.ops import agreed_call, same_bits
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import (
     check_common,
@@ -36,7 +37,7 @@ from tpkernels.ops.checks import (
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
 from tpkernels.ops.gradients import fake_of_linear, of_linear
-from tpkernels.ops.main_grad import Sink, sink_of, weight_gradients
+from tpkernels.ops.main_grad import Sink, sink_of
 from tpkernels.ops.options import Scatter
 from tpkernels.ops.registration import call, define
 from tpkernels.ops.residual_norm import Norm, add_norm, wanted
@@ -145,11 +146,16 @@ def matmul_reduce_scatter(
     check_local(group, x=[x], weight=[weight], bias=[bias])
     sizes = None if shard_sizes is None else list(shard_sizes)
     pair = wanted(group, residual, norm_weight, eps)
+    if pair is not None:
+        refuse(
+            group, "matmul_reduce_scatter with a residual", "each rank's gradient of norm_weight is a sum of its rows"
+        )
     y: Tensor
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
+        refuse(group, "an fp8 GEMM", "its scales are those of this rank's slices")
         scaled = ScaledScatter(group_name(group), out_dtype or torch.bfloat16, scatter_dim, sizes, implementation)
         y = scaled_reduction("scaled_matmul_reduce_scatter", x, weight, bias, scale_x, scale_weight, scaled)
-    elif group_size(group) == 1:
+    elif group_size(group) == 1 and not same_bits_of(group):
         check_common("matmul_reduce_scatter", x, implementation)
         dim = check_dim("scatter_dim", scatter_dim, x.dim())
         y = plain_linear(x, weight, bias)
@@ -180,6 +186,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, options: Scatter) ->
     except ValueError as error:
         agreement.refuse(group, "matmul_reduce_scatter", str(error))
         raise
+    same_bits.agree_on_blocks(group, "matmul_reduce_scatter", [x.shape[-1]])
     columns = weight.shape[0]
     if bias is not None and layout.feature:
         low, high = layout.columns(group.rank)
@@ -237,7 +244,7 @@ def _backward_kernel(
         whole = start_gather(group, dy2d, layout, "auto")()
     if needs_w:
         assert whole is not None
-        results += weight_gradients([whole], flat(x), sinks)
+        results += same_bits.weight_gradients(group, [whole], flat(x), sinks, cut="contraction")
     if needs_b:
         assert whole is not None
         results.append(whole.sum(0))

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, process_group, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.errors import CommunicationError
 from tpkernels.ops import agreed_call
 from tpkernels.ops.agreed_call import Signature
@@ -247,6 +248,7 @@ def _both_axes(cut: Cut) -> Iterator[None]:
 
 
 def _both_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    refuse(cut.x_group, "gather_both_matmul", "a GEMM on a mesh is cut in no blocks")
     _check("gather_both_matmul", x, weight, bias, cut, cut.x_sizes[resolve(cut.x_group).rank])
     with _both_axes(cut):
         out = gather_both(flat(x), weight, bias, cut, False)[0]
@@ -258,6 +260,7 @@ def _both_fake(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tens
 
 
 def _scatter_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    refuse(cut.x_group, "gather_matmul_scatter", "a GEMM on a mesh is cut in no blocks")
     _check("gather_matmul_scatter", x, weight, bias, cut, weight.shape[1 - cut.w_dim])
     with _both_axes(cut):
         out = gather_and_scatter(flat(x), weight, bias, cut)

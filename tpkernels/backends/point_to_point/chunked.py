@@ -23,6 +23,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tpkernels import dispatch
+from tpkernels.backends.canonical_rows import KEEP_BITS
+from tpkernels.backends.point_to_point import same_bits
 from tpkernels.backends.point_to_point.collectives import CollectiveGather, CollectivePartials, fits
 from tpkernels.backends.point_to_point.copy_engines import CopyEngines
 from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange
@@ -63,6 +65,8 @@ GROUPED_MARGIN = 1.15
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     context, layout, group = with_chunks(context, call.layout), call.layout, context.group
+    if context.problem.same_bits:
+        return same_bits.all_gather_matmul(context, call)
     whole = whole_like(call.x, layout) if call.keep_whole or layout.feature else None
     incoming: ShardExchange | CollectiveGather
     if fits(context, layout):
@@ -122,6 +126,8 @@ class Tail(Protocol):
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     layout = call.layout
+    if context.problem.same_bits:
+        return same_bits.matmul_reduce_scatter(with_chunks(context, layout), call)
 
     def fill(owner: int, start: int, stop: int, out: Tensor) -> None:
         partial_rows(call.xs, call.matrices, call.addend, layout, owner, start, stop, out)
@@ -166,6 +172,9 @@ def _timed(fill: Fill) -> Fill:
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     """Sum of all partials on every rank: in one round where that is expected to be quicker, else in two."""
     everything = Layout(1, (call.xs[0].shape[0],), 1)
+    if context.problem.same_bits:
+        layout = Layout(1, array_split_sizes(call.xs[0].shape[0], context.group.size), 1)
+        return same_bits.matmul_all_reduce(with_chunks(context, layout), call)
 
     def fill(start: int, stop: int, out: Tensor) -> None:
         partial_rows(call.xs, call.matrices, None, everything, 0, start, stop, out)
@@ -324,4 +333,5 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("chunked", _op, refuses, estimate, _run, describe=describe))
+    keeps_bits = _op in KEEP_BITS
+    dispatch.register(Implementation("chunked", _op, refuses, estimate, _run, describe=describe, keeps_bits=keeps_bits))

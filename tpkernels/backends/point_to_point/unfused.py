@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
+from tpkernels.backends.canonical_rows import KEEP_BITS
+from tpkernels.backends.point_to_point import same_bits
 from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange
 from tpkernels.backends.row_gemms import Epilogue, bias_of, gemm, reduce_rows, take_rows, whole_like
 from tpkernels.comm import timeline
@@ -59,6 +61,8 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
+    if context.problem.same_bits:
+        return same_bits.all_gather_matmul(context._replace(num_chunks=1), call)
     whole = all_gather(context, AllGather(call.x, call.layout))()
     epilogue = Epilogue(call)
     with timeline.span("gemm", "gemm"):
@@ -71,6 +75,8 @@ def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_reduce_scatter(context._replace(num_chunks=1), call)
     if context.group.size == 1:
         return _alone(call)
     partial = _partial(call)
@@ -83,6 +89,8 @@ def all_reduce(context: Context, call: AllReduce) -> Tensor:
 
 
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_all_reduce(context._replace(num_chunks=1), call)
     if context.group.size == 1:
         return _alone(call)
     partial = _partial(call)
@@ -186,4 +194,4 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("unfused", _op, refuses, estimate, _run))
+    dispatch.register(Implementation("unfused", _op, refuses, estimate, _run, keeps_bits=_op in KEEP_BITS))

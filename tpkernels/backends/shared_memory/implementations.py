@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch
+from tpkernels.backends.canonical_rows import KEEP_BITS
 from tpkernels.backends.row_gemms import Epilogue, gemm, partial_rows, place_rows, whole_like
+from tpkernels.backends.shared_memory import same_bits
 from tpkernels.backends.shared_memory.segments import SharedMemory, SharedSegments
 from tpkernels.comm import agreement, resources, timeline
 from tpkernels.comm.groups import Group
@@ -79,6 +81,8 @@ _ALIGNMENT = 64
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     segments, layout = segments_of(context), call.layout
+    if context.problem.same_bits:
+        return same_bits.all_gather_matmul(context, call, segments, largest_shard(layout, call.x))
     in_place = not layout.feature and not in_one_gemm(context.problem, context.costs)
     whole = whole_like(call.x, layout) if call.keep_whole or not in_place else None
     epilogue = Epilogue(call)
@@ -103,6 +107,8 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 
 
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_reduce_scatter(context, call, segments_of(context))
     if in_one_gemm(context.problem, context.costs):
         return _sum_after_one_gemm(context, call)
     return _sum_owner_by_owner(context, call)
@@ -159,6 +165,8 @@ def _sum_owner_by_owner(context: Context, call: MatmulReduceScatter) -> Tensor:
 def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     """One shot for two ranks or little data: everybody sums everything.  Else each rank sums its share of the rows."""
     segments, like = segments_of(context), call.like
+    if context.problem.same_bits:
+        return same_bits.matmul_all_reduce(context, call, segments)
     rows, columns = call.xs[0].shape[0], call.matrices[0].shape[1]
     num_bytes = rows * columns * like.element_size()
     if num_bytes <= COPIED_BYTES and call.bias is None and call.meanwhile is nothing:
@@ -190,7 +198,7 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
 def repeat_matmul_all_reduce(context: Context, call: MatmulAllReduce) -> RepeatedSum | None:
     """What a small call needs after its GEMM; staged, signalled and summed as :func:`matmul_all_reduce` does."""
     rows, columns, dtype = call.xs[0].shape[0], call.matrices[0].shape[1], call.like.dtype
-    if rows * columns * dtype.itemsize > COPIED_BYTES:
+    if rows * columns * dtype.itemsize > COPIED_BYTES or context.problem.same_bits:
         return None
     if isinstance(call.matrices[0], Widened) and not context.agreed:
         return None  # a repetition has the compiled kernel's GEMM or the library's
@@ -213,7 +221,7 @@ def agree_on_few_rows(group: Group, call: int, problem: Problem, layout: Layout)
 
 def _may_take_few_rows(problem: Problem) -> bool:
     """The same on every rank."""
-    if problem.out_dtype is not None or problem.facts.grouped or not config.load().calibrate:
+    if problem.out_dtype is not None or problem.facts.grouped or problem.same_bits or not config.load().calibrate:
         return False
     return few_rows.serves(problem.m, problem.n, _local_contraction(problem), problem.dtype)
 
@@ -439,4 +447,5 @@ for _op, _run in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    dispatch.register(Implementation("shared_memory", _op, refuses, estimate, _run, **_OF_FEW_ROWS.get(_op, {})))
+    _options = {"keeps_bits": _op in KEEP_BITS} | _OF_FEW_ROWS.get(_op, {})
+    dispatch.register(Implementation("shared_memory", _op, refuses, estimate, _run, **_options))

@@ -1,0 +1,170 @@
+"""What the same bits at every degree rest on, on this machine, and what they cost.
+
+    python benchmarks/same_bits.py shapes --trials 60
+    python benchmarks/same_bits.py cost --ranks 2 --json benchmarks/results/FILE.json
+
+`shapes`: in how many random GEMMs of this library do the bits of a result change with the number of rows, of columns,
+the strides, the alignment and the number of threads?  The docstring of `tpkernels/gemm/canonical.py` has the table of
+one machine; it assumes of the library only that equal calls give equal bits (row "the same call").
+
+`cost`: the ops of a layer's two GEMMs, forward and backward, with `same_bits=8` against without, in turns in one run,
+one thread per rank.  Both are compared before they are timed.  With `--ranks 1` the other side is `F.linear`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tpkernels as tpk
+from tpkernels.comm.groups import resolve
+from tpkernels.measure import report
+from tpkernels.measure.timing import measure
+
+SAME_BITS = 8
+CASES = ((256, 1024, 4096), (2048, 1024, 4096), (512, 2048, 8192))
+"""Rows, features of the residual, features between the two GEMMs."""
+SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 24, 48, 64, 100, 128, 200, 256, 300, 384)
+KINDS = ("x @ w^T", "x @ w", "x^T @ w")
+
+
+def product(kind: str, a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a.t() if kind == "x^T @ w" else a, b.t() if kind == "x @ w^T" else b)
+
+
+def placed(x: Tensor, *, more: int, shift: int) -> Tensor:
+    """The same values in rows that are `more` elements apart than they need be, `shift` elements into the memory."""
+    rows, columns = x.shape
+    memory = torch.zeros(rows * (columns + more) + shift + 64, dtype=x.dtype)
+    found = memory[shift:].as_strided((rows, columns), (columns + more, 1))
+    found.copy_(x)
+    return found
+
+
+def shapes(trials: int) -> dict[str, dict[str, list[int]]]:
+    """what changed -> dtype -> in how many trials the bits did, by kind of product."""
+    torch.set_num_threads(1)
+    generator, pick = torch.Generator().manual_seed(1), random.Random(1)
+    found: dict[str, dict[str, list[int]]] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for index, kind in enumerate(KINDS):
+            for _ in range(trials):
+                m, n, k = pick.choice(SIZES), 2 * pick.choice(SIZES), pick.choice((*SIZES, 512, 1024))
+                a = torch.randn((k, m) if kind == "x^T @ w" else (m, k), generator=generator).to(dtype)
+                b = torch.randn((n, k) if kind == "x @ w^T" else (k, n), generator=generator).to(dtype)
+                for what, same in trial(kind, a, b, pick).items():
+                    row = found.setdefault(what, {}).setdefault(str(dtype).removeprefix("torch."), [0, 0, 0])
+                    row[index] += not same
+    return found
+
+
+def trial(kind: str, a: Tensor, b: Tensor, pick: random.Random) -> dict[str, bool]:
+    whole = product(kind, a, b)
+    (m, n), rows_dim = whole.shape, 1 if kind == "x^T @ w" else 0
+    low = pick.randrange(m)
+    count = pick.randint(1, m - low)
+    some = product(kind, a.narrow(rows_dim, low, count).contiguous(), b)
+    half = product(kind, a, b.narrow(0 if kind == "x @ w^T" else 1, 0, n // 2).contiguous())
+    pairs = {
+        "the same call": (product(kind, a, b), whole),
+        "number of rows": (some, whole[low : low + count]),
+        "half of the columns": (half, whole[:, : n // 2]),
+        "stride of the left operand": (product(kind, placed(a, more=8, shift=0), b), whole),
+        "stride of the right operand": (product(kind, a, placed(b, more=8, shift=0)), whole),
+        "alignment of both": (product(kind, placed(a, more=0, shift=1), placed(b, more=0, shift=1)), whole),
+    }
+    torch.set_num_threads(2)
+    pairs["two threads"] = product(kind, a, b), whole
+    torch.set_num_threads(1)
+    return {what: torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+            for what, (one, other) in pairs.items()}  # fmt: skip
+
+
+def candidates(rows: int, width: int, inner: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rows)
+    x, up, down, dy = (
+        torch.randn(*shape, generator=generator).mul(0.1).to(dtype)
+        for shape in ((rows, width), (inner, width), (width, inner), (rows, width))
+    )
+    leaves = [x, up.chunk(world)[rank].clone(), down.chunk(world, 1)[rank].contiguous()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def step(group: Any) -> tuple[Tensor, ...]:
+        y = tpk.matmul_all_reduce(tpk.copy_matmul(leaves[0], leaves[1], group), leaves[2], group)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    return {name: lambda group=group: step(group) for name, group in groups.items()}
+
+
+def agree(both: dict[str, Callable[[], tuple[Tensor, ...]]]) -> None:
+    """Equal but for roundings; the products of bf16 are rounded block by block."""
+    for index, (one, other) in enumerate(zip(*[results() for results in both.values()], strict=True)):
+        limit = 16 * torch.finfo(one.dtype).eps
+        off = float((one - other).abs().max() / other.abs().max())
+        assert off <= limit, f"result {index} differs by {off:.2e} of the largest, at most {limit:.2e}"
+
+
+def ranked(repeats: int) -> list[dict[str, Any]]:
+    tpk.init(device="cpu")
+    torch.set_num_threads(1)
+    groups = {"off": dist.group.WORLD, "on": dist.new_group()}
+    resolve(groups["on"]).keep_same_bits(SAME_BITS)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in CASES:
+            both = candidates(*case, dtype, groups)
+            agree(both)
+            times = measure(both, repeats=repeats, warmup=1)
+            ratios = [on / off for on, off in zip(times["on"].seconds, times["off"].seconds, strict=True)]
+            found.append({
+                "rows": case[0], "width": case[1], "inner": case[2], "dtype": str(dtype).removeprefix("torch."),
+                "ratio": statistics.median(ratios), "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+                "times": {name: report.measurement_to_json(time) for name, time in times.items()},
+            })  # fmt: skip
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("shapes", "cost"))
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    results: Any
+    if args.what == "shapes":
+        results = shapes(args.trials)
+        print(f"of {args.trials} each of {', '.join(KINDS)}, the bits changed with")
+        for what, by_dtype in results.items():
+            print(f"{what:<30}" + "".join(f"{dtype:>10} {counts!s:<14}" for dtype, counts in by_dtype.items()))
+    else:
+        results = tpk.launch(ranked, args.ranks, args.repeats)[0]
+        print(f"{'dtype':<10}{'rows':>6}{'width':>7}{'inner':>7}{'off ms':>10}{'on ms':>10}{'on / off':>10}")
+        for row in results:
+            off, on = (row["times"][name]["median_ms"] for name in ("off", "on"))
+            print(
+                f"{row['dtype']:<10}{row['rows']:>6}{row['width']:>7}{row['inner']:>7}{off:>10.1f}{on:>10.1f}"
+                f"{row['ratio']:>10.2f}"
+            )
+    if args.json:
+        setup = {"world_size": args.ranks if args.what == "cost" else 1, "threads": 1, "repeats": args.repeats}
+        content = {**report.describe_environment(setup), "results": results}
+        Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""`same_bits=8`: one, two, four and eight ranks give the same bits, by every implementation and chunk count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels as tpk
+from tests.ops.same_bits import FAULTS, SAME_BITS, Draw, Result, assert_same, calls_of, draw, run_all, together
+from tests.ops.support import IMPLEMENTATIONS, new_group, run_and_check
+from tpkernels.comm.groups import resolve
+from tpkernels.errors import UnsupportedProblem
+from tpkernels.gemm import canonical
+from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case
+from tpkernels.testing.spawn import Pools
+
+CHUNKS = {"unfused": None, "chunked": 3, "shared_memory": None}
+Alone = tuple[list[Draw], list[list[Result]]]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Pools, full: bool) -> Alone:
+    """Calls, and what one rank gives for them."""
+    draws = [draw(seed) for seed in range(10_000 if full else 24)]
+    (results,) = ranks(1).run(run_all, draws, "unfused", None, timeout=3600.0 if full else 120.0)
+    return draws, results
+
+
+def compare(of_one: Sequence[Result], of_ranks: Sequence[Sequence[Result]], what: str) -> None:
+    for place, (name, _, expected) in enumerate(of_one):
+        found_name, found = together([results[place] for results in of_ranks])
+        assert found_name == name
+        assert_same(found, expected, f"{name} of {what}")
+
+
+def compare_all(ranks: Pools, world: int, implementation: str, alone: Alone, count: int) -> None:
+    draws, expected = alone[0][:count], alone[1][:count]
+    found = ranks(world).run(run_all, draws, implementation, CHUNKS[implementation], timeout=60.0 + 2 * count)
+    for i, of in enumerate(draws):
+        compare(expected[i], [results[i] for results in found], f"{of}, {implementation} on {world} ranks")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_op_gives_the_bits_of_one_rank(ranks: Pools, alone: Alone, world: int, implementation: str) -> None:
+    compare_all(ranks, world, implementation, alone, len(alone[0]))
+
+
+@pytest.mark.gloo
+def test_eight_ranks_give_the_bits_of_one(ranks: Pools, alone: Alone, full: bool) -> None:
+    for implementation in IMPLEMENTATIONS:
+        compare_all(ranks, SAME_BITS, implementation, alone, 200 if full else 8)
+
+
+# In these each fault shows on the library that was measured: many rows, sums of many blocks, strides of one row.
+REVEALING = [
+    Draw(SCATTER, (300,), (16,), 17, 0, torch.float32, True, None, False, 1),
+    Draw(REDUCE, (2, 45), (5,), 48, 0, torch.float32, False, None, False, 2),
+    Draw(GATHER, (513,), (12, 5), 48, 0, torch.float32, True, None, False, 3),
+    Draw(COPY, (130,), (3,), 32, 0, torch.float64, True, "silu", False, 4),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", ["tree order", "a rank sums its part of K in one call", "chunk rows"])
+def test_a_seeded_fault_changes_bits(ranks: Pools, fault: str) -> None:
+    (expected,) = ranks(1).run(run_all, REVEALING, "unfused", None)
+    found = ranks(4).run(run_all, REVEALING, "chunked", 3, fault)
+    with pytest.raises(AssertionError, match="elements differ"):
+        for i, of in enumerate(REVEALING):
+            compare(expected[i], [results[i] for results in found], str(of))
+
+
+@pytest.mark.gloo
+def test_the_library_is_called_with_the_same_sizes_strides_and_alignment(ranks: Pools) -> None:
+    """Whatever kernel it picks, it picks the same; faults that this library forgives show here."""
+    (expected,) = ranks(1).run(calls_of, REVEALING, "unfused")
+
+    def differ(fault: str | None) -> bool:
+        found = ranks(4).run(calls_of, REVEALING, "unfused", fault)
+        return any(not same_calls(expected[i], [of_rank[i] for of_rank in found]) for i in range(len(REVEALING)))
+
+    assert not differ(None)
+    for fault in FAULTS:
+        assert fault == "tree order" or differ(fault), fault
+
+
+def same_calls(of_one: Counter[str], of_ranks: Sequence[Counter[str]]) -> bool:
+    """Each rank makes its fourth of the calls of one rank, of every kind."""
+    return bool(of_one) and all(Counter({call: 4 * n for call, n in one.items()}) == of_one for one in of_ranks)
+
+
+@pytest.mark.gloo
+def test_values_are_right(ranks: Pools) -> None:
+    ranks(2).run(check_values_of_all)
+
+
+def check_values_of_all() -> None:
+    """Every op against fp64, and integers exactly."""
+    cases = [
+        Case(op, (300, 48), ns=(24,), bias=True, dtype=dtype, integers=dtype not in (torch.float32, torch.float64))
+        for op in FUSED
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    ]
+    cases += [Case(GATHER, (40, 32), ns=(16, 16), activation="swiglu"), Case(SCATTER, (3, 20, 32), ns=(16,), dim=1)]
+    with new_group(3) as group:
+        resolve(group).keep_same_bits(SAME_BITS)
+        for name in IMPLEMENTATIONS:
+            for case in cases:
+                run_and_check(case.but(implementation=name), group)
+
+
+@pytest.mark.gloo
+def test_what_cannot_keep_the_promise_raises_and_names_why(ranks: Pools) -> None:
+    ranks(2).run(check_refusals)
+
+
+def check_refusals() -> None:
+    x, w = torch.ones(4, 16), torch.ones(16, 16)
+    with new_group() as group:
+        resolve(group).keep_same_bits(SAME_BITS)
+        for why, call in {
+            "its results depend on the number of ranks": lambda: tpk.all_reduce(x, group),
+            "into 4 blocks of one size, and this one has 6 features": lambda: tpk.copy_matmul(x, w[:6], group),
+            "needs parts of one size on all ranks": lambda: tpk.copy_matmul(x, w[: 4 + 4 * dist.get_rank()], group),
+            "each rank draws numbers of its own": lambda: tpk.nn.sharded_rng(group).__enter__(),
+            "its sums over a vocabulary": lambda: tpk.nn.vocab_parallel_cross_entropy(x, torch.ones(4).long(), group),
+            "with a residual": lambda: tpk.matmul_reduce_scatter(x, w, group, residual=x[:2], norm_weight=w[0]),
+            "return_gathered=True": lambda: tpk.all_gather_matmul(
+                x, w.clone().requires_grad_(), group, return_gathered=True
+            ),
+        }.items():
+            with pytest.raises(ValueError, match=why):
+                call()
+        torch.set_num_threads(2)
+        try:
+            with pytest.raises(UnsupportedProblem, match="one thread per rank, and torch has 2"):
+                tpk.copy_matmul(x, w, group)
+        finally:
+            torch.set_num_threads(1)
+        tpk.matmul_all_reduce(x, w, group)  # the group goes on
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((6, 1, 2, "cpu"), "power of two.*got 6"),
+        ((0, 1, 1, "cpu"), "power of two.*got 0"),
+        ((4, 1, 8, "cpu"), r"same_bits \(4\) must be a multiple of the tensor-parallel degree \(8\)"),
+        ((8, 1, 3, "cpu"), r"multiple of the tensor-parallel degree \(3\)"),
+        ((8, 2, 2, "cpu"), "dp=1"),
+        ((8, 1, 2, "cuda"), "CPUs alone"),
+    ],
+)
+def test_a_job_that_is_not_proven_is_refused(arguments: tuple[int, int, int, str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        canonical.check_job(*arguments)

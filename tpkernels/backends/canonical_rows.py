@@ -1,0 +1,149 @@
+"""Pieces that backends share where a call gives the same bits at every degree (:mod:`tpkernels.gemm.canonical`).
+
+A gather multiplies chunks of the whole's rows, whoever sent them, as soon as all of a chunk's rows are there
+(:class:`Arrivals`).  A sum has this rank's subtree, rows of which are computed when they are first asked for
+(:func:`subtree`, :func:`partial_of`), and ends with the top of the tree (:func:`combine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from tpkernels.backends.row_gemms import Epilogue, take_rows, whole_like
+from tpkernels.comm import timeline
+from tpkernels.errors import UnsupportedProblem
+from tpkernels.gemm import canonical
+from tpkernels.gemm.canonical import Subtree
+from tpkernels.ops.contract import (
+    GATED,
+    AllGatherMatmul,
+    Context,
+    Gathered,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    activation_forward,
+)
+from tpkernels.partition import Layout
+
+__all__ = ["KEEP_BITS", "Arrivals", "combine", "partial_of", "subtree"]
+
+KEEP_BITS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+"""Ops that have such a form; a sum of whatever the ranks have is a sum of so many parts as there are ranks."""
+
+
+def own_blocks(context: Context) -> int:
+    """How many blocks of what is cut are this rank's."""
+    return context.problem.same_bits // context.problem.world_size
+
+
+class _Columns(Epilogue):
+    """The outputs of a gather, from one chunk of rows and one block of columns at a time."""
+
+    def __init__(self, call: AllGatherMatmul, blocks: int) -> None:
+        super().__init__(call)
+        matrices = [cast(Tensor, matrix) for matrix in call.matrices]
+        self._panels = [canonical.panels(matrix.shape[1], blocks) for matrix in matrices]
+        self._blocks = [
+            [canonical.matrix_block(matrix[:, panel]) for panel in panels]
+            for matrix, panels in zip(matrices, self._panels, strict=True)
+        ]
+
+    def fill_chunk(self, x: Tensor, start: int) -> None:
+        """``x``: one chunk of :func:`~tpkernels.gemm.canonical.row_chunks`, from row ``start`` on."""
+        x, call = canonical.dense(x), self.call
+        rows = slice(start, start + x.shape[0])
+        if call.gated:
+            assert call.activation is not None
+            for block, panel in enumerate(self._panels[0]):
+                gate, up = (self._product(i, block, x, rows) for i in range(2))
+                self.outs[0][rows, panel] = activation_forward(GATED[call.activation], gate) * up
+            return
+        for i, panels in enumerate(self._panels):
+            for block, panel in enumerate(panels):
+                self.outs[i][rows, panel] = activation_forward(call.activation, self._product(i, block, x, rows))
+
+    def _product(self, i: int, block: int, x: Tensor, rows: slice) -> Tensor:
+        panel, bias = self._panels[i][block], self.call.biases[i]
+        found = canonical.product(x, self._blocks[i][block], None if bias is None else canonical.dense(bias[panel]))
+        if self.preactivations:
+            self.preactivations[i][rows, panel] = found
+        return found
+
+
+class Arrivals:
+    """The whole of a gather as its rows arrive, and the products of the chunks that are complete."""
+
+    def __init__(self, context: Context, call: AllGatherMatmul) -> None:
+        self.whole = whole_like(call.x, call.layout)
+        self._call, self._layout = call, call.layout
+        self._columns = _Columns(call, own_blocks(context))
+        parts = len(call.layout.sizes) if call.layout.feature else 1
+        self._missing = {chunk: parts * (chunk[1] - chunk[0]) for chunk in canonical.row_chunks(self.whole.shape[0])}
+        if call.layout.feature:
+            self._count(0, self.whole.shape[0], call.layout.sizes.count(0))
+
+    def add(self, rank: int, start: int, rows: Tensor) -> None:
+        """Rows ``start..`` of the shard of ``rank``."""
+        if rows.numel() == 0:
+            return
+        if self._layout.feature:
+            low, high = self._layout.columns(rank)
+            self.whole[start : start + rows.shape[0], low:high] = rows
+            self._count(start, start + rows.shape[0])
+            return
+        for segment in self._layout.segments(rank, start, start + rows.shape[0]):
+            part = rows[segment.start - start : segment.stop - start]
+            kept = self.whole[segment.dst : segment.dst + part.shape[0]]
+            if kept.data_ptr() != part.data_ptr():  # else it was received there
+                kept.copy_(part)
+            self._count(segment.dst, segment.dst + part.shape[0])
+
+    def _count(self, low: int, high: int, times: int = 1) -> None:
+        for chunk in [chunk for chunk in self._missing if chunk[0] < high and low < chunk[1]]:
+            self._missing[chunk] -= times * (min(high, chunk[1]) - max(low, chunk[0]))
+            if self._missing[chunk] == 0:
+                del self._missing[chunk]
+                with timeline.span("gemm", "gemm"):
+                    self._columns.fill_chunk(self.whole[chunk[0] : chunk[1]], chunk[0])
+
+    def gathered(self) -> Gathered:
+        """The results, when everything has arrived."""
+        assert not self._missing, f"rows that never came: {self._missing}"
+        columns = self._columns
+        return Gathered(columns.outs, columns.preactivations, self.whole if self._call.keep_whole else None)
+
+
+def subtree(context: Context, call: MatmulReduceScatter | MatmulAllReduce, sums: Tensor | None = None) -> Subtree:
+    """This rank's part of a sum over the contraction; ``sums``: where it goes.
+
+    Raises:
+        UnsupportedProblem: on all ranks; something else is added to the products, or follows the sum.
+    """
+    if call.tail is not None or (isinstance(call, MatmulReduceScatter) and call.addend is not None):
+        raise UnsupportedProblem(
+            f"{context.problem.op} with same_bits={context.problem.same_bits} sums products alone: a residual, a norm "
+            "or a gradient of each rank's own would be added in another place of the tree"
+        )
+    xs, matrices = cast(Sequence[Tensor], call.xs), cast(Sequence[Tensor], call.matrices)
+    return Subtree(xs, matrices, own_blocks(context), sums)
+
+
+def partial_of(tree: Subtree, layout: Layout, owner: int, start: int, stop: int) -> Tensor:
+    """Rows ``[start, stop)`` of what ``owner`` will sum."""
+    with timeline.span("gemm", "gemm", peer=owner):
+        if layout.feature:
+            low, high = layout.columns(owner)
+            return tree.rows(start, stop)[:, low:high]
+        for segment in layout.segments(owner, start, stop):
+            tree.rows(segment.dst, segment.dst + segment.stop - segment.start)
+        return take_rows(tree.sums, layout, owner, start, stop)
+
+
+def combine(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None) -> None:
+    """out = the top of the tree over the ranks' parts, in rank order, + bias; rounded once, also with one rank."""
+    with timeline.span("reduce", "reduce"):
+        total = canonical.tree_sum(parts)
+        out.copy_(total if bias is None else total + bias.to(total.dtype))

@@ -1,0 +1,250 @@
+"""GEMMs in one form at every tensor-parallel degree: what ``same_bits`` computes with.
+
+Let B be the largest degree whose results are to agree (``same_bits``, a power of two) and W a degree that divides it.
+A dimension that tensor parallelism cuts has B blocks of one size, and a rank owns B/W consecutive ones.  Owns the rules
+by which every rank of every degree makes the same library calls, and adds their results in the same order::
+
+    columns cut      y[:, b]  = x @ w[b]^T                          a call per block b of N and chunk of ROWS rows
+    contraction cut  y        = tree over b of (x[:, b] @ w[:, b]^T)  a call per block b of K, chunk and COLUMNS columns
+    weight, N cut    dw[b]    = dz[:, b]^T @ x                      a call per block
+    weight, K cut    dw[:, b] = dy^T @ x[:, b]                      a call per block
+    bias, N cut      db[b]    = sum over rows of dz[:, b]           a call per block
+
+The tree adds neighbours, ((0+1) + (2+3)) + ((4+5) + (6+7)), in fp32 (fp64 for fp64).  A rank's blocks are a subtree of
+it, whose sum the rank sends; the top of the tree is over ranks.  The library computes a block's product in the dtype of
+the operands, as it does for a rank of B; bf16 products are therefore rounded once before the tree, whatever W is.
+
+Why calls and not elements.  Measured with torch 2.13.0 (MKL 2024.2, oneDNN 3.12) on an Intel Xeon of the Ice Lake
+generation (AVX-512, no bf16 instructions), 2026-11-24, 60 random shapes up to 384 x 512 x 1024 each for x @ w^T, x @ w
+and x^T @ w (``benchmarks/same_bits.py shapes``); in how many of the 60 the bits of a result changed with
+
+==============================================  ===========  ===========  ===========
+what changed                                    fp32         bf16         fp64
+==============================================  ===========  ===========  ===========
+number of rows in the call                      21, 13, 7    0, 0, 0      25, 1, 1
+half of the columns in the call                 1, 0, 1      0, 0, 0      0, 0, 0
+stride of the left operand's rows               0, 0, 7      0, 0, 0      0, 0, 0
+other strides, alignment of any operand         0, 0, 0      0, 0, 0      0, 0, 0
+two threads instead of one                      4, 8, 3      1, 0, 0      5, 6, 1
+==============================================  ===========  ===========  ===========
+
+No shape is safe for fp32 but the same shape.  So nothing here rests on a library's habits: a call has the same sizes,
+strides, alignment, contents and number of threads at every degree, and the only assumption is that a call with all of
+these equal gives equal bits.  Strides and alignment cost a copy of what is not dense.
+
+Refuses: more than one thread (:func:`check_threads`), blocks of unequal size, devices other than the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels.errors import UnsupportedProblem
+
+__all__ = [
+    "COLUMNS",
+    "ROWS",
+    "Subtree",
+    "by_panels",
+    "columns_of_product",
+    "check_blocks",
+    "check_job",
+    "check_threads",
+    "dense",
+    "matrix_block",
+    "panels",
+    "product",
+    "row_chunks",
+    "sum_of_rows",
+    "tree_sum",
+    "weight_gradient",
+    "weight_gradient_of_row",
+]
+
+ROWS = 256
+"""Rows of a call; the last one of a tensor has what is left."""
+COLUMNS = 512
+"""Columns of a call whose contraction is cut: an fp32 sum of so many and of ROWS rows stays in a second-level cache."""
+_ALIGNMENT = 64
+
+
+def check_blocks(same_bits: int, world_size: int) -> None:
+    """Refuse a number of blocks that no tree over ranks fits."""
+    if same_bits < 1 or same_bits & (same_bits - 1):
+        raise ValueError(f"same_bits must be a power of two, the largest degree that is to agree, got {same_bits}")
+    if same_bits % world_size:
+        raise ValueError(f"same_bits ({same_bits}) must be a multiple of the tensor-parallel degree ({world_size})")
+
+
+def check_job(same_bits: int, dp: int, tp: int, device: str) -> None:
+    """Refuse a job that is not proven to give the same bits."""
+    check_blocks(same_bits, tp)
+    if dp > 1:
+        raise ValueError(f"same_bits ({same_bits}) goes with dp=1: means over dp ({dp}) replicas are torch's own sums")
+    if device != "cpu":
+        raise ValueError(f"same_bits ({same_bits}) is proven on CPUs alone, got device {device!r}")
+
+
+def check_threads() -> None:
+    """A library cuts its sums by the number of threads: with ``same_bits`` it is one, on every rank."""
+    count = torch.get_num_threads()
+    if count != 1:
+        raise UnsupportedProblem(
+            f"same_bits computes with one thread per rank, and torch has {count}: the bits of a sum depend on their "
+            "number; call torch.set_num_threads(1), as tpkernels.init(same_bits=...) does"
+        )
+
+
+def panels(size: int, blocks: int) -> list[slice]:
+    """This rank's blocks of a dimension of which it has ``size``.
+
+    Raises:
+        ValueError: they are not of one size.
+    """
+    if size % blocks:
+        raise ValueError(
+            f"same_bits cuts the features of a rank into {blocks} blocks of one size, and this one has {size} features"
+        )
+    width = size // blocks
+    return [slice(block * width, (block + 1) * width) for block in range(blocks)]
+
+
+def row_chunks(rows: int) -> Iterator[tuple[int, int]]:
+    """The rows of each call."""
+    for low in range(0, rows, ROWS):
+        yield low, min(rows, low + ROWS)
+
+
+def dense(x: Tensor) -> Tensor:
+    """A matrix or vector as the library sees it at every degree: without gaps, aligned to a cache line."""
+    strides = (x.shape[1], 1) if x.dim() == 2 else (1,)
+    if x.stride() == strides and x.data_ptr() % _ALIGNMENT == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def matrix_block(matrix: Tensor) -> Tensor:
+    """A ``[contraction, columns]`` block of a weight or of its transpose, dense in the one or in the other form.
+
+    Which one follows from the block's sizes and strides, so that the same block is given in the same form everywhere.
+    """
+    is_weight = 1 in matrix.shape or matrix.stride(0) == 1
+    return dense(matrix.t()).t() if is_weight else dense(matrix)
+
+
+def product(x: Tensor, block: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ block + bias`` in one call; ``x`` has the rows of one chunk, ``block`` is a :func:`matrix_block`."""
+    return torch.mm(x, block) if bias is None else torch.addmm(bias, x, block)
+
+
+def columns_of_product(x: Tensor, matrix: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
+    """``x @ matrix + bias``, a call for each of the ``blocks`` blocks of columns and each chunk of rows."""
+    out = x.new_empty(x.shape[0], matrix.shape[1])
+    for panel in panels(matrix.shape[1], blocks):
+        block, part = matrix_block(matrix[:, panel]), None if bias is None else dense(bias[panel])
+        for low, high in row_chunks(x.shape[0]):
+            out[low:high, panel] = product(dense(x[low:high]), block, part)
+    return out
+
+
+def weight_gradient(dz: Tensor, x: Tensor, blocks: int) -> Tensor:
+    """dz^T x, a call for each of the ``blocks`` blocks of dz's columns."""
+    out, x = x.new_empty(dz.shape[1], x.shape[1]), dense(x)
+    for panel in panels(dz.shape[1], blocks):
+        torch.mm(dense(dz[:, panel]).t(), x, out=out[panel])
+    return out
+
+
+def weight_gradient_of_row(dy: Tensor, x: Tensor, blocks: int) -> Tensor:
+    """dy^T x, a call for each of the ``blocks`` blocks of x's columns."""
+    out, dy = x.new_empty(dy.shape[1], x.shape[1]), dense(dy)
+    for panel in panels(x.shape[1], blocks):
+        out[:, panel] = torch.mm(dy.t(), dense(x[:, panel]))
+    return out
+
+
+def sum_of_rows(dz: Tensor, blocks: int) -> Tensor:
+    """The sum over rows, a call for each of the ``blocks`` blocks of columns."""
+    return torch.cat([dense(dz[:, panel]).sum(0) for panel in panels(dz.shape[1], blocks)])
+
+
+def by_panels(function: Callable[..., Sequence[Tensor]], blocks: int, *operands: Tensor) -> list[Tensor]:
+    """The results of an elementwise ``function`` of matrices, block by block of their columns.
+
+    A vectorised loop computes the last few elements of a tensor in another way than the rest: each element has the same
+    place in its block at every degree.
+    """
+    parts = [
+        function(*[operand[:, panel].contiguous() for operand in operands])
+        for panel in panels(operands[0].shape[1], blocks)
+    ]
+    return [torch.cat(of_one, 1) for of_one in zip(*parts, strict=True)]
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of a power of two of tensors, neighbours first; none of them is changed."""
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+class Subtree:
+    """This rank's part of the sum over a contraction that is cut: the subtree over its own blocks, in fp32 or fp64.
+
+    ``sums`` is ``sum_i xs[i] @ matrices[i]``; its rows are computed when they are first asked for, in whole chunks.
+    """
+
+    def __init__(
+        self, xs: Sequence[Tensor], matrices: Sequence[Tensor], blocks: int, sums: Tensor | None = None
+    ) -> None:
+        """``sums``: where the result goes; by default it is made."""
+        self._wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
+        shape = xs[0].shape[0], matrices[0].shape[1]
+        self.sums = xs[0].new_empty(shape, dtype=self._wide) if sums is None else sums
+        self._xs = xs
+        self._columns = [panels(x.shape[1], blocks) for x in xs]
+        self._blocks = [
+            [matrix_block(matrix[panel]) for panel in panels(matrix.shape[0], blocks)] for matrix in matrices
+        ]
+        self._missing = dict.fromkeys(row_chunks(shape[0]))
+
+    def complete(self) -> Tensor:
+        """All rows."""
+        return self.rows(0, self.sums.shape[0])
+
+    def rows(self, low: int, high: int) -> Tensor:
+        """Rows ``[low, high)``."""
+        for chunk in list(self._missing):
+            if chunk[0] < high and low < chunk[1]:
+                del self._missing[chunk]
+                self._compute(*chunk)
+        return self.sums[low:high]
+
+    def _compute(self, low: int, high: int) -> None:
+        operands = [
+            [dense(x[low:high, panel]) for panel in columns] for x, columns in zip(self._xs, self._columns, strict=True)
+        ]
+        for left in range(0, self.sums.shape[1], COLUMNS):
+            place = slice(left, min(self.sums.shape[1], left + COLUMNS))
+            self.sums[low:high, place] = self._tree(operands, place)
+
+    def _tree(self, operands: Sequence[Sequence[Tensor]], place: slice) -> Tensor:
+        """Adds a block to the one before it as soon as both are of one height, so that few sums are kept."""
+        kept: list[tuple[int, Tensor]] = []
+        for block in range(len(operands[0])):
+            height, total = 0, self._leaf(operands, block, place)
+            while kept and kept[-1][0] == height:
+                total, height = kept.pop()[1].add_(total), height + 1
+            kept.append((height, total))
+        return kept[0][1]
+
+    def _leaf(self, operands: Sequence[Sequence[Tensor]], block: int, place: slice) -> Tensor:
+        total: Tensor | None = None
+        for x, blocks in zip(operands, self._blocks, strict=True):
+            found = torch.mm(x[block], blocks[block][:, place]).to(self._wide)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
