@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.same_bits import anywhere
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_gated, run_together
 from tpkernels.ops import all_gather, copy_matmul
 from tpkernels.ops.contract import ACTIVATIONS, GATED
+from tpkernels.ops.same_bits import check_parts
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 
@@ -155,6 +157,7 @@ class ColumnParallelLinear(ParallelLinear):
         y: Tensor = copy_matmul(
             x, weight, mesh, bias=bias, activation=self.activation, implementation=self.implementation
         )
+        check_parts(mesh, y)
         return y
 
     def check(self, x: Tensor, shard_sizes: Sequence[int] | None) -> None:
@@ -169,6 +172,8 @@ class ColumnParallelLinear(ParallelLinear):
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output, gathered if the layer is to gather it."""
         (y,) = outputs
+        if anywhere() and not self.gather_output:
+            check_parts(self.mesh, y)
         if not self.gather_output or self.mesh.size() == 1:
             return y
         return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)

@@ -30,9 +30,10 @@ from torch.distributed.tensor import DTensor
 from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, resolve
+from tpkernels.comm.same_bits import refuse, same_bits_of
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.parameters import local, mesh_of, shard_parameter, tp_mesh
-from tpkernels.ops import all_reduce, reduce_scatter
+from tpkernels.ops import all_gather, all_reduce, reduce_scatter
 from tpkernels.ops.registration import call, define
 from tpkernels.partition import chunk_sizes, offsets
 
@@ -191,6 +192,8 @@ class VocabParallelEmbedding(nn.Module):
         if ids.dtype not in (torch.int64, torch.int32):
             self._refuse(f"ids must be int64 or int32, got {ids.dtype} of shape {tuple(ids.shape)}")
         partial = self._look_up(ids, mesh)
+        if same_bits_of(mesh):
+            return self._of_owners(partial, mesh)
         if mesh.size() == 1:
             return partial
         if not self.sequence_parallel:
@@ -198,6 +201,15 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_scatter(
             partial, mesh, dim=self.sequence_dim, shard_sizes=shard_sizes, implementation=self.implementation
         )
+
+    def _of_owners(self, partial: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The sum of rows each of which one rank has, in any order; a look-up of -0 gives 0 on one rank, too.
+
+        The ranks' rows are gathered (W times a sum's bytes), because a sum over ranks promises nothing.
+        """
+        if self.sequence_parallel:
+            refuse(mesh, "an embedding with sequence_parallel", "its group has no sum of parts that promises the bits")
+        return all_gather(partial.unsqueeze(0), mesh, dim=0, replicated_grad=True).sum(0) + 0.0
 
     def _look_up(self, ids: Tensor, mesh: DeviceMesh) -> Tensor:
         """This rank's rows of the table, and zeros for ids whose row another rank has."""

@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.same_bits import anywhere
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput
+from tpkernels.ops.same_bits import check_parts
 
 __all__ = ["PackedColumnParallelLinear"]
 
@@ -164,6 +166,9 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output: this rank's parts of the segments."""
+        if anywhere():
+            for output in outputs:
+                check_parts(self.mesh, output, by_rows=True)
         return torch.cat(outputs, dim=-1)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import CommunicationError
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
@@ -322,6 +323,9 @@ def _implementation(
     # Forward of a column layer without sequence parallelism sends nothing: the op is its gradient's.
     flipped = isinstance(style, Column | CopiedHeads) and op == "matmul_all_reduce"
     n, k = (layer.in_features, layer.out_features) if flipped else (layer.out_features, layer.in_features)
+    if op == "all_reduce" and same_bits_of(group):  # an embedding gathers what the ranks looked up
+        rows *= group.size()
+        return explain("all_gather", m=rows, n=0, k=layer.out_features, dtype=weight.dtype, group=group).chosen
     if op == "all_reduce":
         return explain("all_reduce", m=rows, n=layer.out_features, k=0, dtype=weight.dtype, group=group).chosen
     return explain(op, m=rows, n=n, k=k, dtype=weight.dtype, group=group).chosen

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels import dispatch
-from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import FallbackPlanWarning
+from tpkernels.gemm.canonical import check_job
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
 from tpkernels.nn.cut_experts import CutExperts
@@ -67,6 +68,7 @@ from tpkernels.sharding.fused_norms import fuse_norms
 from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.replicas import compare_models
+from tpkernels.sharding.same_bits import check_plan, check_styles
 from tpkernels.sharding.sequence_parallel import run_sequence_parallel
 from tpkernels.state.plain_state import speak_originals
 from tpkernels.verification.verifier import Verifier
@@ -88,6 +90,7 @@ def parallelize(
     example_inputs: object = None,
     fused_norm: str | bool = "auto",
     experts: str = "auto",
+    same_bits: int | None = None,
 ) -> M:
     """Make ``model`` tensor-parallel in place, and return it.
 
@@ -113,6 +116,9 @@ def parallelize(
             On a CPU calls of few rows, in which this costs more than it saves, run the norms by themselves; True
             fuses them there, too, and False nowhere.
         experts: for ``plan="auto"``, as for :func:`make_plan`.
+        same_bits: the largest degree, a power of two, that gives the same bits as this one, as for
+            :func:`tpkernels.init`; default: what that was given.  Ops on this group keep the promise or raise from then
+            on.  The plan must be that of this degree, and norms are not fused (:mod:`tpkernels.sharding.same_bits`).
 
     Layers become tensor-parallel ones; one that several modules share does so once, everywhere.  All
     other parameters become replicated DTensors and stay where they are, so that optimizers and
@@ -132,7 +138,8 @@ def parallelize(
     Raises:
         ValueError: a pattern matches no module, a style does not fit a module, two patterns give one module
             different styles, a cut that DTensor cannot express, tied weights, a plan for another model or number of
-            ranks, a model that is parallel already, or ranks whose models differ in names, shapes or dtypes, with
+            ranks or, with ``same_bits``, not that of the largest degree, a model that is parallel already, or ranks
+            whose models differ in names, shapes or dtypes, with
             ``init_weights="same"`` in values or random generators.  Nothing was changed.
         VerificationError: ``verify`` found a difference; the message names the first module.  Nothing was changed, but
             for weights that are now the first rank's.
@@ -141,6 +148,7 @@ def parallelize(
         raise ValueError(f'fused_norm must be "auto", True or False, got {fused_norm!r}')
     check_experts(experts)
     tp = tp_mesh(mesh, model)
+    same_bits = _blocks(tp, same_bits)
     weights = compare_models(model, mesh, init_weights, check=check_plain)
     if isinstance(plan, str):
         if plan != "auto":
@@ -157,9 +165,13 @@ def parallelize(
         if plan.fallback and tp.get_local_rank() == 0:
             advice = "pass example_inputs if it runs with other inputs than those that were tried"
             warnings.warn(f"{plan.model}: {plan.fallback}; {advice}", FallbackPlanWarning, stacklevel=2)
+        if same_bits:
+            check_plan(plan, make_plan(model, same_bits, example_inputs=example_inputs, experts=experts))
         styles, idle = plan.styles, set(plan.idle_ties)
     else:
         styles, idle = _explicit(plan, model, modules), set()
+        if same_bits:
+            check_styles(styles, same_bits)
     _check_heads(styles, modules, tp)
     kept = (Replicate, Heads, Experts, Sliced, PartNorm)
     swaps = {name: style for name, style in styles.items() if not isinstance(style, kept)}
@@ -171,6 +183,9 @@ def parallelize(
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
     for name, experts_style in experts_styles.items():
         _check_experts(name, modules[name], experts_style)
+    if same_bits:
+        resolve(tp).keep_same_bits(same_bits)
+        fused_norm = False
     if not verify:
         weights.take_first()
     weights.report(stacklevel=4)  # past the decorators
@@ -224,6 +239,13 @@ def parallelize(
     if verify:
         compare_batches(model, tp)
     return speak_originals(model)
+
+
+def _blocks(tp: DeviceMesh, same_bits: int | None) -> int:
+    if same_bits is None:
+        return resolve(tp).same_bits
+    check_job(same_bits, 1, tp.size(), tp.device_type)
+    return same_bits
 
 
 def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], tp: DeviceMesh) -> None:

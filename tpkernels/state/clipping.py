@@ -18,8 +18,11 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from tpkernels.comm.groups import group_size
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.nn.retired import check_current
 from tpkernels.ops import all_gather
 from tpkernels.state.originals import local_of
@@ -66,7 +69,8 @@ def clip_grad_norm_(
     locals_ = [local_of(grad) for grad in grads]
     by_axes: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
     for grad, local in zip(grads, locals_, strict=True):
-        by_axes.setdefault(_shard_axes(grad), []).append(local)
+        axes = _shard_axes(grad)
+        by_axes.setdefault(axes, []).extend(_blocks(grad, local, axes))
     device = locals_[0].device
     dtype = torch.float64 if any(local.dtype == torch.float64 for local in locals_) else torch.float32
     norms = [_norm_over(axes, mine, p, dtype, device) for axes, mine in by_axes.items()]
@@ -92,6 +96,25 @@ def _shard_axes(grad: Tensor) -> tuple[object, tuple[int, ...]]:
     return (grad.device_mesh, axes) if axes else (None, ())
 
 
+def _blocks(grad: Tensor, local: Tensor, axes: tuple[object, tuple[int, ...]]) -> list[Tensor]:
+    """The gradient in as many parts as the largest degree that is to give the same bits has ranks, or as it is."""
+    mesh, dims = axes
+    if len(dims) != 1:
+        return [local]
+    group = cast(DeviceMesh, mesh).get_group(dims[0])
+    same_bits = same_bits_of(group)
+    if not same_bits:
+        return [local]
+    placement = cast(Shard, cast(DTensor, grad).placements[dims[0]])
+    blocks = same_bits // group_size(group)
+    if grad.shape[placement.dim] % same_bits:
+        raise ValueError(
+            f"same_bits={same_bits}: a gradient of shape {tuple(grad.shape)}, which is cut along dimension "
+            f"{placement.dim}, does not divide into blocks of one size"
+        )
+    return [part.clone(memory_format=torch.contiguous_format) for part in local.chunk(blocks, placement.dim)]
+
+
 def _norm_over(
     axes: tuple[object, tuple[int, ...]], mine: list[Tensor], p: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -101,7 +124,12 @@ def _norm_over(
     if parts:
         norm = torch.linalg.vector_norm(torch.stack(parts), p)
     for axis in dims:
-        group = cast("torch.distributed.device_mesh.DeviceMesh", mesh).get_group(axis)
+        group = cast(DeviceMesh, mesh).get_group(axis)
+        if parts and same_bits_of(group):  # by block and gradient, as many numbers at every degree
+            blocks = same_bits_of(group) // group_size(group)
+            by_block = torch.stack(parts).view(-1, blocks).t().contiguous()
+            norm = torch.linalg.vector_norm(all_gather(by_block, group, dim=0), p)
+            continue
         norm = torch.linalg.vector_norm(all_gather(norm.reshape(1), group, dim=0), p)
     return norm
 

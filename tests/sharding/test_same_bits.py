@@ -1,0 +1,95 @@
+"""`parallelize(..., same_bits=4)`: one, two and four ranks train to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpkernels as tpk
+from tests.ops.same_bits import assert_same
+from tpkernels.measure.gpt import GPT, Sizes
+from tpkernels.testing.spawn import Pools
+
+pytestmark = pytest.mark.gloo
+
+SAME_BITS, STEPS = 4, 3
+Step = Callable[[nn.Module, Tensor], Tensor]
+
+
+def gpt(dtype: torch.dtype) -> tuple[nn.Module, Any, Step]:
+    """GELU, LayerNorm, biases, fused attention; the loss is the model's own."""
+    model = GPT(Sizes(layers=2, width=64, heads=4, d_ff=256, vocabulary=96, length=24, batch=3)).to(dtype)
+    tokens = torch.zeros(3, 24, dtype=torch.long)
+    return model, (tokens, tokens), lambda of, ids: cast(Tensor, of(ids[:, :-1], ids[:, 1:]))
+
+
+def llama(dtype: torch.dtype) -> tuple[nn.Module, Any, Step]:
+    """SwiGLU, RMSNorm, two query heads per key-value head, a head tied to the embedding."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=96, max_position_embeddings=64, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+
+    def step(of: nn.Module, ids: Tensor) -> Tensor:
+        logits = of(input_ids=ids[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    return model, {"input_ids": torch.zeros(3, 24, dtype=torch.long)}, step
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+def train(name: str, dtype: torch.dtype, same_bits: int | None) -> dict[str, Tensor]:
+    """Losses, norms and gradients of each step, and the parameters afterwards; whole, on every rank."""
+    torch.manual_seed(7)
+    model, example, step = MODELS[name](dtype)
+    found: dict[str, Tensor] = {}
+    model = tpk.parallelize(model, own_group(same_bits), example_inputs=example, same_bits=same_bits)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for number in range(STEPS):
+        ids = torch.randint(96, (3, 25), generator=torch.Generator().manual_seed(number))
+        loss = step(model, ids)
+        loss.backward()
+        found[f"loss {number}"] = loss.detach()
+        for key, parameter in model.named_parameters():
+            assert parameter.grad is not None, key
+            found[f"gradient {number} of {key}"] = cast(Any, parameter.grad).full_tensor().clone()
+        found[f"norm {number}"] = tpk.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | tpk.full_state_dict(model)
+
+
+@cache
+def own_group(same_bits: int | None) -> Any:
+    """One for each mode, for good: DTensors of one process remember the groups of meshes that are equal."""
+    return dist.new_group()
+
+
+def differing(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> list[str]:
+    wrong = []
+    for rank, found in enumerate(of_ranks):
+        for key, value in expected.items():
+            try:
+                assert_same(found[key], value, f"rank {rank}, {key}")
+            except AssertionError as error:
+                wrong.append(str(error))
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype) -> None:
+    (expected,) = ranks(1).run(train, name, dtype, SAME_BITS, timeout=300.0)
+    for world in (2, 4):
+        assert not differing(ranks(world).run(train, name, dtype, SAME_BITS, timeout=300.0), expected)
