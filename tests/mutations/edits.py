@@ -36,6 +36,7 @@ WIDENED, WIDENS = "gemm/widened.py", "tests/backends/test_widened.py"
 IDENTITY, LIVENESS = "tests/comm/test_job_identity.py", "tests/comm/test_liveness.py"
 INTERRUPTS, MODES = "tests/comm/test_interrupts.py", "tests/ops/test_autograd_modes.py"
 SNAPSHOT_TENSORS = "tests/state/test_snapshot_tensors.py"
+CANONICAL, BITS, TRAINED = "gemm/canonical.py", "tests/ops/test_same_bits.py", "tests/sharding/test_same_bits.py"
 FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.py"
 
 EDITS = (
@@ -390,6 +391,36 @@ EDITS = (
     Edit("gemm/fp8.py", "total.mul_(x.scale).mul_(matrix.scale)", "total.mul_(x.scale)", "tests/ops/test_fp8.py"),
     Edit("gemm/fp8.py", "mul_(256.0)", "mul_(255.0)", "tests/ops/test_fp8.py"),
     Edit("gemm/fp8.py", "        start = stop\n", "        start = k\n", "tests/ops/test_fp8.py"),
+    # the same bits at every degree
+    Edit(CANONICAL, "while kept and kept[-1][0] == height:", "while kept:", f"{BITS} -k every_op"),
+    Edit(
+        CANONICAL,
+        "zip(parts[::2], parts[1::2], strict=True)",
+        "zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)",
+        f"{BITS} -k every_op",
+    ),
+    Edit(CANONICAL, " and x.data_ptr() % _ALIGNMENT == 0:", ":", f"{BITS} -k strides"),
+    Edit(
+        CANONICAL,
+        "None if bias is None else dense(bias[panel])",
+        "None if bias is None else bias[panel]",
+        f"{BITS} -k strides",
+    ),
+    Edit(CANONICAL, "block * width, (block + 1) * width", "block * width, size", f"{BITS} -k values"),
+    Edit(
+        "dispatch.py",
+        "problem.out_dtype is not None or not offer.keeps_bits",
+        "problem.out_dtype is not None",
+        f"{BITS} -k cannot",
+    ),
+    Edit(
+        "state/clipping.py",
+        "in local.chunk(blocks, placement.dim)]",
+        "in local.chunk(1, placement.dim)]",
+        f"{TRAINED} -k gpt",
+    ),
+    Edit("sharding/same_bits.py", "    if plan.random:", "    if not plan.random and False:", f"{TRAINED} -k refused"),
+    Edit("ops/same_bits.py", "    if count % VECTOR:", "    if not count:", f"{TRAINED} -k refused"),
     # kernels, interpreted
     Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),
     Edit("kernels/matmul_reduce_scatter.py", "first_column + half * (BLOCK_N // 2)", "first_column", KERNELS),

@@ -54,7 +54,7 @@ def test_every_op_gives_the_bits_of_one_rank(ranks: Pools, alone: Alone, world: 
 
 
 @pytest.mark.gloo
-@pytest.mark.sample(0)
+@pytest.mark.full("eight processes take ten CPU seconds to start; four ranks stand for them")
 def test_eight_ranks_give_the_bits_of_one(ranks: Pools, alone: Alone) -> None:
     for implementation in IMPLEMENTATIONS:
         compare_all(ranks, SAME_BITS, implementation, alone, 300)

@@ -153,10 +153,7 @@ class Group:
     def keep_same_bits(self, same_bits: int) -> None:
         """From now on ops give the same bits at each degree that divides ``same_bits``; this process has one thread.
 
-        All ranks of the group call it between the same ops.
-
-        Raises:
-            ValueError: no power of two, or no multiple of the group's size.
+        All ranks of the group call it between the same ops; a number that cannot be is a ValueError.
         """
         canonical.check_blocks(same_bits, self.size)
         torch.set_num_threads(1)

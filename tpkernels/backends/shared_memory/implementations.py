@@ -10,7 +10,6 @@ All-reduce: one shot for little data (everybody sums everything), else reduce-sc
 
 Memory: a call stages one shard (gather), the rows of the other owners (reduce-scatter; in one GEMM all), or one partial
 (all-reduce), twice, because slots alternate.  The gathered tensor exists where it was asked for, or for one GEMM.
-
 Results equal those of ``unfused`` bit for bit wherever the library's GEMM computes a row independently of how many
 there are.  Protocol, failures and their detection: ``csrc/README.md``.
 
