@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tpkernels import backends, errors  # noqa: F401  (importing backends registers the implementations)
-from tpkernels.comm.groups import init
+from tpkernels.comm.startup import init
 from tpkernels.dispatch import Explanation
 from tpkernels.errors import VerificationError
 from tpkernels.gemm.fp8 import quantize_fp8

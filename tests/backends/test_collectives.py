@@ -17,7 +17,7 @@ import torch
 
 from tests.backends.contract import BASE, judge_all
 from tpkernels.backends.point_to_point import collectives, copy_engines
-from tpkernels.comm import groups
+from tpkernels.comm import startup
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.testing.cases import GATHER, SCATTER, Case
 from tpkernels.testing.spawn import Pools, RanksFailed
@@ -158,10 +158,10 @@ def test_options_ask_for_priority_a_cap_and_copy_engines_or_say_what_is_missing(
     monkeypatch.setenv("TPKERNELS_NCCL_ZERO_CTA", "1")
     new = SimpleNamespace(Options=options, NCCL_CTA_POLICY_ZERO=2)
     with mock.patch.object(torch.distributed, "ProcessGroupNCCL", new, create=True):
-        found = groups._nccl_options(7.0)
+        found = startup._nccl_options(7.0)
     assert (found.high, found.config.max_ctas, found.config.cta_policy) == (True, 6, 2)
     assert found._timeout.total_seconds() == 7.0
     old = SimpleNamespace(Options=options)
     with mock.patch.object(torch.distributed, "ProcessGroupNCCL", old, create=True):
         with pytest.raises(ValueError, match=r"TPKERNELS_NCCL_ZERO_CTA needs NCCL 2\.28"):
-            groups._nccl_options(None)
+            startup._nccl_options(None)

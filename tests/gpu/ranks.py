@@ -24,7 +24,7 @@ from tests.ops.scaled import ScaledCase, judge_cases
 from tests.ops.support import PLACE, new_group
 from tpkernels import errors
 from tpkernels.backends.symmetric.resource import SymmetricMemory
-from tpkernels.comm import groups
+from tpkernels.comm import startup
 from tpkernels.comm.groups import resolve
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.cases import Case
@@ -51,7 +51,7 @@ def share_gpu(world: int, backend: str | None = None, own_gpu: bool = False, zer
     PLACE.device, PLACE.backend = torch.device("cuda", dist.get_rank() if own_gpu else 0), backend
     torch.cuda.set_device(PLACE.device)
     if backend == "nccl":
-        PLACE.options = lambda: groups._nccl_options(PATIENCE_S)  # those of `tpk.init`
+        PLACE.options = lambda: startup._nccl_options(PATIENCE_S)  # those of `tpk.init`
     else:
         PLACE.prepare = lambda group: _take_share(group, 1 if own_gpu else world)
     return torch.cuda.get_device_name(PLACE.device)
@@ -213,7 +213,7 @@ def without_a_peer(how: str, timeout_s: float) -> dict[str, Any]:
     """
     rank, world, told = dist.get_rank(), dist.get_world_size(), dict[str, Any]()
     x = torch.ones(128 * world, 128, device=PLACE.device, dtype=torch.bfloat16)
-    group = groups.new_group(range(world), PLACE.device.type, timeout_s)
+    group = startup.new_group(range(world), PLACE.device.type, timeout_s)
 
     def call() -> torch.Tensor:
         return tpk.matmul_reduce_scatter(x, x[:64], group, implementation="chunked")

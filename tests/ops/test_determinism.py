@@ -117,7 +117,7 @@ def test_ranks_that_ask_for_different_things_raise(ranks: Pools) -> None:
 
 def test_it_is_init_that_asks() -> None:
     try:
-        with mock.patch("tpkernels.comm.groups._make_mesh"):
+        with mock.patch("tpkernels.comm.startup._make_mesh"):
             tpk.init(device="cpu", deterministic=True)
             assert config.is_deterministic() and not config.load({}).calibrate
             assert not config.load({"TPKERNELS_TUNE": "1"}).tune

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tpkernels import config, flags
-from tpkernels.comm import groups, timeline
+from tpkernels.comm import startup, timeline
 from tpkernels.comm.groups import resolve
 from tpkernels.measure import bench_table, compare, html_report, links, report, suites
 from tpkernels.measure.cases import DTYPES, FUSED_OPS, Shape, TimedCase
@@ -253,7 +253,7 @@ def run_rank(plan: Plan) -> RankOutput:
 def _groups(plan: Plan) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     """This rank's groups, each with one of the same ranks on which Python objects are exchanged."""
     made = [
-        (size, groups.new_group(range(size), plan.device, plan.case_timeout_s), _store_group(size, plan.timeout_s))
+        (size, startup.new_group(range(size), plan.device, plan.case_timeout_s), _store_group(size, plan.timeout_s))
         for size in plan.tp or (dist.get_world_size(),)
     ]
     yield from ((group, control) for size, group, control in made if dist.get_rank() < size)

@@ -1,7 +1,7 @@
 """Buffers from which NCCL can move chunks with copy engines, so that transfers take no SM from the GEMM.
 
 NCCL 2.28 and later hands all-gathers and all-to-alls to copy engines if the communicator's CTA policy is zero
-(``TPKERNELS_NCCL_ZERO_CTA=1``, see :func:`tpkernels.comm.groups.init`), all ranks are on one host, and both ends lie in
+(``TPKERNELS_NCCL_ZERO_CTA=1``, see :func:`tpkernels.init`), all ranks are on one host, and both ends lie in
 memory that was registered as a symmetric window; otherwise it runs the same collective with kernels.  Owns that memory.
 
 Assumes that all ranks of a group ask for the same sizes in the same order, because registering is collective, and that

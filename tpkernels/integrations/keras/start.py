@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.comm.groups import init, resolve
+from tpkernels.comm.groups import resolve
+from tpkernels.comm.startup import init
 from tpkernels.integrations.keras import backend
 from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.mesh_exchange import broadcast
