@@ -85,8 +85,8 @@ EDITS = (
     ),
     Edit(
         "ops/plain_calls.py",
-        "if cast(Tensor, tensor).is_neg():",
-        "if cast(Tensor, tensor).is_conj():",
+        "any(cast(Tensor, tensor).is_neg() for",
+        "any(cast(Tensor, tensor).is_conj() for",
         f"{MODES} -k negative_bit",
     ),
     Edit(
