@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tpkernels.comm import presence, transport
+from tpkernels.comm import heartbeats, presence, transport
 from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.groups import Group
 from tpkernels.comm.records import Record, mismatch, read, recorded, told
@@ -29,7 +29,7 @@ def diagnose(group: Group, call: int, signature: str, error: transport.Transport
     if error.verdict is not None:
         return error.verdict(f"{_head(group, call, signature)}{error}", ranks=error.ranks)
     waited = time.monotonic() - group.in_flight.since if group.in_flight is not None else 0.0
-    return blame(group, call, signature, str(error), waited)
+    return blame(group, call, signature, str(error), waited, peer=error.peer)
 
 
 def blame(
@@ -42,25 +42,25 @@ def blame(
     store: BoundedStore | None = None,
     broken: bool = False,
     suspects: Sequence[int] = (),
+    peer: int | None = None,
 ) -> CommunicationError:
     """Find the ranks that are gone, that failed first, or that did not come, in this order.
 
     A call that has ``waited`` for the whole timeout has left its peers time to leave evidence; one that failed early
-    waits for it a little, because connections close before the process is gone.
+    waits for it a little, because connections close before the process is gone, but not beyond the timeout.
 
     Args:
         store: the client of the thread that asks, if it is not the one that makes the group's calls.
         broken: the transport has said that it failed: if no rank is to blame, it was not a matter of time.
         suspects: ranks that were waited for, to name where nothing tells more.
+        peer: the rank at the other end of what failed, to name where everybody has come to the call.
     """
     head = _head(group, call, signature)
-    remote = [rank for rank, peer in enumerate(group.peers) if not peer.is_local]
-    patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
-    if waited > 0.9 * group.timeout:
-        patience = max(1.5, min(patience, 0.1 * waited)) if remote else 0.0
-    deadline = time.monotonic() + patience
-    looks = Looks(group, store)
-    first_beats = looks(lambda store: read(group, "beat", store)) if remote else {}
+    remote = [rank for rank, one in enumerate(group.peers) if not one.is_local]
+    patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2, heartbeats.silence(group) + 0.3 if remote else 0.0))
+    start = time.monotonic()
+    deadline = start + max(0.0, min(patience, group.timeout - waited))
+    looks, next_beats = Looks(group, store), start
     while True:
         if group.verdict is not None:
             return group.verdict
@@ -68,6 +68,8 @@ def blame(
         gone = [rank for rank, peer in enumerate(group.peers) if peer.is_dead()]
         notes = looks(lambda store: presence.failures(group, store))
         dead = [rank for rank in gone if rank not in notes]
+        if looks.lost is not None and group.store_host not in dead:
+            dead = []  # they may have left because the store is lost, which they could not say
         if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
         records = looks(lambda store: recorded(group, f"call/{call}", store))
@@ -78,25 +80,31 @@ def blame(
             return difference
         if notes:
             return failed_first(head, notes)
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if remote and now >= next_beats:
+            next_beats = now + heartbeats.LISTEN_EVERY
+            heartbeats.listen(group, lambda: looks(lambda store: read(group, "beat", store)), now)
+        if now > deadline:
             break
         time.sleep(0.02)
     if looks.lost is not None:
         return _store_lost(group, head, looks.lost, symptom, suspects)
-    beats = looks(lambda store: read(group, "beat", store)) if remote else {}
-    silent = [rank for rank in remote if rank != group.rank and beats.get(rank) == first_beats.get(rank)]
+    silent = heartbeats.silent(group, [rank for rank in remote if rank != group.rank], time.monotonic())
     if silent:
         return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
     if broken:
         return PeerLost(f"{head}every process is alive, but they cannot reach each other. {symptom}")
     # Ranks whose operations run on a device do not stay in their calls: they say how far they have come.
     reached = looks(lambda store: told(group, "order", lambda note: int(note["call"]), store))
-    late = [rank for rank in range(group.size) if rank not in records and reached.get(rank, -1) < call]
+    # Ranks that have what they need of this call go on, and may wait in a later one.
+    beats = looks(lambda store: read(group, "beat", store))
+    came = {rank for rank, at in heartbeats.calls(beats).items() if at >= call}
+    late = [rank for rank in range(group.size) if rank not in {*records, *came} and reached.get(rank, -1) < call]
     stopped = [rank for rank, peer in enumerate(group.peers) if peer.is_stopped()]
     what = f", but rank(s) {late} did not come to this call" if late else ""
     if stopped:
         what = f", but rank(s) {stopped} are stopped and did not come"
-    elif suspects and not late:
+    elif not late and (suspects := suspects or (() if peer is None else (peer,))):
         what = f", but rank(s) {list(suspects)} did not answer"
     return CollectiveTimeout(
         f"{head}every rank is alive{what} within {group.timeout:g} s. {symptom}", ranks=stopped or late or suspects

@@ -95,6 +95,10 @@ class Group:
     visits: tuple[int, ...] = ()
     """How many groups each rank has come to with this store: tells what it says here from what it said of another."""
     peers: tuple[Identity, ...] = ()
+    heard: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """The last heartbeat of each rank and when it was first read; see :mod:`tpkernels.comm.heartbeats`."""
+    listened: float = 0.0
+    """When they were last read."""
     store_host: int | None = None
     """The rank whose process serves the store; None where that is nobody's."""
     links: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -54,7 +54,9 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         if group.backends.waits_in_streams(device.type):
             _await_company(group)
         sent, received = transport.exchange(group, tag, 0, sends, [(peer, cards[peer]) for peer in others])
-        transport.wait_all(received)
+        # One after the other, each might take the whole timeout.
+        until = None if group.backends.waits_in_streams(device.type) else start + group.timeout
+        transport.wait_all(received, until=until)
         _await_device(group)
         said = _read_cards(group, call, cards)
         group.peers = tuple(one["who"] for one in said)
@@ -64,7 +66,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         refused = {rank: Record("", {}, one["refused"]) for rank, one in enumerate(said) if one["refused_call"] == call}
         # Before waiting for our sends: ranks that refused do not receive what was sent to them, yet.
         raise_if(mismatch(group, call, refused))
-        transport.wait_all(sent)
+        transport.wait_all(sent, until=until)
     except transport.TransportFailure as error:
         silent = [rank for rank, card in enumerate(cards) if not card.any()]
         raise _blame_meeting(group, error, silent, time.monotonic() - start) from error

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 
-from tpkernels.comm import agreement, blame, interrupts, presence, resources, transport
+from tpkernels.comm import agreement, blame, heartbeats, interrupts, presence, resources, transport
 from tpkernels.comm.call_order import Comparison
 from tpkernels.comm.groups import Group, InFlight, all_groups, live_groups
 from tpkernels.comm.job_store import has_clashed
@@ -34,7 +34,6 @@ __all__ = ["ensure_running"]
 
 PERIOD = 0.25
 SUSPICIOUS_AFTER = 0.5
-HEARTBEAT_EVERY = 1.0
 # What a rank that has come to its end in good order has sent arrives within this time of its leaving, or never.
 STANDS_STILL = 1.0
 # One request to the store takes no longer; the monitor has other groups to look after.
@@ -123,14 +122,16 @@ class _Watch:
             self._end_call(in_flight, None, now)
             return
         if now >= self.next_beat:
-            self.next_beat = now + HEARTBEAT_EVERY
+            self.next_beat = now + heartbeats.every(self.group)
             self.beats += 1
-            self.store.set(f"{self.group.key}/beat/{self.group.rank}", str(self.beats))
+            self.store.set(f"{self.group.key}/beat/{self.group.rank}", heartbeats.beat(self.group, self.beats))
             if self.group.verdict is None and has_clashed(self.store, self.group.job):
                 self._end(GroupMismatch(f"rank {self.group.rank}, group {self.group.name!r}: {TWO_JOBS}"))
         if self.group.trail is not None and self.group.verdict is None:
             self._compare_order(self.group.trail)
         if in_flight is not None and is_suspicious:
+            if not self.group.co_located:
+                heartbeats.listen(self.group, lambda: agreement.read(self.group, "beat", self.store), now)
             verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
             if hopeless:
                 self._end_call(in_flight, verdict, now)

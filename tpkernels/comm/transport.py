@@ -12,6 +12,7 @@ looks after the operations themselves (:func:`watch`).
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,13 +77,18 @@ class Transfer:
     target: torch.Tensor | None = None
     """Where a received chunk goes that came to host memory."""
 
+    until: float | None = None
+    """When a wait that blocks the host ends at the latest (``time.monotonic``), if that is before the timeout."""
+
     def wait(self) -> None:
         """Return when the chunk is usable (recv) or its memory reusable (send), in stream order on CUDA."""
         if self.done:
             return
+        left = None if self.until is None else max(0.001, self.until - time.monotonic())
+        limit = () if left is None else (datetime.timedelta(seconds=left),)
         try:
             with timeline.span(f"wait {self.kind}", "wait", chunk=self.chunk, peer=self.peer):
-                self.work.wait()
+                self.work.wait(*limit)
         except RuntimeError as error:
             raise TransportFailure(
                 f"{self.kind} of chunk {self.chunk}, peer rank {self.peer}: {error}", self.peer
@@ -205,8 +211,10 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def wait_all(transfers: Sequence[Transfer]) -> None:
+def wait_all(transfers: Sequence[Transfer], *, until: float | None = None) -> None:
+    """Wait for each; ``until``: where waits block the host, all of them end then at the latest."""
     for transfer in transfers:
+        transfer.until = until
         transfer.wait()
 
 

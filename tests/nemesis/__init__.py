@@ -1,0 +1,1 @@
+"""Random faults at random moments, and a judge: right bits, or an error that names a faulty process in time."""

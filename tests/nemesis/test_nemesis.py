@@ -1,0 +1,172 @@
+"""A few schedules of `python -m tests.nemesis`, tests of the judge, and faults of the product that it must notice."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.nemesis import network
+from tests.nemesis.judge import problems
+from tests.nemesis.play import End, Story, play
+from tests.nemesis.schedules import BACKENDS, PLACES, STORE, Fault, Schedule, draw
+from tests.nemesis.work import Failed
+from tests.reliability.crew import Raised
+from tpkernels.comm import agreement
+from tpkernels.comm.transport import Transfer
+from tpkernels.errors import PeerLost
+
+SEED = 20261124
+SLACK_S = 1.0  # tests run beside this one
+CALLS = Schedule(
+    seed=0, size=3, backend="chunked", place="one host", work="calls", timeout_s=2.0, own_store=True, lingers=True,
+    faults=(Fault("kill", (1,), 0.2),),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- schedules
+
+
+@pytest.mark.gloo
+def test_ranks_have_the_right_bits_or_an_error_that_names_a_faulty_rank_in_time(full: bool) -> None:
+    places = [place for place in PLACES if place == "one host" or network.unavailable() is None]
+    schedules = [draw(SEED + number, places=places, timeout_s=3.0) for number in range(500 if full else 12)]
+    with ThreadPoolExecutor(2 if full else 4) as pool:
+        stories = list(pool.map(play, schedules))
+    broken = {
+        f"{schedule.in_words()}\n--schedule '{schedule.to_json()}'": found
+        for schedule, story in zip(schedules, stories, strict=True)
+        if (found := problems(schedule, story, SLACK_S))
+    }
+    assert not broken, "\n".join(f"{what}\n{found}" for what, found in broken.items())
+
+
+@pytest.mark.cpu
+def test_a_seed_draws_one_schedule_and_json_repeats_it() -> None:
+    drawn = [draw(seed) for seed in range(300)]
+    assert drawn == [draw(seed) for seed in range(300)] == [Schedule.from_json(one.to_json()) for one in drawn]
+    assert {(one.place, one.backend) for one in drawn} >= {("hosts", "chunked"), *(("one host", b) for b in BACKENDS)}
+    kinds = {fault.kind for one in drawn for fault in one.faults}
+    assert kinds == {"kill", "stop", "clock", "cut", "one way", "isolate", "delay", "duplicates", "loss"}
+    assert any(fault.target == (STORE,) for one in drawn for fault in one.faults)
+
+
+# ---------------------------------------------------------------- faults of the product
+
+
+def _wait_for_ever() -> None:
+    Transfer.wait = lambda self: time.sleep(1e6)  # type: ignore[method-assign]
+
+
+def _blame_the_next() -> None:
+    original = agreement.fail
+
+    def fail(group: Any, error: Any) -> Any:
+        wrong = tuple((rank + 1) % group.size for rank in error.ranks)
+        return original(group, PeerLost(f"{error} (says rank {wrong})", ranks=wrong))
+
+    agreement.fail = fail
+
+
+def _die() -> None:
+    original = Transfer.wait
+
+    def wait(self: Transfer) -> None:
+        try:
+            original(self)
+        except RuntimeError:
+            os._exit(3)
+
+    Transfer.wait = wait  # type: ignore[method-assign]
+
+
+def _compute_garbage() -> None:
+    original = Transfer.wait
+
+    def wait(self: Transfer) -> None:
+        original(self)
+        if self.kind == "recv" and self.tensor.is_floating_point():
+            self.tensor.add_(1)
+
+    Transfer.wait = wait  # type: ignore[method-assign]
+
+
+@pytest.mark.gloo
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("sabotage", "found"),
+    [
+        (_wait_for_ever, "hangs"),
+        (_blame_the_next, "blames the innocent"),
+        (_die, "died by itself"),
+        (_compute_garbage, "got wrong bits"),
+    ],
+)
+def test_a_fault_in_the_product_is_noticed(sabotage: Any, found: str) -> None:
+    story = play(CALLS, sabotage=sabotage, patience_s=1.0)
+    assert any(found in one for one in problems(CALLS, story, SLACK_S)), problems(CALLS, story, SLACK_S)
+
+
+# ---------------------------------------------------------------- the judge
+
+
+def _judged(schedule: Schedule, ends: dict[int, End], struck: list[tuple[Fault, float, float | None]]) -> list[str]:
+    return problems(schedule, Story(100.0, struck=struck, ends=ends))
+
+
+def _error(kind: str = "PeerLost", ranks: tuple[int, ...] = (1,), at: float = 101.0, text: str = "") -> End:
+    text = text or f"rank(s) {list(ranks)} died"
+    return End("error", at, Failed(Raised(kind, ranks, text), "all_reduce", 100.1))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        (End("done"), None),
+        (_error(), None),
+        (_error("CollectiveTimeout"), None),
+        (_error(ranks=(2,)), "blames the innocent"),
+        (_error(ranks=(1, 2)), "blames the innocent"),
+        (_error(ranks=()), "names nobody"),
+        (_error(ranks=(), text="the group's store is lost"), "names nobody"),
+        (_error(text="somebody died"), "does not name in words"),
+        (_error("GroupMismatch"), "raised GroupMismatch"),
+        (_error(at=102.8), "took 2.70 s"),
+        (End("hangs", text="stack"), "hangs"),
+        (End("died", text="exit code -11"), "died by itself"),
+        (End("wrong", text="3 instead of 4"), "wrong bits"),
+        (End("raised", text="KeyError"), "raised what it may not"),
+    ],
+)
+def test_the_judge_accepts_what_is_promised_and_nothing_else(end: End, found: str | None) -> None:
+    told = _judged(CALLS, {0: end, 1: End("struck"), 2: End("done")}, [(CALLS.faults[0], 100.2, None)])
+    assert told == [] if found is None else len(told) == 1 and found in told[0], told
+
+
+@pytest.mark.cpu
+def test_the_judge_knows_what_each_fault_makes_of_each_rank() -> None:
+    def schedule(*faults: Fault, **changes: Any) -> Schedule:
+        return replace(CALLS, faults=faults, **changes)
+
+    stop = Fault("stop", (1,), 0.2, 0.4)
+    assert "false alarm" in _judged(schedule(stop), {0: _error()}, [(stop, 100.2, 100.6)])[0]
+    lost = _error(ranks=(), text="the group's store is lost")
+    kill = Fault("kill", (STORE,), 0.2)
+    assert _judged(schedule(kill), {0: lost}, [(kill, 100.2, None)]) == []
+    assert "innocent" in _judged(schedule(kill), {0: _error()}, [(kill, 100.2, None)])[0]
+    # On one side of a cut everybody is lost; the others know who.
+    alone = schedule(Fault("isolate", (0,), 0.2), place="hosts")
+    assert _judged(alone, {0: _error(ranks=(1, 2)), 1: _error(ranks=(0,))}, []) == []
+    assert "innocent" in _judged(alone, {1: _error(ranks=(2,))}, [])[0]
+    # Whoever raised and left may be named beside the culprit, and not in its place.
+    leaves = schedule(Fault("kill", (1,), 0.2), lingers=False)
+    assert _judged(leaves, {0: _error(), 2: _error(ranks=(0, 1), at=101.5)}, []) == []
+    assert "innocent" in _judged(leaves, {0: _error(), 2: _error(ranks=(0,), at=101.5)}, [])[0]
+    # The time in which a rank was stopped is not the library's.
+    long = Fault("stop", (0,), 0.2, 4.0)
+    assert _judged(schedule(long), {0: _error(ranks=(0,), at=104.5)}, [(long, 100.2, 104.2)]) == []
