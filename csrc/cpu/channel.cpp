@@ -74,6 +74,16 @@ std::string listing(const std::vector<int>& ranks) {
 
 std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
 
+// The ranks of a group of this size among those that a peer has named.
+std::uint64_t among(int size, std::uint64_t ranks) { return size < 64 ? ranks & (bit(size) - 1) : ranks; }
+
+// Who claims the poison, or -1 where that is no rank: a peer that has gone wrong may have written anything there.
+int writer_of(std::uint32_t state, int size) {
+    return state >= kWrittenBy && state - kWrittenBy < static_cast<std::uint32_t>(size)
+               ? static_cast<int>(state - kWrittenBy)
+               : -1;
+}
+
 // Removes us from the sleepers however the sleep ends.
 class Sleeper {
 public:
@@ -247,8 +257,7 @@ void Channel::look_around(int peer, Epoch target, double waited_s) {
         fail(Failure::kPeerLost, blamed, "rank " + std::to_string(peer) + " died");
     }
     const std::uint32_t poisoned = control().poison.state.load(std::memory_order_acquire);
-    if (poisoned >= kWrittenBy && poisoned != kWrittenBy + static_cast<std::uint32_t>(rank_)) {
-        const int writer = static_cast<int>(poisoned - kWrittenBy);
+    if (const int writer = writer_of(poisoned, size_); writer >= 0 && writer != rank_) {
         // Its failure is lost with it; without this, ranks that wait for others who gave up would wait till the end.
         if (!liveness_->is_alive(writer)) {
             raise_if_poisoned();
@@ -274,8 +283,9 @@ int Channel::holds_up(int rank) const {
     int current = rank;
     for (int step = 0; step < size_; ++step) {
         const std::uint64_t waits_for = state(current).waits_for.load(std::memory_order_acquire);
-        const int next = static_cast<int>(waits_for >> 32) - 1;
-        if (next < 0 || next >= size_) return current;
+        const std::int64_t named = static_cast<std::int64_t>(waits_for >> 32) - 1;
+        if (named < 0 || named >= size_) return current;
+        const int next = static_cast<int>(named);
         // What it waits for has come, and still it sleeps: stopped.
         if (reached(acquire(state(next).epoch), static_cast<Epoch>(waits_for))) return current;
         current = next;
@@ -377,7 +387,8 @@ void Channel::poison(Failure kind, std::uint64_t blamed, const std::string& text
         if (seen == kReadable) return;
         // Another rank is writing (or another thread of ours): we may leave when it has finished.  If it died at it, the
         // next round takes its place: the comparison is then with its claim.
-        const bool is_replaceable = seen != mine && !liveness_->is_alive(static_cast<int>(seen - kWrittenBy));
+        const int writer = writer_of(seen, size_);
+        const bool is_replaceable = seen != mine && (writer < 0 || !liveness_->is_alive(writer));
         if (is_replaceable) continue;
         if (now_s() - start > kWriterGraceS) return;
         sched_yield();
@@ -410,7 +421,8 @@ void Channel::raise_if_poisoned() const {
     const Poison& poison = control().poison;
     if (poison.state.load(std::memory_order_acquire) != kReadable) return;
     throw ChannelError(
-        static_cast<Failure>(poison.kind), poison.blamed, poison.call, first_,
+        poison.kind > static_cast<std::uint32_t>(Failure::kOther) ? Failure::kOther : static_cast<Failure>(poison.kind),
+        among(size_, poison.blamed), poison.call, first_,
         "rank " + std::to_string(poison.by) + " failed first: " + bounded_text(poison.text, sizeof(poison.text)));
 }
 

@@ -1,0 +1,37 @@
+"""Plans, manifests, indices, headers and messages in which anything stands are a ValueError, or are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+pytest.importorskip("safetensors", reason="the package safetensors is missing")
+
+from tests.fuzzing.parsers import ODD_TEXTS, PARSERS, _base, changed, check, fuzz
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_what_is_right_is_read_and_rubbish_is_a_value_error(name: str, tmp_path: Path) -> None:
+    parser = PARSERS[name]
+    parser.read(parser.write(_base(name)), tmp_path)
+    for text in ODD_TEXTS if name != "message" else [text for text in ODD_TEXTS if text[:1] != b"{"]:  # any object
+        with pytest.raises(ValueError):
+            parser.read(text, tmp_path)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_change_of_any_part_is_a_value_error_or_is_read(name: str, full: bool) -> None:
+    if full:
+        assert fuzz(name, 20.0) > 0
+        return
+
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(changed(name))
+    def run(content: bytes) -> None:
+        check(name, content)
+
+    run()
