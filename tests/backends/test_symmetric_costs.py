@@ -59,7 +59,8 @@ def test_what_was_measured_goes_before_the_model(op: str, m: int, field: str, ca
 
 
 def test_the_slowest_rank_counts_and_explain_says_what_is_modelled() -> None:
-    agreed = agreed_call._slowest([{"symmetric_call_us": us, "symmetric_kernel_us": us / 4} for us in (40.0, 90.0)])
+    told = [{"symmetric_call_us": us, "symmetric_kernel_us": us / 4} for us in (40.0, 90.0)]
+    agreed = agreed_call._slowest(told, widens=False)
     assert agreed.own == (("symmetric_call_us", 90.0), ("symmetric_kernel_us", 22.5))
     for costs, said in ((agreed, "symmetric call 90 us"), (Costs(), "symmetric call modelled")):
         assert said in str(symmetric.dispatch.select(PROBLEM, "symmetric", costs)[1])

@@ -29,6 +29,7 @@ from tpkernels.backends.symmetric.cuda_native import FailureRecord, Kind
 from tpkernels.backends.symmetric.resource import SymmetricMemory, channels_of
 from tpkernels.comm import monitor
 from tpkernels.comm.groups import resolve
+from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.dispatch import OPS
 from tpkernels.testing.cases import GATHER, REDUCE, SCATTER, operands
 from tpkernels.testing.spawn import Pools
@@ -153,6 +154,7 @@ def test_a_replay_goes_with_replays_and_is_told_from_a_call_that_looks_for_its_d
 @pytest.mark.cpu
 def test_the_monitor_tells_once_of_a_failure_that_only_replays_would_see(caplog: pytest.LogCaptureFixture) -> None:
     group: Any = SimpleNamespace(rank=0, size=4, timeout=1.0, peers=(), name="tp", control=mock.Mock())
+    group.verdict, group.job, group.calls = None, JobIdentity("", b"a secret"), 1
     channels = SymmetricChannels(group, Recorder())
     group.resources = {SymmetricMemory.name: SymmetricMemory(channels)}
     group.key, group.poison, group.works, group.trail, group.in_flight = "met", None, None, None, None

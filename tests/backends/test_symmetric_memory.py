@@ -233,7 +233,8 @@ def raises_unsupported(group: Any, device: torch.device) -> str:
     """What a new kind of call is refused with before the ranks talk to each other."""
     with mock.patch.object(agreed_call.agreement, "meet", side_effect=ZeroDivisionError):
         try:
-            agreed_call._agree(group, 0, "all_reduce(columns=7)", 0, device)  # type: ignore[arg-type]
+            signature: Any = "all_reduce(columns=7)"
+            agreed_call._agree(group, 0, signature, 0, device, signature)
         except ZeroDivisionError:
             return ""
         except tpk.errors.UnsupportedProblem as error:

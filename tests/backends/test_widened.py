@@ -119,7 +119,7 @@ print(widened.least_rows(torch.bfloat16, 1))
 def test_a_core_without_units_for_bf16_widens(full: bool) -> None:
     """oneDNN held to AVX2 stands for such a core."""
     if not full:
-        pytest.skip("a measurement, 5 s of a core: pytest --full")
+        pytest.skip("--full: a measurement, 5 s of a core")
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "TPKERNELS_CALIBRATE": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", AVX2], env=environment, capture_output=True, text=True, timeout=120, check=True

@@ -98,7 +98,7 @@ def _everything_on_cpu() -> None:
     for implementation in ("chunked", "unfused", "shared_memory", "auto"):
         y = tpk.all_gather_matmul(shards[rank], w, group, implementation=implementation)
         assert torch.equal(y, F.linear(torch.cat(shards), w)), implementation
-    assert set(state.costs) == {("cpu", torch.float32)}
+    assert set(state.costs) == {("cpu", torch.float32, False)}
     said = tpk.explain("all_gather_matmul", m=12, n=10, k=8, dtype=torch.float32, group=group, device="cpu")
     assert (said.problem.device, said.problem.backend) == ("cpu", "gloo")
     assert said.costs.measured

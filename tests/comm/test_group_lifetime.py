@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
@@ -21,8 +22,11 @@ GENERATIONS = 3
 
 
 def _gloo_threads() -> int:
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum(name.startswith("gloo_tcp") for name in names)
+    count = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError):  # it has ended since it was listed
+            count += path.read_text().startswith("gloo_tcp")
+    return count
 
 
 def _live_and_die(fails: bool) -> list[tuple[int, int]]:

@@ -46,7 +46,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     api = "".join(path.read_text(encoding="utf-8") for path in tmp_path.glob("api/*/index.html"))
     assert 'id="tpkernels.parallelize"' in api
     assert "doc-module" not in api, "a module stands where a function is meant"
-    for text in re.findall(r"<p>(.*?)</p>", api, re.S):
+    for text in re.findall(r"<p>(.*?)</p>", re.sub(r"<code>[^<]*</code>", "", api), re.S):
         assert "::" not in text and ":func:" not in text and "====" not in text, text
 
 

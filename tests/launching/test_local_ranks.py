@@ -351,7 +351,7 @@ def test_a_function_of_an_interactive_session_is_sent_as_it_stands_or_refused_at
     assert answer == "[42]"
     assert "refused: fn (answer) is defined in a notebook or an interactive session" in without
     assert "%%writefile" in without and "pip install cloudpickle" in without
-    assert "was read from <stdin>, which is no file" in run(FROM_A_SESSION, on_stdin=True)
+    assert "was read from <stdin>, which ranks cannot import" in run(FROM_A_SESSION, on_stdin=True)
 
 
 @pytest.mark.cpu

@@ -204,10 +204,9 @@ class _Single(Mixed):
         return super().forward(hidden_states, chosen, weights)
 
 
-@pytest.mark.parametrize(("asked", "said"), [("experts", "not there yet"), ("rows", '"auto" or "features"')])
-def test_other_ways_to_cut_experts_are_refused(asked: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        tpk.make_plan(Model(), 2, example_inputs=torch.ones(4, H), experts=asked)
+def test_other_ways_to_cut_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'experts must be "auto", "features" or "experts", got .rows.'):
+        tpk.make_plan(Model(), 2, example_inputs=torch.ones(4, H), experts="rows")
 
 
 def test_hooks_and_buffers_are_not_lost() -> None:

@@ -41,7 +41,7 @@ from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared, init_weights
 from tpkernels.ops import all_gather, shard
 from tpkernels.partition import chunk_sizes
-from tpkernels.planning.layers import layer_of, take_place, unswappable
+from tpkernels.planning.layers import layer_of, own_base, take_place, unswappable
 from tpkernels.sharding.randomness import Fork
 
 __all__ = ["ColumnParallel", "Replicated", "RowParallel", "SequenceParallel", "VocabParallel"]
@@ -121,7 +121,7 @@ class _LayerStyle(_Style):
 
     def _replace(self, module: nn.Module, mesh: DeviceMesh) -> None:
         layer, kind = layer_of(module), type(self).__name__
-        if layer is None:
+        if layer is None or own_base(module) is not None:  # code around torch's, which nobody has proven on parts
             raise ValueError(
                 f"{kind} is for nn.Linear and nn.Embedding, and classes that compute as these do, not for "
                 f"{type(module).__name__}"

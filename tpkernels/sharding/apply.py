@@ -43,7 +43,7 @@ from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.planning.experts import Refused, check_layout
 from tpkernels.planning.hints import match
-from tpkernels.planning.layers import Layer, as_torchs, is_attention, layer_of, take_place, unswappable
+from tpkernels.planning.layers import Layer, as_torchs, is_attention, layer_of, own_base, take_place, unswappable
 from tpkernels.planning.numbers import owner_of, set_number
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import check_plain, make_plan
@@ -272,8 +272,16 @@ def _attention(module: nn.Module, name: str = "") -> nn.MultiheadAttention:
 
 
 def _explicit(plan: Mapping[str, object], model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    styles = match({pattern: as_style(pattern, style) for pattern, style in plan.items()}, model)
-    return {name: as_style(name, style, embedding=_is_table(modules[name])) for name, style in styles.items()}
+    matched = match({pattern: as_style(pattern, style) for pattern, style in plan.items()}, model)
+    styles = {name: as_style(name, style, embedding=_is_table(modules[name])) for name, style in matched.items()}
+    for name, style in styles.items():
+        parts = isinstance(style, Row) or (isinstance(style, Column) and not style.gather_output)
+        if parts and own_base(modules[name]) is not None:
+            raise ValueError(
+                f"module {name!r} is a {type(modules[name]).__name__}, whose own code around torch's forward would "
+                "meet one rank's part, which only a plan of make_plan has proven to be right"
+            )
+    return styles
 
 
 def _is_table(module: nn.Module) -> bool:

@@ -114,7 +114,7 @@ class SnapshotTensors:
         files = sorted(folder.glob("*.safetensors"))
         odd = [path.name for path in files if not path.is_file()]
         if odd:
-            raise ValueError(f"{odd[0]} in {folder} is no regular file")  # to open a pipe would wait for its writer
+            raise ValueError(f"{odd[0]} in {folder} is not a regular file")  # to open a pipe would wait for its writer
         for path in files:
             try:
                 self._open(path)
@@ -202,7 +202,7 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"its metadata is no JSON: {error}") from None
+        raise ValueError(f"its metadata is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("its metadata is no object")
     return found
