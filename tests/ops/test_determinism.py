@@ -30,7 +30,7 @@ def another_machine(seed: int, measured: list[str]) -> Iterator[None]:
     """Measurements as those of a launch beside other jobs: anything may come out."""
     dice = random.Random(seed)
 
-    def gemm(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    def gemm(device: torch.device, dtype: torch.dtype, widens: bool = False) -> dict[str, float]:
         measured.append("gemm")
         names = ("gemm_gflops", "gemm_overhead_us", "weight_gbytes", "relay_gbytes")
         return {name: 10 ** dice.uniform(-2, 3) for name in names}

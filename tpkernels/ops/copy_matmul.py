@@ -100,7 +100,8 @@ def copy_matmul(
     if activation is not None:
         check_gate(activation, weights)
     if same_bits_of(group):
-        outs = call("copy_matmul", x, weights, pack_biases(biases, x), Reduce(group_name(group), implementation))
+        packed = pack_biases(biases, x)
+        outs: list[Tensor] = call("copy_matmul", x, weights, packed, Reduce(group_name(group), implementation))
         outs = same_bits.activated(resolve(group), activation, outs)
         return outs[0] if single or activation in GATED else outs
     alone = group_size(group) == 1

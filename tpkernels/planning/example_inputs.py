@@ -80,14 +80,19 @@ class Observation:
         given = [] if example_inputs is None else as_calls(example_inputs)
         watch = watch or Watch()
         self._record_anew(model, watch, experts, given, list(candidates(model, sizes)) if not given else [], sizes)
-        unknown = 0 if self.recording is None else len(self.recording.rows_unknown)
+        unknown = self._unknown()
         if unknown and not given and "pixel_values" in self.kwargs:
             # Where images go among the words depends on values, and most of the model is not seen then: text alone.
             state = dict(vars(self))
             texts = [(args, kwargs) for args, kwargs in candidates(model, sizes) if "pixel_values" not in kwargs]
             self._record_anew(model, watch, experts, [], texts, sizes)
-            if self.recording is None or len(self.recording.rows_unknown) >= unknown:
+            now = self._unknown()
+            if now is None or now >= unknown:
                 vars(self).update(state)
+
+    def _unknown(self) -> int | None:
+        """Of how many tensors the recording does not know the rows; None without a recording."""
+        return None if self.recording is None else len(self.recording.rows_unknown)
 
     def _record_anew(
         self,
