@@ -232,6 +232,22 @@ def test_a_half_made_environment_is_made_anew(checkout: Checkout, monkeypatch: p
     assert not debris.exists() and checkout.record()["ours"] is True and checkout.record()["running"] is None
 
 
+def test_debian_without_ensurepip_uses_the_pip_at_hand(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = checkout.load()
+    ran: list[list[object]] = []
+
+    def record(argv: list[object], **_: object) -> int:
+        ran.append(argv)
+        if "--python" in argv:
+            checkout.make_environment(torch="2.13.0", ours=False)
+        return 0
+
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "run", record)
+    module.Environment([], False).open()
+    assert "--without-pip" in ran[0] and ran[1][1:4] == ["-m", "pip", "--python"]
+
+
 @pytest.mark.parametrize("kind", ["no interpreter", "dangling link"])
 def test_an_environment_without_an_interpreter_is_named_and_left_alone(checkout: Checkout, kind: str) -> None:
     if kind == "dangling link":
