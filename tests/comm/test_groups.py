@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels as tpk
-from tpkernels.comm import groups
+from tpkernels.comm import groups, startup
 from tpkernels.comm.groups import group_name, process_group, resolve
 from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
@@ -94,7 +94,7 @@ def test_so_does_a_rank_whose_group_somebody_else_has_made(
     assert taken.value.args == (gpu,)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # somebody has chosen one: it stays
     with monkeypatch.context() as chosen:
-        chosen.setattr(groups, "init_device_mesh", lambda *arguments, **options: "a mesh")
+        chosen.setattr(startup, "init_device_mesh", lambda *arguments, **options: "a mesh")
         assert tpk.init(device="cuda") == "a mesh"
 
 

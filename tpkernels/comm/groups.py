@@ -283,6 +283,7 @@ def _forget(name: str, gone: weakref.ReferenceType[dist.ProcessGroup]) -> None:
             del _seen[key]
     if name in _groups and _groups[name].reference is gone:
         del _groups[name]
+        groups_of_same_bits.discard(name)
 
 
 def _timeout_seconds(pg: dist.ProcessGroup, backends: DeviceBackends) -> float:

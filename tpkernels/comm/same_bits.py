@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.compiler import is_dynamo_compiling
 
-from tpkernels.comm.groups import GroupLike, groups_of_same_bits, resolve
+from tpkernels.comm.groups import GroupLike, group_name, groups_of_same_bits, resolve
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import canonical
 
@@ -28,6 +28,9 @@ def same_bits_of(group: GroupLike | str) -> int:
         UnsupportedProblem: in code that torch.compile traces, or with more than one thread.
     """
     if not groups_of_same_bits:
+        return 0
+    name = group if isinstance(group, str) else group_name(group)
+    if (name.rpartition("@")[0] or name) not in groups_of_same_bits:
         return 0
     if is_dynamo_compiling():
         raise UnsupportedProblem(
