@@ -16,16 +16,16 @@ the operands, as it does for a rank of B; bf16 products are therefore rounded on
 
 Why calls and not elements.  Measured with torch 2.13.0 (MKL 2024.2, oneDNN 3.12) on an Intel Xeon of the Ice Lake
 generation (AVX-512, no bf16 instructions), 2026-11-24, 60 random shapes up to 384 x 512 x 1024 each for x @ w^T, x @ w
-and x^T @ w (``benchmarks/same_bits.py shapes``); in how many of the 60 the bits of a result changed with
+and x^T @ w (``benchmarks/same_bits.py shapes --trials 60``); in how many of the 60 the bits of a result changed with
 
 ==============================================  ===========  ===========  ===========
 what changed                                    fp32         bf16         fp64
 ==============================================  ===========  ===========  ===========
-number of rows in the call                      21, 13, 7    0, 0, 0      25, 1, 1
-half of the columns in the call                 1, 0, 1      0, 0, 0      0, 0, 0
-stride of the left operand's rows               0, 0, 7      0, 0, 0      0, 0, 0
-other strides, alignment of any operand         0, 0, 0      0, 0, 0      0, 0, 0
-two threads instead of one                      4, 8, 3      1, 0, 0      5, 6, 1
+number of rows in the call                      21, 4, 5     0, 0, 0      22, 1, 3
+half of the columns in the call                 7, 6, 1      0, 0, 0      4, 6, 0
+stride of the left operand's rows               0, 0, 2      0, 0, 0      0, 0, 0
+stride of the right operand, alignment of both  0, 0, 0      0, 0, 0      0, 0, 0
+two threads instead of one                      2, 1, 2      1, 0, 1      3, 4, 3
 ==============================================  ===========  ===========  ===========
 
 No shape is safe for fp32 but the same shape.  So nothing here rests on a library's habits: a call has the same sizes,
