@@ -15,7 +15,7 @@ it, whose sum the rank sends; the top of the tree is over ranks.  The library co
 the operands, as it does for a rank of B; bf16 products are therefore rounded once before the tree, whatever W is.
 
 Why calls and not elements.  Measured with torch 2.13.0 (MKL 2024.2, oneDNN 3.12) on an Intel Xeon of the Ice Lake
-generation (AVX-512, no bf16 instructions), 2026-11-24, 60 random shapes up to 384 x 512 x 1024 each for x @ w^T, x @ w
+generation (AVX-512, no bf16 instructions), 2026-11-24, 60 random shapes up to 384 x 1024 x 768 each for x @ w^T, x @ w
 and x^T @ w (``benchmarks/same_bits.py shapes --trials 60``); in how many of the 60 the bits of a result changed
 with
 

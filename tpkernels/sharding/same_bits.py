@@ -6,8 +6,8 @@ which divide into so many blocks; and ranks must draw the same random numbers.  
 elementwise code behind them gives each element the same bits (:func:`tpkernels.ops.same_bits.check_parts`).
 
 Not proven, but measured: attention of a head does not depend on how many heads there are in the call (torch 2.13 on an
-Intel Xeon of the Ice Lake generation, fused and eager, fp32 and bf16, forward and backward, by a script that is not kept).
-The models of ``tests/sharding/test_same_bits.py`` hold it at one shape.
+Intel Xeon of the Ice Lake generation, fused and eager, fp32 and bf16, forward and backward, by a script that is not
+kept).  The models of ``tests/sharding/test_same_bits.py`` hold it at one shape.
 """
 
 from __future__ import annotations
