@@ -76,15 +76,7 @@ def _blame_the_next() -> None:
 
 
 def _die() -> None:
-    original = Transfer.wait
-
-    def wait(self: Transfer) -> None:
-        try:
-            original(self)
-        except RuntimeError:
-            os._exit(3)
-
-    Transfer.wait = wait  # type: ignore[method-assign]
+    agreement.fail = lambda group, error: os._exit(3)
 
 
 def _compute_garbage() -> None:
