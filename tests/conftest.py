@@ -29,7 +29,11 @@ PRELOADED = [
     "tpkernels.sharding",
     spawn.__name__,
     "transformers.modeling_utils",
-    "transformers.models",
+    "transformers.models.llama.modeling_llama",
+    # What compiling in a rank imports: two seconds.
+    "torch._dynamo.backends.common",
+    "torch._inductor.pattern_matcher",
+    "torch._decomp.decompositions_for_jvp",
 ]
 
 UNMEASURED = {"TPKERNELS_CALIBRATE": "0"}
@@ -117,7 +121,7 @@ def preloaded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """`ranks(3).run(fn, *args)` runs fn on three persistent ranks and returns their results."""
-    pools = Pools(forked=True, environment=UNMEASURED)
+    pools = Pools(limit=4, forked=True, environment=UNMEASURED)  # of one to four ranks: none starts twice
     yield pools
     pools.close()
 

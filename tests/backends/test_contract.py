@@ -55,6 +55,7 @@ def test_the_implementations_of_local_ranks_are_all_here() -> None:
     assert [len(by_name[name]) for name in ("unfused", "chunked", "shared_memory")] == [len(OPS), 3, len(OPS)]
 
 
+@pytest.mark.sample(5)
 @every_implementation
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_integers_are_exact_and_have_the_bits_of_unfused(ranks: Pools, world: int, name: str) -> None:
@@ -65,6 +66,7 @@ def test_integers_are_exact_and_have_the_bits_of_unfused(ranks: Pools, world: in
         ranks(world).run(judge_all, cases, "unfused", 3)
 
 
+@pytest.mark.sample(3)
 @every_implementation
 @few_worlds
 def test_large_payloads_are_exact_and_have_the_bits_of_unfused(ranks: Pools, world: int, name: str) -> None:
@@ -93,6 +95,7 @@ def test_real_numbers_are_within_the_bound_of_fp64(ranks: Pools, world: int, nam
     ranks(world).run(judge_all, cases, "values", 2)
 
 
+@pytest.mark.sample(3)
 @every_implementation
 @few_worlds
 def test_nothing_of_an_earlier_call_is_left(ranks: Pools, world: int, name: str) -> None:
@@ -105,6 +108,7 @@ def test_nothing_of_an_earlier_call_is_left(ranks: Pools, world: int, name: str)
     ranks(world).run(judge_all, cases, "poison", 3)
 
 
+@pytest.mark.sample(3)
 @every_implementation
 @few_worlds
 def test_outputs_belong_to_the_caller(ranks: Pools, world: int, name: str) -> None:

@@ -215,6 +215,7 @@ def strike_all(name: str, fault: str | None) -> dict[str, tuple[str | None, int]
     return results
 
 
+@pytest.mark.sample(3)
 @every_implementation
 @few_worlds
 def test_without_a_fault_nothing_is_reported(ranks: Pools, world: int, name: str) -> None:
@@ -222,7 +223,7 @@ def test_without_a_fault_nothing_is_reported(ranks: Pools, world: int, name: str
         assert set(results.values()) == {(None, 0)}
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(9)
 @every_implementation
 @few_worlds
 @pytest.mark.parametrize("fault", FAULTS)

@@ -123,6 +123,7 @@ def replays(emulation: Emulation, op: str, ranks: str, between: int, grows: bool
         return "no error"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("op", "ranks", "between", "grows", "faulty"),
     [

@@ -290,6 +290,7 @@ print("came back")
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.cpu
 @pytest.mark.parametrize(("seconds", "ends"), [(0.5, True), (60, False)], ids=["late", "in time"])
 def test_a_wait_within_the_driver_ends_the_process_and_says_where(seconds: float, ends: bool) -> None:

@@ -106,7 +106,7 @@ def refused(emulation: Emulation, fault: str) -> tuple[list[str], float]:
         return said, float(tpk.all_reduce(torch.ones(1), made, implementation="unfused"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_is_an_error_on_every_rank_and_the_group_goes_on(
     pools: Pools, emulation: Emulation, fault: str

@@ -119,7 +119,8 @@ def _stay_away(connection: Any, environ: dict[str, str]) -> None:
     connection.send("was away")
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "shared_memory"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("implementation", ["shared_memory", "chunked"])
 def test_a_process_that_ends_with_a_daemon_thread_in_a_call_is_not_terminated(implementation: str) -> None:
     """C++ ended it with SIGABRT, "terminate called without an active exception"."""
     agent = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]

@@ -23,6 +23,8 @@ from tests.reliability.crew import Crew, Link, Raised, caught, group_of, togethe
 from tpkernels import config
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.job_identity import Foreign, JobIdentity
+from tpkernels.launching import local_ranks
+from tpkernels.testing.spawn import fork_server
 
 SECRET = secrets.token_hex(16)
 OTHER = secrets.token_hex(16)
@@ -225,7 +227,7 @@ def _join(connection: Any, environ: dict[str, str]) -> None:
     _await(environ["AFTER"], int(environ["MASTER_PORT"]))
 
     def calls() -> float:
-        mesh = tpk.init(timeout=4.0)
+        mesh = tpk.init(timeout=20.0)
         for _ in range(int(environ["CALLS"])):  # in step, as a training run is
             y = tpk.all_reduce(torch.ones(2), mesh["tp"])
             time.sleep(0.01)
@@ -238,13 +240,14 @@ def _join(connection: Any, environ: dict[str, str]) -> None:
 
 def _await(what: str, port: int) -> None:
     """That the first job's rank 0 serves its store, or that somebody has taken the place of its rank 1."""
-    while what:
+    deadline = time.monotonic() + WITHIN_S
+    while what and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
             break
         time.sleep(0.01)
     if what == "place":
         store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-        while not store.check(["tpkernels/job/1"]):
+        while not store.check(["tpkernels/job/1"]) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
@@ -271,7 +274,9 @@ def test_a_job_with_a_name_does_not_notice_another_one_at_its_port() -> None:
 def test_ranks_of_two_jobs_without_names_that_have_met_hear_of_it() -> None:
     """The first job's rank 0 serves the store, and the other one's rank 1 comes before its own."""
     found = _two_jobs({}, {}, after=("", "place", "port", "port"))
-    assert [kind for kind, _ in found] == ["GroupMismatch", "ValueError", "DistNetworkError", "GroupMismatch"], found
+    kinds = [kind for kind, _ in found]
+    assert kinds[:3] == ["GroupMismatch", "ValueError", "DistNetworkError"], found
+    assert kinds[3] in ("GroupMismatch", "PeerLost"), found  # rank 0 takes the store along when it ends
     assert "ranks of two jobs" in found[0][1] and "has come already" in found[1][1]
 
 
@@ -290,7 +295,11 @@ def _look_for_the_secret() -> tuple[str, bool, bool]:
 
 
 @pytest.mark.gloo
-def test_launch_gives_its_ranks_a_secret_of_their_own_that_no_command_line_and_no_store_has() -> None:
+def test_launch_gives_its_ranks_a_secret_of_their_own_that_no_command_line_and_no_store_has(
+    monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    if not full:
+        monkeypatch.setattr(local_ranks, "new_interpreters", fork_server)  # in milliseconds
     first, second = tpk.launch(_look_for_the_secret, 2)
     assert first == second and len(first[0]) == 64 and first[1:] == (False, False)
     assert tpk.launch(_secret, 1) != [first[0]]

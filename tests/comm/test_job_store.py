@@ -111,8 +111,8 @@ def started(environs: list[dict[str, str]], run: Callable[[object, dict[str, str
             process.kill()
 
 
-def test_ranks_of_each_launcher_find_each_other() -> None:
-    for make, world_size in ((slurm, 2), (open_mpi, 3), (hydra, 2), (pytorchjob, 2)):
+def test_ranks_of_each_launcher_find_each_other(full: bool) -> None:
+    for make, world_size in ((slurm, 2), (open_mpi, 3), (pytorchjob, 2), *(((hydra, 2),) if full else ())):
         environs = [make(rank, world_size, f"meet{os.getpid()}") for rank in range(world_size)]
         if make in (hydra, pytorchjob):
             port = {"MASTER_PORT": str(free_port())}
@@ -159,6 +159,7 @@ def test_a_port_that_is_taken_is_an_error_of_all_ranks_with_the_way_out() -> Non
         assert "Slurm's job taken" in str(said) and "export MASTER_PORT" in str(said)
 
 
+@pytest.mark.full("two interpreters; forked ranks join above")
 def test_new_interpreters_join_the_job_of_their_environment() -> None:
     script = (
         "import tpkernels as tpk, torch; mesh = tpk.init(timeout=60)\n"

@@ -23,7 +23,7 @@ SAMPLE = ("qwen3_moe", "deepseek_v2", "llama4_text", "beit relative", "ctrl", "j
 fake tensors in caches, additions in place, weights that the model reads itself."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_architecture_computes_what_the_unsharded_model_computes(ranks: Pools, name: str) -> None:
@@ -65,7 +65,7 @@ def _scale_a_gradient(given: Reference, factor: float) -> dict[str, Any]:
     return {"first": first, "right": found["wrong"], "wrong": examine(given, False, False)["wrong"]}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("test_models.py has faults that its comparison, the same one, must find")
 @pytest.mark.gloo
 @pytest.mark.parametrize("factor", [1 + 1e-8, 1.02])
 def test_a_gradient_that_is_off_is_wrong(ranks: Pools, factor: float) -> None:

@@ -107,7 +107,7 @@ def _state(name: str, model: Any, optimizer: Any, plain: nn.Module, folder: str,
     return wrong
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("test_experts_send_what_the_plan_says compares a step of them")
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_experts_train_and_generate_as_the_unsharded_model(ranks: Pools, name: str, world: int, tmp_path: Path) -> None:
     if name not in architectures():

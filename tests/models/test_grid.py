@@ -26,8 +26,7 @@ pytest.importorskip("transformers", reason="the package transformers is missing:
 pytestmark = pytest.mark.gloo
 
 SLICE = {
-    2: [Cell("llama", True, "bf16", "train"), Cell("bert", False, "fp32", "dropout")],
-    3: [Cell("qwen2", True, "fp32", "train")],
+    3: [Cell("qwen2", True, "bf16", "train")],
 }
 
 

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.gloo
 WHOLE = {"sequence_parallel": False}
 CUT = {"sequence_parallel": True}
 SOME = {
-    3: ("gpt2 10", "qwen2", "t5 10", "conv_lstm", "attention"),
+    3: ("gpt2 10", "qwen2", "conv_lstm"),
     4: ("opt 10", "qwen2", "conv_lstm"),
 }
 """Families at numbers of ranks that their heads do not divide; all of them with ``--full``."""
-SAMPLE = {2: ("bloom", "swin"), 3: ("gemma",), 4: ("stablelm",)}
+SAMPLE = {2: ("bloom",), 3: ("gemma",), 4: ("stablelm",)}
 """Of the architectures that nothing knows; all of them with ``--full``."""
 
 
@@ -53,7 +53,7 @@ def test_families_compute_what_the_unsharded_model_computes(ranks: Pools, world:
     names = (*zoo.FAMILIES, *zoo.UNEVEN, *zoo.PLAIN) if full else even if world == 2 else SOME[world]
     plans = found(ranks, world, [(name, WHOLE) for name in names])
     styles = {name: set(plan["styles"].values()) for name, plan in plans.items()}
-    without = {"attention"} if world == 3 else set()  # of 4 heads torch.chunk gives one of 3 ranks none
+    without = {"attention"} & set(names) if world == 3 else set()  # of 4 heads torch.chunk gives one of 3 ranks none
     assert {name for name, found in styles.items() if "Row" not in found} == without
     assert ("CopiedHeads" in styles["qwen2"]) is (world > 2)
     assert "transformer" not in styles or ("Heads" in styles["transformer"]) is (world != 3)
@@ -64,7 +64,7 @@ def test_families_compute_what_the_unsharded_model_computes(ranks: Pools, world:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_families_with_a_residual_cut_along_the_sequence(ranks: Pools, world: int, full: bool) -> None:
-    names = {2: (*tuple(zoo.FAMILIES)[1::2], "transformer"), 3: ("llama", "t5 10"), 4: ("gpt2 10", "mistral")}[world]
+    names = {2: ("roberta", "llama", "transformer"), 3: ("llama", "t5 10"), 4: ("gpt2 10", "mistral")}[world]
     if full:
         names = (*zoo.FAMILIES, *zoo.UNEVEN, "transformer", "transformer 10")
     for name, plan in found(ranks, world, [(name, CUT) for name in names]).items():
@@ -73,7 +73,7 @@ def test_families_with_a_residual_cut_along_the_sequence(ranks: Pools, world: in
         assert bool(plan["whole"]) is (name.startswith("transformer") or gathers), name
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("test_architectures.py has one of them")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_architectures_that_nothing_knows_come_out_right(ranks: Pools, world: int, full: bool) -> None:
     names = tuple(zoo.OTHERS) if full else SAMPLE[world]

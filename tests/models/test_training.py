@@ -155,6 +155,7 @@ def sequence_dropout(name: str) -> tuple[Tensor, Tensor, list[Tensor], list[Tens
     return loss.detach(), torch.rand(()), grads, [mask for mask in lost if mask.shape[1] < length]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_agree_after_dropout_on_a_residual_that_is_cut(ranks: Pools, world: int) -> None:
     """At 3 ranks attention works on the whole sequence in between, with the numbers that all ranks share."""
@@ -188,7 +189,7 @@ def embeds(sequence: bool) -> tuple[float, float, float]:
     return float((actual.double() - exact).abs().max()), own, share
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("tests/demo does the same through the command")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_pretrained_minilm_embeds_as_before(ranks: Pools, sequence: bool) -> None:
     try:

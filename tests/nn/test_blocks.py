@@ -222,6 +222,7 @@ def mlp_errors(what: str) -> None:
         ParallelMLP.from_linears(up, down, mesh, gate=nn.Linear(4, 7), activation="geglu")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "message"),
     [

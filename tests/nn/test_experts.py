@@ -147,7 +147,8 @@ def all_trained() -> int:
     return len(cases)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [3, 2, 1])
 def test_training_beside_the_unsharded_module(ranks: Pools, world: int) -> None:
     assert min(ranks(world).run(all_trained, timeout=LIMIT_S)) == 10
 

@@ -69,7 +69,7 @@ def chain_equals_linears(
     close_parameters(parallel, reference)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("world", (*WORLDS, 4))
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -266,7 +266,7 @@ def errors(what: str) -> None:
         ColumnParallelLinears(6, {"q": 4}, mesh, unit={"k": 2})
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -118,6 +118,7 @@ def the_vocabulary_end_to_end() -> str:
     return a_new_embedding_equals_torch_under_one_seed()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_an_embedding_equals_torch_and_shares_its_weight_with_the_head(ranks: Pools, world: int) -> None:
     for text in ranks(world).run(the_vocabulary_end_to_end, timeout=LIMIT_S):
@@ -261,6 +262,7 @@ def compiled_loss_equals_eager() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_loss_and_its_gradient_are_within_the_fp64_bound(ranks: Pools, world: int) -> None:
     assert ranks(world).run(losses_equal_torch, timeout=LIMIT_S) == [72] * world

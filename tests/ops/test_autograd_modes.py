@@ -106,7 +106,8 @@ def gradcheck() -> int:
     return len(cases)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [3, 2])
 def test_gradients_are_the_derivatives_of_the_whole_jobs_loss(ranks: Pools, world: int) -> None:
     assert ranks(world).run(gradcheck, timeout=120) == [7] * world
 
@@ -136,7 +137,8 @@ def without_gradients() -> None:
             assert_bitwise_equal(call(case, (x, ws, bs), group)[0][0].detach(), outs[0], f"{op} with gradients")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [3, 2])
 def test_no_grad_and_inference_mode_give_the_same_bits_without_a_graph(ranks: Pools, world: int) -> None:
     ranks(world).run(without_gradients)
 
@@ -211,7 +213,8 @@ def autocast_dtypes() -> None:
             assert tpk.all_gather_matmul(*mixed, group).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [3, 2])
 def test_autocast_casts_gemms_like_a_linear_and_leaves_fp64_alone(ranks: Pools, world: int) -> None:
     ranks(world).run(autocast_dtypes)
 
@@ -285,7 +288,8 @@ def checkpointed() -> None:
                 assert_bitwise_equal(now, before, f"checkpoint, {how}")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [3, 2])
 def test_activation_checkpointing_gives_the_same_bits(ranks: Pools, world: int) -> None:
     ranks(world).run(checkpointed)
 

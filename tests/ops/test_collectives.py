@@ -21,7 +21,7 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-WORLDS = [2, 3, 4]
+WORLDS = [3, 2, 4]
 KINDS = [*((dtype, lambda x: x) for dtype in DTYPES), (torch.bfloat16, strided)]
 
 
@@ -66,7 +66,7 @@ def values(num_chunks: int) -> None:
                 assert_bitwise_equal(tpk.all_gather(make(shards[rank]), group, dim=dim), full, f"{what}: equal shards")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_collectives_move_and_sum_exactly_along_any_dimension(ranks: Pools, world: int) -> None:
     for num_chunks in (1, 3):
@@ -118,7 +118,7 @@ def gradients() -> None:
         assert_bitwise_equal(dx, dys[0].split(sizes, dim)[rank], "all_gather with a replicated gradient")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients_of_collectives_are_their_duals(ranks: Pools, world: int) -> None:
     ranks(world).run(gradients)

@@ -194,7 +194,7 @@ def problems(implementation: str) -> list[str]:
 CASES = [(1, "auto"), (1, "unfused"), (2, "auto"), *((2, implementation) for implementation in IMPLEMENTATIONS)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size, implementation", CASES)
 def test_outputs_can_be_written_to(ranks: Pools, world_size: int, implementation: str) -> None:
     assert ranks(world_size).run(problems, implementation) == [[]] * world_size

@@ -44,8 +44,8 @@ def compare_all(ranks: Pools, world: int, implementation: str, alone: Alone, cou
         compare(expected[i], [results[i] for results in found], f"{of}, {implementation} on {world} ranks")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.gloo
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("world", "implementation"), [*((4, name) for name in IMPLEMENTATIONS), *((2, name) for name in IMPLEMENTATIONS)]
 )

@@ -11,7 +11,7 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-WORLDS = [2, 3, 4]
+WORLDS = [3, 2, 4]  # three ranks have several peers, and shards that do not divide
 COMMUNICATING = (GATHER, SCATTER, REDUCE)
 
 
@@ -25,7 +25,7 @@ def equal(op: str, world: int, **changes: object) -> Case:
     return Case(op, (12, 24)).but(**changes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_dtype_is_within_the_bound(ranks: Pools, world: int) -> None:
     cases = [
@@ -38,7 +38,7 @@ def test_every_dtype_is_within_the_bound(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_any_dimension_can_be_gathered_or_scattered(ranks: Pools, world: int) -> None:
     shapes = [(12, 24), (12, 12, 24), (2, 12, 12, 24), (12, 2, 3, 12)]
@@ -54,7 +54,7 @@ def test_any_dimension_can_be_gathered_or_scattered(ranks: Pools, world: int) ->
         ranks(world).run(check_all, cases, num_chunks)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_shards_may_be_uneven_fewer_than_ranks_or_empty(ranks: Pools, world: int) -> None:
     cuts = {2: [(3, 2), (0, 5), (5, 0), (1, 0), (0, 0)], 3: [(4, 3, 3), (0, 7, 0), (1, 0, 1), (0, 0, 0), (2, 9, 1)]}
@@ -77,7 +77,7 @@ def test_shards_may_be_uneven_fewer_than_ranks_or_empty(ranks: Pools, world: int
         ranks(world).run(check_all, cases, num_chunks)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_inner_sizes_may_be_zero_or_one(ranks: Pools, world: int) -> None:
     cases = []
@@ -91,7 +91,7 @@ def test_inner_sizes_may_be_zero_or_one(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_size_that_only_a_rank_knows_may_differ_between_ranks(ranks: Pools, world: int) -> None:
     k_sizes = (1, 9) if world == 2 else (5, 0, 7) if world == 3 else (2, 0, 7, 1)
@@ -103,7 +103,7 @@ def test_the_size_that_only_a_rank_knows_may_differ_between_ranks(ranks: Pools, 
     ranks(world).run(check_all, cases, 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_gather_feeds_several_weights_with_and_without_biases(ranks: Pools, world: int) -> None:
     cases = []
@@ -118,7 +118,7 @@ def test_one_gather_feeds_several_weights_with_and_without_biases(ranks: Pools, 
         )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_activation_is_applied_after_the_bias(ranks: Pools, world: int) -> None:
     cases = [
@@ -131,7 +131,7 @@ def test_every_activation_is_applied_after_the_bias(ranks: Pools, world: int) ->
     ranks(world).run(check_all, cases, 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_gated_activation_makes_one_output_of_gate_and_up(ranks: Pools, world: int) -> None:
     gated = Case(GATHER, (12, 16), ns=(7, 7), activation="swiglu")
@@ -148,7 +148,7 @@ def test_a_gated_activation_makes_one_output_of_gate_and_up(ranks: Pools, world:
     ranks(world).run(check_all, cases, 3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_inputs_need_not_be_contiguous(ranks: Pools, world: int) -> None:
     cases = []

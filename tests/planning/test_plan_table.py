@@ -40,7 +40,8 @@ def test_rows_have_their_notes_and_totals_follow() -> None:
         assert words in totals
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_long_names_and_reasons_are_wrapped_and_none_is_lost_or_said_twice(name: str) -> None:
     plan = tpk.make_plan(zoo.build(name), 3, sequence_parallel=True)
     table, notes, totals = parts_of(plan)

@@ -88,7 +88,7 @@ def _three_lives(link: Link) -> list[Raised | None]:
         errors.append(caught(work)[0])
         dist.destroy_process_group()
         again = dist.PrefixStore(f"life {len(errors)}", store)  # gloo's own keys must be new
-        limit = timedelta(seconds=2)
+        limit = timedelta(seconds=6)  # gloo connects within it, on a busy machine too
         dist.init_process_group("gloo", store=again, rank=link.rank, world_size=link.size, timeout=limit)
 
     live(lambda: _reduce(torch.float64 if link.rank == 0 else torch.float32))

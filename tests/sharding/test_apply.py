@@ -93,6 +93,7 @@ EVERY_WORLD = [(world, {}) for world in (1, 2, 3, 4)]
 EVERY_OPTIMIZER = [(world, {option: True}) for world in (2, 3) for option in ("foreach", "fused")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("world", "options"), EVERY_WORLD + EVERY_OPTIMIZER)
 def test_a_parallelized_model_trains_like_the_plain_one(ranks: Pools, world: int, options: dict[str, bool]) -> None:
     ranks(world).run(trains_like_the_plain_model, options, timeout=LIMIT_S)

@@ -189,7 +189,8 @@ def test_values_and_gradients_are_right_whatever_the_code_does_between_row_and_n
     ranks: Pools, world: int, full: bool
 ) -> None:
     cases = [(how, sequence) for how in EXPECTED for sequence in (False, True)]
-    for found in ranks(world).run(ways, cases if full else half(cases), timeout=2 * LIMIT_S):
+    some = [case for case in half(cases) if case[0] != "compiled"]  # where nothing is fused
+    for found in ranks(world).run(ways, cases if full else some, timeout=2 * LIMIT_S):
         for (how, sequence), (count, wrong) in found.items():
             assert not wrong, (how, sequence, wrong)
             assert count == EXPECTED[how][sequence], (how, sequence, count)

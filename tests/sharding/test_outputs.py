@@ -323,7 +323,7 @@ CASES: dict[int, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("tests/models compare what models give; small models stand for the ways of giving it")
 @pytest.mark.parametrize("world", CASES)
 def test_transformers_give_what_they_give_unsharded(ranks: Pools, world: int, full: bool) -> None:
     pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")

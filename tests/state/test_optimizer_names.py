@@ -154,6 +154,7 @@ def on_two_axes() -> list[str]:
     return wrong + [f"loaded: {one}" for one in differences(tpk.optimizer_state_dict(model, fresh), expected)]
 
 
+@pytest.mark.full("test_state_dict.py has the names and values of FSDP2")
 def test_fsdp2_and_the_unsharded_optimizer_agree(ranks: Pools) -> None:
     for wrong in ranks(4).run(on_two_axes, timeout=LIMIT_S):
         assert not wrong, wrong
