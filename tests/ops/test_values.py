@@ -38,7 +38,7 @@ def test_every_dtype_is_within_the_bound(ranks: Pools, world: int) -> None:
     ranks(world).run(check_all, cases, 3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_any_dimension_can_be_gathered_or_scattered(ranks: Pools, world: int) -> None:
     shapes = [(12, 24), (12, 12, 24), (2, 12, 12, 24), (12, 2, 3, 12)]
