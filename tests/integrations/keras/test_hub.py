@@ -70,6 +70,8 @@ def trained_and_kept(model: Any, folder: str) -> dict[str, Any]:
     assert type(kept).__module__.startswith("keras_hub.")
     for mine, saved in zip(model.get_weights(), kept.get_weights(), strict=True):
         models.assert_equal(saved, mine, "preset")
+    clone = models.keras_on_torch().models.clone_model  # which unties the head from the table
+    assert [v.shape for v in clone(model).variables] == [v.shape for v in clone(kept).variables]
     return {"history": np.array(losses), "weights": dict(enumerate(model.get_weights()))}
 
 
@@ -155,6 +157,26 @@ def test_lora_is_cut_with_its_layer(ranks: Pools, full: bool) -> None:
         for name, (_, cuts) in compared(ranks, world_size, names, 2).items():
             factors = [path.rpartition("_")[2] for path in cuts if "lora" in path]
             assert factors and set(factors) == {"a"}, (name, cuts)  # [features, heads, rank]; b has no heads
+
+
+def kept_factors(folder: str) -> bool:
+    """The factors of LoRA alone, in a file of a task's backbone, which each rank reads anew."""
+    import keras_hub
+
+    body = hub.backbone("Gemma 4/1")
+    body.enable_lora(2)
+    model = hub.made(keras_hub.models.GemmaCausalLM(backbone=hub.shaken(body, 0.1), preprocessor=None))
+    factors = [variable for variable in model.variables if "lora" in variable.path]
+    before = [factor.numpy() for factor in factors]
+    model.backbone.save_lora_weights(f"{folder}/some.lora.h5")
+    for factor in factors:
+        factor.assign(0 * factor.value)
+    model.backbone.load_lora_weights(f"{folder}/some.lora.h5")
+    return len(factors) > 0 and all(np.array_equal(f.numpy(), b) for f, b in zip(factors, before, strict=True))
+
+
+def test_a_backbone_keeps_its_factors_of_lora_in_a_file(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2).run(kept_factors, str(tmp_path), timeout=TIMEOUT) == [True, True]
 
 
 def two_billion() -> tuple[dict[str, int], float, int]:

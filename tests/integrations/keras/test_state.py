@@ -61,27 +61,66 @@ def save_and_go_on(folder: str, start: str) -> dict[str, Any]:
     found["slots"] = sum(np.prod(variable.shape) for variable in model.optimizer.variables)
     if world > 1:
         check_bytes(model)
+        check_clone(model, x)
         check_lora(folder)
     return found
 
 
+def check_clone(model: Any, x: np.ndarray) -> None:
+    """It is whole, of Keras's own class, has weights of its own, and is compiled where the model is."""
+    clone = models.keras_on_torch().models.clone_model(model)
+    assert type(clone).__module__.startswith("keras.") and not isinstance(clone, tpk.keras.TensorParallel)
+    assert clone.compiled is model.compiled
+    clone.set_weights(model.get_weights())
+    found, expected = clone.predict(x, verbose=0), model.predict(x, verbose=0)
+    models.assert_equal(found, expected, "clone", bound=1e-5)  # Keras multiplies in float32
+
+
 def check_lora(folder: str) -> None:
-    """Files hold the kernel with its factors added, as Keras writes it, and the factors are zero where it is loaded."""
+    """Files hold the kernel with its factors added, as Keras writes it, and the factors are zero where it is loaded.
+
+    A model inside of the model is written from rank 0 alone, too.
+    """
     keras = models.keras_on_torch()
     keras.utils.clear_session()
     layers = [keras.layers.Embedding(40, 8), keras.layers.Dense(20, "tanh"), keras.layers.Dense(8)]
-    model = keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
+    x = y = keras.Input((4, 8))
+    for layer in (lambda z: keras.layers.GroupQueryAttention(4, 4, 2)(z, z), *layers[1:]):
+        y = layer(y)
+    inner = keras.Model(x, y, name="inner")
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), layers[0], inner])
     for layer in layers:
         layer.enable_lora(2)
     for variable in model.trainable_variables:
         variable.assign(np.random.default_rng(2).normal(size=variable.shape))
     model = tpk.keras.TensorParallel(model)
-    before = model.predict(models.data()[0][:, :4] % 40, verbose=0)
+    ids = models.data()[0][:, :4] % 40
+    before = model.predict(ids, verbose=0)
+    check_clone(model, ids)
+    check_part(inner, folder)
     model.save_weights(f"{folder}/lora.weights.h5")
     model.load_weights(f"{folder}/lora.weights.h5")
     factors = [variable.numpy() for variable in model.variables if "lora" in variable.path]
     assert len(factors) == 6 and not any(factor.any() for factor in factors)
-    models.assert_equal(model.predict(models.data()[0][:, :4] % 40, verbose=0), before, "LoRA", bound=1e-6)
+    models.assert_equal(model.predict(ids, verbose=0), before, "LoRA", bound=1e-6)
+
+
+def check_part(inner: Any, folder: str) -> None:
+    """Of a parallel model; what it writes is read by one that is not, and by itself."""
+    keras = models.keras_on_torch()
+    for method in ("save", "save_weights", "load_weights"):
+        with pytest.raises(ValueError, match=f"{method}: rank 0 names"):
+            getattr(inner, method)(f"{folder}/of rank {dist.get_rank()}.weights.h5")
+    inner.save(f"{folder}/inner.keras")
+    inner.save_weights(f"{folder}/inner.weights.h5")
+    plain = keras.models.load_model(f"{folder}/inner.keras")
+    for model in (plain, inner):
+        for variable in model.variables:
+            variable.assign(0 * variable.value)
+        model.load_weights(f"{folder}/inner.weights.h5")
+    for variable, mine, theirs in zip(inner.weights, inner.get_weights(), plain.get_weights(), strict=True):
+        models.assert_equal(mine, theirs, variable.path)
+        assert mine.any() == ("lora" not in variable.path), variable.path
 
 
 def gone_on(start: str, plan: Any = "auto") -> Any:

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from tpkernels.integrations.keras import backend, on_jax, optimizers
 from tpkernels.integrations.keras.batches import compared
 from tpkernels.integrations.keras.callbacks import prepared
+from tpkernels.integrations.keras.clones import constructor, describe_whole
 from tpkernels.integrations.keras.generation import generating
 from tpkernels.integrations.keras.linears import linear
 from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, whole_regularizer
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
 from tpkernels.integrations.keras.planner import check_built, check_count, make_plan
 from tpkernels.integrations.keras.refused import refuse_late
-from tpkernels.integrations.keras.saved import Parallel, plain, same_file, state_of, writers, written
+from tpkernels.integrations.keras.saved import Parallel, hub_files, loaded, part_files, plain, state_of, written
 from tpkernels.integrations.keras.shadow import equation_of, named_layers
 from tpkernels.integrations.keras.start import (
     check_backend_name,
@@ -32,9 +33,8 @@ from tpkernels.integrations.keras.start import (
     same_generators,
     same_variables,
 )
-from tpkernels.integrations.keras.stored import unread
 from tpkernels.integrations.keras.tables import lookup
-from tpkernels.integrations.keras.variables import Shards, checked_only
+from tpkernels.integrations.keras.variables import Shards
 from tpkernels.nn.digests import json_digest
 from tpkernels.state.collective_errors import Ranks
 
@@ -185,24 +185,7 @@ class TensorParallel:
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
         variables = [*self.variables, *(optimizer.variables if optimizer is not None else ())]  # type: ignore[attr-defined]
-
-        def read() -> None:
-            with unread():
-                state.kind.load_weights(self, filepath, *args, **kwargs)  # type: ignore[attr-defined]
-
-        def try_out() -> None:
-            try:
-                with checked_only(variables):
-                    read()
-            except (ValueError, OSError):
-                raise
-            except Exception as error:  # damaged files raise whatever their readers do: KeyError, BadZipFile, ...
-                raise ValueError(f"this cannot be read as a weight file: {type(error).__name__}: {error}") from error
-
-        ranks = Ranks([state.shards.pg])
-        what = same_file(ranks, "load_weights", filepath)
-        ranks.step(what, try_out)
-        ranks.step(what, read)
+        loaded(state, self, "load_weights", state.kind.load_weights, variables, filepath, *args, **kwargs)  # type: ignore[attr-defined]
         state.unloaded = False
 
     def export(self, *args: Any, **kwargs: Any) -> None:
@@ -284,13 +267,16 @@ def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimi
     kind = type(model)
     unloaded = any(backend.raw_value(variable).is_meta for variable in model.variables)
     state = Parallel(kind, chosen, shards, shard_optimizer_states, unloaded)
-    members = generating(model, chosen, shards) | writers(kind) if world_size > 1 else {}
+    members = generating(model, chosen, shards) | hub_files(kind) if world_size > 1 else {}
     if world_size > 1:
         _apply(model, chosen, shards)
     _take_off_meta(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    model.__class__ = type(kind.__name__, (TensorParallel, kind), names | members)
+    model.__class__ = type(kind.__name__, (TensorParallel, kind), names | members | constructor(kind))
     backend.bare(model, "tensor_parallel", state)
+    if world_size > 1:
+        describe_whole(model, chosen)
+        part_files(model)
     backend.forget_functions(model)
     if getattr(model, "optimizer", None) is not None and world_size > 1:
         optimizers.prepare(model.optimizer, shards, slice_slots=shard_optimizer_states)
