@@ -202,7 +202,8 @@ class TensorParallel:
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         """A model that is not parallel."""
-        kind: Any = next(base for base in cls.__mro__ if not issubclass(base, TensorParallel))
+        own = (base for base in cls.__mro__ if not issubclass(base, TensorParallel | on_jax.OnDevices))
+        kind: Any = next(own)
         return kind.from_config(config, custom_objects=custom_objects)
 
     def set_weights(self, weights: Sequence[Any]) -> None:

@@ -19,7 +19,7 @@ from tpkernels.integrations.keras.stored import unread
 from tpkernels.integrations.keras.variables import Shards, checked_only
 from tpkernels.state.collective_errors import Ranks
 
-__all__ = ["Parallel", "hub_files", "loaded", "part_files", "plain", "state_of", "written"]
+__all__ = ["Parallel", "hub_files", "loaded", "part_files", "plain", "state_of", "try_out", "written"]
 
 _HUB_WRITES = ("save_to_preset", "save_task_weights", "save_lora_weights")
 _HUB_READS = ("load_task_weights", "load_lora_weights")
@@ -99,19 +99,25 @@ def loaded(
         with unread():
             load(model, filepath, *args, **kwargs)
 
-    def try_out() -> None:
-        try:
-            with checked_only(variables):
-                read()
-        except (ValueError, OSError):
-            raise
-        except Exception as error:  # damaged files raise whatever their readers do: KeyError, BadZipFile, ...
-            raise ValueError(f"this cannot be read as a weight file: {type(error).__name__}: {error}") from error
-
     ranks = Ranks([state.shards.pg])
     what = _same_file(ranks, method, filepath)
-    ranks.step(what, try_out)
+    ranks.step(what, lambda: try_out(read, variables))
     ranks.step(what, read)
+
+
+def try_out(read: Callable[[], None], variables: Sequence[Any]) -> None:
+    """``read`` a file, and change no variable.
+
+    Raises:
+        ValueError, OSError: it cannot be read, or is not for these variables.
+    """
+    try:
+        with checked_only(variables):
+            read()
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # damaged files raise whatever their readers do: KeyError, BadZipFile, ...
+        raise ValueError(f"this cannot be read as a weight file: {type(error).__name__}: {error}") from error
 
 
 def _same_file(ranks: Ranks, method: str, filepath: Any) -> str:
