@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,16 @@ from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, 
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
 from tpkernels.integrations.keras.planner import check_built, check_count, make_plan
 from tpkernels.integrations.keras.refused import refuse_late
-from tpkernels.integrations.keras.saved import Parallel, hub_files, loaded, part_files, plain, state_of, written
+from tpkernels.integrations.keras.saved import (
+    Parallel,
+    by_methods,
+    hub_files,
+    loaded,
+    part_files,
+    plain,
+    state_of,
+    written,
+)
 from tpkernels.integrations.keras.shadow import equation_of, named_layers
 from tpkernels.integrations.keras.start import (
     check_backend_name,
@@ -208,15 +218,7 @@ class TensorParallel:
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Take whole weights, as ``get_weights`` gives them."""
-        variables = self.weights  # type: ignore[attr-defined]
-        if len(variables) != len(weights):
-            raise ValueError(f"set_weights got {len(weights)} arrays, and {self.name!r} has {len(variables)} weights")  # type: ignore[attr-defined]
-        with state_of(self).shards.whole_shapes():
-            for variable, value in zip(variables, weights, strict=True):
-                if tuple(value.shape) != tuple(variable.shape):
-                    raise ValueError(f"{variable.path} has shape {tuple(variable.shape)}, got {tuple(value.shape)}")
-        for variable, value in zip(variables, weights, strict=True):
-            variable.assign(value)
+        state_of(self).shards.set_weights(self, weights)
         state_of(self).unloaded = False
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
@@ -268,7 +270,7 @@ def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimi
     kind = type(model)
     unloaded = any(backend.raw_value(variable).is_meta for variable in model.variables)
     state = Parallel(kind, chosen, shards, shard_optimizer_states, unloaded)
-    members = generating(model, chosen, shards) | hub_files(kind) if world_size > 1 else {}
+    members = generating(model, chosen, shards) | hub_files(kind) | by_methods(kind) if world_size > 1 else {}
     if world_size > 1:
         _apply(model, chosen, shards)
     _take_off_meta(model)
@@ -308,6 +310,9 @@ def _apply(model: Any, plan: KerasPlan, shards: Shards) -> None:
         for generator in generators:
             backend.bare(generator, "next", _seed_of_rank(generator.next, shards.rank))
             backend.draw_from_state(generator)
+    for name, layer in layers.items():
+        if name:
+            backend.bare(layer, "set_weights", partial(shards.set_weights, layer))
     refuse_late(layers.values())
     backend.retrack(backend.all_layers(model))
 

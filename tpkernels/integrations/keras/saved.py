@@ -19,7 +19,7 @@ from tpkernels.integrations.keras.stored import unread
 from tpkernels.integrations.keras.variables import Shards, checked_only
 from tpkernels.state.collective_errors import Ranks
 
-__all__ = ["Parallel", "hub_files", "loaded", "part_files", "plain", "state_of", "try_out", "written"]
+__all__ = ["Parallel", "by_methods", "hub_files", "loaded", "part_files", "plain", "state_of", "try_out", "written"]
 
 _HUB_WRITES = ("save_to_preset", "save_task_weights", "save_lora_weights")
 _HUB_READS = ("load_task_weights", "load_lora_weights")
@@ -127,6 +127,25 @@ def _same_file(ranks: Ranks, method: str, filepath: Any) -> str:
         if name != names[0]:
             raise ValueError(f"{method}: rank 0 names {names[0]!r}, rank {rank} {name!r}: pass the same name")
     return f"{method}({names[0]!r})"
+
+
+def by_methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """Members of a wrapped model's class: Keras's functions that write it (``keras.saving.save_model``) are refused.
+
+    They would write the same file from every rank.  Pickling and ``copy.deepcopy`` give each rank a whole model.
+    """
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        raise ValueError(
+            "all ranks would write one file: call the parallel model's own save or save_weights, of which rank 0 "
+            "writes whole variables, in the place of functions of keras.saving"
+        )
+
+    def __reduce__(self: Any) -> Any:
+        with plain(self):
+            return kind.__reduce__(self)
+
+    return {"save_own_variables": save_own_variables, "__reduce__": __reduce__}
 
 
 def hub_files(kind: type) -> dict[str, Callable[..., None]]:
