@@ -131,7 +131,7 @@ def run(plan: Any = None) -> dict[str, Any]:
     built = tpk.keras.TensorParallel(model(), plan=plan) if dist.get_world_size() > 1 else models.exact(model())
     optimizer = keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=0.01)
     built.compile(optimizer, "mse", metrics=[keras.metrics.TruePositives()], jit_compile=False)
-    history = built.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0).history
+    history = built.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
     return {
         "history": {name: np.array(values) for name, values in history.items()},
         "weights": dict(enumerate(built.get_weights())),

@@ -103,7 +103,8 @@ def check_lora(folder: str) -> None:
     model.load_weights(f"{folder}/lora.weights.h5")
     factors = [variable.numpy() for variable in model.variables if "lora" in variable.path]
     assert len(factors) == 6 and not any(factor.any() for factor in factors)
-    models.assert_equal(model.predict(ids, verbose=0), before, "LoRA", bound=1e-6)
+    found = model.predict(ids, verbose=0)
+    models.assert_equal(found, before, "LoRA", bound=1e-5)  # Keras multiplies the factors in float32
 
 
 def check_part(inner: Any, folder: str) -> None:

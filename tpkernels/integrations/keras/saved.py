@@ -129,7 +129,7 @@ def _same_file(ranks: Ranks, method: str, filepath: Any) -> str:
     return f"{method}({names[0]!r})"
 
 
-def by_methods(kind: type) -> dict[str, Callable[..., Any]]:
+def by_methods(kind: Any) -> dict[str, Callable[..., Any]]:
     """Members of a wrapped model's class: Keras's functions that write it (``keras.saving.save_model``) are refused.
 
     They would write the same file from every rank.  Pickling and ``copy.deepcopy`` give each rank a whole model.
