@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tpkernels as tpk
+
 BOUND = 1e-12
 """Relative; float64, models of a few thousand weights, a few steps."""
 
@@ -50,6 +52,17 @@ def small(*, dropout: float = 0.0, seed: int = 0, heads: int = 4, policy: str = 
     x = layers.GroupQueryAttention(3, 4, 1, name="grouped")(x, x) + x
     x = layers.BatchNormalization(name="batch")(layers.GlobalAveragePooling1D(name="mean")(x))
     return keras.Model(ids, layers.Dense(5, name="head", activation="softmax")(x))
+
+
+_PLANS: dict[int, Any] = {}
+
+
+def parallel_small(**options: Any) -> Any:
+    """:func:`small` over all ranks.  Its plan is found once in a process: that costs more than training."""
+    model, world = small(**options), dist.get_world_size()
+    if world not in _PLANS:
+        _PLANS[world] = tpk.keras.make_plan(model, world)
+    return tpk.keras.TensorParallel(model, plan=_PLANS[world])
 
 
 def data(rows: int = 24) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from tpkernels.testing.spawn import Pools, WorkerPool
 
 pytest.importorskip("keras")
 pytestmark = pytest.mark.gloo
-WIDTH, PAIRS = 1300, 5
+WIDTH, PAIRS = 2000, 3
 ONE = 4 * WIDTH * WIDTH
 """Bytes of the largest variable."""
 COMPRESSED = ".compressed.keras"
@@ -122,5 +122,6 @@ def test_a_model_of_the_meta_device_loads_its_parts_of_a_file(
         assert 0.49 * whole < found["parts"] < 0.52 * whole
         said = f"whole {whole:,} bytes, parts {found['parts']:,}, one variable {ONE:,}, grown by {found['grown']:,}"
         print(said)
-        assert found["grown"] < found["parts"] + ONE < whole, said
+        # Growth has been the parts, the rank's half of a variable and 2 MB: 6 of the 16 MB of a variable are to spare.
+        assert 0.95 * found["parts"] < found["grown"] < found["parts"] + ONE < whole, said
     assert np.array_equal(first["after"], second["after"]), "and it trains"

@@ -24,6 +24,10 @@ def made(model: Any, **options: Any) -> Any:
     return tpk.keras.TensorParallel(model, **options) if dist.get_world_size() > 1 else models.exact(model)
 
 
+def small() -> Any:
+    return models.parallel_small() if dist.get_world_size() > 1 else models.exact(models.small())
+
+
 def scale() -> Any:
     """A layer whose variables, a scalar among them, are whole on every rank, and meet the parts of a cut layer."""
     keras = models.keras_on_torch()
@@ -162,7 +166,7 @@ def every_way() -> dict[str, Any]:
     keras = models.keras_on_torch()
     x, y = models.data(32)
     y = np.repeat((y > 2).astype("float64")[:, None], 5, axis=1)
-    model = made(models.small())
+    model = small()
     keras.utils.set_random_seed(5)
     counts = [keras.metrics.TruePositives()]
     averaging = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.8)
@@ -193,7 +197,7 @@ def interrupted(folder: str) -> dict[str, Any]:
 
     x, y = models.data()
     for attempt in (0, 1):
-        model = made(models.small())
+        model = small()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", jit_compile=False)
         backup = keras.callbacks.BackupAndRestore(f"{folder}/{dist.get_world_size()}")
         try:

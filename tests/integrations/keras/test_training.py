@@ -24,29 +24,29 @@ def optimizers() -> Iterator[tuple[str, dict[str, Any], Callable[[], Any]]]:
     keras = models.keras_on_torch()
     kinds, regularizers, constraints = keras.optimizers, keras.regularizers, keras.constraints
     schedule = kinds.schedules.ExponentialDecay(1e-2, 3, 0.5)
-    yield CLIPNORM, {"kernel_regularizer": "l2"}, lambda: kinds.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.01)
+    whole = {"kernel_regularizer": regularizers.OrthogonalRegularizer(0.1), "kernel_constraint": constraints.UnitNorm()}
+    losses = {"kernel_regularizer": "l2", "activity_regularizer": "l2"}
+    yield CLIPNORM, losses, lambda: kinds.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.01)
     yield "global_clipnorm", {}, lambda: kinds.SGD(0.1, global_clipnorm=0.05)
     yield "clipvalue", {}, lambda: kinds.SGD(0.1, clipvalue=0.001)
     yield (
-        "schedule, decay, average, accumulation",
-        {},
+        SCHEDULE,
+        whole,
         lambda: kinds.AdamW(schedule, weight_decay=0.1, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2),
     )
     yield "L2", {"kernel_regularizer": "l2"}, lambda: kinds.SGD(0.1)
-    whole = {"kernel_regularizer": regularizers.OrthogonalRegularizer(0.1), "kernel_constraint": constraints.UnitNorm()}
     yield WHOLE, whole, lambda: kinds.SGD(0.1)
-    yield ACTIVITY, {"activity_regularizer": "l2"}, lambda: kinds.SGD(0.1)
     yield "Ftrl", {}, lambda: kinds.Ftrl(1e-2)
     yield "Lion", {}, lambda: kinds.Lion(1e-3)
     for name in ("RMSprop", "Adam", "Adadelta", "Adagrad", "Adamax", "Nadam"):  # epsilon: not rounding by rounding
         yield name, {}, lambda name=name: getattr(kinds, name)(1e-2, epsilon=1e-3)
 
 
-CLIPNORM = "L2, momentum, clipnorm"
+CLIPNORM = "L2 of weights and of activities, momentum, clipnorm"
 WHOLE = "a regularizer and a constraint of the whole"
-ACTIVITY = "an activity regularizer"
-FEW = ("global_clipnorm", "schedule, decay, average, accumulation", WHOLE, "Adam")
-MORE = (*FEW[:3], CLIPNORM, ACTIVITY)
+SCHEDULE = f"{WHOLE}; schedule, decay, average, accumulation"
+FEW = ("global_clipnorm", SCHEDULE, "Adam")
+MORE = (*FEW[:2], CLIPNORM)
 """Without --full.  The other optimizers differ in what they compute of an element."""
 
 
@@ -60,9 +60,9 @@ def every_optimizer(parallel: bool, names: tuple[str, ...] = ()) -> dict[str, An
         optimizer = made()
         if parallel:
             split = name != CLIPNORM  # here slots of whole variables are whole
-            chosen = "auto" if name == ACTIVITY else plan
+            chosen = "auto" if name == CLIPNORM else plan  # its losses of activities are proven, too
             model = tpk.keras.TensorParallel(model, plan=chosen, shard_optimizer_states=split)
-            plan = plan if name == ACTIVITY else model.tensor_parallel_plan
+            plan = plan if name == CLIPNORM else model.tensor_parallel_plan
         if dist.get_world_size() == 1:
             models.exact(model)
             object.__setattr__(optimizer, "_clip_by_norm", models.ExactClip(optimizer.clipnorm))

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpkernels.integrations.keras import backend
+from tpkernels.integrations.keras.clones import constructor
 from tpkernels.integrations.keras.plan import KerasPlan
 from tpkernels.integrations.keras.refused import refuse_late
 from tpkernels.integrations.keras.rules import rules_plan
+from tpkernels.integrations.keras.saved import try_out
 
 __all__ = ["layout_map", "on_devices", "wrap"]
 
@@ -32,6 +34,8 @@ def layout_map(plan: KerasPlan | str, device_mesh: Any) -> Any:
         ValueError: the mesh has no axis "model", or as many devices on it as the plan has no ranks.
     """
     keras = backend.keras_module()
+    if not isinstance(device_mesh, keras.distribution.DeviceMesh):
+        raise ValueError(f"device_mesh must be a keras.distribution.DeviceMesh, got {device_mesh!r}")
     plan = KerasPlan.from_json(plan) if isinstance(plan, str) else plan
     if not isinstance(plan, KerasPlan):
         raise ValueError(f"plan must be a plan of make_plan or its JSON, got {plan!r}")
@@ -57,7 +61,7 @@ def layout_map(plan: KerasPlan | str, device_mesh: Any) -> Any:
 
 _METHODS = (
     "compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "save", "export",
-    "save_weights", "load_weights", "get_config", "to_json", "summary", "count_params", "get_weights", "set_weights",
+    "save_weights", "get_config", "to_json", "summary", "count_params", "get_weights", "set_weights",
     "__call__",
 )  # fmt: skip
 """What runs as the model's own class, in the scope of its distribution."""
@@ -82,6 +86,29 @@ class OnDevices:
         plan: KerasPlan = vars(self)["tensor_parallel"].plan
         return plan
 
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Keras's ``load_weights``, the optimizer's state included; on an error nothing changes.
+
+        Raises:
+            ValueError: the file is damaged, missing or for another model.
+        """
+        moved: Moved = vars(self)["tensor_parallel"]
+        optimizer: Any = getattr(self, "optimizer", None)
+        variables = list(self.variables)  # type: ignore[attr-defined]
+
+        def read() -> None:
+            moved.kind.load_weights(self, filepath, *args, **kwargs)  # type: ignore[attr-defined]
+
+        with moved.distribution.scope():
+            if optimizer is not None:
+                _build(self, moved)
+                variables += optimizer.variables
+            try:
+                try_out(read, variables)
+            except OSError as error:
+                raise ValueError(f"load_weights({str(filepath)!r}): {error}") from error
+            read()
+
 
 def _in_scope(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,12 +117,11 @@ def _in_scope(name: str) -> Callable[..., Any]:
         self.__class__ = moved.kind  # so that what is saved says its own class
         try:
             with moved.distribution.scope():
-                if name in ("fit", "train_on_batch") and moved.shard_optimizer_states:
-                    _split_slots(self, moved.distribution)
+                if name in ("fit", "train_on_batch"):
+                    _build(self, moved)
                 result = getattr(moved.kind, name)(self, *args, **kwargs)
-                if name == "compile":  # the user has made an optimizer and metrics outside of the scope
-                    made = self.optimizer.variables if self.optimizer is not None else []
-                    _move([*made, *self.metrics_variables], moved.distribution)
+                if name == "compile":
+                    _move_compiled(self, moved.distribution)
                 return result
         finally:
             self.__class__ = kind
@@ -124,9 +150,10 @@ def wrap(
     chosen, distribution = on_devices(model, world_size, device_ids, plan)
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    model.__class__ = type(kind.__name__, (OnDevices, base, kind), names)
+    model.__class__ = type(kind.__name__, (OnDevices, base, kind), names | constructor(kind))
     backend.bare(model, "tensor_parallel", Moved(kind, chosen, distribution, shard_optimizer_states))
     backend.forget_functions(model)
+    _move_compiled(model, distribution)
     if chosen.world_size > 1:
         refuse_late(backend.all_layers(model))
     return model
@@ -163,15 +190,23 @@ def _move(variables: Sequence[Any], distribution: Any) -> None:
         backend.move(variable, keras.distribution.distribute_tensor(backend.raw_value(variable), layout), layout)
 
 
-def _split_slots(model: Any, distribution: Any) -> None:
-    """Cut slots that are whole on every device by their first dimension, where the devices divide it."""
-    keras, optimizer, mesh = backend.keras_module(), model.optimizer, distribution.device_mesh
+def _move_compiled(model: Any, distribution: Any) -> None:
+    """Move what a user made outside of the distribution's scope: the optimizer's numbers and those of metrics."""
+    made = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
+    _move([*made, *model.metrics_variables], distribution)
+
+
+def _build(model: Any, moved: Moved) -> None:
+    """Make the optimizer's slots, and cut those that are whole on every device by their first dimension, where the
+    devices divide it."""
+    optimizer, mesh = model.optimizer, moved.distribution.device_mesh
     if optimizer is None:
         return  # which fit refuses
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    for slot in optimizer.variables:
+    for slot in optimizer.variables if moved.shard_optimizer_states else ():
         shape = tuple(slot.shape)
         if shape and shape[0] % mesh.shape[-1] == 0 and slot.value.sharding.is_fully_replicated:
-            layout = keras.distribution.TensorLayout((AXES[1], *[None] * (len(shape) - 1)), mesh)
-            backend.move(slot, keras.distribution.distribute_tensor(backend.raw_value(slot), layout), layout)
+            layout = backend.keras_module().distribution.TensorLayout((AXES[1], *[None] * (len(shape) - 1)), mesh)
+            value = backend.keras_module().distribution.distribute_tensor(backend.raw_value(slot), layout)
+            backend.move(slot, value, layout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,23 @@ import torch.distributed as dist
 from tpkernels.integrations.keras import backend, on_jax, optimizers
 from tpkernels.integrations.keras.batches import compared
 from tpkernels.integrations.keras.callbacks import prepared
+from tpkernels.integrations.keras.clones import constructor, describe_whole
 from tpkernels.integrations.keras.generation import generating
 from tpkernels.integrations.keras.linears import linear
 from tpkernels.integrations.keras.losses import sum_of_parts, whole_constraint, whole_regularizer
 from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan
 from tpkernels.integrations.keras.planner import check_built, check_count, make_plan
 from tpkernels.integrations.keras.refused import refuse_late
-from tpkernels.integrations.keras.saved import Parallel, plain, same_file, state_of, writers, written
+from tpkernels.integrations.keras.saved import (
+    Parallel,
+    by_methods,
+    hub_files,
+    loaded,
+    part_files,
+    plain,
+    state_of,
+    written,
+)
 from tpkernels.integrations.keras.shadow import equation_of, named_layers
 from tpkernels.integrations.keras.start import (
     check_backend_name,
@@ -32,9 +43,8 @@ from tpkernels.integrations.keras.start import (
     same_generators,
     same_variables,
 )
-from tpkernels.integrations.keras.stored import unread
 from tpkernels.integrations.keras.tables import lookup
-from tpkernels.integrations.keras.variables import Shards, checked_only
+from tpkernels.integrations.keras.variables import Shards
 from tpkernels.nn.digests import json_digest
 from tpkernels.state.collective_errors import Ranks
 
@@ -185,24 +195,7 @@ class TensorParallel:
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
         variables = [*self.variables, *(optimizer.variables if optimizer is not None else ())]  # type: ignore[attr-defined]
-
-        def read() -> None:
-            with unread():
-                state.kind.load_weights(self, filepath, *args, **kwargs)  # type: ignore[attr-defined]
-
-        def try_out() -> None:
-            try:
-                with checked_only(variables):
-                    read()
-            except (ValueError, OSError):
-                raise
-            except Exception as error:  # damaged files raise whatever their readers do: KeyError, BadZipFile, ...
-                raise ValueError(f"this cannot be read as a weight file: {type(error).__name__}: {error}") from error
-
-        ranks = Ranks([state.shards.pg])
-        what = same_file(ranks, "load_weights", filepath)
-        ranks.step(what, try_out)
-        ranks.step(what, read)
+        loaded(state, self, "load_weights", state.kind.load_weights, variables, filepath, *args, **kwargs)  # type: ignore[attr-defined]
         state.unloaded = False
 
     def export(self, *args: Any, **kwargs: Any) -> None:
@@ -219,20 +212,13 @@ class TensorParallel:
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         """A model that is not parallel."""
-        kind: Any = next(base for base in cls.__mro__ if not issubclass(base, TensorParallel))
+        own = (base for base in cls.__mro__ if not issubclass(base, TensorParallel | on_jax.OnDevices))
+        kind: Any = next(own)
         return kind.from_config(config, custom_objects=custom_objects)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Take whole weights, as ``get_weights`` gives them."""
-        variables = self.weights  # type: ignore[attr-defined]
-        if len(variables) != len(weights):
-            raise ValueError(f"set_weights got {len(weights)} arrays, and {self.name!r} has {len(variables)} weights")  # type: ignore[attr-defined]
-        with state_of(self).shards.whole_shapes():
-            for variable, value in zip(variables, weights, strict=True):
-                if tuple(value.shape) != tuple(variable.shape):
-                    raise ValueError(f"{variable.path} has shape {tuple(variable.shape)}, got {tuple(value.shape)}")
-        for variable, value in zip(variables, weights, strict=True):
-            variable.assign(value)
+        state_of(self).shards.set_weights(self, weights)
         state_of(self).unloaded = False
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
@@ -284,13 +270,16 @@ def _wrap(model: Any, pg: dist.ProcessGroup, plan: KerasPlan | str, shard_optimi
     kind = type(model)
     unloaded = any(backend.raw_value(variable).is_meta for variable in model.variables)
     state = Parallel(kind, chosen, shards, shard_optimizer_states, unloaded)
-    members = generating(model, chosen, shards) | writers(kind) if world_size > 1 else {}
+    members = generating(model, chosen, shards) | hub_files(kind) | by_methods(kind) if world_size > 1 else {}
     if world_size > 1:
         _apply(model, chosen, shards)
     _take_off_meta(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    model.__class__ = type(kind.__name__, (TensorParallel, kind), names | members)
+    model.__class__ = type(kind.__name__, (TensorParallel, kind), names | members | constructor(kind))
     backend.bare(model, "tensor_parallel", state)
+    if world_size > 1:
+        describe_whole(model, chosen)
+        part_files(model)
     backend.forget_functions(model)
     if getattr(model, "optimizer", None) is not None and world_size > 1:
         optimizers.prepare(model.optimizer, shards, slice_slots=shard_optimizer_states)
@@ -321,6 +310,9 @@ def _apply(model: Any, plan: KerasPlan, shards: Shards) -> None:
         for generator in generators:
             backend.bare(generator, "next", _seed_of_rank(generator.next, shards.rank))
             backend.draw_from_state(generator)
+    for name, layer in layers.items():
+        if name:
+            backend.bare(layer, "set_weights", partial(shards.set_weights, layer))
     refuse_late(layers.values())
     backend.retrack(backend.all_layers(model))
 

@@ -74,6 +74,22 @@ class Shards:
         part: Tensor = backend.raw_value(variable).detach().contiguous()
         return cut.joined(all_gather(part, self.pg, dim=cut.dim, shard_sizes=cut.sizes))
 
+    def set_weights(self, layer: Any, weights: Sequence[Any]) -> None:
+        """Give a layer, or the model, whole weights, as ``get_weights`` gives them: this rank keeps its parts.
+
+        Raises:
+            ValueError: there are more or fewer than it has, or one has another shape; nothing has changed.
+        """
+        variables = layer.weights
+        if len(variables) != len(weights):
+            raise ValueError(f"set_weights got {len(weights)} arrays, and {layer.name!r} has {len(variables)} weights")
+        for variable, value in zip(variables, weights, strict=True):
+            shape = variable.tensor_parallel_cut.shape if is_cut(variable) else tuple(variable.shape)
+            if tuple(value.shape) != tuple(shape):
+                raise ValueError(f"{variable.path} has shape {tuple(shape)}, got {tuple(value.shape)}")
+        for variable, value in zip(variables, weights, strict=True):
+            variable.assign(value)
+
     @property
     def serving(self) -> bool:
         return self._serving
