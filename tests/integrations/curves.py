@@ -63,9 +63,9 @@ def _whole(model: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str,
     return found
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any, eps: float = 1e-4) -> torch.optim.Optimizer:
     # With the usual eps of 1e-8 AdamW makes the rounding of a gradient that is almost 0 a step of full size.
-    return torch.optim.AdamW(parameters, 3e-3, eps=1e-4)
+    return torch.optim.AdamW(parameters, 3e-3, eps=eps)
 
 
 def batches(steps: int = STEPS, rows: int = 2, length: int = 9) -> list[Batch]:
