@@ -123,7 +123,7 @@ class ParallelMultiheadAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> PackedParameter:
-        """Shape, dtype and device of the packed weight, for torch's ``get_model_state_dict``, which looks for its name."""
+        """Shape, dtype and device of the packed weight, for ``get_model_state_dict``, which looks for its name."""
         return PackedParameter.of("in_proj_weight", (3 * self.embed_dim, self.embed_dim), self.query.weight)
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.integrations.curves import adamw
 from tests.nn.reference import LIMIT_S
 from tpkernels.testing.spawn import Pools
 from tpkernels.verification.bounds import FACTOR, bounds_of
@@ -129,7 +130,7 @@ def local(x: Tensor) -> Tensor:
 
 def train(model: Any, steps: int = STEPS) -> dict[str, Tensor]:
     """Losses, the first step's gradients and the last weights, by name, as this rank holds them."""
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-2)  # see tests.integrations.curves.adamw
+    optimizer = adamw(model.parameters())
     found: dict[str, Tensor] = {}
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
