@@ -15,7 +15,18 @@ MEGATRON = f"{INTEGRATIONS}/megatron/test_megatron.py"
 
 TRAINERS = (
     # a packed name in a file, a rank that does not save, ranks with other batches
-    Edit(f"{HF}/prepared.py", "        speak_originals(inner)\n", "        pass\n", TRAINER),
+    Edit(
+        "state/plain_state.py",
+        "            module.register_state_dict_post_hook(_gather)\n",
+        "            pass\n",
+        TRAINER,
+    ),
+    Edit(
+        f"{HF}/prepared.py",
+        "        speak_originals(inner)\n",
+        "        pass\n",
+        f"{HF_TESTS}/test_trainer.py -k test_trainer_trains",
+    ),
     Edit(
         f"{HF}/snapshots.py",
         "        save_snapshot(given",
