@@ -17,8 +17,8 @@ TRAINERS = (
     # a packed name in a file, a rank that does not save, ranks with other batches
     Edit(
         "state/plain_state.py",
-        "            module.register_state_dict_post_hook(_gather)\n",
-        "            pass\n",
+        "            state_dict = full_state_dict(self, rank=0)\n",
+        "            state_dict = {name: gathered(one) for name, one in self.named_parameters()}\n",
         TRAINER,
     ),
     Edit(
