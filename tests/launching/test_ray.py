@@ -1,6 +1,6 @@
 """Ray Train's own TorchTrainer with two workers: the example, and a worker that is killed.
 
-Ray, with what its Train imports, is 490 MB: `.ci/run` installs it beside the environment, and runs this file alone.
+Ray, with what its Train imports, is 417 MB: `.ci/run` installs it beside the environment, and runs this file alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.nn.reference import LIMIT_S
 from tpkernels.testing.spawn import Pools
 
 if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas", "pyarrow")):
-    pytest.skip("--full: only where ray[train], 490 MB, was installed by hand", allow_module_level=True)
+    pytest.skip("--full: only where ray[train], 417 MB, was installed by hand", allow_module_level=True)
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
