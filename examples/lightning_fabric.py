@@ -25,11 +25,12 @@ def main() -> None:
     strategy = ModelParallelStrategy(
         tpk_lightning.parallelize(example_inputs=x), data_parallel_size=1, tensor_parallel_size=ranks
     )
-    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+    fabric = Fabric(accelerator="auto", devices=ranks, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)  # every rank builds the same model
     layer = torch.nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
-    model = fabric.setup_module(torch.nn.Sequential(layer, torch.nn.Linear(64, 64)))
+    model = torch.nn.Sequential(layer, torch.nn.Linear(64, 64)).to(fabric.device)
+    model, x = fabric.setup_module(model), x.to(fabric.device)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))  # after setup_module
     for step in range(args.steps):
         loss = (model(x) - x.flip(1)).square().mean()

@@ -43,10 +43,10 @@ def main() -> None:
         "2": ColumnParallel(input_layouts=cut, output_layouts=Shard(-1)),
         "": Replicated(),  # last: what is left becomes DTensors, too
     }
-    parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(model.to(mesh.device_type), mesh["tp"], plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # after parallelize_module
 
-    x = torch.randn(4, 8, 16)
+    x = torch.randn(4, 8, 16).to(mesh.device_type)
     target = x.flip(1).chunk(mesh["tp"].size(), -1)[mesh["tp"].get_local_rank()]  # this rank's features
     own = x.chunk(mesh["tp"].size(), -1)[mesh["tp"].get_local_rank()]
     for step in range(args.steps):

@@ -23,7 +23,15 @@ from tpkernels import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *PAGES)
+JOBS = {
+    "torchrun": "train.torchrun.sh",
+    "slurm": "train.slurm",
+    "mpi": "train.mpi.sh",
+    "kubernetes": "train.pytorchjob.yaml",
+    "ray": "ray_train.py",
+}
+"""Pages in docs/hosts, and the job file in examples/ that each shows."""
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *PAGES, *(f"docs/hosts/{name}.md" for name in JOBS))
 README_LINES = 200
 ELSEWHERE = "docs/trainers.md"
 """Run by tests/integrations/test_page.py: it needs packages, and a GPU where nobody turns accelerate's check off."""
@@ -289,6 +297,21 @@ def test_files_that_the_documents_name_exist() -> None:
             if "://" not in target and not ROOT.joinpath(document).parent.joinpath(target).exists():
                 missing.append(f"{document}: {target}")
     assert not missing, missing
+
+
+@pytest.mark.cpu
+def test_each_page_of_a_launcher_shows_its_job_file_and_that_is_well_formed() -> None:
+    yaml = pytest.importorskip("yaml", reason='the site needs pip install ".[docs]"')
+    assert {path.stem for path in ROOT.glob("docs/hosts/*.md")} == set(JOBS)
+    for page, file in JOBS.items():
+        text = ROOT.joinpath("examples", file).read_text()
+        assert f"\n{text}```\n" in ROOT.joinpath("docs", "hosts", f"{page}.md").read_text(), page
+        if file.endswith(".yaml"):
+            for pods in yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"].values():
+                (container,) = pods["template"]["spec"]["containers"]
+                check_launcher([word.removeprefix("/") for word in container["command"]])
+        elif not file.endswith(".py"):
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.cpu

@@ -18,7 +18,10 @@ import torch.distributed as dist
 from tests.nn.reference import LIMIT_S
 from tpkernels.testing.spawn import Pools
 
-for _name in ("transformers", "accelerate", "peft", "lightning"):
+transformers = pytest.importorskip(
+    "transformers", reason="the package transformers is missing: pip install transformers"
+)
+for _name in ("accelerate", "peft", "lightning"):
     pytest.importorskip(_name, reason=f"the package {_name} is missing: pip install {_name}")
 
 from tests.integrations.lightning.test_lightning import as_a_rank  # noqa: E402
@@ -74,29 +77,52 @@ def test_a_trainer_takes_three_lines_of_ours() -> None:
         assert 1 <= len(ours) <= LINES, ours
 
 
-def run_example(name: str, arguments: list[str], folder: str) -> str:
+EXAMPLES: list[tuple[str, list[str]]] = [
+    ("parallelize_module.py", []),
+    ("lightning_fabric.py", []),
+    ("lightning_trainer.py", ["--folder", "lightning"]),
+    ("accelerate_loop.py", ["--cpu", "--folder", "accelerate"]),
+    ("peft_lora.py", ["--folder", "peft"]),
+    ("transformers_trainer.py", ["--cpu", "--folder", "run"]),
+]
+
+
+def run_examples(examples: list[tuple[str, list[str]]], folder: str) -> list[str]:
+    """What each prints, as a file."""
     os.chdir(folder)
-    output = io.StringIO()
-    told = {"WORLD_SIZE": str(dist.get_world_size())}
-    with on_cpu(), as_a_rank(), mock.patch.dict(os.environ, told), contextlib.redirect_stdout(output):
-        with mock.patch.object(sys, "argv", [name, *arguments]):
-            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-    return output.getvalue()
+    printed = []
+    world = str(dist.get_world_size())
+    for name, arguments in examples:
+        output = io.StringIO()
+        with on_cpu(), as_a_rank(), mock.patch.dict(os.environ, {"WORLD_SIZE": world}):
+            with contextlib.redirect_stdout(output), mock.patch.object(sys, "argv", [name, *arguments]):
+                runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        printed.append(output.getvalue())
+    return printed
 
 
-def test_examples_run_as_files_and_learn(ranks: Pools, folder: str) -> None:
-    for name in ("parallelize_module.py", "lightning_fabric.py"):
-        output, other = ranks(2).run(run_example, name, ["--steps", "3"], folder, timeout=LIMIT_S)
-        losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.M)]
-        assert len(losses) == 3 and losses[2] < losses[0] and other == "", output
-    name, common = "transformers_trainer.py", ["--cpu", "--folder", "run"]
-    first = ranks(2).run(run_example, name, [*common, "--steps", "2"], folder, timeout=LIMIT_S)[0]
-    resumed = [*common, "--steps", "3", "--resume", "run/checkpoint-2"]
-    second = ranks(1).run(run_example, name, resumed, folder, timeout=LIMIT_S)[0]
-    assert len(_losses(first)) == 2 and len(_losses(second)) == 3, "the log of the first run, and one step more"
-    assert _losses(second)[:2] == _losses(first)
+def test_examples_run_as_files_and_learn(ranks: Pools, folder: str, full: bool) -> None:
+    examples = [(name, [*arguments, "--steps", "3"]) for name, arguments in EXAMPLES]
+    first, others = ranks(2).run(run_examples, examples, folder, timeout=2 * LIMIT_S)
+    for (name, _), output, other in zip(examples, first, others, strict=True):
+        losses = losses_of(output)
+        assert len(losses) == 3 and losses[2] < losses[0], (name, output)
+        assert other == "" or name == "transformers_trainer.py", (name, other)
+    merged, info = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/peft/merged", output_loading_info=True)
+    assert not any(info.values()) and not any("lora" in name for name, _ in merged.named_parameters())
+    if full:
+        again = [
+            ("transformers_trainer.py", ["--cpu", "--folder", "run", "--steps", "4", "--resume", "run/checkpoint-3"]),
+            ("accelerate_loop.py", ["--cpu", "--folder", "accelerate", "--steps", "1", "--resume", "accelerate/state"]),
+        ]
+        ((trained, looped),) = ranks(1).run(run_examples, again, folder, timeout=2 * LIMIT_S)
+        assert losses_of(trained)[:3] == losses_of(first[-1]) and len(losses_of(trained)) == 4
+        assert losses_of(looped)[0] < losses_of(first[3])[2]
 
 
-def _losses(output: str) -> list[float]:
-    found: list[float] = ast.literal_eval(output.strip().splitlines()[-1].removeprefix("losses "))
-    return found
+def losses_of(output: str) -> list[float]:
+    """Those of the lines, or of the list that the last one prints."""
+    if "losses " in output:
+        found: list[float] = ast.literal_eval(output.strip().splitlines()[-1].removeprefix("losses "))
+        return found
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.M)]

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from tests.mutations.edit import Edit
+from tests.mutations.trainer_edits import TRAINERS
 
 __all__ = ["EDITS", "Edit"]
-
-
-class Edit(NamedTuple):
-    file: str
-    """Below ``tpkernels/``."""
-    old: str
-    """Stands in the file once."""
-    new: str
-    tests: str
-    """Arguments of pytest."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}: {self.new.strip()}"
-
 
 PARTITION, CONTRACT = "tests/test_partition.py", "tests/backends/test_contract.py"
 CHUNKED, UNFUSED = f"{CONTRACT} -k chunked", f"{CONTRACT} -k unfused"
@@ -435,4 +421,5 @@ EDITS = (
         '"LOCAL_RANK": str(0)',
         "tests/launching/test_local_ranks.py",
     ),
+    *TRAINERS,
 )

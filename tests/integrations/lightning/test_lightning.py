@@ -105,12 +105,11 @@ def run(model: nn.Module) -> Curve:
     return plain_train(model, batches())
 
 
+@pytest.mark.full("Lightning's Trainer runs the same strategy, and the page runs Fabric")
 @pytest.mark.parametrize(("world", "replicas", "name"), [(2, 1, "gpt2"), (4, 2, "llama"), (3, 1, "gpt2")])
 def test_fabric_trains_and_goes_on_as_one_process_does(
-    ranks: Pools, tmp_path: Path, world: int, replicas: int, name: str, full: bool
+    ranks: Pools, tmp_path: Path, world: int, replicas: int, name: str
 ) -> None:
-    if world > 2 and not full:
-        pytest.skip("--full: more than two ranks")
     expected = reference(MODELS[name](), run)
     arguments = (name, replicas, str(tmp_path / "checkpoint"), expected, True)
     for found in ranks(world).run(in_fabric, *arguments, timeout=2 * LIMIT_S):
@@ -147,15 +146,19 @@ def test_a_model_without_values_is_loaded_or_refused(ranks: Pools, tmp_path: Pat
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
-    def __init__(self, name: str, replicas: int, *, compiled: bool = False) -> None:
+    def __init__(
+        self, name: str, replicas: int, *, compiled: bool = False, checkpoints: bool = False, eps: float = 1e-4
+    ) -> None:
         super().__init__()
-        self.compiled = compiled
+        self.compiled, self.checkpoints, self.eps = compiled, checkpoints, eps
         self.model, self.replicas, self.losses, self.norms = MODELS[name](), replicas, [], []
         self.seen: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
         if self.replicas and not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             tpk_lightning.parallelize()(self.model, self.device_mesh)
+        if self.checkpoints:
+            self.model.gradient_checkpointing_enable()
         if self.compiled:
             self.model.compile(backend="aot_eager", fullgraph=True)
 
@@ -174,7 +177,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         self.norms.append(float(whole(nn.utils.get_total_norm(grads))))
 
     def configure_optimizers(self) -> Any:
-        return adamw(self.parameters())
+        return adamw(self.parameters(), self.eps)
 
 
 def fit(
@@ -184,12 +187,13 @@ def fit(
     resume: str | None,
     callbacks: Sequence[Any] = (),
     given: Sequence[Tensor] = (),
+    **more: Any,
 ) -> Any:
-    options: dict[str, Any] = {"devices": 1}
+    options: dict[str, Any] = {"devices": 1, **more}
     if module.replicas:
         world = dist.get_world_size()
         sizes = {"data_parallel_size": module.replicas, "tensor_parallel_size": world // module.replicas}
-        options = {"devices": world, "strategy": TrainerStrategy(**sizes), "use_distributed_sampler": False}
+        options |= {"devices": world, "strategy": TrainerStrategy(**sizes), "use_distributed_sampler": False}
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=limit,
@@ -221,12 +225,12 @@ def in_trainer(name: str, folder: str, expected: Reference, replicas: int) -> di
     return expected.wrong(joined(first, rest))
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.full("more than two ranks"))]
+)
 def test_lightnings_trainer_trains_and_goes_on_as_one_process_does(
-    ranks: Pools, tmp_path: Path, world: int, replicas: int, full: bool
+    ranks: Pools, tmp_path: Path, world: int, replicas: int
 ) -> None:
-    if world > 2 and not full:
-        pytest.skip("--full: more than two ranks")
     expected = reference(MODELS["llama"](), run)
     results = ranks(world).run(in_trainer, "llama", str(tmp_path), expected, replicas, timeout=2 * LIMIT_S)
     assert results == [{}] * world
@@ -242,9 +246,8 @@ def compiled(folder: str) -> tuple[Curve, int]:
     return Curve(module.losses, module.norms, module.seen, weights_of(module.model)), graphs
 
 
-def test_a_model_is_compiled_as_one_graph(ranks: Pools, tmp_path: Path, full: bool) -> None:
-    if not full:
-        pytest.skip("--full: seconds of compiling")
+@pytest.mark.full("seconds of compiling")
+def test_a_model_is_compiled_as_one_graph(ranks: Pools, tmp_path: Path) -> None:
     expected = reference(MODELS["llama"](), run)
     for found, graphs in ranks(2).run(compiled, str(tmp_path), timeout=2 * LIMIT_S):
         assert expected.wrong(found) == {} and graphs == 1
@@ -259,11 +262,40 @@ def after_fit(folder: str, replicas: int, dtype: torch.dtype = torch.float32) ->
     return joined(first, rest)
 
 
-def test_what_is_saved_after_fit_goes_on_as_lightning_does(ranks: Pools, tmp_path: Path, full: bool) -> None:
+@pytest.mark.full("a variation")
+def test_what_is_saved_after_fit_goes_on_as_lightning_does(ranks: Pools, tmp_path: Path) -> None:
     """Lightning itself then finishes the last epoch again, with one batch, before it begins anew."""
-    if not full:
-        pytest.skip("--full: a variation")
     exact, plain = (after_fit(str(tmp_path / str(dtype)), 0, dtype) for dtype in (torch.float64, torch.float32))
     expected = Reference.of(exact, plain)
     for found in ranks(2).run(after_fit, str(tmp_path / "parallel"), 1, timeout=2 * LIMIT_S):
         assert expected.wrong(found) == {}
+
+
+MICRO = 2
+VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "micro-batches": ({}, {"accumulate_grad_batches": MICRO}),
+    "checkpoints": ({"checkpoints": True}, {}),
+    "bf16": ({"eps": 1e-2}, {"precision": "bf16-mixed"}),
+}
+"""What the module is told, and what Lightning's Trainer is."""
+
+
+def varied(folder: str, variation: str, replicas: int, exact: bool = False) -> Curve:
+    options, trainer = VARIATIONS[variation]
+    module = Module("llama", replicas, **options)
+    if exact:
+        module, trainer = module.double(), {key: value for key, value in trainer.items() if key != "precision"}
+    given = batches(6 * trainer.get("accumulate_grad_batches", 1))
+    with as_a_rank() if replicas else contextlib.nullcontext():
+        fit(module, folder, 6, None, given=given, **trainer)
+    return Curve(module.losses, module.norms, module.seen, weights_of(module.model))
+
+
+@pytest.mark.full("micro-batches run under transformers' Trainer as well")
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_lightnings_variations_train_as_on_one_process(ranks: Pools, tmp_path: Path, variation: str) -> None:
+    exact, plain = (varied(str(tmp_path / str(kind)), variation, 0, kind) for kind in (True, False))
+    expected = Reference.of(exact, plain)
+    for found in ranks(2).run(varied, str(tmp_path / "parallel"), variation, 1, timeout=2 * LIMIT_S):
+        assert expected.wrong(found) == {}
+        assert (len(found.losses), len(found.norms)) == (MICRO * 6 if variation == "micro-batches" else 6, 6)

@@ -89,7 +89,9 @@ def files(model: Any) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full("each layer is compared by itself as well"))]
+)
 def test_a_gpt_has_the_bits_of_stock_megatron_and_is_as_exact_as_one_process(
     ranks: Pools, sequence_parallel: bool
 ) -> None:
@@ -172,10 +174,8 @@ def layers() -> list[tuple[str, list[Tensor | None], list[Tensor | None]]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_option_of_a_layer_gives_what_megatron_gives(ranks: Pools, world: int, full: bool) -> None:
-    if world == 3 and not full:
-        pytest.skip("--full: three ranks")
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full("three ranks"))])
+def test_every_option_of_a_layer_gives_what_megatron_gives(ranks: Pools, world: int) -> None:
     for result in ranks(world).run(layers, timeout=LIMIT_S):
         assert len(result) == 20 - 4 + 4
         for name, stock, ours in result:

@@ -145,11 +145,12 @@ def parallel(layouts: str, **options: Any) -> Model:
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("plain", {}),
-    ("plain", {"tied": True}),
     ("sequence", {"positions": False}),
+    ("plain", {"tied": True}),
+    ("plain", {}),
     ("dtensors", {"tied": True}),
 ]
+QUICK = 2
 
 
 def trained(cases: list[tuple[str, dict[str, Any], Reference]]) -> list[dict[str, float]]:
@@ -163,19 +164,20 @@ def trained(cases: list[tuple[str, dict[str, Any], Reference]]) -> list[dict[str
     return found
 
 
-def cases_for(world: int) -> list[tuple[str, dict[str, Any], Reference]]:
+def cases_for(world: int, count: int) -> list[tuple[str, dict[str, Any], Reference]]:
     sizes = {"heads": 3, "groups": 3} if world == 3 else {}
-    return [(layouts, one, reference(build(**one), run)) for layouts, options in CASES for one in [options | sizes]]
+    return [
+        (layouts, one, reference(build(**one), run)) for layouts, options in CASES[:count] for one in [options | sizes]
+    ]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full("three ranks"))])
 def test_plans_with_our_styles_train_as_one_process_does(ranks: Pools, world: int, full: bool) -> None:
     """57 hidden features, 67 tokens and 9 positions divide by neither; with checkpoints in one of the cases."""
-    if world == 3 and not full:
-        pytest.skip("--full: three ranks")
-    for found in ranks(world).run(trained, cases_for(world), timeout=LIMIT_S):
-        assert found == [{}] * len(CASES)
+    count = len(CASES) if full else QUICK
+    for found in ranks(world).run(trained, cases_for(world, count), timeout=LIMIT_S):
+        assert found == [{}] * count
 
 
 def _bias_twice(model: Model) -> None:
@@ -201,6 +203,7 @@ def faulty(expected: Reference, without_positions: Reference) -> list[dict[str, 
 
 
 @pytest.mark.gloo
+@pytest.mark.full("tests/mutations seeds such faults in the product, and tests of the quick run kill them")
 def test_the_comparison_catches_a_bias_added_twice_other_batches_and_a_gradient_not_summed(ranks: Pools) -> None:
     references = [reference(build(positions=positions), run) for positions in (True, False)]
     for found in zip(*ranks(2).run(faulty, *references, timeout=LIMIT_S), strict=True):
@@ -283,12 +286,15 @@ def _pieces() -> dict[str, float]:
     return found
 
 
+FULL = pytest.mark.full("other numbers of ranks")
+
+
 def copied(module: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(module))
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)])
 def test_every_layout_gives_the_values_and_gradients_of_the_module_itself(ranks: Pools, world: int) -> None:
     for found in ranks(world).run(_pieces, timeout=LIMIT_S):
         assert max(found.values()) < 1e-12, found

@@ -20,7 +20,7 @@ import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations import causal_models
 from tests.integrations.curves import VOCABULARY, Curve, Reference
 from tests.integrations.transformers.running import train
-from tests.nn.reference import plan_once, tp_mesh
+from tests.nn.reference import plan_once, tp_mesh, whole
 
 Options = dict[str, Any]
 
@@ -125,6 +125,14 @@ def tokens(model: Any) -> dict[str, Tensor]:
         return {name: model.generate(ids(), **common, **options) for name, options in ways.items()}
 
 
+def answers(model: Any, way: str) -> dict[str, Tensor]:
+    """What a trained model says: its logits, and of one that ``prepare`` has cut what ``generate`` says, too."""
+    model.eval()
+    with torch.no_grad():
+        logits = whole(model(input_ids=ids()).logits).float()
+    return {"logits": logits, **(tokens(model) if way == "prepare" else {})}
+
+
 def run(
     scenario: Scenario,
     path: str,
@@ -132,13 +140,20 @@ def run(
     *,
     resume: str | None = None,
     spoil: Callable[[Any], None] | None = None,
+    ask: Callable[[Any], None] | None = None,
     data: Any = None,
     **options: Any,
 ) -> Curve:
-    """Training on each rank, from the model's files, with a checkpoint at step 3 and one at the end."""
+    """Training on each rank, from the model's files, with a checkpoint at step 3 and one at the end.
+
+    ``spoil`` gets the model before, and ``ask`` behind.
+    """
     model = load(scenario.way, path)
     if spoil is not None:
         spoil(model)
     callbacks = [tpk_transformers.Snapshots(resume)]
     changes = {"save_strategy": "steps", "save_steps": 3} | scenario.trainer | options
-    return train(model, folder, callbacks=callbacks, resume=resume, data=data, **changes)
+    curve = train(model, folder, callbacks=callbacks, resume=resume, data=data, **changes)
+    if ask is not None:
+        ask(model)
+    return curve

@@ -26,7 +26,7 @@ from tests.integrations.curves import Curve, Reference, step  # noqa: E402
 from tests.integrations.transformers import scenarios  # noqa: E402
 from tests.integrations.transformers.running import train  # noqa: E402
 from tests.integrations.transformers.scenarios import Scenario, ids  # noqa: E402
-from tpkernels.integrations.transformers import registered  # noqa: E402
+from tpkernels.integrations.transformers import adapters, registered  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
@@ -66,7 +66,6 @@ def reference(run: Callable[[Any], Curve]) -> Reference:
 
 def adapted(path: str, folder: str) -> dict[str, Any]:
     """Adapters after ``register()``: a step, the files, the merged model; and with a partial gradient."""
-    from torch.distributed.tensor.experimental import implicit_replication
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -86,8 +85,7 @@ def adapted(path: str, folder: str) -> dict[str, Any]:
     with mock.patch.object(registered._Forward, "__call__", partly):  # B alone has four columns
         found["partial"] = step(model, ids())
     model.save_pretrained(folder)
-    with implicit_replication():  # the halves of an adapter are a DTensor and a plain tensor
-        model.merge_and_unload()
+    model.merge_and_unload().save_pretrained(f"{folder}-merged")  # halves of an adapter: a DTensor and a plain tensor
     with torch.no_grad():
         found["merged"] = float(model.base_model.model(input_ids=ids(), labels=ids()).loss)
     return found
@@ -101,32 +99,60 @@ def test_adapters_on_a_model_that_runs_our_ops(ranks: Pools, tmp_path: Path) -> 
         assert expected.right(found["merged"])
         wrong = expected.wrong(found["partial"])
         assert wrong and all(name.startswith("gradient ") for name in wrong)
-    plain = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
+    check_files(folder, expected)
+
+
+def check_files(folder: str, expected: Reference) -> None:
+    """Those of the adapter, and of the model that it was merged into, without us."""
+    adapted = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
+    merged, info = type(LLAMA.build()).from_pretrained(
+        f"{folder}-merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
     with torch.no_grad():
-        assert expected.right(float(plain(input_ids=ids(), labels=ids()).loss))
+        for alone in (adapted, merged):
+            assert expected.right(float(alone(input_ids=ids(), labels=ids()).loss))
 
 
-def before_prepare(path: str, folder: str) -> dict[str, Curve]:
-    """Adapters before ``prepare()``: a step, a run of Trainer from the files, the adapter's files."""
+def before_prepare(path: str, folder: str, full: bool) -> dict[str, Any]:
+    """Adapters before ``prepare()``: a step, the adapter's files, the merged model; and a run of Trainer."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    model = with_adapters(model)
-    fill(model)
-    tpk_transformers.prepare(model, tp_mesh())
-    found = {"step": step(model, ids())}
+    def prepared() -> Any:
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = with_adapters(AutoModelForCausalLM.from_pretrained(path, **options))
+        fill(model)
+        return tpk_transformers.prepare(model, tp_mesh())
+
+    model = prepared()
+    found: dict[str, Any] = {"step": step(model, ids())}
     model.save_pretrained(folder)
-    model.zero_grad()
-    found["run"] = train(model, f"{folder}-run")
+    merged = model.merge_and_unload()
+    merged.save_pretrained(f"{folder}-merged")
+    with torch.no_grad():
+        found["merged"] = float(merged(input_ids=ids(), labels=ids()).loss)
+    if full:
+        found["run"] = train(prepared(), f"{folder}-run")
     return found
 
 
-def test_a_model_with_adapters_is_prepared_and_trained(ranks: Pools, tmp_path: Path) -> None:
+def test_a_model_with_adapters_is_prepared_merged_and_trained(ranks: Pools, tmp_path: Path, full: bool) -> None:
     pytest.importorskip("accelerate", reason="the package accelerate is missing: pip install accelerate")
     expected, folder = reference(partial(step, ids=ids())), str(tmp_path / "adapter")
-    curve = reference(partial(train, folder=tmp_path / "plain"))
-    for found in ranks(2).run(before_prepare, scenarios.saved(LLAMA, tmp_path), folder, timeout=LIMIT_S):
-        assert expected.wrong(found["step"]) == {} and curve.wrong(found["run"]) == {}
-    again = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
-    with torch.no_grad():
-        assert expected.right(float(again(input_ids=ids(), labels=ids()).loss))
+    path = scenarios.saved(LLAMA, tmp_path)
+    results = ranks(2).run(before_prepare, path, folder, full, timeout=LIMIT_S)
+    for found in results:
+        assert expected.wrong(found["step"]) == {} and expected.right(found["merged"])
+    check_files(folder, expected)
+    if full:
+        curve = reference(partial(train, folder=tmp_path / "plain"))
+        for found in results:
+            assert curve.wrong(found["run"]) == {}
+
+
+def test_the_name_of_peft_that_merging_needs_is_named_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft.tuners.lora import layer
+
+    monkeypatch.delattr(layer.Linear, "get_delta_weight")
+    with pytest.raises(ValueError, match=r"has no peft\.tuners\.lora\.layer\.Linear\.get_delta_weight"):
+        adapters.let_adapters_merge.__wrapped__()

@@ -11,7 +11,7 @@ parameters apart by where they lie in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -101,7 +101,11 @@ def _check_parts(model: nn.Module) -> None:
 def _saving(cls: type[Any]) -> type[Any]:
     """A subclass whose ``save_pretrained`` writes the configuration of the unsharded model, as it does the weights."""
 
+    @wraps(cls.save_pretrained)
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+        if not getattr(type(self), "_speaks_originals", False):
+            # PEFT's, whose adapters it has merged: until then, names are PEFT's own.
+            return speak_originals(self).save_pretrained(*args, **options)
         with private_names.unmarked(self):
             return cls.save_pretrained(self, *args, **options)
 

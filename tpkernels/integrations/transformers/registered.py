@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tpkernels.integrations.transformers import private_names
+from tpkernels.integrations.transformers.adapters import is_adapter, let_adapters_merge
 from tpkernels.integrations.transformers.experts import experts_forward
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.embedding import VocabParallelEmbedding
@@ -125,6 +126,8 @@ class Registration:
         layer = _layer(module, what)
         module.forward = _Forward(layer, mesh, what)
         self.used[name] = f"{type(layer).__name__} ({what})"
+        if is_adapter(name):
+            let_adapters_merge()
         if what == "column":
             self._join(name, cast(ColumnParallelLinear, layer))
         return True

@@ -1,0 +1,63 @@
+"""The examples of the trainers on GPUs, as torchrun starts them: nothing of another library is patched here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 600.0
+STEPS = 3
+EXAMPLES = {
+    "parallelize_module.py": "torch",
+    "transformers_trainer.py": "accelerate",
+    "accelerate_loop.py": "accelerate",
+    "peft_lora.py": "peft",
+    "lightning_fabric.py": "lightning",
+    "lightning_trainer.py": "lightning",
+    "megatron_gpt.py": "megatron.core",
+    "torchtitan_llama3.py": "torchtitan",
+}
+"""And the package that it is about."""
+
+
+def losses(example: str, world: int, folder: Path) -> list[float]:
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / example), "--steps", str(STEPS)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed = re.search(r"^losses (\[.*\])$", done.stdout, re.M)
+    found: list[float] = (
+        ast.literal_eval(listed[1])
+        if listed
+        else [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.M)]
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu)]
+)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_of_a_trainer_learns_and_two_gpus_do_as_one(example: str, world: int, tmp_path: Path) -> None:
+    package = EXAMPLES[example]
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"the package {package} is missing")
+    found = losses(example, world, tmp_path / "run")
+    assert len(found) == STEPS and found[-1] < found[0]
+    if world > 1:  # they print four digits
+        assert found == pytest.approx(losses(example, 1, tmp_path / "alone"), abs=2e-3)

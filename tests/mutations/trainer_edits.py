@@ -1,0 +1,106 @@
+"""Seeded faults of the integrations into trainers."""
+
+from __future__ import annotations
+
+from tests.mutations.edit import Edit
+
+__all__ = ["TRAINERS"]
+
+HF, HF_TESTS, INTEGRATIONS = "integrations/transformers", "tests/integrations/transformers", "tests/integrations"
+TRAINER = f"{HF_TESTS}/test_trainer.py -k gpt2_of_prepare"
+PLAN_RUNS = f"{HF_TESTS}/test_register.py -k plan_runs_an_op"
+ADAPTERS = f"{HF_TESTS}/test_peft.py -k runs_our_ops"
+STYLES = f"{INTEGRATIONS}/styles/test_styles.py -k train_as_one_process"
+MEGATRON = f"{INTEGRATIONS}/megatron/test_megatron.py"
+
+TRAINERS = (
+    # a packed name in a file, a rank that does not save, ranks with other batches
+    Edit(
+        "state/plain_state.py",
+        "            state_dict = full_state_dict(self, rank=0)\n",
+        "            state_dict = {name: gathered(one) for name, one in self.named_parameters()}\n",
+        TRAINER,
+    ),
+    Edit(
+        f"{HF}/prepared.py",
+        "        speak_originals(inner)\n",
+        "        pass\n",
+        f"{HF_TESTS}/test_trainer.py -k test_trainer_trains",
+    ),
+    Edit(
+        f"{HF}/snapshots.py",
+        "        save_snapshot(given",
+        "        if args.process_index == 0:\n            save_snapshot(given",
+        TRAINER,
+    ),
+    Edit(f"{HF}/private_names.py", "    model._tp_size = tp_size\n", "    model._tp_size = 1\n", TRAINER),
+    # register() without effect, a partial gradient of LoRA, adapters that cannot be merged
+    Edit(
+        f"{HF}/registered.py", "module.forward = _Forward(layer, mesh, what)", "_Forward(layer, mesh, what)", PLAN_RUNS
+    ),
+    Edit(f"{HF}/registered.py", "        module.forward = found\n", "        del found\n", PLAN_RUNS),
+    Edit(
+        f"{HF}/registered.py",
+        "        y: Tensor = self.layer(x)\n",
+        "        y: Any = self.layer(x) if self.layer.weight.shape[1] != 4 else x @ self.layer.weight.to_local().T\n",
+        ADAPTERS,
+    ),
+    Edit(f"{HF}/registered.py", "            let_adapters_merge()\n", "            pass\n", ADAPTERS),
+    Edit(
+        f"{HF}/experts.py",
+        "return _cut_otherwise(module, layout) or ",
+        "return None or ",
+        f"{HF_TESTS}/test_register.py -k named_with_the_reason",
+    ),
+    # a bias added twice, a sum over the ranks that is left out
+    Edit(
+        "nn/row.py",
+        "return matmul_all_reduce(x, weight, mesh, bias=bias,",
+        "return (0 if bias is None else bias) + matmul_all_reduce(x, weight, mesh, bias=bias,",
+        STYLES,
+    ),
+    Edit(
+        "nn/row.py",
+        "return matmul_all_reduce(x, weight, mesh, bias=bias, implementation=self.implementation)",
+        "return nn.functional.linear(x, weight, bias)",
+        STYLES,
+    ),
+    Edit(
+        "integrations/megatron.py",
+        "return y if self.bias is None else y + self.bias, None",
+        "return y if self.bias is None else y + 2 * self.bias, None",
+        f"{MEGATRON} -k every_option",
+    ),
+    # main_grad by our GEMM and by Megatron's hook
+    Edit(
+        "integrations/megatron.py",
+        "return weight if self.gradient_accumulation_fusion else weight.view_as(weight)",
+        "return weight",
+        f"{MEGATRON} -k micro_batches",
+    ),
+    # factories that leave torchtitan's layer, a model without values that is not loaded
+    Edit(
+        "integrations/torchtitan.py",
+        "new = derive(cfg, GatheringFeedForward.Config)",
+        "new = derive(cfg, FeedForward.Config)",
+        f"{INTEGRATIONS}/torchtitan/test_torchtitan.py -k as_exact",
+    ),
+    Edit(
+        "integrations/torchtitan.py",
+        "output = derive(cfg.wo, ScatteringLinear.Config)",
+        "output = derive(cfg.wo, Linear.Config)",
+        f"{INTEGRATIONS}/torchtitan/test_torchtitan.py -k as_exact",
+    ),
+    Edit(
+        "integrations/lightning.py",
+        "            load_pretrained(model, checkpoint)\n",
+        "            pass\n",
+        f"{INTEGRATIONS}/lightning/test_lightning.py -k without_values",
+    ),
+    Edit(
+        "integrations/accelerate.py",
+        "            load_optimizer_state_dict(model, one, given)\n",
+        "            pass\n",
+        f"{HF_TESTS}/test_accelerate.py -k prepared_loop",
+    ),
+)
