@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.comm import presence, transport
+from tpkernels.comm import connections, presence, transport, watchdog
 from tpkernels.comm.blame import HEARTBEAT_PATIENCE, Looks, failed_first
 from tpkernels.comm.groups import Group
 from tpkernels.comm.job_identity import Foreign
@@ -50,6 +50,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         group.card = card_of(group, device)
         sends = [(peer, group.card) for peer in others]
     cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
+    before = connections.received()
     try:
         if group.backends.waits_in_streams(device.type):
             _await_company(group)
@@ -62,6 +63,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         group.peers = tuple(one["who"] for one in said)
         group.visits = tuple(one["visit"] for one in said)
         group.store_host = next((rank for rank, one in enumerate(said) if one["serves_store"]), None)
+        group.watch = watchdog.guard(group, before, _CARD_BYTES)
         group.key = f"tpkernels/{said[0]['token']}"
         refused = {rank: Record("", {}, one["refused"]) for rank, one in enumerate(said) if one["refused_call"] == call}
         # Before waiting for our sends: ranks that refused do not receive what was sent to them, yet.
