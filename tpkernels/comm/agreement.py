@@ -72,7 +72,8 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
         found = _poll(group, call, part, start)
     except StoreLost as error:
         waited = time.monotonic() - start
-        raise blame(group, call, record.signature, str(error), waited) from error
+        host = () if group.store_host is None else (group.store_host,)
+        raise blame(group, call, record.signature, str(error), waited, suspects=host) from error
     missing = [rank for rank in range(group.size) if rank not in found]
     if missing:
         waited = time.monotonic() - start
