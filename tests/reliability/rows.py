@@ -27,16 +27,13 @@ def _over_gloo(name: str) -> tuple[Row, ...]:
     """The rows that are about calls, on the backends whose calls go over gloo; R7, R18 and R20 are about set-up, the
     exchange of records and shared memory itself, and `symmetric` needs GPUs (tests/gpu)."""
     end = f"-{name}"
-    unfused = (Row("R2" + end, "SIGKILL of a rank mid-op", deaths.OVER_GLOO[name], 0, 50),) if name == "unfused" else ()
     return (
-        *unfused,
         Row("R3" + end, "SIGKILL during rendezvous", _with(deaths.in_rendezvous, name), 0, 50),
         Row("R4" + end, "whole group killed", _with(deaths.whole_group, name), 0, 50),
         Row("R5" + end, "SIGSTOP beyond the time-out", _with(signals.stopped, name), 0, 20),
         Row("R6" + end, "mismatched calls", _with(mismatches.disagreement, name), 0, 60),
         Row("R8" + end, "use after an error", _with(mismatches.after_an_error, name), 0, 30),
         Row("R9" + end, "threads on one group", _with(sharing.threads_and_subgroups, name), 0, 1000),
-        Row("R10" + end, "random sizes", _with(growth.random_sizes, name), 0, 1000),
         Row("R11" + end, "random problems within the bound", _with(values.random_problems, name), 0, 2000),
         Row("R12" + end, "NaN and Inf", _with(values.nonfinite, name), 0, 300),
         Row("R13" + end, "same bits whoever comes first", _with(values.same_bits, name), 0, 20),
@@ -79,5 +76,7 @@ ROWS = (
     Row("R20-pickle", "no pickle in the exchange", records.no_pickle, 1, 10),
     Row("R20-corrupt", "rubbish in the exchange", records.corrupt, 3, 100),
     Row("R20-caches", "caches of tiles that differ or are rubbish", caches.caches, 4, 100),
+    Row("R2-unfused", "SIGKILL of a rank mid-op", deaths.OVER_GLOO["unfused"], 0, 50),
+    Row("R10-unfused", "collectives of random sizes", _with(growth.random_sizes, "unfused"), 0, 1000),
     *(row for name in ("chunked", "unfused") for row in _over_gloo(name)),
 )

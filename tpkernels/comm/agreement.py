@@ -25,7 +25,7 @@ import time
 
 import torch
 
-from tpkernels.comm import presence, resources, transport
+from tpkernels.comm import heartbeats, presence, resources, transport
 from tpkernels.comm.blame import Looks, blame, diagnose
 from tpkernels.comm.bounded_store import StoreLost
 from tpkernels.comm.groups import Group
@@ -124,6 +124,11 @@ def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks
     if any(peer.is_dead() for peer in group.peers) or looks(lambda store: presence.failures(group, store)):
         return True
     present = looks(lambda store: recorded(group, f"{part}/{call}", store))
+    now = time.monotonic()
+    if not group.co_located and now - group.listened > heartbeats.LISTEN_EVERY:  # the monitor listens later, in calls
+        beats = looks(lambda store: read(group, "beat", store))
+        if looks.lost is None:
+            heartbeats.listen(group, beats, now)
     return len(present) == group.size or (waited > AWAIT_OTHERS and mismatch(group, call, present) is not None)
 
 

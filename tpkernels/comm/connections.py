@@ -54,14 +54,19 @@ def received() -> Received:
 
 
 def _connection(descriptor: int) -> tuple[Connection, int] | None:
-    with suppress(OSError):  # it is none
-        # A copy of our own for the moment: Python's object closes what it was given.
-        with socket.socket(fileno=os.dup(descriptor)) as one:
-            one.getpeername()
-            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            if len(info) == _TCP_INFO_BYTES:
-                cookie = struct.unpack("Q", one.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8))[0]
-                return Connection(descriptor, cookie), struct.unpack_from("Q", info, _BYTES_RECEIVED)[0]
+    # A copy of our own for the moment: Python's object closes what it was given.
+    mine = os.dup(descriptor)
+    try:
+        one = socket.socket(fileno=mine)
+    except OSError:  # it is no socket
+        os.close(mine)
+        return None
+    with one, suppress(OSError):  # it is not connected, or not by TCP
+        one.getpeername()
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) == _TCP_INFO_BYTES:
+            cookie = struct.unpack("Q", one.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8))[0]
+            return Connection(descriptor, cookie), struct.unpack_from("Q", info, _BYTES_RECEIVED)[0]
     return None
 
 
