@@ -1,10 +1,12 @@
 // Python bindings of the CPU core: the only file that knows pybind11.
 //
 // Tensors come as addresses; the caller keeps them alive and says sizes that fit.  Calls that may wait or work for long
-// release the GIL; a long wait takes it again every 20 ms to let Python's signal handlers run (Ctrl-C).
+// release the GIL.  A long wait takes it again to let Python's signal handlers run (Ctrl-C), and then waits for whoever
+// has it: so it does that only when a signal has come, if somebody says so (`signals_are_told`), else every 20 ms.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -16,6 +18,7 @@
 #include "cpu/few_rows.h"
 #include "cpu/reduce.h"
 #include "cpu/residual_norm.h"
+#include "cpu/watchdog.h"
 
 namespace py = pybind11;
 using namespace tpk;
@@ -23,16 +26,29 @@ using namespace tpk;
 namespace {
 
 // Ranks compare this when they meet; change it with the layout of the control segment or the protocol.
-constexpr int kAbi = 4;
+constexpr int kAbi = 5;
 // Below this many bytes a sum or copy takes less time than giving up the GIL may cost.
 constexpr std::int64_t kKeepGilBytes = 64 * 1024;
 
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-void run_signal_handlers() {
-    const py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
+std::atomic<bool> signals_are_told{false};
+std::atomic<std::uint64_t> signals_told{0};
+
+// The hook of one channel's waits.
+class SignalHandlers {
+public:
+    void operator()(bool by_signal) {
+        const std::uint64_t told = signals_told.load(std::memory_order_acquire);
+        if (!by_signal && told == seen_ && signals_are_told.load(std::memory_order_relaxed)) return;
+        seen_ = told;
+        const py::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+
+private:
+    std::uint64_t seen_ = signals_told.load(std::memory_order_acquire);
+};
 
 // Mapped memory as a Python buffer; it stays mapped while a tensor uses it.  Peers' segments are mapped read-only,
 // which the buffer does not say: torch warns about read-only buffers, and nothing of ours writes there.
@@ -57,7 +73,7 @@ std::unique_ptr<Channel> open_channel(int rank, int size, int control_fd, const 
     memory.own_file = duplicate(data_fds[static_cast<std::size_t>(rank)]);
     auto liveness = std::make_unique<Liveness>(control_fd, rank);
     return std::make_unique<Channel>(rank, size, std::move(memory), std::move(liveness),
-                                     Patience{timeout_s, spin_us, run_signal_handlers});
+                                     Patience{timeout_s, spin_us, SignalHandlers()});
 }
 
 template <typename Work>
@@ -193,6 +209,7 @@ void bind_channel(py::module_& m) {
         .def("grow", &Channel::grow, py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
         .def("poison", &Channel::poison, py::arg("kind"), py::arg("blamed"), py::arg("text"))
         .def("interrupt", &Channel::interrupt)
+        .def_property_readonly("failed_at", &Channel::failed_at)
         .def("reduce_slots",
              [](Channel& channel, Dtype dtype, std::size_t offset, std::int64_t stride, std::int64_t rows,
                 std::int64_t columns, Epoch signals, std::uintptr_t bias, std::uintptr_t out, std::int64_t out_stride) {
@@ -236,6 +253,28 @@ void bind_channel(py::module_& m) {
         });
 }
 
+void bind_watchdog(py::module_& m) {
+    py::class_<Watch>(m, "Watch")
+        .def(py::init([](const std::vector<std::pair<int, int>>& peers,
+                         const std::vector<std::pair<int, std::uint64_t>>& connections, double grace_s) {
+                 std::vector<Watch::Peer> watched;
+                 for (const auto& [rank, pid] : peers) watched.push_back({rank, pid});
+                 std::vector<Connection> owned;
+                 for (const auto& [fd, cookie] : connections) owned.push_back({fd, cookie});
+                 return std::make_unique<Watch>(watched, std::move(owned), grace_s);
+             }),
+             py::arg("peers"), py::arg("connections"), py::arg("grace_s"),
+             "peers: (rank, process number) each; connections: (descriptor, cookie) each.")
+        .def("enter", &Watch::enter)
+        .def("leave", &Watch::leave)
+        .def_property_readonly("deaths", &Watch::deaths)
+        .def_property_readonly("ended", &Watch::ended)
+        .def_property_readonly("ended_at", &Watch::ended_at);
+    m.def("cookie_of", &cookie_of, "The kernel's number of a socket, never used twice; 0 for what is no socket.");
+    m.def("tell_signals", [](bool whether) { signals_are_told.store(whether, std::memory_order_relaxed); });
+    m.def("signals_have_come", [] { signals_told.fetch_add(1, std::memory_order_acq_rel); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -262,6 +301,7 @@ PYBIND11_MODULE(_native, m) {
     bind_few_rows(m);
     bind_residual_norm(m);
     bind_channel(m);
+    bind_watchdog(m);
     m.def(
         "make_control", [](int size, Epoch first) { return make_control(size, first).release(); }, py::arg("size"),
         py::arg("first") = 0, "File descriptor of a new control segment; the caller closes it.");

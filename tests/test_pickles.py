@@ -1,5 +1,5 @@
 """Nothing that comes from a file or from another rank is unpickled; where pickles are made, it is between a process and
-its own children, or between the ranks of a command that reports to a person."""
+its own children."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ pytestmark = pytest.mark.cpu
 OF_CHILDREN = {
     "launching/rank_process.py", "launching/local_ranks.py", "launching/conversation.py", "testing/spawn.py",
 }  # fmt: skip
-# Results of a command, which its ranks gather at the end; SECURITY.md names them.
-OF_COMMANDS = {
-    "measure/bench.py", "measure/profile.py", "demo/training.py", "selftest/__init__.py",
-    "selftest/first_node_steps.py",
-}  # fmt: skip
 MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
 COLLECTIVES = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
@@ -30,11 +25,11 @@ COLLECTIVES = (
 
 
 def pickle_violations(root: Path) -> list[str]:
-    return [f"{path}:{line}: {what}" for path, line, what in _pickles(root) if _within(path) not in _allowed(what)]
+    return [f"{path}:{line}: {what}" for path, line, what in _pickles(root) if _is_foreign(path, what)]
 
 
-def _allowed(what: str) -> set[str]:
-    return OF_COMMANDS if what in COLLECTIVES else OF_CHILDREN
+def _is_foreign(path: Path, what: str) -> bool:
+    return what in COLLECTIVES or _within(path) not in OF_CHILDREN
 
 
 def _within(path: Path) -> str:
@@ -72,11 +67,8 @@ def test_nothing_foreign_is_unpickled() -> None:
     assert pickle_violations(REPOSITORY) == []
 
 
-def test_the_exceptions_exist_and_the_document_names_those_between_ranks() -> None:
-    found = {_within(path) for path, _, _ in _pickles(REPOSITORY)}
-    assert found == OF_CHILDREN | OF_COMMANDS
-    text = (REPOSITORY / "SECURITY.md").read_text()
-    assert all(f"`tpkernels/{name}`" in text for name in OF_COMMANDS)
+def test_the_exceptions_exist() -> None:
+    assert {_within(path) for path, _, _ in _pickles(REPOSITORY)} == OF_CHILDREN
 
 
 @pytest.mark.parametrize(

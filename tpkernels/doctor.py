@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.backends.symmetric import cuda_native
+from tpkernels.comm import watchdog
 from tpkernels.errors import UnsupportedPlatform
 from tpkernels.gemm import native
 from tpkernels.packages import PIP_LINES, check_platform, untested
@@ -77,16 +78,8 @@ def main(options: argparse.Namespace) -> int:
 def examine() -> Iterator[Finding]:
     """All findings, in the order in which they are shown."""
     for question in (
-        _versions,
-        _cpu,
-        _gpu,
-        _cuda_kernels,
-        _communication,
-        _core,
-        _network_lab,
-        _implementations,
-        _extras,
-    ):
+        _versions, _cpu, _gpu, _cuda_kernels, _communication, _core, _network_lab, _implementations, _extras,
+    ):  # fmt: skip
         yield from question()
 
 
@@ -262,6 +255,15 @@ def _core() -> Iterator[Finding]:
             yield Finding(area, name, ", ".join(facts))
     failures = [finding for name, attempt in SERVICES.items() if (finding := _service(name, attempt))]
     yield from failures or [Finding(area, "kernel services", "work: " + ", ".join(SERVICES))]
+    yield _watchdog()
+
+
+def _watchdog() -> Finding:
+    refusal = watchdog.refusal()
+    if refusal is None:
+        return Finding("communication", "watchdog", "a thread of the compiled core")
+    advice = "while a thread keeps the interpreter's lock, the death of a peer is noticed when it gives it up"
+    return Finding("communication", "watchdog", f"a Python thread alone ({refusal})", "optional", advice)
 
 
 def _service(name: str, attempt: Callable[[], None]) -> Finding | None:

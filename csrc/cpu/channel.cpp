@@ -1,15 +1,11 @@
 #include "cpu/channel.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <climits>
 #include <cstring>
+
+#include "cpu/sleep.h"
 
 namespace tpk {
 
@@ -18,37 +14,11 @@ namespace {
 constexpr double kFirstSliceS = 0.001;
 constexpr double kLastSliceS = 0.008;  // a dead peer is noticed within about this time
 constexpr double kHookEveryS = 0.02;
+constexpr double kCountEveryS = 0.05;  // one system call per rank
 constexpr double kWriterGraceS = 1.0;  // for a rank that reports a failure: a few microseconds of work
 constexpr double kAwaitSidesS = 1.0;
 constexpr int kPausesPerLook = 64;
 constexpr double kYieldAfterUs = 5.0;
-
-double now_s() {
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// The counter is the futex word: between processes, hence without FUTEX_PRIVATE_FLAG.
-void futex_wait(std::atomic<Epoch>& word, Epoch seen, double seconds) {
-    timespec timeout;
-    timeout.tv_sec = static_cast<time_t>(seconds);
-    timeout.tv_nsec = static_cast<long>((seconds - static_cast<double>(timeout.tv_sec)) * 1e9);
-    // Every outcome (woken, changed, timed out, a signal) leads to the same look at the counter.
-    syscall(SYS_futex, reinterpret_cast<Epoch*>(&word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
-}
-
-void futex_wake_all(std::atomic<Epoch>& word) {
-    syscall(SYS_futex, reinterpret_cast<Epoch*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
 
 std::string bounded_text(const char* text, std::size_t capacity) { return std::string(text, strnlen(text, capacity)); }
 
@@ -179,8 +149,13 @@ bool Channel::has_arrived(int peer, Epoch signals) const {
 
 void Channel::wait(int peer, Epoch signals) {
     const Epoch target = first_ + signals;
-    if (!reached(acquire(state(peer).epoch), target)) sleep_until(peer, target);
-    if ((agreed_ & bit(peer)) == 0) check_header(peer);
+    try {
+        if (!reached(acquire(state(peer).epoch), target)) sleep_until(peer, target);
+        if ((agreed_ & bit(peer)) == 0) check_header(peer);
+    } catch (...) {
+        failed_at_.store(now_s(), std::memory_order_relaxed);
+        throw;
+    }
 }
 
 void Channel::wait_for_all(Epoch signals) {
@@ -221,20 +196,26 @@ void Channel::sleep_until(int peer, Epoch target) {
     waits_for.store(static_cast<std::uint64_t>(peer + 1) << 32 | target, std::memory_order_release);
     double slice = kFirstSliceS;
     double next_hook = start + kHookEveryS;
+    double next_count = start;
     while (true) {
         look_around(peer, target, now - start);
+        if (now >= next_count) {
+            count_heads();
+            next_count = now + kCountEveryS;
+        }
+        bool by_signal = false;
         {
             const Sleeper sleeper(other.sleepers);
             const Epoch seen = other.epoch.load(std::memory_order_seq_cst);
             if (reached(seen, target)) break;
             if (control().poison.state.load(std::memory_order_seq_cst) != kReadable)
-                futex_wait(other.epoch, seen, slice);
+                by_signal = futex_wait(other.epoch, seen, slice);
         }
         if (reached(acquire(other.epoch), target)) break;
         now = now_s();
         slice = std::min(2 * slice, std::min(kLastSliceS, std::max(patience_.timeout_s / 20, 1e-4)));
-        if (patience_.on_slice && now >= next_hook) {
-            patience_.on_slice();
+        if (patience_.on_slice && (by_signal || now >= next_hook)) {
+            patience_.on_slice(by_signal);
             next_hook = now + kHookEveryS;
         }
     }
@@ -276,6 +257,19 @@ void Channel::look_around(int peer, Epoch target, double waited_s) {
                  " of this call within " + std::to_string(patience_.timeout_s) + " s (epoch " + std::to_string(target) +
                  " expected, " + std::to_string(acquire(state(peer).epoch)) + " found)" + waiting);
     }
+}
+
+// Throws if a rank died before it came to this call, which can not end well then, whomever we wait for.  One that has
+// come may have done its part, and left in good order.
+void Channel::count_heads() {
+    std::uint64_t blamed = dead_and_late(first_ + 1);
+    if (blamed == 0) return;
+    raise_if_poisoned();
+    std::vector<int> ranks;
+    for (int rank = 0; rank < size_; ++rank) {
+        if ((blamed & bit(rank)) != 0) ranks.push_back(rank);
+    }
+    fail(Failure::kPeerLost, blamed, "rank(s) " + listing(ranks) + " died");
 }
 
 // Who keeps `rank` from going on: itself, unless it waits for a rank that is late, which may wait for another.

@@ -10,8 +10,10 @@
 // every peer, and so has finished with what it read here.
 //
 // Every wait is bounded: it spins a little, then sleeps on the peer's epoch (futex) in slices, and between slices looks
-// for poison, for the peer's death, for an interruption and at the clock.  Failures throw ChannelError and poison the
-// group for good.  A Channel serves one thread at a time; a second one is refused, not serialised.
+// for poison, for the peer's death, for an interruption and at the clock, and less often whether anybody died before he
+// came to this call.  None of this needs anything of the caller's: a wait ends in time whatever the rest of the process
+// does.  Failures throw ChannelError and poison the group for good.  A Channel serves one thread at a time; a second one
+// is refused, not serialised.
 #pragma once
 
 #include <atomic>
@@ -50,8 +52,9 @@ struct Memory {
 struct Patience {
     double timeout_s = 1800.0;
     double spin_us = 50.0;  // 0 where ranks share cores
-    // Called about every 20 ms of a long wait; may throw.
-    std::function<void()> on_slice;
+    // Called about every 20 ms of a long wait, and at once where a signal has ended a sleep; may throw.  While it waits
+    // for something, so does the call.
+    std::function<void(bool by_signal)> on_slice;
 };
 
 // A control segment for `size` ranks whose counters start at `first`.
@@ -96,6 +99,8 @@ public:
     void poison(Failure kind, std::uint64_t blamed, const std::string& text);
     // End the wait that this rank is in, or its next one.  Any thread.
     void interrupt();
+    // When the last wait that failed did (CLOCK_MONOTONIC, seconds); 0 while none has.  Any thread.
+    double failed_at() const { return failed_at_.load(std::memory_order_relaxed); }
 
 private:
     Control& control() const { return *reinterpret_cast<Control*>(memory_.control->data()); }
@@ -106,6 +111,7 @@ private:
     bool spin_until(int peer, Epoch target) const;
     void sleep_until(int peer, Epoch target);
     void look_around(int peer, Epoch target, double waited_s);
+    void count_heads();
     std::uint64_t dead_and_late(Epoch target) const;
     int holds_up(int rank) const;
     void raise_if_poisoned() const;
@@ -125,6 +131,7 @@ private:
     std::size_t capacity_ = 0;
     std::atomic<bool> busy_{false};
     std::atomic<bool> interrupted_{false};
+    std::atomic<double> failed_at_{0.0};
 };
 
 }  // namespace tpk

@@ -113,18 +113,18 @@ def steps(victim: int) -> list[tuple[Any, str, bool]]:
     return [(owner, name, before) for owner, name in places for before in (True, False)]
 
 
-def in_rendezvous(count: int, size: int = 3) -> Outcome:
+def in_rendezvous(count: int, size: int = 3, implementation: str = SHARED) -> Outcome:
     """R3: SIGKILL at every step of the rendezvous in turn, and in every second trial at a random moment.
 
     Survivors leave as soon as they have raised, as ranks of a failed job do, while others may still look for a culprit.
     """
-    outcome = Outcome("R3", p99_s=0.05, max_s=1.0)
+    outcome = Outcome(f"R3 {implementation}", p99_s=0.05 if implementation == SHARED else None, max_s=1.0)
     dice = random.Random(3)
     places = [(victim, step) for victim in (0, size - 1) for step in range(len(steps(victim)))]
     for trial in range(count):
         victim, step = places[trial // 2 % len(places)]
         at_random = trial % 2 == 1
-        with Crew(size, _first_call, victim, None if at_random else step, timeout=TIMEOUT_S) as crew:
+        with Crew(size, _first_call, victim, None if at_random else step, implementation, timeout=TIMEOUT_S) as crew:
             crew.expect("ready", SETTLE_S)
             if at_random:
                 time.sleep(dice.uniform(0.0, 0.04))
@@ -139,13 +139,13 @@ def in_rendezvous(count: int, size: int = 3) -> Outcome:
     return outcome
 
 
-def _first_call(link: Link, victim: int, step: int | None) -> None:
+def _first_call(link: Link, victim: int, step: int | None, implementation: str) -> None:
     if step is not None and link.rank == victim:
         owner, name, before = steps(victim)[step]
         _die_at(link, owner, name, before)
     dist.barrier()
     link.say("ready")
-    _call_until_error(link, SHARED)
+    _call_until_error(link, implementation)
 
 
 def _die_at(link: Link, owner: Any, name: str, before: bool) -> None:
@@ -164,14 +164,14 @@ def _die_at(link: Link, owner: Any, name: str, before: bool) -> None:
 # ---------------------------------------------------------------- everybody
 
 
-def whole_group(count: int, sizes: tuple[int, ...] = (2, 3, 4)) -> Outcome:
+def whole_group(count: int, sizes: tuple[int, ...] = (2, 3, 4), implementation: str = SHARED) -> Outcome:
     """R4: SIGKILL of all ranks at a random moment of their life; nothing may be left."""
-    outcome = Outcome("R4")
+    outcome = Outcome(f"R4 {implementation}")
     dice = random.Random(4)
     before, memory = _leftovers(), _shared_kbytes()
     for trial in range(count):
         size = sizes[trial % len(sizes)]
-        with Crew(size, _until_error, SHARED, timeout=TIMEOUT_S) as crew:
+        with Crew(size, _until_error, implementation, timeout=TIMEOUT_S) as crew:
             pids = crew.pids
             if trial % 3:  # in calls, else somewhere between birth and the first calls
                 crew.expect("ready", SETTLE_S)
@@ -238,5 +238,4 @@ def _shared_kbytes() -> int:
     return int(fields["Shmem"].split()[0])
 
 
-WORLDS = {size: partial(mid_op, size=size) for size in (2, 3, 4)}
-CHUNKED = partial(mid_op, size=3, implementation="chunked")
+OVER_GLOO = {name: partial(mid_op, size=3, implementation=name) for name in ("chunked", "unfused")}

@@ -22,10 +22,10 @@ SOAK_WARM_UP = 5000
 ALLOWED_RSS_KB = 1024
 
 
-def random_sizes(count: int, size: int = 2) -> Outcome:
+def random_sizes(count: int, size: int = 2, implementation: str = SHARED) -> Outcome:
     """R10: calls of random sizes, a new group every 50: exact results, and no mapping, descriptor or page is kept."""
-    outcome = Outcome("R10")
-    per_rank = together(size, _grow, count, within=60.0 + 0.1 * count)
+    outcome = Outcome(f"R10 {implementation}")
+    per_rank = together(size, _grow, count, implementation, within=60.0 + 0.1 * count)
     for made, problems, facts in per_rank:
         for problem in problems:
             outcome.add(problem.partition(":")[0], problem)
@@ -34,7 +34,7 @@ def random_sizes(count: int, size: int = 2) -> Outcome:
     return outcome
 
 
-def _grow(link: Link, count: int) -> tuple[int, list[str], dict[str, object]]:
+def _grow(link: Link, count: int, implementation: str) -> tuple[int, list[str], dict[str, object]]:
     dice = random.Random(10)  # the same sizes on all ranks
     problems: list[str] = []
     made, before, high = 0, None, 0
@@ -42,7 +42,7 @@ def _grow(link: Link, count: int) -> tuple[int, list[str], dict[str, object]]:
         group = group_of()
         for _ in range(min(CALLS_PER_GROUP, count - made)):
             rows = dice.choice((1, 7, dice.randrange(1, LARGEST_ROWS)))
-            problems += _exact(link, group, rows, made, gather=dice.random() < 0.5)
+            problems += _exact(link, group, rows, made, implementation, gather=dice.random() < 0.5)
             made += 1
         high = max(high, _mapped_kbytes())
         dist.barrier()
@@ -60,15 +60,15 @@ def _grow(link: Link, count: int) -> tuple[int, list[str], dict[str, object]]:
     return made, problems, {"held_after_one_group": before, "held_at_the_end": after, "largest_mapped_kbytes": high}
 
 
-def _exact(link: Link, group: object, rows: int, salt: int, *, gather: bool) -> list[str]:
+def _exact(link: Link, group: object, rows: int, salt: int, implementation: str, *, gather: bool) -> list[str]:
     value = [float(1 + 5 * rank + salt % 89) for rank in range(link.size)]
     x = torch.full((rows, 128), value[link.rank])
     x += torch.arange(rows, dtype=torch.float32)[:, None]
     everyone = [torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, 128) + v for v in value]
     if gather:
-        wrong = not torch.equal(tpk.all_gather(x, group, implementation=SHARED), torch.cat(everyone))
+        wrong = not torch.equal(tpk.all_gather(x, group, implementation=implementation), torch.cat(everyone))
     else:
-        wrong = not torch.equal(tpk.all_reduce(x, group, implementation=SHARED), sum(everyone))
+        wrong = not torch.equal(tpk.all_reduce(x, group, implementation=implementation), sum(everyone))
     return [f"wrong output: {rows} rows, call {salt}"] if wrong else []
 
 
@@ -107,10 +107,10 @@ def _rss_kbytes() -> int:
 # ---------------------------------------------------------------- R14
 
 
-def soak(count: int, size: int = 2) -> Outcome:
+def soak(count: int, size: int = 2, implementation: str = SHARED) -> Outcome:
     """R14: `count` short calls on one group: resident memory, descriptors and threads stay as they were."""
-    outcome = Outcome("R14")
-    per_rank = together(size, _work_for_long, count, within=60.0 + count * 0.005, timeout=60.0)
+    outcome = Outcome(f"R14 {implementation}")
+    per_rank = together(size, _work_for_long, count, implementation, within=60.0 + count * 0.005, timeout=60.0)
     for rank, (wrong, before, after, seconds) in enumerate(per_rank):
         figures = {"after_warm_up": before, "at_the_end": after, "us_per_call": 1e6 * seconds / count}
         outcome.facts[f"rank {rank}"] = figures
@@ -125,11 +125,12 @@ def soak(count: int, size: int = 2) -> Outcome:
     return outcome
 
 
-def _work_for_long(link: Link, count: int) -> tuple[int, dict[str, int], dict[str, int], float]:
+def _work_for_long(link: Link, count: int, implementation: str) -> tuple[int, dict[str, int], dict[str, int], float]:
     group = dist.group.WORLD
     x, expected = torch.empty(2, 64), torch.empty(2, 64)
     w = torch.ones(8, 64)
     wrong = 0
+    collective = "unfused" if implementation == "chunked" else implementation  # nothing to overlap with
 
     def calls(number: int) -> int:
         bad = 0
@@ -137,9 +138,11 @@ def _work_for_long(link: Link, count: int) -> tuple[int, dict[str, int], dict[st
             x.fill_(float(link.rank + n % 64))
             if n % 4:
                 total = sum(range(link.size)) + link.size * (n % 64)
-                bad += not torch.equal(tpk.all_reduce(x, group, implementation=SHARED), expected.fill_(float(total)))
+                bad += not torch.equal(
+                    tpk.all_reduce(x, group, implementation=collective), expected.fill_(float(total))
+                )
             else:
-                y = tpk.all_gather_matmul(x, w, group, implementation=SHARED)
+                y = tpk.all_gather_matmul(x, w, group, implementation=implementation)
                 bad += float(y[0, 0]) != 64.0 * (n % 64) or float(y[-1, -1]) != 64.0 * (link.size - 1 + n % 64)
         return bad
 

@@ -12,7 +12,8 @@ from tests.reliability.outcome import Outcome
 
 @dataclass(frozen=True)
 class Row:
-    """`run(count)` makes `count` trials. needs_root: what it does to its ranks takes privileges."""
+    """`run(count)` makes `count` trials. slice: 0 where the row runs in full alone. needs_root: what it does to its
+    ranks takes privileges."""
 
     name: str
     what: str
@@ -22,11 +23,35 @@ class Row:
     needs_root: bool = False
 
 
+def _over_gloo(name: str) -> tuple[Row, ...]:
+    """The rows that are about calls, on the backends whose calls go over gloo; R7, R18 and R20 are about set-up, the
+    exchange of records and shared memory itself, and `symmetric` needs GPUs (tests/gpu)."""
+    end = f"-{name}"
+    return (
+        Row("R3" + end, "SIGKILL during rendezvous", _with(deaths.in_rendezvous, name), 0, 50),
+        Row("R4" + end, "whole group killed", _with(deaths.whole_group, name), 0, 50),
+        Row("R5" + end, "SIGSTOP beyond the time-out", _with(signals.stopped, name), 0, 20),
+        Row("R6" + end, "mismatched calls", _with(mismatches.disagreement, name), 0, 60),
+        Row("R8" + end, "use after an error", _with(mismatches.after_an_error, name), 0, 30),
+        Row("R9" + end, "threads on one group", _with(sharing.threads_and_subgroups, name), 0, 1000),
+        Row("R11" + end, "random problems within the bound", _with(values.random_problems, name), 0, 2000),
+        Row("R12" + end, "NaN and Inf", _with(values.nonfinite, name), 0, 300),
+        Row("R13" + end, "same bits whoever comes first", _with(values.same_bits, name), 0, 20),
+        Row("R14" + end, "soak", _with(growth.soak, name), 0, 20000),
+        Row("R19-SIGINT" + end, "Ctrl-C mid-op", _with(signals.interrupted, name), 0, 50),
+        Row("R19-fork" + end, "fork after init", _with(signals.forked, name), 0, 20),
+    )
+
+
+def _with(run: Callable[..., Outcome], name: str) -> Callable[[int], Outcome]:
+    return partial(run, implementation=name)
+
+
 ROWS = (
     Row("R1-world2", "SIGKILL of a rank mid-op", partial(deaths.mid_op, size=2), 4, 200),
     Row("R1-world3", "SIGKILL of a rank mid-op", partial(deaths.mid_op, size=3), 3, 200),
     Row("R1-world4", "SIGKILL of a rank mid-op", partial(deaths.mid_op, size=4), 2, 200),
-    Row("R2", "SIGKILL of a rank mid-op, chunked over gloo", deaths.CHUNKED, 3, 50),
+    Row("R2", "SIGKILL of a rank mid-op, chunked over gloo", deaths.OVER_GLOO["chunked"], 3, 50),
     Row("R3", "SIGKILL during rendezvous", deaths.in_rendezvous, 4, 200),
     Row("R4", "whole group killed", deaths.whole_group, 4, 500),
     Row("R5", "SIGSTOP beyond the time-out, then SIGCONT", signals.stopped, 3, 50),
@@ -51,4 +76,7 @@ ROWS = (
     Row("R20-pickle", "no pickle in the exchange", records.no_pickle, 1, 10),
     Row("R20-corrupt", "rubbish in the exchange", records.corrupt, 3, 100),
     Row("R20-caches", "caches of tiles that differ or are rubbish", caches.caches, 4, 100),
+    Row("R2-unfused", "SIGKILL of a rank mid-op", deaths.OVER_GLOO["unfused"], 0, 50),
+    Row("R10-unfused", "collectives of random sizes", _with(growth.random_sizes, "unfused"), 0, 1000),
+    *(row for name in ("chunked", "unfused") for row in _over_gloo(name)),
 )

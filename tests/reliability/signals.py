@@ -28,15 +28,15 @@ INTERRUPT_S = 0.2
 # ---------------------------------------------------------------- R5: stopped
 
 
-def stopped(count: int, sizes: tuple[int, ...] = (2, 3), timeout: float = 1.0) -> Outcome:
+def stopped(count: int, sizes: tuple[int, ...] = (2, 3), timeout: float = 1.0, implementation: str = SHARED) -> Outcome:
     """R5: SIGSTOP of a rank amid calls; its peers time out and name it; woken, it gets the poison."""
-    outcome = Outcome("R5", max_s=1.1 * timeout)
+    outcome = Outcome(f"R5 {implementation}", max_s=1.1 * timeout)
     late = Outcome("R5 late rank")
     dice = random.Random(5)
     for trial in range(count):
         size = sizes[trial % len(sizes)]
         victim = dice.randrange(size)
-        with Crew(size, _calls_until_error, timeout) as crew:
+        with Crew(size, _calls_until_error, timeout, implementation) as crew:
             crew.expect("ready", SETTLE_S)
             time.sleep(dice.uniform(0.001, 0.03))
             crew.kill(victim, signal.SIGSTOP)
@@ -47,7 +47,8 @@ def stopped(count: int, sizes: tuple[int, ...] = (2, 3), timeout: float = 1.0) -
             except CrewError as error:
                 outcome.add("a rank gave no error", str(error))
                 continue
-            problem = next((found for said in errors if (found := _not_a_timeout(said, victim)) is not None), None)
+            judged = [_not_a_timeout(said, victim, implementation) for said in errors]
+            problem = next((found for found in judged if found is not None), None)
             if problem is None and last.value[0].kind not in ("CollectiveTimeout", "GroupPoisoned"):
                 problem = f"the late rank got {last.value[0].kind}"
             outcome.add(problem, repr((victim, errors, last)) if problem else "")
@@ -103,29 +104,32 @@ def _named(call: Callable[[], None]) -> None:
         raise CollectiveTimeout(str(failure), ranks=failure.ranks) from failure
 
 
-def _calls_until_error(link: Link, timeout: float) -> None:
+def _calls_until_error(link: Link, timeout: float, implementation: str) -> None:
     group = group_of(timeout=timeout)
-    make_all(group, link.rank, link.size, 0)
+    make_all(group, link.rank, link.size, 0, implementation)
     dist.barrier()
     link.say("ready")
     while True:
         for name, call in CALLS.items():
             start = time.monotonic()
-            error, at = caught(lambda call=call: call(group, link.rank, link.size, 1, SHARED))
+            error, at = caught(lambda call=call: call(group, link.rank, link.size, 1, implementation))
             if error is not None:
                 link.say("error", (error, at - start, name))
                 time.sleep(0.5)  # a survivor that leaves at once must not be what the others notice
                 return
 
 
-def _not_a_timeout(said: Said, victim: int) -> str | None:
+def _not_a_timeout(said: Said, victim: int, implementation: str = SHARED) -> str | None:
     error: Raised = said.value[0]
     if error.kind != "CollectiveTimeout":
         return f"{error.kind} instead of CollectiveTimeout"
     if error.ranks != (victim,):
         return "blames others than the stopped rank"
     op = str(said.value[2]).removeprefix("large_")
-    for word in (f"rank {victim}", "epoch", op):
+    names = f"rank {victim}" in error.text or f"rank(s) [{victim}]" in error.text
+    if not names:
+        return f"the message does not name rank {victim}"
+    for word in ("epoch", op) if implementation == SHARED else (op,):
         if word not in error.text:
             return f"the message does not name {'the op' if word == op else word}"
     return None
@@ -134,13 +138,13 @@ def _not_a_timeout(said: Said, victim: int) -> str | None:
 # ---------------------------------------------------------------- R19: SIGINT
 
 
-def interrupted(count: int) -> Outcome:
+def interrupted(count: int, implementation: str = SHARED) -> Outcome:
     """R19: SIGINT at a rank whose peer is late (every other trial), or amid quick calls."""
-    outcome = Outcome("R19 SIGINT", max_s=INTERRUPT_S)
+    outcome = Outcome(f"R19 SIGINT {implementation}", max_s=INTERRUPT_S)
     dice = random.Random(19)
     for trial in range(count):
         waits = trial % 2 == 0
-        with Crew(2, _wait_for_interrupt, waits) as crew:
+        with Crew(2, _wait_for_interrupt, waits, implementation) as crew:
             crew.expect("ready", SETTLE_S)
             time.sleep(dice.uniform(0.05, 0.2))
             sent = crew.kill(0, signal.SIGINT)
@@ -159,17 +163,17 @@ def interrupted(count: int) -> Outcome:
     return outcome
 
 
-def _wait_for_interrupt(link: Link, waits: bool) -> None:
+def _wait_for_interrupt(link: Link, waits: bool, implementation: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     group = dist.group.WORLD
-    make_all(group, link.rank, link.size, 0)
+    make_all(group, link.rank, link.size, 0, implementation)
     dist.barrier()
 
     def work() -> None:
         if waits and link.rank == 1:
             time.sleep(0.6)
         for salt in range(10**9):
-            make_all(group, link.rank, link.size, salt)
+            make_all(group, link.rank, link.size, salt, implementation)
 
     try:
         link.say("ready")
@@ -182,11 +186,11 @@ def _wait_for_interrupt(link: Link, waits: bool) -> None:
 # ---------------------------------------------------------------- R19: fork
 
 
-def forked(count: int) -> Outcome:
+def forked(count: int, implementation: str = SHARED) -> Outcome:
     """R19: a forked child that calls in gets an error and harms nobody, nor does its life hide its parent's death."""
-    outcome = Outcome("R19 fork", p99_s=0.05, max_s=1.0)
+    outcome = Outcome(f"R19 fork {implementation}", p99_s=0.05 if implementation == SHARED else None, max_s=1.0)
     for _ in range(count):
-        with Crew(2, _fork_and_go_on) as crew:
+        with Crew(2, _fork_and_go_on, implementation) as crew:
             child = None
             try:
                 crew.expect("ready", SETTLE_S)
@@ -213,28 +217,29 @@ def forked(count: int) -> Outcome:
     return outcome
 
 
-def _fork_and_go_on(link: Link) -> None:
+def _fork_and_go_on(link: Link, implementation: str) -> None:
     group = dist.group.WORLD
-    make_all(group, link.rank, link.size, 0)
+    make_all(group, link.rank, link.size, 0, implementation)
+    tpk.all_reduce(torch.ones(4, 32), group, implementation=_collective(implementation))
     dist.barrier()
     link.say("ready")
     if link.rank == 1:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            _in_child(writer, group, link)
+            _in_child(writer, group, implementation)
         os.close(writer)
         link.say("child", (child, _read_line(reader, 10.0)))
     for salt in range(50):  # the group is as good as before
-        make_all(group, link.rank, link.size, salt)
+        make_all(group, link.rank, link.size, salt, implementation)
     link.say("went on")
-    error, at = caught(lambda: _forever(group, link))
+    error, at = caught(lambda: _forever(group, link, implementation))
     link.say("error", error, at)
 
 
-def _in_child(writer: int, group: Any, link: Link) -> None:
+def _in_child(writer: int, group: Any, implementation: str) -> None:
     """Calls in with a known signature, says what came of it, and lives on."""
-    error, _ = caught(lambda: tpk.all_reduce(torch.ones(4, 32), group, implementation=SHARED))
+    error, _ = caught(lambda: tpk.all_reduce(torch.ones(4, 32), group, implementation=_collective(implementation)))
     os.write(writer, f"{'returned' if error is None else f'raised {error}'}\n".encode())
     time.sleep(60)
     os._exit(0)
@@ -251,9 +256,13 @@ def _read_line(fd: int, timeout: float) -> str:
     return text.decode() or "silence"
 
 
-def _forever(group: Any, link: Link) -> None:
+def _collective(implementation: str) -> str:
+    return "unfused" if implementation == "chunked" else implementation  # nothing to overlap with
+
+
+def _forever(group: Any, link: Link, implementation: str) -> None:
     for salt in range(10**9):
-        make_all(group, link.rank, link.size, salt)
+        make_all(group, link.rank, link.size, salt, implementation)
 
 
 def _is_running(pid: int) -> bool:

@@ -12,7 +12,11 @@ from tests.reliability.rows import ROWS, Row
 pytestmark = pytest.mark.gloo
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+FULL_ONLY = pytest.mark.full("a row on one more backend; the same row on shared memory runs always")
+CASES = [pytest.param(row, id=row.name, marks=() if row.slice else FULL_ONLY) for row in ROWS]
+
+
+@pytest.mark.parametrize("row", CASES)
 def test_every_trial_of_the_row_ends_as_promised(row: Row, full: bool) -> None:
     if row.needs_root and os.geteuid() != 0:
         pytest.skip("needs root: a rank changes its user")

@@ -70,12 +70,14 @@ def _cut(dice: random.Random, total: int, parts: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in zip([0, *marks], [*marks, total], strict=True))
 
 
-def random_problems(count: int, sizes: tuple[int, ...] = (2, 3, 4)) -> Outcome:
+def random_problems(count: int, sizes: tuple[int, ...] = (2, 3, 4), implementation: str = SHARED) -> Outcome:
     """R11: every element of every output within the fp64 bound; collectives exact."""
-    outcome = Outcome("R11")
+    outcome = Outcome(f"R11 {implementation}")
     for size in sizes:
         share = count // len(sizes) + (size == sizes[0]) * (count % len(sizes))
-        for rank, (made, problems) in enumerate(together(size, _random, share, within=120.0 + 0.1 * share)):
+        for rank, (made, problems) in enumerate(
+            together(size, _random, share, implementation, within=120.0 + 0.1 * share)
+        ):
             for problem in problems:
                 outcome.add("out of bounds, or raised", f"world {size}, rank {rank}: {problem}")
             if rank == 0:
@@ -83,13 +85,13 @@ def random_problems(count: int, sizes: tuple[int, ...] = (2, 3, 4)) -> Outcome:
     return outcome
 
 
-def _random(link: Link, count: int) -> tuple[int, list[str]]:
+def _random(link: Link, count: int, implementation: str) -> tuple[int, list[str]]:
     dice = random.Random(11)
     made, problems = 0, []
     while made < count and len(problems) < 20:
         with new_group() as group:
             for _ in range(SHAPES_PER_GROUP):
-                case = random_case(dice, link.size)
+                case = random_case(dice, link.size).but(implementation=implementation)
                 for _ in range(CALLS_PER_SHAPE):
                     try:
                         if dice.random() < 0.25:
@@ -107,17 +109,22 @@ def _random(link: Link, count: int) -> tuple[int, list[str]]:
 def _check_collectives(link: Link, group: Any, case: Case) -> None:
     """The three collectives on x of the case's shape, bit for bit: copies, and sums in rank order, rounded once."""
     cut = _cut(random.Random(case.call), case.shape[case.axis], link.size)
+    plain = case.but(sizes=cut, activation=None, return_gathered=False, strided=False)
+    if case.implementation == "chunked":  # nothing to overlap with
+        plain = plain.but(implementation="unfused")
     for op in COLLECTIVES:
-        run_and_check(case.but(op=op, sizes=cut, activation=None, return_gathered=False, strided=False), group)
+        run_and_check(plain.but(op=op), group)
 
 
 # ---------------------------------------------------------------- R12
 
 
-def nonfinite(count: int, size: int = 2) -> Outcome:
+def nonfinite(count: int, size: int = 2, implementation: str = SHARED) -> Outcome:
     """R12: NaN, Inf and -Inf in x and weights reach exactly the elements that the reference says."""
-    outcome = Outcome("R12")
-    for rank, (made, problems) in enumerate(together(size, _nonfinite, count, within=120.0 + 0.2 * count)):
+    outcome = Outcome(f"R12 {implementation}")
+    for rank, (made, problems) in enumerate(
+        together(size, _nonfinite, count, implementation, within=120.0 + 0.2 * count)
+    ):
         for problem in problems:
             outcome.add("another mask, or raised", f"rank {rank}: {problem}")
         if rank == 0:
@@ -125,13 +132,13 @@ def nonfinite(count: int, size: int = 2) -> Outcome:
     return outcome
 
 
-def _nonfinite(link: Link, count: int) -> tuple[int, list[str]]:
+def _nonfinite(link: Link, count: int, implementation: str) -> tuple[int, list[str]]:
     dice = random.Random(12)
     made, problems = 0, []
     while made < count:
         with new_group() as group:
             for _ in range(SHAPES_PER_GROUP):
-                case = random_case(dice, link.size).but(call=made, activation=None)
+                case = random_case(dice, link.size).but(call=made, activation=None, implementation=implementation)
                 try:
                     _one_nonfinite(link, group, case, dice)
                 except AssertionError as error:
@@ -179,17 +186,17 @@ def _library_leaks(dtype: torch.dtype) -> bool:
 # ---------------------------------------------------------------- R13
 
 
-def same_bits(count: int, sizes: tuple[int, ...] = (2, 3)) -> Outcome:
+def same_bits(count: int, sizes: tuple[int, ...] = (2, 3), implementation: str = SHARED) -> Outcome:
     """R13: the same call gives the same bits with stragglers in any order, repeated, and with other chunk counts.
 
     Chunk counts split the library's GEMM, whose fp32 rows may depend on how many there are: those are compared on
     integers, whose sums are exact, and on collectives, which are our own code alone.
     """
-    outcome = Outcome("R13")
+    outcome = Outcome(f"R13 {implementation}")
     for size in sizes:
         share = count // len(sizes) + (size == sizes[0]) * (count % len(sizes))
         plans = [(trial, None if trial % 2 else trial // 2 % 5 + 1) for trial in range(share)]
-        per_rank = together(size, _bits, plans, within=120.0 + 1.0 * share)
+        per_rank = together(size, _bits, plans, implementation, within=120.0 + 1.0 * share)
         first = next((results for (_, chunks), results in zip(plans, per_rank[0], strict=True) if chunks is None), None)
         for (trial, chunks), found in zip(plans, zip(*per_rank, strict=True), strict=True):
             problem = None
@@ -212,14 +219,14 @@ class Bits:
     ranks_agree: bool
 
 
-def _bits(link: Link, plans: list[tuple[int, int | None]]) -> list[Bits]:
+def _bits(link: Link, plans: list[tuple[int, int | None]], implementation: str) -> list[Bits]:
     results = []
     for trial, chunks in plans:
         dice = random.Random(100 * trial + link.rank)
         with new_group(chunks) as group:
-            ordinary = [] if chunks is not None else _outputs(link, group, dice, integers=False)
-            exact = _outputs(link, group, dice, integers=True)
-            exact += _collective_outputs(link, group, dice)
+            ordinary = [] if chunks is not None else _outputs(link, group, dice, implementation, integers=False)
+            exact = _outputs(link, group, dice, implementation, integers=True)
+            exact += _collective_outputs(link, group, dice, implementation)
         mine = (_digest(ordinary), _digest(exact), _digest(exact[-1:]))
         everyone: list[Any] = [None] * link.size
         dist.all_gather_object(everyone, mine)
@@ -228,12 +235,14 @@ def _bits(link: Link, plans: list[tuple[int, int | None]]) -> list[Bits]:
     return results
 
 
-def _outputs(link: Link, group: Any, dice: random.Random, *, integers: bool) -> list[Tensor]:
+def _outputs(link: Link, group: Any, dice: random.Random, implementation: str, *, integers: bool) -> list[Tensor]:
     """Every fused op in every dtype, each rank late by a little of its own."""
     outs: list[Tensor] = []
     for dtype in DTYPES:
         for op in FUSED:
-            case = Case(op, (37, 24), ns=(11,), dtype=dtype, bias=True, implementation=SHARED, integers=integers)
+            case = Case(
+                op, (37, 24), ns=(11,), dtype=dtype, bias=True, implementation=implementation, integers=integers
+            )
             if op == "all_gather_matmul":
                 case = case.but(sizes=_cut(random.Random(1), 37, link.size))
             parts = operands(case, link.size)
@@ -242,15 +251,16 @@ def _outputs(link: Link, group: Any, dice: random.Random, *, integers: bool) -> 
     return outs
 
 
-def _collective_outputs(link: Link, group: Any, dice: random.Random) -> list[Tensor]:
+def _collective_outputs(link: Link, group: Any, dice: random.Random, implementation: str) -> list[Tensor]:
     """Sums of ordinary data, one shot and in two phases; the last is equal on all ranks."""
+    collective = "unfused" if implementation == "chunked" else implementation  # nothing to overlap with
     outs = []
     for dtype in DTYPES:
         for rows in (3, 3000):
             x = payload((rows, 33), dtype, rank=link.rank, name="bits")
             time.sleep(dice.choice((0.0, 0.0, 0.001, 0.004)))
-            outs.append(tpk.reduce_scatter(x, group, implementation=SHARED))
-            outs.append(tpk.all_reduce(x, group, implementation=SHARED))
+            outs.append(tpk.reduce_scatter(x, group, implementation=collective))
+            outs.append(tpk.all_reduce(x, group, implementation=collective))
     return outs
 
 

@@ -25,7 +25,7 @@ import time
 
 import torch
 
-from tpkernels.comm import presence, resources, transport
+from tpkernels.comm import heartbeats, presence, resources, transport
 from tpkernels.comm.blame import Looks, blame, diagnose
 from tpkernels.comm.bounded_store import StoreLost
 from tpkernels.comm.groups import Group
@@ -72,7 +72,8 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
         found = _poll(group, call, part, start)
     except StoreLost as error:
         waited = time.monotonic() - start
-        raise blame(group, call, record.signature, str(error), waited) from error
+        host = () if group.store_host is None else (group.store_host,)
+        raise blame(group, call, record.signature, str(error), waited, suspects=host) from error
     missing = [rank for rank in range(group.size) if rank not in found]
     if missing:
         waited = time.monotonic() - start
@@ -123,6 +124,11 @@ def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks
     if any(peer.is_dead() for peer in group.peers) or looks(lambda store: presence.failures(group, store)):
         return True
     present = looks(lambda store: recorded(group, f"{part}/{call}", store))
+    now = time.monotonic()
+    if not group.co_located and now - group.listened > heartbeats.LISTEN_EVERY:  # the monitor listens later, in calls
+        beats = looks(lambda store: read(group, "beat", store))
+        if looks.lost is None:
+            heartbeats.listen(group, beats, now)
     return len(present) == group.size or (waited > AWAIT_OTHERS and mismatch(group, call, present) is not None)
 
 

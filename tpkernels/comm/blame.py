@@ -83,13 +83,22 @@ def blame(
         now = time.monotonic()
         if remote and now >= next_beats:
             next_beats = now + heartbeats.LISTEN_EVERY
-            heartbeats.listen(group, lambda: looks(lambda store: read(group, "beat", store)), now)
+            beats = looks(lambda store: read(group, "beat", store))
+            if looks.lost is None:  # else they may beat, and nobody hears them
+                heartbeats.listen(group, beats, now)
         if now > deadline:
             break
         time.sleep(0.02)
-    if looks.lost is not None:
+    # Who was silent when the store was last read: whoever serves it may have left because of that rank.
+    heard_until = time.monotonic() if looks.lost is None else group.listened
+    silent = heartbeats.silent(group, [rank for rank in remote if rank != group.rank], heard_until)
+    if looks.lost is not None and not silent:
+        accused = suspects or (() if peer is None else (peer,))
+        if accused and waited > 0.9 * group.timeout and start - group.listened < 0.5 * waited:
+            # The store still answered when this had lasted for long: its host has left since, and is not the cause.
+            what = f"{head}rank(s) {list(accused)} did not answer within {group.timeout:g} s, and now the store is lost"
+            return PeerLost(f"{what}: {looks.lost}. {symptom}", ranks=accused)
         return _store_lost(group, head, looks.lost, symptom, suspects)
-    silent = heartbeats.silent(group, [rank for rank in remote if rank != group.rank], time.monotonic())
     if silent:
         return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
     if broken:

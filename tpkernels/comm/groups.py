@@ -95,6 +95,8 @@ class Group:
     visits: tuple[int, ...] = ()
     """How many groups each rank has come to with this store: tells what it says here from what it said of another."""
     peers: tuple[Identity, ...] = ()
+    watch: Any | None = None
+    """The compiled core's; see :mod:`tpkernels.comm.watchdog`."""
     heard: dict[int, tuple[str, float]] = field(default_factory=dict)
     """The last heartbeat of each rank and when it was first read; see :mod:`tpkernels.comm.heartbeats`."""
     listened: float = 0.0
@@ -142,6 +144,14 @@ class Group:
 
     def enter(self, call: int, signature: Hashable) -> None:
         self.in_flight = InFlight(call, signature, time.monotonic())
+        if self.watch is not None:
+            self.watch.enter()
+
+    def leave(self, outer: InFlight | None) -> None:
+        """The call that was entered has ended, and so ``outer``, which it was a part of, is in flight, if any was."""
+        self.in_flight = outer
+        if self.watch is not None and outer is None:
+            self.watch.leave()
 
     def remember(self, signature: Hashable, plan: Any) -> None:
         self.agreed[signature] = plan
@@ -252,7 +262,7 @@ def _disown() -> None:
     The locks are new, because a thread that does not exist here may hold them.
     """
     for group in list(_groups.values()):
-        group.lock, group._control, group.in_flight = threading.RLock(), None, None
+        group.lock, group._control, group.in_flight, group.watch = threading.RLock(), None, None, None
         group.poison = group.poison or PeerLost(
             f"rank {group.rank}: this process was forked from the one that is in group {group.name!r}, and cannot take "
             "part in its calls"

@@ -6,7 +6,7 @@ of the call is up, it is known who has fallen silent, and an error that says so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ def silence(group: Group) -> float:
     return 2 * (every(group) + LISTEN_EVERY)
 
 
-def listen(group: Group, read: Callable[[], dict[int, str]], now: float) -> None:
-    """Note which ranks have counted on since the last look; ``read`` gives what they say, by rank."""
-    said = read()
+def listen(group: Group, said: Mapping[int, str], now: float) -> None:
+    """Note which ranks have counted on since the last look; ``said`` is what the store has of them, by rank."""
     starts = now - group.listened > _LONGEST_GAP
     for rank in range(group.size):
         text, _ = group.heard.get(rank, ("", 0.0))

@@ -5,6 +5,8 @@ peer inside of gloo takes none until the peer comes.  So the interpreter's wake-
 thread: on SIGINT it ends the wait of a call that the main thread is in, and the handler raises ``KeyboardInterrupt``
 there.
 
+A wait in our own compiled core takes Python's lock only when a signal has come; this module tells it.
+
 Owns: the wake-up descriptor, where nobody else has it (asyncio's event loops do, while they run), and only while SIGINT
 has Python's own handler: another one may let the call go on.
 """
@@ -21,9 +23,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 from tpkernels.comm import resources, transport
 from tpkernels.comm.groups import Group
+from tpkernels.gemm.native import native
 
 __all__ = ["end_call_of_main_thread", "listen", "wait", "wake"]
 
@@ -52,8 +56,16 @@ def listen() -> None:
         return
     mine = _ends()[1].fileno()
     before = signal.set_wakeup_fd(mine, warn_on_full_buffer=False)
-    if before not in (-1, mine):
+    is_ours = before in (-1, mine)
+    if not is_ours:
         signal.set_wakeup_fd(before)
+    _tell_core(is_ours)
+
+
+def _tell_core(whether: bool) -> None:
+    core: Any = native()
+    if core is not None:
+        core.tell_signals(whether)
 
 
 def _leave_to_the_parent() -> None:
@@ -66,6 +78,7 @@ def _leave_to_the_parent() -> None:
         before = signal.set_wakeup_fd(-1)
         if before not in (-1, _pair[1].fileno()):
             signal.set_wakeup_fd(before)
+    _tell_core(False)
     for end in _pair:
         end.close()
     _pair = None
@@ -87,6 +100,9 @@ def wait(seconds: float) -> bool:
     poller.register(end, select.POLLIN)
     while poller.poll(1000 * max(0.0, deadline - time.monotonic())):
         numbers = end.recv(4096)
+        core: Any = native()
+        if core is not None and set(numbers) != {_WAKE}:
+            core.signals_have_come()
         if signal.SIGINT in numbers:
             return True
         if _WAKE in numbers:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from tpkernels.comm import presence, transport
+from tpkernels.comm import connections, presence, transport, watchdog
 from tpkernels.comm.blame import HEARTBEAT_PATIENCE, Looks, failed_first
+from tpkernels.comm.bounded_store import StoreLost
 from tpkernels.comm.groups import Group
 from tpkernels.comm.job_identity import Foreign
 from tpkernels.comm.job_store import has_clashed
@@ -50,6 +51,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         group.card = card_of(group, device)
         sends = [(peer, group.card) for peer in others]
     cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
+    before = connections.received()
     try:
         if group.backends.waits_in_streams(device.type):
             _await_company(group)
@@ -61,7 +63,7 @@ def meet(group: Group, call: int, device: torch.device) -> None:
         said = _read_cards(group, call, cards)
         group.peers = tuple(one["who"] for one in said)
         group.visits = tuple(one["visit"] for one in said)
-        group.store_host = next((rank for rank, one in enumerate(said) if one["serves_store"]), None)
+        group.watch = watchdog.guard(group, before, _CARD_BYTES)
         group.key = f"tpkernels/{said[0]['token']}"
         refused = {rank: Record("", {}, one["refused"]) for rank, one in enumerate(said) if one["refused_call"] == call}
         # Before waiting for our sends: ranks that refused do not receive what was sent to them, yet.
@@ -135,6 +137,8 @@ def _blame_meeting(
         never_came = error.peer is not None and error.peer not in present
         if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
             ranks = list(silent) or ([] if error.peer is None else [error.peer])
+            if not ranks and isinstance(error, StoreLost) and group.store_host is not None:
+                ranks = [group.store_host]
             whom = "a rank" if not ranks else f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
             stopped = [rank for rank, one in present.items() if one["who"].is_stopped()]
             what = f"rank(s) {stopped} are stopped" if stopped else f"no word from {whom}"
@@ -183,6 +187,7 @@ def _read_cards(group: Group, call: int, cards: Sequence[torch.Tensor]) -> list[
             f"{next(iter(strangers.values()))}. {_ADVICE}",
             ranks=tuple(strangers),
         )
+    group.store_host = next((rank for rank, one in enumerate(said) if one["serves_store"]), None)
     if has_clashed(group.control, group.job):
         raise GroupMismatch(f"{head}{TWO_JOBS}")
     if len(jobs) > 1:

@@ -131,7 +131,7 @@ class _Watch:
             self._compare_order(self.group.trail)
         if in_flight is not None and is_suspicious:
             if not self.group.co_located:
-                heartbeats.listen(self.group, lambda: agreement.read(self.group, "beat", self.store), now)
+                heartbeats.listen(self.group, agreement.read(self.group, "beat", self.store), now)
             verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
             if hopeless:
                 self._end_call(in_flight, verdict, now)

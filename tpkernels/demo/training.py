@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tpkernels.demo.loop import Recipe, Trainer
 from tpkernels.demo.text import VOCABULARY, Batches, corpus
 from tpkernels.measure.curves import Curve, bound, shifted
+from tpkernels.measure.gathered import from_all_ranks
 from tpkernels.measure.gpt import GPT, ParallelGPT, Sizes
 
 __all__ = ["SIZES", "TrainingReport", "run_training"]
@@ -70,6 +70,15 @@ class TrainingReport:
         return self.sizes.tokens / statistics.median(curve.seconds)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one rank has to say; ``num_parameters`` of the whole model, which the first rank alone has."""
+
+    num_parameters: int
+    held: int
+    curves: dict[str, Curve]
+
+
 def run_training(
     mesh: DeviceMesh, steps: int, seed: int, progress: Callable[[str], OnStep], sizes: Sizes = SIZES
 ) -> TrainingReport:
@@ -81,10 +90,10 @@ def run_training(
     text = corpus()
     batches = Batches(text, sizes.batch, sizes.length, seed)
     rank, last = mesh.get_local_rank(), mesh.size() - 1
-    found: dict[str, Any] = {}
+    num_parameters, found = 0, dict[str, Curve]()
     if rank == 0:
         model = _plain(sizes, seed)
-        found["num_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         found["reference"] = train(model, batches, steps, progress("one process"))
     if rank == last:
         found["shifted"] = train(
@@ -95,17 +104,16 @@ def run_training(
     dist.barrier(mesh.get_group())  # the clock starts when all are here
     ranks = f"{mesh.size()} rank{'s' if mesh.size() > 1 else ''}"
     found["parallel"] = train(parallel, batches, steps, progress(ranks))
-    shared: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(shared, (held, found), group=mesh.get_group())
+    shared = from_all_ranks(_Part(num_parameters, held, found), group=mesh.get_group())
     return TrainingReport(
         world_size=mesh.size(),
         sizes=sizes,
-        num_parameters=shared[0][1]["num_parameters"],
-        rank_parameters=tuple(held for held, _ in shared),
+        num_parameters=shared[0].num_parameters,
+        rank_parameters=tuple(part.held for part in shared),
         corpus_bytes=len(text),
-        reference=shared[0][1]["reference"],
-        shifted=shared[last][1]["shifted"],
-        parallel=shared[0][1]["parallel"],
+        reference=shared[0].curves["reference"],
+        shifted=shared[last].curves["shifted"],
+        parallel=shared[0].curves["parallel"],
     )
 
 

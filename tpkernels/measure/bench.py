@@ -28,6 +28,7 @@ from tpkernels.comm.groups import resolve
 from tpkernels.measure import bench_table, compare, html_report, links, report, suites
 from tpkernels.measure.cases import DTYPES, FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.deadline import deadline
+from tpkernels.measure.gathered import from_all_ranks
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
 from tpkernels.measure.progress import remaining
 from tpkernels.measure.report import CaseResult
@@ -149,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
     if place is not None:
-        outputs = _all_outputs(run_rank(plan))
+        outputs = from_all_ranks(run_rank(plan))
         if place.rank != 0:
             return 0
     elif args.netlab:
@@ -382,12 +383,6 @@ def _run_in_netlab(plan: Plan, nproc: int, args: argparse.Namespace) -> list[Ran
         for trace in output.traces:
             trace.samples = lab.samples[trace.rank]
     return outputs
-
-
-def _all_outputs(mine: RankOutput) -> list[RankOutput]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def _report(args: argparse.Namespace, plan: Plan, outputs: Sequence[RankOutput]) -> None:

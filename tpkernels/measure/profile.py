@@ -21,6 +21,7 @@ import tpkernels as tpk
 from tpkernels import config, flags
 from tpkernels.measure import links, profile_report, report
 from tpkernels.measure.deadline import deadline
+from tpkernels.measure.gathered import from_all_ranks
 from tpkernels.measure.gpt import Sizes
 from tpkernels.measure.netlab import Netlab, NetlabUnavailable
 from tpkernels.measure.trace import write_chrome_trace
@@ -88,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     if args.out:
         Path(args.out).mkdir(parents=True, exist_ok=True)
     if place is not None:
-        results = _all_results(run_rank(training, args.timeout))
+        results = from_all_ranks(run_rank(training, args.timeout))
         if place.rank != 0:
             return 0 if profile_report.Profile(training, results).same else 1
     elif args.netlab:
@@ -134,12 +135,6 @@ def _run_in_netlab(training: Training, nproc: int, args: argparse.Namespace) -> 
         for trace in result.traces:
             trace.samples = lab.samples[trace.rank]
     return results
-
-
-def _all_results(mine: RankResult) -> list[RankResult]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def _link(args: argparse.Namespace) -> str:

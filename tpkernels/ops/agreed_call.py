@@ -178,7 +178,7 @@ def run_checked(
         except BaseException as error:  # noqa: BLE001 - fail raises what it means
             fail(group, call, said, error)
         finally:
-            group.in_flight = outer
+            group.leave(outer)
 
 
 def start(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Callable[[], Any]:
@@ -217,7 +217,7 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
         except BaseException as error:  # noqa: BLE001 - fail raises what it means
             fail(group, call, signature, error)
         finally:
-            group.in_flight = outer
+            group.leave(outer)
 
 
 def raise_end(group: Group) -> NoReturn:

@@ -103,4 +103,5 @@ def _repeated(
         except BaseException as error:  # noqa: BLE001 - fail raises what it means
             agreed_call.fail(group, call, checked.signature, repetition.named(error))
         finally:
-            group.in_flight = outer
+            if group.in_flight is not outer:
+                group.leave(outer)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpkernels import flags
 
@@ -91,7 +91,8 @@ def run_rank(options: Options) -> list[Row]:
     import torch.distributed as dist
 
     import tpkernels as tpk
-    from tpkernels.selftest.compare import compare, merge
+    from tpkernels.measure.gathered import from_all_ranks
+    from tpkernels.selftest.compare import Row, compare, merge
     from tpkernels.selftest.grouped_ops import grouped_subjects
     from tpkernels.selftest.modules import module_subjects
     from tpkernels.selftest.ops import Place, op_subjects
@@ -110,9 +111,7 @@ def run_rank(options: Options) -> list[Row]:
             if place.rank == 0:
                 print(f"[{number + 1}/{len(subjects)}] {subject.what}", file=sys.stderr, flush=True)
             rows += compare(subject, place.group)
-        gathered: list[Any] = [None] * place.world_size
-        dist.all_gather_object(gathered, rows, group=results)
-        return merge(gathered)
+        return merge(from_all_ranks(rows, list[Row], results))
     finally:
         dist.destroy_process_group(results if joined else None)
 

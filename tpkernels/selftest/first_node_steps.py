@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 import tpkernels as tpk
 from tpkernels.dispatch import OPS, implementations
+from tpkernels.measure import gathered
 from tpkernels.measure.bench import Plan, time_case
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase, torch_all_gather
 from tpkernels.measure.report import CaseResult, measurement_to_json
 from tpkernels.measure.rivals import RIVALS
 from tpkernels.measure.suites import scaled
 from tpkernels.measure.timing import Measurement, measure
-from tpkernels.selftest.compare import compare, merge
+from tpkernels.selftest.compare import Row, compare, merge
 from tpkernels.selftest.ops import Place, op_subjects
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "summary",
 ]
 
+_T = TypeVar("_T")
 FIRST_USE_S = 40.0
 """Of one op in all implementations and dtypes; a single wait for a peer ends after ``WAIT_S``."""
 WAIT_S = 20.0
@@ -89,7 +91,7 @@ def first_use(setting: Setting, op: str) -> dict[str, Any]:
     with _ranks(setting) as (mesh, device):
         place = Place(mesh["tp"].get_group(), device, (torch.bfloat16, torch.float32), quick=True)
         (subject,) = (one for one in op_subjects(place) if one.what == op)
-        rows = merge(_from_all_ranks(compare(subject, place.group)))
+        rows = merge(_from_all_ranks(compare(subject, place.group), list[Row]))
         return {"rows": [row.to_json() for row in rows], "wrong": [one for row in rows for one in row.failures]}
 
 
@@ -351,9 +353,6 @@ def _verdict(case: TimedCase, name: str, result: Tensor) -> str:
     return ""
 
 
-def _from_all_ranks(mine: Any) -> list[Any]:
+def _from_all_ranks(mine: _T, kind: Any = None) -> list[_T]:
     """Over a group of its own: that of the op may be lost."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    results = dist.new_group(backend="gloo")
-    dist.all_gather_object(gathered, mine, group=results)
-    return gathered
+    return gathered.from_all_ranks(mine, kind, dist.new_group(backend="gloo"))

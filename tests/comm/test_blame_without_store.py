@@ -1,0 +1,62 @@
+"""Whom a rank blames that the store does not answer any more: not its host, if that has only left like others."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tpkernels.comm.blame import blame
+from tpkernels.comm.bounded_store import StoreLost
+from tpkernels.comm.liveness import Identity
+from tpkernels.comm.meeting import _blame_meeting
+
+pytestmark = pytest.mark.cpu
+
+HOST, MINE, OTHER = 0, 1, 2
+TIMEOUT_S = 2.0
+
+
+class _Lost:
+    is_silent = False
+
+    def within(self, limit: float) -> _Lost:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        raise StoreLost("broken pipe")
+
+
+def _group(*, listened_ago: float, silent_for: float = 0.0) -> Any:
+    """Rank 1 of three on three hosts; rank 2 had been silent for so long when the store was last read."""
+    now = time.monotonic()
+    beats = {rank: ("1 3", now - listened_ago - 0.1) for rank in (HOST, MINE)}
+    return SimpleNamespace(
+        name="tp", rank=MINE, size=3, timeout=TIMEOUT_S, control=_Lost(), key="k", visits=(1, 1, 1), verdict=None,
+        peers=tuple(Identity(f"host {rank}", 7, 7) for rank in range(3)), store_host=HOST, calls=4,
+        heard={**beats, OTHER: ("1 2", now - listened_ago - silent_for)}, listened=now - listened_ago,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("listened_ago", "silent_for", "peer", "blamed"),
+    [
+        (0.3, TIMEOUT_S, None, OTHER),  # silent before the host left
+        (0.3, 0.1, OTHER, OTHER),  # waited for in vain while the store still answered
+        (TIMEOUT_S, 0.1, OTHER, HOST),  # the store has been lost for as long as the call waits
+        (0.3, 0.1, None, HOST),
+    ],
+)
+def test_the_host_of_a_lost_store_is_blamed_if_nobody_was_missing_before(
+    listened_ago: float, silent_for: float, peer: int | None, blamed: int
+) -> None:
+    group = _group(listened_ago=listened_ago, silent_for=silent_for)
+    error = blame(group, 3, "all_reduce(...)", "recv timed out", TIMEOUT_S, peer=peer)
+    assert error.ranks == (blamed,) and str(blamed) in str(error), error
+
+
+def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:
+    error = _blame_meeting(_group(listened_ago=9.0), StoreLost("no answer"), [], TIMEOUT_S)
+    assert error.ranks == (HOST,) and f"rank {HOST}" in str(error), error
