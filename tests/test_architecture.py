@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.cpu
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "tpkernels"
+IMPORTERS = ("import_module", "__import__")
 MAX_LINES = 450
 SOURCES = (".py", ".cpp", ".cc", ".cu", ".cuh", ".h")
 
@@ -79,10 +81,10 @@ def circle_violations(root: Path) -> list[str]:
     """The first circle of modules that import each other; what only a type checker imports does not count."""
     graph: dict[str, set[str]] = {}
     for path, module, tree in modules(root):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-                node.body = []
-        graph[module] = {target for _, target in imports(root, path, module, tree)} - {module}
+        guards = (node for node in nodes_of(tree) if isinstance(node, ast.If))
+        guards = (node for node in guards if getattr(node.test, "id", "") == "TYPE_CHECKING")
+        typing_only = {each.lineno for guard in guards for each in guard.body}
+        graph[module] = {name for line, name in imports(root, path, module, tree) if line not in typing_only} - {module}
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -94,9 +96,9 @@ def kernel_violations(root: Path) -> list[str]:
     """Kernels and judges import from this package only partition and their own kind."""
     found = []
     for path, module, tree in modules(root):
-        kind = "kernels" if top_name(module) == "kernels" else "judges" if is_judge(module) else None
+        kind = "kernels" if top_name(module) == "kernels" else "judges" if module in JUDGES else None
         for line, target in imports(root, path, module, tree) if kind else ():
-            own_kind = top_name(target) == "kernels" if kind == "kernels" else is_judge(target)
+            own_kind = top_name(target) == "kernels" if kind == "kernels" else target in JUDGES
             if top_name(target) != "partition" and not own_kind:
                 found.append(f"{path}:{line}: {kind} import only partition and each other, not {target}")
     return found
@@ -142,11 +144,11 @@ def environment_violations(root: Path) -> list[str]:
         within = path.relative_to(Path(PACKAGE)).as_posix()
         exempt = {
             id(node)
-            for function in ast.walk(tree)
+            for function in nodes_of(tree)
             if isinstance(function, ast.FunctionDef) and (within, function.name) in ENVIRONMENT_WRITERS
             for node in written_environments(function)
         }
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if uses_environment(node) and id(node) not in exempt:
                 found.append(f"{path}:{node.lineno}: only config.py reads the environment")  # type: ignore[attr-defined]
     native = (path for path in source_files(root) if path.suffix != ".py")
@@ -161,7 +163,7 @@ def backend_violations(root: Path) -> list[str]:
     """A group may have a backend per device: its name alone says nothing about a tensor."""
     found = []
     for path, module, tree in modules(root):
-        for node in ast.walk(tree) if module != "comm.device_backends" else ():
+        for node in nodes_of(tree) if module != "comm.device_backends" else ():
             if isinstance(node, ast.Call) and called_name(node) in ("get_backend", "get_backend_config"):
                 found.append(f"{path}:{node.lineno}: only comm/device_backends.py asks c10d for a group's backend")
     return found
@@ -188,21 +190,26 @@ def modules(root: Path) -> Iterator[tuple[Path, str, ast.Module]]:
         yield path.relative_to(root), name, parsed(path.read_text(encoding="utf-8"))
 
 
-parsed = functools.cache(ast.parse)  # once for all rules, which only read
+parsed = functools.cache(ast.parse)  # once for all rules, which only read; the next two as well
+nodes_of = functools.cache(lambda tree: tuple(ast.walk(tree)))
+
+
+@functools.cache
+def import_nodes(tree: ast.Module) -> tuple[Any, ...]:
+    found = (node for node in nodes_of(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
+    return tuple(node for node in found if getattr(node, "names", None) or called_name(node) in IMPORTERS)
 
 
 def imports(root: Path, path: Path, module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, dotted name inside the package) of every import of the package, wherever it stands."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in import_nodes(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{base_of(node, package)}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
-            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         else:
-            continue
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         for name in names:
             if name == PACKAGE or name.startswith(PACKAGE + "."):
                 yield node.lineno, existing_module(root, name)
@@ -234,10 +241,6 @@ def top_name(module: str) -> str:
     return module.partition(".")[0] or PUBLIC_SURFACE
 
 
-def is_judge(module: str) -> bool:
-    return module in JUDGES
-
-
 def uses_environment(node: ast.AST) -> bool:
     names = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
     if isinstance(node, ast.ImportFrom):
@@ -262,8 +265,7 @@ def written_environments(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 RULES = (
     import_violations, circle_violations, kernel_violations, folder_violations, length_violations,
-    environment_violations, shortcut_violations,
-    backend_violations,
+    environment_violations, shortcut_violations, backend_violations,
 )  # fmt: skip
 
 
@@ -277,9 +279,8 @@ def test_the_rules_see_this_tree() -> None:
     assert {"tpkernels/__init__.py", "tpkernels/config.py", "tpkernels/launching/local_ranks.py"} <= paths
     assert Path(__file__) in set(source_files(REPOSITORY))
     tree = ast.parse((REPOSITORY / "tpkernels/testing/expected.py").read_text())
-    found = {
-        target for _, target in imports(REPOSITORY, Path("tpkernels/testing/expected.py"), "testing.expected", tree)
-    }
+    path = Path("tpkernels/testing/expected.py")
+    found = {target for _, target in imports(REPOSITORY, path, "testing.expected", tree)}
     assert found == {"partition", "testing.numeric"}
 
 

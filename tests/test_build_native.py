@@ -124,22 +124,31 @@ def tree(tmp_path: Path) -> Tree:
 
 
 @needs_compiler
-def test_the_core_builds_in_place_and_each_source_gets_its_flags(tree: Tree) -> None:
-    tree.build()
+def test_the_core_builds_in_place_and_building_again_compiles_only_what_changed(tree: Tree) -> None:
+    """One tree for several builds: also for what a process keeps that runs the old core, and for a build that fails."""
+    assert tree.compiled(tree.build()) == {"bindings", "answer", "wide_avx2"}
     assert tree.answer() == "42"
     assert tree.record["built"] is True and tree.record["module"] == MODULE
     assert "g++" in str(tree.record["compiler"]) and "-ffp-contract=off" in tree.record["flags"]  # type: ignore[operator]
-
-
-@needs_compiler
-def test_building_again_compiles_only_what_changed(tree: Tree) -> None:
-    assert tree.compiled(tree.build()) == {"bindings", "answer", "wide_avx2"}
     assert tree.compiled(tree.build()) == set()
-    tree.write("csrc/cpu/answer.cpp", PORTABLE.replace("40", "50"))
-    assert tree.compiled(tree.build()) == {"answer"} and tree.answer() == "52"
+
+    with tree.package.joinpath(MODULE).open("rb") as mapped:
+        before = mapped.read()
+        tree.write("csrc/cpu/answer.cpp", PORTABLE.replace("40", "50"))
+        assert tree.compiled(tree.build()) == {"answer"} and tree.answer() == "52"
+        mapped.seek(0)
+        assert mapped.read() == before and tree.package.joinpath(MODULE).read_bytes() != before
+
     tree.write("csrc/cpu/answer.h", "int answer();\nint wide();\nint more();\n")
     assert tree.compiled(tree.build()) == {"bindings", "answer", "wide_avx2"}, "all include the header"
     assert tree.compiled(tree.build(CXXFLAGS="-O0")) == {"bindings", "answer", "wide_avx2"}
+
+    assert tree.package.joinpath(MODULE).exists()
+    tree.write("csrc/cpu/answer.cpp", "#error this compiler is too old\n")
+    tree.build()
+    assert "compilation failed with g++" in str(tree.record["reason"])
+    assert any("this compiler is too old" in line for line in tree.record["errors"])  # type: ignore[attr-defined]
+    assert not tree.package.joinpath(MODULE).exists(), "a stale core under newer Python code is worse than none"
 
 
 @needs_compiler
@@ -184,17 +193,6 @@ esac
         tree.write("csrc/cpu/tiles_amx.cpp", wrong)
         tree.build(CXX=str(compiler))
         assert tree.record["built"] is True and tree.answer() == "42"
-
-
-@needs_compiler
-def test_a_process_that_runs_the_old_core_keeps_it_while_a_new_one_is_built(tree: Tree) -> None:
-    tree.build()
-    with tree.package.joinpath(MODULE).open("rb") as mapped:
-        before = mapped.read()
-        tree.write("csrc/cpu/answer.cpp", PORTABLE.replace("40", "50"))
-        tree.build()
-        mapped.seek(0)
-        assert mapped.read() == before and tree.package.joinpath(MODULE).read_bytes() != before
 
 
 @needs_compiler
@@ -267,23 +265,13 @@ def test_what_is_missing_is_recorded_and_the_build_succeeds(tree: Tree, case: st
     assert "WARNING: tpkernels is installed WITHOUT its compiled core" in output and reason in output
 
 
-@needs_compiler
-def test_a_compiler_error_is_recorded_and_the_core_of_an_earlier_build_goes(tree: Tree) -> None:
-    tree.build()
-    assert tree.package.joinpath(MODULE).exists()
-    tree.write("csrc/cpu/answer.cpp", "#error this compiler is too old\n")
-    tree.build()
-    assert "compilation failed with g++" in str(tree.record["reason"])
-    assert any("this compiler is too old" in line for line in tree.record["errors"])  # type: ignore[attr-defined]
-    assert not tree.package.joinpath(MODULE).exists(), "a stale core under newer Python code is worse than none"
-
-
 def test_a_required_core_that_cannot_be_built_fails_the_installation(tree: Tree) -> None:
     with pytest.raises(RuntimeError, match=r"TPKERNELS_REQUIRE_NATIVE=1, but there is no compiled core: no C\+\+ com"):
         tree.build(TPKERNELS_REQUIRE_NATIVE="1", **NO_PROGRAMS)
     tree.build(TPKERNELS_REQUIRE_NATIVE="0", **NO_PROGRAMS)
 
 
+@pytest.mark.full("5 s of a core; what is recorded and what doctor makes of a record are tested by themselves")
 def test_without_a_compiler_pip_install_succeeds_and_doctor_says_what_is_missing(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     shutil.rmtree(tree.package)

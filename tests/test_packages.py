@@ -78,6 +78,7 @@ def test_ops_layers_and_the_gpu_suites_need_torch_triton_and_numpy_alone() -> No
     assert set(found.values()) == {""}, f"{found}\n{printed}"
 
 
+@pytest.mark.full("6 s of a core: that the test before it can fail")
 def test_an_import_of_anything_else_is_found_in_each_of_them(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     left_out = shutil.ignore_patterns("__pycache__", "results", "mutations", "_native*", "fuzz")

@@ -7,18 +7,19 @@ import importlib.util
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 import tpkernels as tpk
 from tests.forked_scripts import run_forked
+from tests.launching.test_elastic import said
 from tpkernels import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,9 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *PAGES, *(f"docs
 README_LINES = 200
 ELSEWHERE = "docs/trainers.md"
 """Run by tests/integrations/test_page.py: it needs packages, and a GPU where nobody turns accelerate's check off."""
+RARELY = ("docs/keras.md", "docs/same-bits.md", "docs/state.md", "docs/training.md")
+"""Their programs run with --full: 14 s of a core. What they call is called by tests/integrations/keras, tests/sharding
+and tests/state, and by the examples of the docstrings."""
 FOLDERS = "tpkernels|tests|benchmarks|docs|csrc|examples"
 TIMEOUT_S = 300  # seconds of work; minutes beside other jobs on two cores
 
@@ -50,6 +54,11 @@ def snippets(language: str) -> list[tuple[str, str]]:
 
 def parametrise(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in pairs])
+
+
+def run_by_page(name: str, argument: Any) -> Any:
+    marks = [pytest.mark.full("a page that is rarely run: see RARELY")] if name.startswith(RARELY) else []
+    return pytest.param(argument, id=name, marks=marks)
 
 
 @pytest.mark.cpu
@@ -79,7 +88,7 @@ def pages() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.gloo
-@parametrise(programs())
+@pytest.mark.parametrize("text", [run_by_page(name, text) for name, text in programs()])
 def test_python_snippets_run_on_two_ranks_and_differ_by_rounding_only(text: str, tmp_path: Path) -> None:
     script = tmp_path / "swap.py"
     script.write_text(text)
@@ -110,7 +119,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in pages()])
+@pytest.mark.parametrize("blocks", [run_by_page(name, blocks) for name, blocks in pages()])
 def test_pages_run_from_top_to_bottom_and_print_what_they_show(blocks: list[str], tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(PAGE.format(blocks=blocks))
@@ -264,11 +273,10 @@ CHECKS = {
 @pytest.mark.gloo
 def test_the_first_torchrun_line_of_the_documents_runs(tmp_path: Path) -> None:
     line = next(line for _, line in command_lines() if line.startswith("torchrun"))
-    argv = shlex.split(line)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *argv[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("-> ") == 3, f"one answer per op, printed by one rank only:\n{done.stdout}"
+    # The ranks are forks, which run a file and no module.
+    _, *arguments = shlex.split(line.replace("-m tpkernels", str(ROOT / "tpkernels" / "__main__.py")))
+    (text,) = said([["--standalone", *arguments]], tmp_path, "line")
+    assert text.count("-> ") == 3, f"one answer per op, printed by one rank only:\n{text}"
 
 
 def names_in_backticks() -> Iterator[tuple[str, str]]:

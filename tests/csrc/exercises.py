@@ -38,15 +38,21 @@ GUARD = 0xA5
 
 
 def built(target: str, flags: Sequence[str]) -> Path:
-    """A program of all kernels and their drivers; the objects stay beside it."""
-    units = (*KERNELS, *DRIVERS)
+    """A program of all kernels, compiled with these flags, and their drivers; the objects stay beside it.
+
+    The drivers' objects are those of :func:`of_the_installation`: the flags are for what is tested.
+    """
+    library = of_the_installation()
+    drivers = [library.parent / f"{driver.stem}.o" for driver in DRIVERS]
 
     def make(folder: Path) -> None:
+        for path in drivers:
+            shutil.copy(path, folder)
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda unit: compile_one(unit, folder, flags), units))
-        link(folder / target, [folder / f"{unit.stem}.o" for unit in units], flags)
+            kernels = list(pool.map(lambda unit: compile_one(unit, folder, flags), KERNELS))
+        link(folder / target, [*kernels, *(folder / path.name for path in drivers)], flags)
 
-    made_of = sources(CPU.parent, Path(__file__).parent)
+    made_of = [*sources(CPU), *drivers]
     return built_once(f"csrc-{target}", made_of, (flags, FLAGS, ISA_FLAGS), make) / target
 
 

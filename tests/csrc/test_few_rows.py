@@ -244,7 +244,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_found(fault: str, exercise: Path, library: ctypes.CDLL, tmp_path: Path) -> None:
     unit, file, old, new = FAULTS[fault]

@@ -227,6 +227,7 @@ def test_an_nvcc_that_never_ends_is_recorded_as_well(tree: Tree, tmp_path: Path)
     assert record_of(tree)["reason"].endswith("had not ended after 2 s")
 
 
+@pytest.mark.full("builds two wheels; the library and its record are read where they are built in place")
 def test_a_wheel_holds_the_library_and_one_without_nvcc_holds_the_reason(tree: Tree, tmp_path: Path) -> None:
     home = toolkit(tmp_path / "toolkit")
     for environment, there in (({"CUDA_HOME": str(home)}, True), ({"TPKERNELS_CUDA": "0"}, False)):

@@ -212,6 +212,7 @@ COMMANDS = (
     "calls 2 1 80 0",
     "calls 3 2 50 0xffffffd0",
     "calls 4 3 12 0x7fffffe0",
+    "calls 3 1 60 0",  # that of most faults
     "calls 8 5 15 0",
     "calls 3 4 30 9 30000 1",  # every call uses the slot of the last one
     "failures 2 1",
@@ -230,7 +231,7 @@ def test_ranks_race_nowhere_and_sum_exactly(command: str, program: list[str], fu
         assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", ""), done.stderr
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_caught(name: str, seeded: Path) -> None:
     fault, number = FAULTS[name], list(FAULTS).index(name) + 1
@@ -238,7 +239,7 @@ def test_a_seeded_fault_is_caught(name: str, seeded: Path) -> None:
     assert done.returncode != 0 and re.search(fault.found_by, done.stderr), f"{done.returncode}, {done.stderr}"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("without --full the program of the faults is the one that is said to race nowhere")
 @pytest.mark.parametrize("command", ["calls 3 1 60 0", "calls 3 1 60 0xfffffff0", "failures 4 1"])
 def test_it_is_the_fault_that_is_caught(command: str, seeded: Path) -> None:
     """The commands of the faults pass where none of the edits is at work."""

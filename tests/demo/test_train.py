@@ -48,7 +48,7 @@ def largest_difference(run: list[tuple[float, float]], other: list[tuple[float, 
 
 @pytest.mark.gloo
 def test_a_run_that_goes_on_with_other_ranks_has_the_losses_of_one_that_was_not_interrupted(
-    ranks: Pools, tmp_path: Path, text: str
+    ranks: Pools, tmp_path: Path, text: str, full: bool
 ) -> None:
     first = replace(SMALL, text=text, sequence_parallel=True, folder=str(tmp_path / "run"), checkpoint_every=2)
     whole = ranks(2).run(losses, first, timeout=LIMIT_S)[0]
@@ -57,7 +57,7 @@ def test_a_run_that_goes_on_with_other_ranks_has_the_losses_of_one_that_was_not_
         replace(rest, tp=2, dp=2, fsdp=True, sequence_parallel=True, accumulate=3),
         replace(rest, tp=1, dp=4),
     ]
-    for options in on_four:
+    for options in on_four if full else on_four[:1]:
         for found in ranks(4).run(losses, options, timeout=LIMIT_S):
             assert largest_difference(found, whole[2:]) < 1e-10, options
     for found in ranks(2).run(losses, replace(rest, tp=2), "schedule", timeout=LIMIT_S):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.builds import built_once, sources
-from tests.csrc.test_sanitizers import ADDRESS, CSRC, FLAGS, ISA_FLAGS, Tree
+from tests.csrc.exercises import ISA_FLAGS
+from tests.csrc.test_sanitizers import ADDRESS, CSRC, FLAGS, Tree
 
 __all__ = ["CORPUS", "guided", "standalone"]
 
@@ -27,7 +28,7 @@ def standalone(clean: Tree) -> Path:
         _run([clean.compiler, *FLAGS, *ADDRESS, "-DTPK_STANDALONE", f"-I{CSRC}", str(TARGET), *objects, "-pthread",
               "-o", str(folder / "fuzz")])  # fmt: skip
 
-    return built_once("fuzz-channel", [*sources(CSRC), TARGET], (FLAGS, ADDRESS, ISA_FLAGS), make) / "fuzz"
+    return built_once("fuzz-channel", [*sources(CSRC), TARGET], (FLAGS, ADDRESS), make) / "fuzz"
 
 
 def guided() -> Path | None:
@@ -40,7 +41,7 @@ def guided() -> Path | None:
         objects = []
         for unit in sorted((CSRC / "cpu").glob("*.cpp")):
             objects.append(str(folder / f"{unit.stem}.o"))
-            isa = ISA_FLAGS.get(f"cpu/{unit.name}") if platform.machine() == "x86_64" else None
+            isa = ISA_FLAGS.get(unit.stem.rpartition("_")[2]) if platform.machine() == "x86_64" else None
             flags: Sequence[str] = [*SANITIZED, "-fsanitize=fuzzer-no-link"] if isa is None else isa
             _run([clang, "-std=c++17", *flags, f"-I{CSRC}", "-c", str(unit), "-o", objects[-1]])
         _run([clang, "-std=c++17", *SANITIZED, "-fsanitize=fuzzer", f"-I{CSRC}", str(TARGET), *objects, "-pthread",

@@ -29,7 +29,7 @@ def test_a_change_of_any_part_is_a_value_error_or_is_read(name: str, full: bool)
         assert fuzz(name, 20.0) > 0
         return
 
-    @settings(max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(changed(name))
     def run(content: bytes) -> None:
         check(name, content)

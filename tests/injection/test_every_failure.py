@@ -17,7 +17,8 @@ pytest.importorskip("safetensors", reason="the package safetensors is missing")
 pytestmark = pytest.mark.gloo
 
 
-@pytest.mark.parametrize(("how", "victim"), [("snapshot", 0), ("snapshot", 1), ("pretrained", 0)])  # the writers
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("how", "victim"), [("snapshot", 0), ("pretrained", 0), ("snapshot", 1)])  # the writers
 def test_a_save_of_which_any_call_on_a_file_fails_is_an_error_on_all_ranks_or_whole(
     how: str, victim: int, ranks: Pools, tmp_path: Path
 ) -> None:
@@ -33,6 +34,7 @@ def test_a_save_of_which_any_call_on_a_file_fails_is_an_error_on_all_ranks_or_wh
         assert said != "saved" or left == "whole", (failed, said, left)
 
 
+@pytest.mark.sample(1)  # how files are read, not which
 @pytest.mark.parametrize("how", ["snapshot", "pretrained"])
 def test_a_load_of_which_any_call_on_a_file_fails_changes_nothing_or_everything(
     how: str, ranks: Pools, tmp_path: Path

@@ -104,9 +104,9 @@ def variants() -> list[Variant]:
     for capability in (80, 90, 100):
         gather, scatter = Variant("gather", capability), Variant("scatter", capability)
         found += [
-            replace(gather, activation="gelu", bias=True),
-            scatter,
-            replace(gather, activation="swiglu", bias=True, sampled=capability == 90),
+            replace(gather, activation="gelu", bias=True, sampled=capability > 80),
+            replace(scatter, sampled=capability < 100),
+            replace(gather, activation="swiglu", bias=True, sampled=False),
             replace(gather, activation="swiglu", preactivation=True, sampled=False),
             replace(gather, activation="geglu", bias=True, preactivation=True, sampled=False),
             replace(gather, even_k=False, pointers=True, bias=True, sampled=capability == 80),
@@ -117,7 +117,7 @@ def variants() -> list[Variant]:
             replace(scatter, loop="nested", sampled=False),
             replace(gather, m=8, bias=True, sampled=False),
             replace(gather, m=256, bias=True, sampled=False),
-            replace(scatter, transposed=True, pointers=True, addend=True, sampled=capability == 90),
+            replace(scatter, transposed=True, pointers=True, addend=True, sampled=False),
             replace(scatter, transposed=True, staging="bf16", sampled=False),
             replace(gather, transposed=True, sampled=False),
             replace(scatter, staging="bf16", pads=True, sampled=False),

@@ -54,7 +54,10 @@ def compiled(folder: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str, Any]:
-    return compiled(tmp_path_factory.mktemp("kernels"), *(["--full"] if full else []))
+    """Of the kernels, and of those with a fault; one process, which imports Triton, for all."""
+    folder = tmp_path_factory.mktemp("kernels")
+    packages = ["tpkernels.kernels", *mutants(folder, tuple(FAULTS) if full else FEW)]
+    return compiled(folder, *(["--full"] if full else []), "--packages", *packages)
 
 
 def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(report: dict[str, Any]) -> None:
@@ -197,25 +200,24 @@ FEW = ("relaxed_wait", "no_barrier", "rows_in_32_bits")
 """Without --full."""
 
 
-@cache
-def faulty(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def mutants(folder: Path, names: tuple[str, ...]) -> list[str]:
+    """Packages with these faults, and the variant of each that shows it."""
     packages = []
     for name in names:
         variant, change, _ = FAULTS[name]
         file = next(file for file in ("signals.py", "tiles.py", "all_gather_matmul.py") if change[0] in KERNELS[file])
         packages.append(f"{mutant(folder, f'mutant_{name}', {file: change})}={variant}")
-    found = compiled(folder, "--packages", *packages)
-    lints = {package: {name: row["lint"] for name, row in rows.items()} for package, rows in found["packages"].items()}
-    return {package: {**rows, PROBE: found["probes"][package]} for package, rows in lints.items()}
+    return packages
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_lint_finds_a_seeded_fault(tmp_path_factory: pytest.TempPathFactory, name: str, full: bool) -> None:
+def test_the_lint_finds_a_seeded_fault(report: dict[str, Any], name: str, full: bool) -> None:
     if not full and name not in FEW:
         pytest.skip("--full: compiles one kernel more")
     variant, _, said = FAULTS[name]
-    rows = faulty(tmp_path_factory.getbasetemp(), tuple(FAULTS) if full else FEW)[f"mutant_{name}"]
-    assert any(said in sentence for sentence in rows[variant]), rows[variant]
+    package = f"mutant_{name}"
+    found = report["probes"][package] if variant == PROBE else report["packages"][package][variant]["lint"]
+    assert any(said in sentence for sentence in found), found
 
 
 def test_the_lint_follows_a_stride_to_its_product() -> None:

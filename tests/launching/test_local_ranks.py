@@ -171,14 +171,15 @@ def test_a_failing_rank_is_named_and_the_others_report_their_own_errors(
 ) -> None:
     if cause is not RankDied:  # a fork server sees a death later than the peers feel it
         request.getfixturevalue("forked")
+    size = 3 if cause is not RankDied else 2  # interpreters that import torch
     with pytest.raises(LaunchError) as caught:
-        launch(rank_zero_fails, 3, how)
+        launch(rank_zero_fails, size, how)
     message = str(caught.value)
-    assert message.startswith(f"launch(rank_zero_fails, nproc=3): {said}; rank ")
+    assert message.startswith(f"launch(rank_zero_fails, nproc={size}): {said}; rank ")
     assert type(caught.value.__cause__) is cause
     assert caught.value.failures[0].rank == 0
-    assert sorted(failure.rank for failure in caught.value.failures) == [0, 1, 2]
-    assert "rank 1 raised RuntimeError" in message and "rank 2 raised RuntimeError" in message
+    assert sorted(failure.rank for failure in caught.value.failures) == list(range(size))
+    assert all(f"rank {rank} raised RuntimeError" in message for rank in range(1, size))
     if how in ("raises", "segfaults"):
         assert 'test_local_ranks.py", line' in caught.value.failures[0].details
         assert "in rank_zero_fails" in caught.value.failures[0].details

@@ -128,6 +128,7 @@ def test_torchs_fused_ops_are_called_with_what_they_take(on_two_ranks: list[Any]
         assert shapes == {"all_gather_matmul": (8, 5), "matmul_reduce_scatter": (4, 10)}
 
 
+@pytest.mark.full("4 s of a core; groups of two and three ranks are measured below, and their samples counted")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
 def test_bench_runs_local_ranks_and_files_every_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +165,11 @@ def test_bench_measures_groups_and_uneven_shapes_and_says_who_cannot(
     assert content["complete"]
     assert [row["world_size"] for row in content["results"]] == [2] * 3 + [3] * 3
     assert ["torch" in row["times"] for row in content["results"]] == [True] * 3 + [False, False, True]
+    for row in content["results"]:
+        assert {"gemm", "comm", "unfused", "chunked", "auto"} <= set(row["times"])
+        assert all(len(times["samples_ms"]) == 2 for times in row["times"].values())
+        assert row["speedup_over_unfused"] > 0
+    assert "GEMM only" in printed and "vs unfused" in printed
 
 
 @pytest.mark.full("every size of the suite")

@@ -172,11 +172,14 @@ def _announce_and_send_forever(folder: str) -> None:
         dist.all_reduce(payload)
 
 
+# Ranks are forks: how interpreters of ranks end with their parent, tests/launching/test_local_ranks.py shows.
 _PARENT = """
-import sys
+import multiprocessing, sys
+from tpkernels.launching import local_ranks
 from tpkernels.measure.netlab import run_in_netlab
 from tests.measure.test_netlab import _announce_and_send_forever
 if __name__ == "__main__":
+    local_ranks.new_interpreters = lambda: multiprocessing.get_context("fork")
     run_in_netlab(_announce_and_send_forever, 2, sys.argv[1], rate="100mbit")
 """
 

@@ -385,6 +385,7 @@ def test_the_rehearsal_has_seen_all_that_the_sets_promise(rehearsed: dict[str, d
     assert rehearsed["sharing"]["facts"]["NCCL, 2 processes on this GPU"].startswith("no: "), "the reason is told"
 
 
+@pytest.mark.full("7 s of a core: that each check of smoke, which the rehearsal passes, can fail")
 @pytest.mark.cpu
 def test_smoke_fails_at_the_check_that_a_fault_is_for(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "--faults")
