@@ -23,7 +23,7 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-WORLDS = (1, 2, 3)
+WORLDS = (3, 1, 2)
 WIDTH = 6
 COMPILED_WORLD = 2  # importing the compiler takes each rank seconds
 

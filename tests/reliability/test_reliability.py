@@ -12,7 +12,9 @@ from tests.reliability.rows import ROWS, Row
 pytestmark = pytest.mark.gloo
 
 
-FULL_ONLY = pytest.mark.full("a row on one more backend or number of ranks; the same row on shared memory or three ranks always runs")
+FULL_ONLY = pytest.mark.full(
+    "a row on one more backend or number of ranks; the same row on shared memory or three ranks always runs"
+)
 CASES = [pytest.param(row, id=row.name, marks=() if row.slice else FULL_ONLY) for row in ROWS]
 
 
