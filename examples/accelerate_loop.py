@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --folder run
     torchrun --nproc-per-node 4 examples/accelerate_loop.py --folder run --resume run/state
 
-accelerate accepts tensor parallelism on GPUs only.
+accelerate accepts tensor parallelism on GPUs only, and wraps the model of one rank in DistributedDataParallel, which
+takes no DTensors: start two ranks or more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
     mesh = tpk.init()
     accelerator = Accelerator(
         cpu=args.cpu,
-        parallelism_config=ParallelismConfig(tp_size=mesh["tp"].size()) if mesh["tp"].size() > 1 else None,
+        parallelism_config=ParallelismConfig(tp_size=mesh["tp"].size()),
         step_scheduler_with_optimizer=False,  # accelerate would step the scheduler once for each rank
     )
     torch.manual_seed(0)  # every rank builds the same model

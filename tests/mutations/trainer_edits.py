@@ -22,12 +22,6 @@ TRAINERS = (
         TRAINER,
     ),
     Edit(
-        f"{HF}/prepared.py",
-        "        speak_originals(inner)\n",
-        "        pass\n",
-        f"{HF_TESTS}/test_trainer.py -k test_trainer_trains",
-    ),
-    Edit(
         f"{HF}/snapshots.py",
         "        save_snapshot(given",
         "        if args.process_index == 0:\n            save_snapshot(given",
@@ -46,12 +40,6 @@ TRAINERS = (
         ADAPTERS,
     ),
     Edit(f"{HF}/registered.py", "            let_adapters_merge()\n", "            pass\n", ADAPTERS),
-    Edit(
-        f"{HF}/experts.py",
-        "return _cut_otherwise(module, layout) or ",
-        "return None or ",
-        f"{HF_TESTS}/test_register.py -k named_with_the_reason",
-    ),
     # a bias added twice, a sum over the ranks that is left out
     Edit(
         "nn/row.py",
@@ -96,11 +84,5 @@ TRAINERS = (
         "            load_pretrained(model, checkpoint)\n",
         "            pass\n",
         f"{INTEGRATIONS}/lightning/test_lightning.py -k without_values",
-    ),
-    Edit(
-        "integrations/accelerate.py",
-        "            load_optimizer_state_dict(model, one, given)\n",
-        "            pass\n",
-        f"{HF_TESTS}/test_accelerate.py -k prepared_loop",
     ),
 )
