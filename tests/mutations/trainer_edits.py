@@ -85,4 +85,16 @@ TRAINERS = (
         "            pass\n",
         f"{INTEGRATIONS}/lightning/test_lightning.py -k without_values",
     ),
+    Edit(
+        "integrations/accelerate.py",
+        "            load_optimizer_state_dict(model, one, given)\n",
+        "            pass\n",
+        f"{HF_TESTS}/test_accelerate.py -k prepared_loop",
+    ),
+    Edit(
+        f"{HF}/experts.py",
+        "return _cut_otherwise(module, layout) or ",
+        "return None or ",
+        f"{HF_TESTS}/test_register.py -k named_with_the_reason",
+    ),
 )
