@@ -22,7 +22,9 @@ WATCHDOG = "watchdog.cpp"
 FAULTS = {
     "a call is ended at once": {"std::max(death, since) + grace_s": "std::max(death, since)"},
     "calls of living ranks are ended": {"death == 0.0 || since == 0.0": "since == 0.0"},
-    "groups without a call are ended": {"death == 0.0 || since == 0.0": "death == 0.0"},
+    "groups without a call are ended": {
+        "death == 0.0 || since == 0.0 || was_ended": "death == 0.0 || ended.load() != 0"
+    },
     "any socket with the number is shut down": {"cookie_of(mine.get()) == connection.cookie": "true"},
     "nothing is shut down": {"shutdown(mine.get(), SHUT_RDWR)": "(void)mine"},
     "groups are added without the lock": {

@@ -103,6 +103,10 @@ void a_death_ends_calls_in_flight_alone(int alive, const Sleeper& dying, bool di
     const double start = now_s();
     if (dies_here) {
         pause_ms(3 * static_cast<int>(1e3 * kGraceS));
+        {
+            const Watch other({}, {}, kGraceS);
+        }  // has the thread look
+        pause_ms(50);
         expect(with_call.ended() == 0 && busy.works(), "a call of living ranks was ended");
         dying.die();
     }
@@ -111,6 +115,7 @@ void a_death_ends_calls_in_flight_alone(int alive, const Sleeper& dying, bool di
     while (with_call.ended() == 0) pause_ms(1);
     const auto deaths = with_call.deaths();
     expect(deaths.size() == 1 && deaths[0].first == 2 && deaths[0].second <= with_call.ended_at(), "who died");
+    expect(with_call.ended_at() - deaths[0].second >= kGraceS, "the monitor was given no time");
     pause_ms(3 * static_cast<int>(1e3 * kGraceS));
     expect(with_call.ended() == 1, "a call was ended twice");
     expect(foreign.works(), "a socket that has the number of another one was shut down");
