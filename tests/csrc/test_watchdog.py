@@ -22,14 +22,7 @@ WATCHDOG = "watchdog.cpp"
 FAULTS = {
     "a call is ended at once": {"std::max(death, since) + grace_s": "std::max(death, since)"},
     "calls of living ranks are ended": {"death == 0.0 || since == 0.0": "since == 0.0"},
-    "groups without a call are ended": {
-        "death == 0.0 || since == 0.0 || was_ended": "death == 0.0 || ended.load() != 0"
-    },
     "any socket with the number is shut down": {"cookie_of(mine.get()) == connection.cookie": "true"},
-    "nothing is shut down": {"shutdown(mine.get(), SHUT_RDWR)": "(void)mine"},
-    "groups are added without the lock": {
-        "const std::lock_guard<std::mutex> guard(mutex_);\n            states_.push_back": "states_.push_back"
-    },
 }
 
 
