@@ -37,7 +37,7 @@ def texts_of_the_package() -> str:
     return "\n".join(found)
 
 
-@pytest.mark.full("12 s of a core; links, names, settings, errors and examples of the pages are compared without it")
+@pytest.mark.full("12 s of a core, a step of its own in .ci/run")
 @pytest.mark.cpu
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')
