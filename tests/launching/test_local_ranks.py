@@ -83,7 +83,7 @@ def rank_zero_raises_while_others_sleep() -> None:
 
 def meet_in_the_store_after_rank_zero_is_dead() -> int:
     rank = config.job_environment().rank  # type: ignore[union-attr]
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=20)))
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
     store.set(f"pid{rank}", str(os.getpid()))
     pids = [int(store.get(f"pid{r}")) for r in range(3)]
     store.add("read", 1)
@@ -94,7 +94,7 @@ def meet_in_the_store_after_rank_zero_is_dead() -> int:
     while is_running(pids[0]):
         time.sleep(0.01)
     store.set(f"alive{rank}", "yes")
-    store.wait([f"alive{3 - rank}"], timedelta(seconds=10))
+    store.wait([f"alive{3 - rank}"], timedelta(seconds=50))
     return rank
 
 
@@ -222,7 +222,7 @@ def test_a_deadline_shows_where_each_rank_is() -> None:
 @pytest.mark.usefixtures("forked")
 def test_the_store_outlives_rank_zero() -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(meet_in_the_store_after_rank_zero_is_dead, 3, grace=30)
+        launch(meet_in_the_store_after_rank_zero_is_dead, 3, grace=60)
     assert [failure.rank for failure in caught.value.failures] == [0]
 
 

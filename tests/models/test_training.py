@@ -156,7 +156,7 @@ def sequence_dropout(name: str) -> tuple[Tensor, Tensor, list[Tensor], list[Tens
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, 2])
 def test_ranks_agree_after_dropout_on_a_residual_that_is_cut(ranks: Pools, world: int) -> None:
     """At 3 ranks attention works on the whole sequence in between, with the numbers that all ranks share."""
     (loss, number, grads, lost), *others = ranks(world).run(sequence_dropout, "gpt2", timeout=LIMIT_S)
