@@ -66,7 +66,6 @@ def test_integers_are_exact_and_have_the_bits_of_unfused(ranks: Pools, world: in
         ranks(world).run(judge_all, cases, "unfused", 3)
 
 
-@pytest.mark.sample(5)
 @every_implementation
 @few_worlds
 def test_large_payloads_are_exact_and_have_the_bits_of_unfused(ranks: Pools, world: int, name: str) -> None:
