@@ -85,30 +85,27 @@ def _lose_the_host(link: Link) -> list[tuple[str, Raised | None, float, int | No
     return found
 
 
-# The tests beside these take their time: with --full, which runs alone, less is allowed.
-ALONE_S, BUSY_S = 0.3, 1.5
-
-
-def _check(found: list[tuple[str, Raised | None, float, int | None]], rank: int, host: int | None, full: bool) -> None:
+def _check(found: list[tuple[str, Raised | None, float, int | None]], rank: int, host: int | None) -> None:
     for name, error, seconds, store_host in found:
         what = f"rank {rank}, {name}: {error} after {seconds:.2f} s"
         assert error is not None and error.kind in ("PeerLost", "CollectiveTimeout"), what
         assert error.ranks == (HOST,), what
         assert f"rank {rank}" in error.text and ("all_" in error.text or "first call" in error.text), what
         limit = 1.25 if name == "first" else 1.1
-        assert seconds < limit * TIMEOUT_S + (ALONE_S if full else BUSY_S), what
+        assert seconds < limit * TIMEOUT_S + 0.3, what  # the tests beside this one take their time
         assert store_host == (None if name == "first" else host), what
 
 
+@pytest.mark.full("what it says about time holds alone: a step of its own in .ci/run")
 @pytest.mark.gloo
-def test_a_stopped_host_of_the_store_is_named_by_every_kind_of_call(full: bool) -> None:
+def test_a_stopped_host_of_the_store_is_named_by_every_kind_of_call() -> None:
     with Crew(3, _lose_the_host, timeout=30.0, linger=True) as crew:
         crew.expect("ready", SETTLE_S)
         crew.kill(HOST, signal.SIGSTOP)
         for rank in (1, 2):
             crew.tell(rank, "go on")
         for said in crew.expect("returned", SETTLE_S, [1, 2]):
-            _check(said.value, said.rank, HOST, full)
+            _check(said.value, said.rank, HOST)
 
 
 def _wait_for_interrupt(link: Link) -> tuple[Raised | None, float] | None:
@@ -257,9 +254,10 @@ def test_another_thread_gets_its_own_connection_when_the_first_is_taken_and_not_
     slow.open = True
 
 
+@pytest.mark.full("what it says about time holds alone: a step of its own in .ci/run")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
-def test_a_host_of_the_store_that_is_cut_off_is_named(full: bool) -> None:
+def test_a_host_of_the_store_that_is_cut_off_is_named() -> None:
     results = netlab.run_in_netlab(_cut_off, 3, timeout=60)
     for rank in (1, 2):
-        _check(results[rank], rank, HOST, full)
+        _check(results[rank], rank, HOST)
