@@ -24,7 +24,7 @@ GENERATIONS = 3
 def _gloo_threads() -> int:
     count = 0
     for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError):  # it has ended since it was listed
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
             count += path.read_text().startswith("gloo_tcp")
     return count
 

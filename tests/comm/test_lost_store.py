@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -197,7 +198,7 @@ def test_requests_end_and_are_not_repeated_while_one_is_unanswered() -> None:
     start, threads = time.monotonic(), len(bounded_store._idle)
     for _ in range(20):
         with pytest.raises(StoreLost, match="owes an earlier answer"):
-            store.check(["b"])
+            store.within(0.05).check(["b"])
     with pytest.raises(StoreLost):
         store.post({"note": "", "alarm": ""}, wait=5.0)
     assert time.monotonic() - start < 0.5 and threads - len(bounded_store._idle) <= 1
@@ -212,6 +213,29 @@ def test_requests_end_and_are_not_repeated_while_one_is_unanswered() -> None:
     with pytest.raises(StoreLost, match="connection reset by peer") as caught_:
         store.texts(["a"])
     assert isinstance(caught_.value, TransportFailure)
+
+
+@pytest.mark.cpu
+def test_a_request_waits_for_the_answer_to_an_earlier_one_as_long_as_it_has_time() -> None:
+    """It failed at once, and a store that had stopped for a moment was called lost."""
+    slow = _Slow()
+    slow.open = False
+    store = BoundedStore(slow, 5.0)
+    with pytest.raises(StoreLost, match="did not answer"):
+        store.within(0.02).check(["a"])
+    timer = threading.Timer(0.2, setattr, (slow, "open", True))
+    timer.start()
+    assert store.check(["b"])
+    timer.join()
+    slow.open = False
+    with pytest.raises(StoreLost, match="did not answer"):
+        store.within(0.02).check(["a"])
+    start = time.monotonic()
+    for _ in range(5):
+        with pytest.raises(StoreLost, match="owes an earlier answer"):
+            store.within(0.3).check(["b"])
+    assert time.monotonic() - start < 1.0, "of many requests to a lost store only the first one waits"
+    slow.open = True
 
 
 class _FarAway:

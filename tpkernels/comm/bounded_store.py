@@ -2,9 +2,10 @@
 
 c10d's clients wait for an answer without a limit: a store whose host is stopped, or cut off without a word, holds them
 for ever, and Python sees no Ctrl-C meanwhile.  Here a thread of ours makes the request, and the one that asks waits for
-it as long as it has time.  A request that was not answered is not repeated: until its answer comes, if it ever does,
-every other request of the same client fails at once.  Whoever asks for the same keys again gets that answer, so that
-short looks, one after the other, also see what a store far away says.
+it as long as it has time.  A request that was not answered is not repeated: another one of the same client waits for
+its answer first, but not longer than its own limit after that one was made, so that of many requests to a lost store
+only the first one waits.  Whoever asks for the same keys again gets that answer, so that short looks, one after the
+other, also see what a store far away says.
 
 What is written carries the code of the job's ranks, and what others have written is left out of what is read
 (:mod:`tpkernels.comm.job_identity`), with a warning for each key.
@@ -41,10 +42,11 @@ class StoreLost(TransportFailure):
 
 
 class _Request:
-    __slots__ = ("_work", "about", "answer", "ended", "taken")
+    __slots__ = ("_work", "about", "answer", "ended", "made", "taken")
 
     def __init__(self, work: Callable[[], Any], about: Hashable = None) -> None:
         self._work, self.about, self.taken = work, about, False
+        self.made = time.monotonic()
         self.answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self.ended = False
 
@@ -109,7 +111,7 @@ class _Client:
         try:
             request = self._asked(about)
             if request is None:
-                if self.is_silent:
+                if self.is_silent and not self._is_answered(limit):
                     self._use_spare()
                 store = self.store
                 self._unanswered = request = _Request(lambda: question(store), about)
@@ -133,6 +135,16 @@ class _Client:
         if last is None or last.taken or about is None or last.about != about:
             return None
         return last if last.ended or not self._has_spare else None
+
+    def _is_answered(self, limit: float) -> bool:
+        """Whether the last request's answer came, at the latest so long after it was made; a spare need not wait."""
+        last = self._unanswered
+        if last is None or self._has_spare:
+            return False
+        with suppress(Empty):
+            last.answer.get(timeout=max(0.0, last.made + limit - time.monotonic()))
+            return True
+        return False
 
     def _use_spare(self) -> None:
         if self._has_spare and self._cloning is None:

@@ -151,7 +151,8 @@ def every_fault() -> dict[str, Any]:
 def test_each_seeded_fault_changes_what_training_is_compared_by(ranks: Pools) -> None:
     (expected,) = ranks(1).run(run, timeout=TIMEOUT)
     for found in ranks(2).run(every_fault, timeout=TIMEOUT):
-        models.assert_equal(found.pop("none"), expected)
+        # Keras holds LoRA's factors in float32, and libraries round their product by its shape.
+        models.assert_equal(found.pop("none"), expected, bound=1e-7)
         for name, numbers in found.items():
             wrong = "true_positives" if name == "metrics summed over ranks" else "loss"
             with pytest.raises(AssertionError, match=f"^/history/{wrong}: "):
