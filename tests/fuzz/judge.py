@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
 from tests.fuzz.model import build_model, inputs_of
 from tests.fuzz.vocabulary import Spec
+from tests.kept_mesh import KeptMesh
 from tests.models.compare import differs, pieces_of, planned
 from tpkernels.comm.groups import resolve
 from tpkernels.errors import UnprovenCallWarning
@@ -258,16 +258,7 @@ def compare_runs(actual: Run, expected: Run) -> dict[str, str]:
     return wrong
 
 
-_meshes: list[tuple[object, DeviceMesh]] = []
-"""The last one, with the default group of its time."""
-
-
-def _mesh() -> DeviceMesh:
-    """One per default group as long as it is healthy; ranks that fell out of step say so soon."""
-    world = dist.group.WORLD
-    if not _meshes or _meshes[-1][0] is not world or resolve(_meshes[-1][1]).poison is not None:
-        _meshes[:] = [(world, tpk.init(timeout=PATIENCE_S)["tp"])]
-    return _meshes[-1][1]
+_mesh = KeptMesh(lambda: tpk.init(timeout=PATIENCE_S)["tp"])  # ranks that fell out of step say so soon
 
 
 def check_all(specs: list[Spec]) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tpkernels as tpk
+from tests.kept_mesh import KeptMesh
 from tpkernels.backends.shared_memory.segments import SharedMemory
-from tpkernels.comm.groups import Group, resolve
+from tpkernels.comm.groups import Group
 from tpkernels.partition import array_split_sizes, chunk_sizes, offsets
 
 LIMIT_S = 180.0
@@ -20,16 +21,7 @@ LIMIT_S = 180.0
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
-_meshes: list[tuple[object, DeviceMesh]] = []
-"""Each with the default group of its time: a pool whose call failed has another one, and the compiler needs it."""
-
-
-def tp_mesh() -> DeviceMesh:
-    """One mesh per process as long as it is healthy: every group costs threads that wake a hundred times a second."""
-    world = dist.group.WORLD
-    if not _meshes or _meshes[-1][0] is not world or resolve(_meshes[-1][1]).poison is not None:
-        _meshes.append((world, tpk.init()["tp"]))
-    return _meshes[-1][1]
+tp_mesh = KeptMesh(lambda: tpk.init()["tp"])
 
 
 def plan_once(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tpk.ShardingPlan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -74,10 +74,15 @@ def train(name: str, dtype: torch.dtype, same_bits: int | None) -> dict[str, Ten
     return found | tpk.full_state_dict(model)
 
 
-@cache
+_groups: WeakKeyDictionary[Any, dict[int | None, Any]] = WeakKeyDictionary()
+
+
 def own_group(same_bits: int | None) -> Any:
-    """One for each mode, for good: DTensors of one process remember the groups of meshes that are equal."""
-    return dist.new_group()
+    """One for each mode and default group: DTensors of one process remember the groups of meshes that are equal."""
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    if same_bits not in groups:
+        groups[same_bits] = dist.new_group()
+    return groups[same_bits]
 
 
 def differing(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> list[str]:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.launching.rank_process import RankDied, RankStuck
-from tpkernels.testing.spawn import MOST_GROUPS, Pools, RanksFailed, WorkerPool
+from tpkernels.testing.spawn import MOST_THREADS, Pools, RanksFailed, WorkerPool
 
 pytestmark = pytest.mark.gloo
 
@@ -180,7 +181,26 @@ def leave_groups(count: int) -> int:
 
 @pytest.mark.gloo
 def test_groups_that_calls_leave_behind_are_cleared_away_when_they_are_many() -> None:
+    many = MOST_THREADS // 3  # each has three
     with WorkerPool(2, forked=True) as pool:
-        assert pool.run(leave_groups, MOST_GROUPS - 1) == [MOST_GROUPS] * 2
-        assert pool.run(leave_groups, 1) == [MOST_GROUPS + 1] * 2, "so many may stay"
+        assert pool.run(leave_groups, many) == [many + 1] * 2
+        assert pool.run(leave_groups, 1) == [many + 2] * 2, "so many may stay"
         assert pool.run(leave_groups, 1) == [2, 2]
+
+
+_held: list[DeviceMesh] = []
+
+
+def hold_meshes(count: int) -> int:
+    """How many threads there are after holding so many more meshes, as caches of torch's do."""
+    for _ in range(count):
+        _held.append(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.gloo
+def test_groups_of_meshes_that_are_held_have_no_threads_after_a_renewal() -> None:
+    with WorkerPool(2, forked=True) as pool:
+        before = max(pool.run(hold_meshes, 1))
+        assert min(pool.run(hold_meshes, 4)) >= before + 12
+        assert max(pool.run(hold_meshes, 0)) <= before

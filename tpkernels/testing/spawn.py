@@ -8,16 +8,18 @@ call the ranks seed Python's and torch's generators with the same constant, so n
 Refuses: to wait for what cannot come. A worker that dies is reported at once, with its signal; a call that passes its
 deadline is answered with every worker's Python stack, and the pool is torn down. A pool that was torn down starts
 again on its next use. After a call in which a rank raised, the default group is made anew, because messages
-of the failed call may still be under way in the old one; and so it is after calls that have left many groups.
+of the failed call may still be under way in the old one; and so it is after calls that have left groups with threads.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -27,7 +29,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.launching.local_ranks import LaunchError, Outcome, RankTeam, check_nproc, pack_call
 from tpkernels.launching.rank_process import MASTER_ADDR, RankStuck, children_inherit
@@ -36,10 +38,8 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 30.0
-MOST_GROUPS = 6
-"""Process groups that calls may leave behind in a rank: each has a thread of gloo's that wakes 100 times a second."""
-MOST_THREADS = 20
-"""Of a rank that makes its default group anew: with more, old groups are looked for."""
+MOST_THREADS = 12
+"""Threads that calls may leave behind in a rank: a group has three, one of which wakes 100 times a second."""
 SEED = 20240229
 
 
@@ -90,6 +90,7 @@ class WorkerPool:
         self._environment = dict(environment or {})
         self._team: RankTeam | None = None
         self._generation = 0
+        self._threads = 0
 
     @property
     def running(self) -> bool:
@@ -157,6 +158,7 @@ class WorkerPool:
         if outcome.failures:
             self.close()
             raise RanksFailed(f"making the default group of {self.nproc} ranks", outcome.failures)
+        self._threads = max(pickle.loads(value) for value in outcome.values.values())
 
     def close(self) -> None:
         """Kill the workers. The next call starts new ones."""
@@ -201,7 +203,7 @@ class WorkerPool:
             raise RanksFailed(what, outcome.failures) from outcome.failures[0].exception
         answers: dict[int, Any] = {rank: pickle.loads(value) for rank, value in outcome.values.items()}
         results = {rank: value for rank, (value, _) in answers.items()}
-        if not outcome.failures and max(groups for _, groups in answers.values()) > MOST_GROUPS:
+        if not outcome.failures and max(threads for _, threads in answers.values()) > self._threads + MOST_THREADS:
             self.renew()
         for failure in outcome.failures:
             failure.exception.add_note(failure.details)
@@ -218,11 +220,12 @@ class WorkerPool:
                 self.close()  # the next call starts new workers; the failure of this call is what the caller needs
 
 
-def _make_default_group(rank: int, world_size: int, port: int, generation: int, timeout_s: float) -> None:
+def _make_default_group(rank: int, world_size: int, port: int, generation: int, timeout_s: float) -> int:
+    """How many threads there are then."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        if len(os.listdir("/proc/self/task")) > MOST_THREADS:
-            gc.collect()  # a tenth of a second; groups that somebody's cycle holds keep their threads
+        if _count_threads() > MOST_THREADS:
+            _let_go_of_groups()
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(MASTER_ADDR, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group(
@@ -233,15 +236,32 @@ def _make_default_group(rank: int, world_size: int, port: int, generation: int, 
         world_size=world_size,
         timeout=timeout,
     )
+    return _count_threads()
+
+
+def _let_go_of_groups() -> None:
+    """End the threads of groups, all of which were destroyed: meshes hold them, and caches of torch's the meshes."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    for item in gc.get_objects():
+        if type(item) is DeviceMesh:  # some caches have no other end
+            item._pg_registry.clear()
+    gc.collect()  # a tenth of a second; others are held by cycles
+
+
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _run_seeded(call: bytes) -> tuple[object, int]:
-    """What the function returns, and how many process groups there are now."""
+    """What the function returns, and how many threads there are now."""
     random.seed(SEED)
     torch.manual_seed(SEED)
     fn, args = pickle.loads(call)
     value = fn(*args)
-    return value, len(c10d._world.pg_map) if dist.is_initialized() else 0
+    return value, _count_threads()
 
 
 class Pools:

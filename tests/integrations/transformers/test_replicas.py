@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 import tpkernels as tpk
 from tests.integrations.curves import STEPS, Curve, Reference
+from tests.kept_mesh import KeptMesh
 from tests.nn.reference import LIMIT_S, plan_once
 from tpkernels.testing.spawn import Pools
 
@@ -35,14 +35,7 @@ REPLICAS, ROWS = 2, 4
 GPT2 = Scenario("gpt2", "prepare", {"n_layer": 1}, {"per_device_train_batch_size": ROWS})
 LLAMA = Scenario("llama", "prepare", {"intermediate_size": 57, "num_hidden_layers": 1}, GPT2.trainer)
 OURS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS // REPLICAS}
-_meshes: list[tuple[object, DeviceMesh]] = []
-
-
-def mesh() -> DeviceMesh:
-    """One mesh of a pool: every group costs threads."""
-    if not _meshes or _meshes[-1][0] is not dist.group.WORLD:
-        _meshes.append((dist.group.WORLD, tpk.init(dp=REPLICAS, tp=dist.get_world_size() // REPLICAS)))
-    return _meshes[-1][1]
+mesh = KeptMesh(lambda: tpk.init(dp=REPLICAS, tp=dist.get_world_size() // REPLICAS))
 
 
 def load(scenario: Scenario, path: str, shard: bool) -> Any:
