@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tests.reliability.crew import Crew, Link, Raised, caught, group_of
-from tpkernels.comm import bounded_store
-from tpkernels.comm.bounded_store import BoundedStore, StoreLost
+from tpkernels.comm import agreement, bounded_store
+from tpkernels.comm.bounded_store import BoundedStore, StoreLost, StoreSilent
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.measure import links, netlab
@@ -255,6 +256,25 @@ def test_short_looks_see_what_a_store_that_is_far_away_answers() -> None:
         with suppress(StoreLost):
             answers.append(store.check(["all"]))
     assert answers == [True] and time.monotonic() - start < 2.0
+
+
+class _JustLate:
+    """A client whose answer comes between the end of its time and the next question: it is not silent any more."""
+
+    is_silent = False
+
+    def within(self, limit: float) -> _JustLate:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        raise StoreSilent("the group's store did not answer within 0.02 s")
+
+
+@pytest.mark.cpu
+def test_a_look_that_is_answered_just_too_late_fails_no_call() -> None:
+    """Ranks of a busy machine said that every rank was alive, and that the store did not answer within 0.02 s."""
+    group: Any = SimpleNamespace(control=_JustLate())
+    assert not agreement._is_there(group, "all")
 
 
 @pytest.mark.cpu

@@ -27,7 +27,7 @@ import torch
 
 from tpkernels.comm import heartbeats, presence, resources, transport
 from tpkernels.comm.blame import Looks, blame, diagnose
-from tpkernels.comm.bounded_store import StoreLost
+from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.groups import Group
 from tpkernels.comm.meeting import LOOK_EVERY, card_of, meet
 from tpkernels.comm.records import Record, announce, mismatch, publish, raise_if, read, recorded, told
@@ -107,12 +107,9 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
 
 def _is_there(group: Group, key: str) -> bool:
     """False also while the store owes an answer: that may still come, and a peer's death shows without it."""
-    store = group.control.within(LOOK_EVERY)
     try:
-        return store.check([key])
-    except StoreLost:
-        if not store.is_silent:
-            raise
+        return group.control.within(LOOK_EVERY).check([key])
+    except StoreSilent:
         return False
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from tpkernels.comm.job_identity import Foreign, Seal
 from tpkernels.comm.transport import TransportFailure
 
-__all__ = ["BoundedStore", "StoreLost"]
+__all__ = ["BoundedStore", "StoreLost", "StoreSilent"]
 
 # So many keys with foreign records are reported, each once.
 _MAX_REPORTED = 100
@@ -40,6 +40,10 @@ _log = logging.getLogger(__name__)
 
 class StoreLost(TransportFailure):
     """The store did not answer in time, or its connection has failed."""
+
+
+class StoreSilent(StoreLost):
+    """It did not answer in time; the answer may still come, or has come since."""
 
 
 class _Request:
@@ -108,7 +112,7 @@ class _Client:
         """``about``: what is asked for, where an answer that was given since it was last asked for serves as well."""
         start = time.monotonic()
         if not self._lock.acquire(timeout=limit):
-            raise StoreLost(f"the group's store did not answer another thread within {limit:.3g} s")
+            raise StoreSilent(f"the group's store did not answer another thread within {limit:.3g} s")
         try:
             request = self._asked(about)
             if request is None:
@@ -120,7 +124,7 @@ class _Client:
             try:
                 value, error = request.answer.get(timeout=max(0.0, start + limit - time.monotonic()))
             except Empty:
-                raise StoreLost(f"the group's store did not answer within {limit:.3g} s") from None
+                raise StoreSilent(f"the group's store did not answer within {limit:.3g} s") from None
             request.taken = True
         finally:
             self._lock.release()
@@ -152,7 +156,7 @@ class _Client:
             self._cloning = _Request(self.store.clone)
             _start(self._cloning)
         if self._cloning is None or not self._cloning.ended:
-            raise StoreLost("the group's store still owes an earlier answer")
+            raise StoreSilent("the group's store still owes an earlier answer")
         clone, error = self._cloning.answer.get()
         self._cloning = None
         if error is not None:
@@ -245,7 +249,7 @@ class BoundedStore:
         if self.is_silent:  # c10d's client has a lock of its own: they are sent when it has answered
             store = self._client.store
             _start(_Request(lambda: leave(store)))
-            raise StoreLost("the group's store still owes an earlier answer")
+            raise StoreSilent("the group's store still owes an earlier answer")
         self._client.ask(leave, min(wait, self._limit))
 
 
