@@ -15,6 +15,7 @@ import tpkernels as tpk
 from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning import per_head
+from tests.planning.by_value import problems
 from tests.planning.per_head import Attention
 from tpkernels.planning import layers
 from tpkernels.planning.layers import layer_of
@@ -97,26 +98,8 @@ def test_a_number_of_a_config_is_another_one_for_one_module_alone() -> None:
 
 def by_value(how: str) -> list[str]:
     torch.manual_seed(0)
-    plain = made(how).double()
     x = torch.randint(0, per_head.WORDS, (2, 5)) if how == "words" else torch.randn(2, 5, per_head.WIDTH).double()
-    model = copy.deepcopy(plain)
-    plan = tpk.make_plan(model, tp_mesh(), example_inputs=x)
-    found = [] if isinstance(plan["down" if how == "words" else "out"].style, Row) else [f"{how} is not cut"]
-    tpk.parallelize(model, tp_mesh(), plan)
-    model = copy.deepcopy(model)
-    inputs: list[Any] = [x, x.clone()]
-    if how != "words":
-        inputs = [one.requires_grad_() for one in inputs]
-    outputs = [net(one) for net, one in zip((model, plain), inputs, strict=True)]
-    for out in outputs:
-        out.square().sum().backward()
-    pairs = {"output": (outputs[0], outputs[1])}
-    if how != "words":
-        pairs["gradient of x"] = (inputs[0].grad, inputs[1].grad)
-    found += [f"{how} {what}: {why}" for what, (a, b) in pairs.items() if (why := differs(a, b, 1e-11))]
-    state = tpk.full_state_dict(model)
-    found += [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)]
-    return found + compare_tensors(model, plain, 1e-11)
+    return problems(how, made(how), x, "down" if how == "words" else "out")
 
 
 def all_by_value(full: bool) -> list[str]:

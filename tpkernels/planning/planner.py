@@ -304,8 +304,9 @@ class _Planner:
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
             for name in group.columns:
                 sizes = proof.segments[name]
-                units = tuple(size // proof.pieces if proof.pieces else 1 for size in sizes)
-                style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes)
+                units = tuple(size // proof.pieces if proof.pieces else 1 for size in sizes[: len(sizes) - proof.copied])
+                units += (1,) * proof.copied
+                style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes, copied=proof.copied)
                 if len(sizes) > 1 and proof.pieces:
                     style = replace(style, units=units)
                 style = replace(style, sum_input_gradient=name not in self.decision.fed)
@@ -373,7 +374,7 @@ class _Planner:
                 raise ValueError(f"the override of {name!r} conflicts with the data flow, where it {reason}")
             if isinstance(asked, Column) and isinstance(style, Column):
                 unit = style.unit if style.unit > 1 else asked.unit
-                style = replace(asked, segments=style.segments, unit=unit, units=style.units)
+                style = replace(asked, segments=style.segments, unit=unit, units=style.units, copied=style.copied)
             elif isinstance(asked, Row):
                 style = replace(asked, unit=style.unit) if isinstance(style, Row) and style.unit > 1 else asked
             self.chosen[name] = Chosen(style, "override", f"asked for, and proven by data flow: {reason}")

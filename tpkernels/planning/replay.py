@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.gradients import Gradients
-from tpkernels.planning.op_arguments import same_scalars, shapes_in, without_sizes
+from tpkernels.planning.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import (
@@ -183,7 +183,10 @@ class Replay(Gradients):
                 raise Unproven(f"{packet} writes a part in another layout")
             if answer is not None and func._schema.is_mutable and id(output) not in self._splits:
                 raise Unproven(f"{packet} writes a part over something whole")
-            self._mark(output, answer, groups)
+            if answer is not None and answer.is_whole:
+                self._share(output, func, groups)
+            else:
+                self._mark(output, answer, groups)
         self._pass_summed(func, tensors, outputs)
         self.pass_origins(func, tensors, outputs)
         self._made(outputs)
@@ -194,6 +197,8 @@ class Replay(Gradients):
         if is_random(func, args) and any(id(tensor) in self._splits for tensor in tensors) != self._open:
             where = "outside of" if not self._open else "between layers of"
             raise Unproven(f"{canonical(func)} draws random numbers for something {where} the group")
+        if is_random(func, args) and any(split.copied for split in map(self._splits_of, tensors) if split is not None):
+            raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a copy of")
 
     def _answers(
         self, func: Any, event: Event, local: Any, splits: list[Any], arguments: Any
@@ -230,6 +235,8 @@ class Replay(Gradients):
         named = dict(event.kwargs)
         if isinstance(mask, Tensor):
             named["attn_mask split"] = self._splits.get(id(mask))
+        if event.packet is aten.index:
+            named["indices"] = numbers_in(args[1])
 
         def mix(index: int) -> None:
             tensor = mask if index < 0 else args[index]
@@ -367,6 +374,14 @@ class Replay(Gradients):
             self._groups[id(out)] = frozenset([role.group])
         self._made([out])
         return out
+
+    def _share(self, tensor: Tensor, func: Any, groups: frozenset[int]) -> None:
+        """A copy taken out of a packed part: whole, and with a share of its gradient on every rank."""
+        if func._schema.is_mutable:
+            raise Unproven(f"{canonical(func)} writes to what every rank has a copy of")
+        self._mark(tensor, None, groups)
+        self._summed.add(id(tensor))
+        self._groups[id(tensor)] = groups
 
     def _mark(self, tensor: Tensor, split: Split | None, groups: frozenset[int]) -> None:
         if split is None:

@@ -67,15 +67,18 @@ class Proof:
     """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
     feeders: tuple[str, ...] = ()
     """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
+    copied: int = 0
+    """How many segments of the packed column every rank has whole: the key and value that all queries share."""
 
     def each(self, world_size: int) -> str:
         """What a rank has."""
+        copies = ", and the key and value of all" if self.copied else ""
         if not self.heads:
-            return "by features"
+            return f"by features{copies}"
         if not self.pieces:
-            return f"{self.heads} heads, {self.heads // world_size} per rank"
+            return f"{self.heads} heads, {self.heads // world_size} per rank{copies}"
         sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
-        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts"
+        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts{copies}"
 
 
 class Search:
@@ -92,6 +95,8 @@ class Search:
         self._own = shadow.own_parameters()
         self.whole_inputs = False
         """Whether layers that stay whole must have complete gradients."""
+        self.copies_segments = True
+        """Whether a packed layer may have segments that every rank has whole."""
 
     def is_called(self, group: Group) -> bool:
         """Whether a module around all of its layers is called; with a method of the model there may be none."""
@@ -142,7 +147,7 @@ class Search:
             proof = self._with_copies(group, scope, heads, lcm(heads, self.world_size))
             if proof is not None:
                 return proof
-        proof = self._unevenly(group, scope) or self._uneven_copies(group, scope)
+        proof = self._shared(group, scope) or self._unevenly(group, scope) or self._uneven_copies(group, scope)
         if proof is not None:
             return proof
         if counted:  # of query, key and value in one, "3 heads" are these
@@ -150,21 +155,34 @@ class Search:
         likely = [failure.reason for failure in known.values() if failure.count >= self.world_size]
         raise Unproven(likely[0]) if likely else failures[0]
 
-    def _try_all(self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0) -> Proof | None:
+    def _try_all(
+        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, *, shared: bool = False
+    ) -> Proof | None:
         """The first hypothesis that holds; why the others do not is added to ``failures``."""
-        for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures, pieces)):
+        for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures, pieces, shared)):
             if number >= MAX_ATTEMPTS:
                 break
+            copied = len(segments[group.columns[0]]) - 1 if shared else 0
+            args = self.recording, scope, group, segments, attributes, self.world_size, pieces
             try:
-                heads = self._attempt(self.recording, scope, group, segments, attributes, self.world_size, pieces)
+                heads = self._attempt(*args, copied=copied)
             except Unproven as error:
                 failures.append(error)
-                proof = self._sliced(group, Proof(segments, attributes, pieces=pieces), error)
+                proof = self._sliced(group, Proof(segments, attributes, pieces=pieces, copied=copied), error)
                 if proof is not None:
                     return proof
                 continue
-            return Proof(segments, attributes, heads=heads, pieces=pieces)
+            return Proof(segments, attributes, heads=heads, pieces=pieces, copied=copied)
         return None
+
+    def _shared(self, group: Group, scope: Scope) -> Proof | None:
+        """A packed projection whose queries are cut, and whose one key and value, which all of them share, are not."""
+        if len(group.columns) > 1 or not self.copies_segments or self.shadow.layers[group.columns[0]].kind == "embedding":
+            return None
+        proof = self._try_all(group, scope, [], shared=True)
+        for pieces in filter(self.can_be_cut, [*self._counts]):
+            proof = proof or self._try_all(group, scope, [], pieces, shared=True)
+        return proof
 
     def _sliced(self, group: Group, proof: Proof, error: Unproven) -> Proof | None:
         """The same with parameters cut that met parts as a whole, one after the other as they do."""
@@ -197,7 +215,7 @@ class Search:
         scope = self.scope_of(group, owners)
         args = scope, group, proof.segments, proof.attributes, self.world_size, proof.pieces, proof.slices
         try:
-            heads = self._attempt(self.recording, *args, feeders=proof.feeders)
+            heads = self._attempt(self.recording, *args, feeders=proof.feeders, copied=proof.copied)
         except Unproven as error:
             return self._more_sliced(group, proof, error)
         return replace(proof, heads=heads)
@@ -250,11 +268,14 @@ class Search:
         return pieces > 0 and pieces % self.world_size > 0 and 0 not in share(pieces, self.world_size)
 
     def hypotheses(
-        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0
+        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, shared: bool = False
     ) -> Iterator[tuple[dict[str, tuple[int, ...]], Attributes]]:
         """Layouts by attributes, likely ones first; a layout whose heads do not divide is given up at once."""
         for segments, guessed in self._layouts(group, scope):
-            if not self.fits(group, segments, pieces):
+            first, *rest = segments[group.columns[0]]
+            if shared and (guessed or not rest or max(rest) >= first):
+                continue
+            if not self.fits(group, {group.columns[0]: (first,)} if shared else segments, pieces):
                 failures.append(
                     Unproven(f"{pieces} heads do not make up {[list(s) for s in segments.values()]} features")
                 )
@@ -275,7 +296,7 @@ class Search:
         layers = self.shadow.layers
         if not pieces:
             return True
-        tables = [sum(segments[name]) for name in group.columns if layers[name].kind == "embedding"]
+        tables = [sum(segments[name]) for name in segments if layers[name].kind == "embedding"]
         sizes = [size for some in segments.values() for size in some] + [
             layers[name].in_features for name in group.rows
         ]
@@ -289,8 +310,9 @@ class Search:
         pieces: int = 0,
         slices: Mapping[str, int] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
+        copied: int = 0,
     ) -> dict[str, Role]:
-        found = {name: Role("column", segments[name], number, pieces) for name in group.columns}
+        found = {name: Role("column", segments[name], number, pieces, copied=copied) for name in group.columns}
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
         found |= {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
         found |= {name: Role("feeder", (), number, pieces) for name in (*group.feeders, *feeders)}
@@ -310,9 +332,10 @@ class Search:
         pieces: int = 0,
         slices: Mapping[str, int] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
+        copied: int = 0,
     ) -> int:
         """The number of heads, or 0."""
-        roles = self.roles(group, segments, pieces=pieces, slices=slices, feeders=feeders)
+        roles = self.roles(group, segments, pieces=pieces, slices=slices, feeders=feeders, copied=copied)
         for rank in unlike_ranks(roles, world_size):
             replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
             try:
@@ -320,7 +343,7 @@ class Search:
             finally:
                 self._queries = max(self._queries, replay.heads.get(0, 0))
             for name, sizes in segments.items():
-                if any(0 in share(size, world_size, pieces) for size in sizes):
+                if any(0 in share(size, world_size, pieces) for size in roles[name].split(0).cut_segments):
                     raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
         return replay.heads.get(0, 0)
 
@@ -342,21 +365,22 @@ class Search:
             yield dict(zip(group.columns, combination, strict=True)), guessed
 
     def _cuts_of(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
-        """How the model itself takes a dimension of ``size`` features apart."""
+        """How the model itself takes a dimension of ``size`` features apart, also where they are seen as heads."""
         found: list[tuple[int, ...]] = []
-        points = {0, size}
+        points: dict[int, set[int]] = {}
         for event in self.recording.events[scope.start : scope.stop]:
             if event.layer or not event.whole or not isinstance(event.whole[0], Shape) or not event.whole[0]:
                 continue
-            if event.whole[0][-1] != size:
-                continue
-            if event.packet in (aten.split, aten.split_with_sizes, aten.chunk):
+            shape = event.whole[0]
+            if event.packet in (aten.split, aten.split_with_sizes, aten.chunk) and shape[-1] == size:
                 found.append(tuple(shape[-1] for shape in event.outputs))
             elif event.packet == aten.slice and len(event.whole) > 3:
-                points |= {min(point, size) for point in event.whole[2:4] if isinstance(point, int) and point >= 0}
-        if len(points) > 2:
-            ends = sorted(points)
-            found.append(tuple(b - a for a, b in pairwise(ends)))
+                inner = 1 if event.whole[1] % len(shape) == len(shape) - 1 else shape[-1]
+                count = shape[event.whole[1]]
+                if count * inner == size:
+                    ends = slice(*event.whole[2:4]).indices(count)[:2]
+                    points.setdefault(inner, {0, size}).update(inner * end for end in ends)
+        found += [tuple(b - a for a, b in pairwise(sorted(ends))) for ends in points.values() if len(ends) > 2]
         return [sizes for sizes in found if sum(sizes) == size]
 
     def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:

@@ -329,6 +329,8 @@ def _check_column(name: str, layer: Layer, style: Column) -> None:
             )
         if style.gather_output or style.unit != 1:
             raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
+    if not 0 <= style.copied < max(1, len(style.segments)):
+        raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
     if style.units:
         if len(style.units) != len(style.segments):
             raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
@@ -406,7 +408,7 @@ def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     sums = options.pop("sum_input_gradient", True)
     old = as_torchs(old)
     if isinstance(style, Column):
-        one = ("gather_output", "unit") if style.segments else ("segments", "units")
+        one = ("gather_output", "unit") if style.segments else ("segments", "units", "copied")
         for option in one:
             del options[option]
         kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear
