@@ -7,9 +7,9 @@
 The last parts may be *copied*: every rank computes all of them, and their gradients are summed.  So it is with the one
 key and value that all queries share (multi-query attention).
 
-There is one parameter per part, each an ordinary ``Shard`` DTensor, or a replicated one.  A single parameter, cut within its parts, cannot
-be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be taken for consecutive
-features.  One gather, or one all-reduce of dx, serves all parts.
+There is one parameter per part, each an ordinary ``Shard`` DTensor, or a replicated one.  A single parameter, cut
+within its parts, cannot be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be
+taken for consecutive features.  One gather, or one all-reduce of dx, serves all parts.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ def make_entries(
     chosen: Mapping[str, Chosen],
     *,
     attributes: Mapping[tuple[str, str], tuple[int, ...]],
+    arguments: Mapping[tuple[str, str], tuple[int, int]],
     random: tuple[tuple[str, str], ...],
     rows: Mapping[str, int | None] | None,
     slots: Mapping[str, int],
@@ -137,6 +138,7 @@ def make_entries(
         stream.gathered_bytes * (world_size - 1) // world_size,
         notes,
         example,
+        {f"{name}.{argument}" if name else argument: cut for (name, argument), cut in arguments.items()},
     )
 
 

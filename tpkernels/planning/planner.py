@@ -123,6 +123,7 @@ class _Planner:
         self.chosen: dict[str, Chosen] = {}
         self.decision = Decision()
         self.attributes: Attributes = {}
+        self.arguments: dict[tuple[str, str], tuple[int, int]] = {}
         self.feeders: set[str] = set()
         self.by_itself: set[type[nn.Module]] = {nn.Embedding}
         """Layers with code of their own around them that may not see a part of what the layer gives or takes."""
@@ -163,6 +164,7 @@ class _Planner:
             self.world_size,
             self.chosen,
             attributes=self.attributes,
+            arguments=self.arguments,
             random=tuple(self.decision.random),
             rows=count_rows(firsts) if firsts else None,
             slots=firsts[0].slots if firsts else {},
@@ -301,11 +303,12 @@ class _Planner:
         for group, proof in self.decision.proven.items():
             self.feeders |= {*group.feeders, *proof.feeders}
             self.attributes |= proof.attributes
+            self.arguments |= proof.arguments
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
             for name in group.columns:
                 sizes = proof.segments[name]
-                units = tuple(size // proof.pieces if proof.pieces else 1 for size in sizes[: len(sizes) - proof.copied])
-                units += (1,) * proof.copied
+                cut = sizes[: len(sizes) - proof.copied]
+                units = (*(size // proof.pieces if proof.pieces else 1 for size in cut), *(1,) * proof.copied)
                 style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes, copied=proof.copied)
                 if len(sizes) > 1 and proof.pieces:
                     style = replace(style, units=units)

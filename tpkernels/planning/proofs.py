@@ -55,21 +55,21 @@ def decide(
     forced: Mapping[str, Role],
     *,
     feeders: bool = True,
-    copied_segments: bool = True,
+    says_all: bool = True,
 ) -> Decision:
     """Prove what can be proven.
 
     Args:
         excluded: layers that may not be cut with others, with the reason.
         feeders: whether layers that stay whole may have their gradients summed.
-        copied_segments: whether a packed layer may have segments that every rank has whole.
+        says_all: whether the plan can say that segments of a packed layer are copied, and arguments of modules cut.
         forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
     """
     assert observation.shadow is not None and observation.recording is not None
     calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
     observation.shadow.epsilons = find_norms(observation.shadow.modules, calls)
     decider = _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced)
-    decider.whole_inputs, decider.copied_segments = not feeders, copied_segments
+    decider.whole_inputs, decider.says_all = not feeders, says_all
     return decider.run()
 
 
@@ -89,13 +89,13 @@ class _Decider:
         self.scopes: dict[Group, str] = {}
         """The modules around the groups."""
         self.decision = Decision()
-        self.whole_inputs, self.copied_segments = False, True
+        self.whole_inputs, self.says_all = False, True
 
     def run(self) -> Decision:
         for mode, recording in self.observation.firsts:
             if recording is not self.recording:
                 self.search = Search(self.shadow, recording, self.world_size)
-            self.search.whole_inputs, self.search.copies_segments = self.whole_inputs, self.copied_segments
+            self.search.whole_inputs, self.search.says_all = self.whole_inputs, self.says_all
             self.shadow.set_mode(mode)
             waiting = self._prove_alone(recording)
             self._prove_together(waiting)
@@ -237,8 +237,9 @@ class _Decider:
         widths: dict[str, int] = {}
         for number, (group, proof) in enumerate(proofs.items()):
             roles |= self.search.roles(
-                group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied
-            )
+                group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied,
+                proof.arguments,
+            )  # fmt: skip
             attributes |= proof.attributes
             whole |= proof.whole_attributes
             widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
@@ -332,5 +333,6 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
         proof.pieces,
         {moved_parameter(name): dim for name, dim in proof.slices.items()},
         tuple(moved_parameter(name) for name in proof.feeders),
+        {(moved(name), argument): cut for (name, argument), cut in proof.arguments.items()},
         proof.copied,
     )

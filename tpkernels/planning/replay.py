@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 from tpkernels.planning.gradients import Gradients
 from tpkernels.planning.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.roles import Role, unlike_ranks
@@ -42,7 +43,7 @@ from tpkernels.planning.session import (
 )
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven, share
-from tpkernels.planning.tensors import tensors_in
+from tpkernels.planning.tensors import storage_of, tensors_in
 from tpkernels.planning.trace import Example, Recording
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
@@ -74,10 +75,15 @@ class Replay(Gradients):
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
         self._open = False
+        self._arguments: dict[str, dict[str, Role]] = {}
+        """By module: arguments of which it takes a part."""
         self._at, self._stop = 0, len(recording.events)
         for name, role in roles.items():
             if role.kind == "slice":
                 self._slice(name, role)
+            elif role.kind == "argument":
+                module, _, argument = name.rpartition(":")
+                self._arguments.setdefault(module, {})[argument] = role
 
     def _slice(self, name: str, role: Role) -> None:
         """Let the run see this rank's part of a parameter."""
@@ -86,6 +92,27 @@ class Replay(Gradients):
         self.slices[name] = part
         self.made[id(part)] = self.source(whole)
         self._mark(part, split, frozenset([role.group]))
+
+    def given(self, name: str, args: Any, kwargs: Any) -> Any:
+        """The call with this rank's part of the arguments that are cut."""
+        module, values = self.shadow.modules[name], {}
+        taken = named_arguments(module, args, kwargs) if name in self._arguments else {}
+        for argument, role in self._arguments.get(name, {}).items():
+            whole = taken.get(argument)
+            if whole is None:
+                continue
+            (heads,) = role.segments
+            if not isinstance(whole, Tensor) or whole.dim() <= role.dim or whole.shape[role.dim] % heads:
+                raise Unproven(f"{argument} of {name} has no runs of {heads} heads")
+            if id(whole) in self._splits or self.has_origin(whole) or whole in self.requiring:
+                raise Unproven(f"{argument} of {name} is a part, or has a gradient")
+            split = Split(role.dim, role.segments * (whole.shape[role.dim] // heads), role.pieces)
+            part = self.new_output(whole, split.local_shape(whole.shape, self.world_size, self.rank), whole.dtype)
+            del self.origins[storage_of(part)]
+            self.made[id(part)] = self.source(whole)
+            self._mark(part, split, frozenset([role.group]))
+            values[argument] = part
+        return with_arguments(module, args, kwargs, values) if values else None
 
     def came_from(self, tensor: Tensor) -> frozenset[str]:
         return self.recording.layers_behind(self.source(tensor))
@@ -248,7 +275,7 @@ class Replay(Gradients):
             answer = rule(call)
         except Unproven as error:
             told = Unproven(f"{event.packet}: {error.reason}", count=error.count)
-            told.layers = error.layers
+            told.layers, told.met = error.layers, error.met
             raise told from None
         answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
         first = answers[0]

@@ -16,6 +16,7 @@ class Role:
 
     Every rank has the last ``copied`` segments whole, and a share of the gradients of their rows of the weight.
     A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
+    An "argument" (``module:name``) is one of a call of a module that takes its part of each run of so many heads.
     ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
     """
 

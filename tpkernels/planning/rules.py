@@ -76,7 +76,9 @@ def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None],
         if split is not None:
             continue
         if place >= 0 and shape[place] != 1:
-            raise Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {cut.dim}")
+            error = Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {cut.dim}")
+            error.met = cut.at(place)
+            raise error
         mix(index)
     return cut
 

@@ -18,7 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
@@ -67,6 +69,8 @@ class Proof:
     """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
     feeders: tuple[str, ...] = ()
     """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
+    arguments: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """By module and name: arguments of which a rank takes its heads' part; the dimension, and how many heads."""
     copied: int = 0
     """How many segments of the packed column every rank has whole: the key and value that all queries share."""
 
@@ -95,8 +99,8 @@ class Search:
         self._own = shadow.own_parameters()
         self.whole_inputs = False
         """Whether layers that stay whole must have complete gradients."""
-        self.copies_segments = True
-        """Whether a packed layer may have segments that every rank has whole."""
+        self.says_all = True
+        """Whether plans can say that segments of a packed layer are copied, and arguments of modules are cut."""
 
     def is_called(self, group: Group) -> bool:
         """Whether a module around all of its layers is called; with a method of the model there may be none."""
@@ -177,7 +181,7 @@ class Search:
 
     def _shared(self, group: Group, scope: Scope) -> Proof | None:
         """A packed projection whose queries are cut, and whose one key and value, which all of them share, are not."""
-        if len(group.columns) > 1 or not self.copies_segments or self.shadow.layers[group.columns[0]].kind == "embedding":
+        if len(group.columns) > 1 or not self.says_all or self.shadow.layers[group.columns[0]].kind == "embedding":
             return None
         proof = self._try_all(group, scope, [], shared=True)
         for pieces in filter(self.can_be_cut, [*self._counts]):
@@ -207,7 +211,29 @@ class Search:
                 found = self._tried(group, replace(proof, slices={**proof.slices, name: dim}))
                 if found is not None:
                     return found
+        for key, cut in self._constants(group, error, proof) if self.says_all else ():
+            if not self._tries:
+                return None
+            self._tries -= 1
+            found = self._tried(group, replace(proof, arguments={**proof.arguments, key: cut}))
+            if found is not None:
+                return found
         return None
+
+    def _constants(
+        self, group: Group, error: Unproven, proof: Proof
+    ) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
+        """Arguments of the module around the group that need no gradient, and could be cut by the heads seen."""
+        heads = error.met.segments[0] if error.met is not None else self._queries
+        if error.count or heads < 2 or proof.pieces not in (0, heads) or (heads % self.world_size and not proof.pieces):
+            return
+        scope = self.scope_of(group)
+        given = named_arguments(self.shadow.modules[scope.name], scope.args, scope.kwargs)
+        for name, value in given.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or (scope.name, name) in proof.arguments:
+                continue
+            if not self.recording.has_origin(value):
+                yield from (((scope.name, name), (d, heads)) for d, size in enumerate(value.shape) if size % heads == 0)
 
     def _tried(self, group: Group, proof: Proof) -> Proof | None:
         """The proof, if it holds, or one with more parameters cut or more feeders."""
@@ -215,7 +241,9 @@ class Search:
         scope = self.scope_of(group, owners)
         args = scope, group, proof.segments, proof.attributes, self.world_size, proof.pieces, proof.slices
         try:
-            heads = self._attempt(self.recording, *args, feeders=proof.feeders, copied=proof.copied)
+            heads = self._attempt(
+                self.recording, *args, feeders=proof.feeders, copied=proof.copied, arguments=proof.arguments
+            )
         except Unproven as error:
             return self._more_sliced(group, proof, error)
         return replace(proof, heads=heads)
@@ -311,6 +339,7 @@ class Search:
         slices: Mapping[str, int] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
         copied: int = 0,
+        arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> dict[str, Role]:
         found = {name: Role("column", segments[name], number, pieces, copied=copied) for name in group.columns}
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
@@ -319,6 +348,8 @@ class Search:
         for name, dim in slices.items():
             size = self._own[name].shape[dim]
             found[name] = Role("slice", (size,), number, pieces, dim)
+        for (module, name), (dim, heads) in arguments.items():
+            found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
         return found
 
     def _attempt(
@@ -333,9 +364,12 @@ class Search:
         slices: Mapping[str, int] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
         copied: int = 0,
+        arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> int:
         """The number of heads, or 0."""
-        roles = self.roles(group, segments, pieces=pieces, slices=slices, feeders=feeders, copied=copied)
+        roles = self.roles(
+            group, segments, pieces=pieces, slices=slices, feeders=feeders, copied=copied, arguments=arguments
+        )
         for rank in unlike_ranks(roles, world_size):
             replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
             try:

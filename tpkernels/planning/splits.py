@@ -43,7 +43,8 @@ class Unproven(Exception):
     """What follows from the data flow does not show that a cut computes the same.
 
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
-    whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from.
+    whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from;
+    ``met``: how the whole tensor that met a part would have to be cut.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
@@ -51,6 +52,7 @@ class Unproven(Exception):
         self.reason, self.count = reason, count
         self.parameters: frozenset[str] = frozenset()
         self.layers: frozenset[str] = frozenset()
+        self.met: Split | None = None
 
 
 @dataclass(frozen=True)

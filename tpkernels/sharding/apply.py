@@ -39,6 +39,7 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.sliced import check_slices, slice_parameters
+from tpkernels.nn.sliced_arguments import slice_arguments
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.planning.experts import Refused, check_layout
@@ -225,6 +226,8 @@ def parallelize(
         for key, (_, values) in plan.attributes.items():
             name, attribute = owner_of(key, modules)
             set_number(modules[name], attribute, values[tp.get_local_rank()])
+        for name, cuts in plan.cut_arguments.items():
+            slice_arguments(modules[name], cuts, tp)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
                        if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip
             sum_output_gradient(feeder, tp)

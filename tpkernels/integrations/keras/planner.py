@@ -108,9 +108,7 @@ class _Planner:
     def plan(self) -> KerasPlan:
         recording = self.recording
         excluded = self._excluded(recording)
-        self.decision = decide(
-            self.observation, self.world_size, excluded, {}, feeders=False, copied_segments=False
-        )
+        self.decision = decide(self.observation, self.world_size, excluded, {}, feeders=False, says_all=False)
         layers: dict[str, LayerPlan] = {}
         for group, proof in self.decision.proven.items():
             self._take_proof(group, proof, layers)
