@@ -27,9 +27,11 @@ def problems(what: str, plain: nn.Module, x: Tensor, row: str) -> list[str]:
     inputs: list[Any] = [x, x.clone()]
     if x.is_floating_point():
         inputs = [one.requires_grad_() for one in inputs]
-    outputs = [net(one) for net, one in zip((model, plain), inputs, strict=True)]
-    for out in outputs:
-        out.square().sum().backward()
+    outputs = []
+    for net, one in zip((model, plain), inputs, strict=True):
+        torch.manual_seed(1)  # for dropout of whole tensors
+        outputs.append(net(one))
+        outputs[-1].square().sum().backward()
     pairs = {"output": (outputs[0], outputs[1])}
     if x.is_floating_point():
         pairs["gradient of x"] = (inputs[0].grad, inputs[1].grad)

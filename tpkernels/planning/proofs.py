@@ -42,6 +42,8 @@ class Decision:
     partial: set[str] = field(default_factory=set)
     """Parameters of whole modules that meet parts: their gradients are summed."""
     random: list[tuple[str, str]] = field(default_factory=list)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """For layers of groups that were refused, but could have been one: all layers of the group."""
     conflicts: list[str] = field(default_factory=list)
@@ -113,7 +115,7 @@ class _Decider:
         found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         waiting: dict[Any, list[Group]] = {}
         used = {name for group in self.decision.proven for name in group.layers}
-        for group in find_groups(recording):
+        for group in sorted(find_groups(recording), key=self._is_narrow):
             if group in self.decision.refused or not self.search.is_called(group):
                 continue
             layers = set(group.layers)
@@ -124,6 +126,8 @@ class _Decider:
             if barred is not None:
                 self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
                 continue
+            if layers & used and self._is_narrow(group):
+                self.decision.adapters |= {name: next(iter(layers & used)) for name in layers - used}
             if layers & used or self._contradicts(group):
                 continue
             scope = self.search.scope_of(group)
@@ -147,6 +151,14 @@ class _Decider:
             used |= layers | set(proof.feeders)
             self.decision.proven[group] = proof
         return waiting
+
+    def _is_narrow(self, group: Group) -> bool:
+        """Whether it is a pair like the A and B of LoRA, which a cut serves little: larger groups come first."""
+        layers = self.shadow.layers
+        if _size(group) > 2 or any(name not in layers for name in group.layers):
+            return False
+        first, last = layers[group.columns[0]], layers[group.rows[0]]
+        return first.out_features < min(first.in_features, last.out_features)
 
     def _contradicts(self, group: Group) -> bool:
         """Whether the user wants one of the layers to be the opposite, a row for a column."""

@@ -75,6 +75,9 @@ class Replay(Gradients):
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
         self._open = False
+        self._open_groups: set[int] = set()
+        self._drawn: dict[bool, set[int]] = {False: set(), True: set()}
+        """Groups between whose layers random numbers were drawn for whole tensors, and for parts."""
         self._arguments: dict[str, dict[str, Role]] = {}
         """By module: arguments of which it takes a part."""
         self._at, self._stop = 0, len(recording.events)
@@ -220,11 +223,21 @@ class Replay(Gradients):
         return out
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        """Check random ops: ranks draw different numbers between a column and its row, and the same everywhere else."""
-        if is_random(func, args) and any(id(tensor) in self._splits for tensor in tensors) != self._open:
-            where = "outside of" if not self._open else "between layers of"
-            raise Unproven(f"{canonical(func)} draws random numbers for something {where} the group")
-        if is_random(func, args) and any(split.copied for split in map(self._splits_of, tensors) if split is not None):
+        """Check random ops: between a column and its row ranks draw different numbers for parts, if there are any, or
+        the same for whole tensors, and the same everywhere else."""
+        if not is_random(func, args):
+            return
+        of_parts = any(id(tensor) in self._splits for tensor in tensors)
+        if of_parts and not self._open:
+            raise Unproven(f"{canonical(func)} draws random numbers for something outside of the group")
+        if any(id(tensor) in self._summed for tensor in tensors):
+            raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a share of the gradient of")
+        self._drawn[of_parts] |= self._open_groups
+        both = self._drawn[True] & self._drawn[False]
+        if both:
+            self.blame = frozenset(both)
+            raise Unproven(f"{canonical(func)} draws random numbers for whole tensors and parts between layers of it")
+        if any(split.copied for split in map(self._splits_of, tensors) if split is not None):
             raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a copy of")
 
     def _answers(
@@ -383,6 +396,7 @@ class Replay(Gradients):
                 raise Unproven(f"the input of {name} is {_how(split)}, not cut by features in one piece")
             shape, answer = tuple(whole_out), None
             self._open = False
+            self._open_groups.discard(role.group)
         else:
             if split is not None:
                 raise Unproven(f"the input of {name} is {_how(split)}, which takes it whole")
@@ -391,7 +405,9 @@ class Replay(Gradients):
             self._feeds(name, id(x) in self._summed)
             answer = role.split(len(whole_out) - 1) if role is not None and role.kind == "column" else None
             shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size, self.rank)
-            self._open |= answer is not None
+            if role is not None and answer is not None:
+                self._open = True
+                self._open_groups.add(role.group)
         if self.has_origin(x) and id(x) not in self._summed:
             self._complete |= self.origin(x) or set()
         out = self.new_output(x, shape, self.layer_dtype(name, x))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise, product
+from itertools import chain, combinations, pairwise, product
 from math import lcm
 from types import MappingProxyType
 from typing import Any
@@ -394,7 +394,14 @@ class Search:
                 known |= set(options)
                 options += [(size // count,) * count for count in (3, 2) if size % count == 0]
             choices.append(list(dict.fromkeys(options)))
-        for combination in product(*choices):
+        widths = [self.shadow.layers[name].out_features for name in group.columns]
+        by_width = dict(zip(widths, choices, strict=True))
+        likely = (dict(zip(by_width, some, strict=True)) for some in product(*by_width.values()))
+        tried = set()
+        for combination in chain((tuple(some[width] for width in widths) for some in likely), product(*choices)):
+            if combination in tried:
+                continue
+            tried.add(combination)
             guessed = any(len(sizes) > 1 and sizes not in known for sizes in combination)
             yield dict(zip(group.columns, combination, strict=True)), guessed
 
