@@ -1,4 +1,4 @@
-"""Narrow pairs beside a layer (LoRA) are cut with it: the last of a column's, the first of a row's; the rest is whole."""
+"""Narrow pairs beside a layer (LoRA) are cut with it: the last of a column's, the first of a row's."""
 
 from __future__ import annotations
 
