@@ -28,6 +28,9 @@ class SharedKey(nn.Module):
             seen = packed.view(batch, length, self.heads + 2, EACH)
             q, k, v = (seen[..., :-2, :], seen[..., [-2], :], seen[..., [-1], :])
             k, v = k.transpose(1, 2), v.transpose(1, 2)
+        elif self.how == "places":  # which are others on one rank
+            seen = packed.view(batch, length, -1, EACH)
+            q, k, v = seen[..., :-2, :], seen[..., [6], :].transpose(1, 2), seen[..., [7], :].transpose(1, 2)
         else:
             q, k, v = packed.split((self.width, EACH, EACH), -1)
             q, k, v = q.view(batch, length, -1, EACH), k.unsqueeze(1), v.unsqueeze(1)

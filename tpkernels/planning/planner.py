@@ -21,6 +21,7 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
+from tpkernels.planning.hypotheses import Attributes
 from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
@@ -28,7 +29,6 @@ from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.planning.replay import Role
 from tpkernels.planning.row_counts import count_rows, untrained_in
-from tpkernels.planning.search import Attributes
 from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
 from tpkernels.planning.single_layers import by_rule, smallest_cut, sums_its_gradient

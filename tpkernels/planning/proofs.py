@@ -13,10 +13,11 @@ from itertools import islice
 from typing import Any
 
 from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.layer_groups import Group, find_groups
 from tpkernels.planning.part_norms import find_norms
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
-from tpkernels.planning.search import Attributes, Proof, Search, Whole
+from tpkernels.planning.search import Search
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import MODES, Mode, Shadow
 from tpkernels.planning.splits import Unproven

@@ -1,8 +1,8 @@
 """How a group of layers can be cut: try one hypothesis after another, until one is proven.
 
-It owns the hypotheses.  A model's code may rely on sizes that a rank does not have: attributes such as ``num_heads``,
-and the layout of packed projections.  The values of such attributes on one rank, layouts of segments, and copies of
-key-value heads are guesses.  The replay decides, so a wrong guess only costs time.
+A model's code may rely on sizes that a rank does not have: attributes such as ``num_heads``, and the layout of packed
+projections.  The values of such attributes on one rank, layouts of segments, and copies of key-value heads are guesses
+(:mod:`tpkernels.planning.hypotheses`).  The replay decides, so a wrong guess only costs time.
 
 Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts, if each rank gets some; models rely on having
 at least one head.  Ranks then differ in their sizes and attributes, and a proof is one replay for each kind of rank.
@@ -11,85 +11,35 @@ at least one head.  Ranks then differ in their sizes and attributes, and a proof
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, combinations, pairwise, product
+from dataclasses import replace
 from math import lcm
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tpkernels.nn.sliced_arguments import named_arguments
+from tpkernels.planning.hypotheses import Attributes, Copies, Hypotheses, Proof, Whole
 from tpkernels.planning.layer_groups import Group
-from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
-from tpkernels.planning.session import Scope, Shape
+from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Unproven, share
 from tpkernels.planning.trace import Recording
 
-__all__ = ["Attributes", "Copies", "Proof", "Search", "Whole"]
+__all__ = ["Search"]
 
-Attributes = dict[tuple[str, str], tuple[int, ...]]
-"""By module and name: the value on each rank."""
-Whole = dict[tuple[str, str], int]
-MAX_BITS = 6
 MAX_ATTEMPTS = 160
 MAX_LAYERS, MAX_SLICINGS = 8, 12
 """Of groups for which parameters are cut as well, and how often for one hypothesis."""
-NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad")
-"""Attributes with these in their names say where or how often, not how many features."""
-aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Key-value heads that do not divide: ``heads`` heads, each computed on several ranks, ``total`` copies in all."""
-
-    heads: int
-    total: int
-    features: int
-    """Of one head."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """How a group can be cut, proven on its scope."""
-
-    segments: Mapping[str, tuple[int, ...]]
-    attributes: Attributes
-    whole_attributes: Whole = field(default_factory=dict)
-    """Values of the whole model that copies of key-value heads change."""
-    copies: Mapping[str, Copies] = field(default_factory=dict)
-    heads: int = 0
-    pieces: int = 0
-    """Where heads do not divide: how many there are to be cut, of query or of key and value."""
-    slices: Mapping[str, int] = field(default_factory=dict)
-    """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
-    feeders: tuple[str, ...] = ()
-    """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
-    arguments: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    """By module and name: arguments of which a rank takes its heads' part; the dimension, and how many heads."""
-    copied: int = 0
-    """How many segments of the packed column every rank has whole: the key and value that all queries share."""
-
-    def each(self, world_size: int) -> str:
-        """What a rank has."""
-        copies = ", and the key and value of all" if self.copied else ""
-        if not self.heads:
-            return f"by features{copies}"
-        if not self.pieces:
-            return f"{self.heads} heads, {self.heads // world_size} per rank{copies}"
-        sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
-        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts{copies}"
-
-
-class Search:
+class Search(Hypotheses):
     """Proofs for the groups of one recording at one number of ranks."""
 
     def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
-        self.shadow, self.recording, self.world_size = shadow, recording, world_size
+        super().__init__(shadow, recording)
+        self.world_size = world_size
         self._calls = {scope.name: scope for scope in reversed(recording.scopes)}
         self._queries = 0
         """The largest number of heads that the attempts of one group saw."""
@@ -299,7 +249,7 @@ class Search:
         self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, shared: bool = False
     ) -> Iterator[tuple[dict[str, tuple[int, ...]], Attributes]]:
         """Layouts by attributes, likely ones first; a layout whose heads do not divide is given up at once."""
-        for segments, guessed in self._layouts(group, scope):
+        for segments, guessed in self.layouts(group, scope):
             first, *rest = segments[group.columns[0]]
             if shared and (guessed or not rest or max(rest) >= first):
                 continue
@@ -380,76 +330,6 @@ class Search:
                 if any(0 in share(size, world_size, pieces) for size in roles[name].split(0).cut_segments):
                     raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
         return replay.heads.get(0, 0)
-
-    def _layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:
-        """Segments of every column, and whether they are a guess that nothing in the model suggests."""
-        widest = max(self.shadow.layers[name].in_features for name in group.rows)
-        choices = []
-        known: set[tuple[int, ...]] = set()
-        for name in group.columns:
-            size = self.shadow.layers[name].out_features
-            options: list[tuple[int, ...]] = [(size,)]
-            if len(group.columns) == 1 or size > widest:
-                options += self._cuts_of(size, scope)
-                known |= set(options)
-                options += [(size // count,) * count for count in (3, 2) if size % count == 0]
-            choices.append(list(dict.fromkeys(options)))
-        widths = [self.shadow.layers[name].out_features for name in group.columns]
-        by_width = dict(zip(widths, choices, strict=True))
-        likely = (dict(zip(by_width, some, strict=True)) for some in product(*by_width.values()))
-        tried = set()
-        for combination in chain((tuple(some[width] for width in widths) for some in likely), product(*choices)):
-            if combination in tried:
-                continue
-            tried.add(combination)
-            guessed = any(len(sizes) > 1 and sizes not in known for sizes in combination)
-            yield dict(zip(group.columns, combination, strict=True)), guessed
-
-    def _cuts_of(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
-        """How the model itself takes a dimension of ``size`` features apart, also where they are seen as heads."""
-        found: list[tuple[int, ...]] = []
-        points: dict[int, set[int]] = {}
-        for event in self.recording.events[scope.start : scope.stop]:
-            if event.layer or not event.whole or not isinstance(event.whole[0], Shape) or not event.whole[0]:
-                continue
-            shape = event.whole[0]
-            if event.packet in (aten.split, aten.split_with_sizes, aten.chunk) and shape[-1] == size:
-                found.append(tuple(shape[-1] for shape in event.outputs))
-            elif event.packet == aten.slice and len(event.whole) > 3:
-                inner = 1 if event.whole[1] % len(shape) == len(shape) - 1 else shape[-1]
-                count = shape[event.whole[1]]
-                if count * inner == size:
-                    ends = slice(*event.whole[2:4]).indices(count)[:2]
-                    points.setdefault(inner, {0, size}).update(inner * end for end in ends)
-        found += [tuple(b - a for a, b in pairwise(sorted(ends))) for ends in points.values() if len(ends) > 2]
-        return [sizes for sizes in found if sum(sizes) == size]
-
-    def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
-        """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
-        pieces = pieces or world_size
-        bits = self._bits(scopes, pieces) if world_size > 1 else []
-        for count in range(len(bits) + 1):
-            for chosen in combinations(bits, count):
-                yield {key: share(value, world_size, pieces) for bit in chosen for key, value in bit.items()}
-
-    def _bits(self, scopes: Sequence[Scope], pieces: int) -> list[Whole]:
-        numbers: set[int] = set()
-        found: dict[tuple[type, str, int], Whole] = {}
-        for scope in scopes:
-            for event in self.recording.events[scope.start : scope.stop]:
-                numbers.update(*event.outputs)
-            prefix = f"{scope.name}." if scope.name else ""
-            for name, module in self.shadow.modules.items():
-                if name in self.shadow.layers or not (name == scope.name or name.startswith(prefix)):
-                    continue
-                for attribute, value in (vars(module) | config_numbers(module)).items():
-                    if type(value) is not int or value < 2 or value % pieces or value not in numbers:
-                        continue
-                    if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
-                        continue
-                    found.setdefault((type(module), attribute, value), {})[name, attribute] = value
-        ranked = sorted(found, key=lambda key: ("head" not in key[1] or "dim" in key[1] or "size" in key[1], key[1]))
-        return [found[key] for key in ranked[:MAX_BITS]]
 
     def _with_copies(self, group: Group, scope: Scope, heads: int, total: int) -> Proof | None:
         """Grouped queries whose key-value heads do not divide: every rank computes those that its queries need.
