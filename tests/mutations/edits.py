@@ -25,7 +25,7 @@ SNAPSHOT_TENSORS = "tests/state/test_snapshot_tensors.py"
 CANONICAL, BITS, TRAINED = "gemm/canonical.py", "tests/ops/test_same_bits.py", "tests/sharding/test_same_bits.py"
 FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.py"
 
-PACKED, HEADS, ADAPTERS = (f"tests/planning/test_{name}.py" for name in ("packed_heads", "per_head", "adapters"))
+PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_adapters.py"
 
 EDITS = (
     # planning
@@ -44,7 +44,12 @@ EDITS = (
         "return False",
         ADAPTERS,
     ),
-    Edit("nn/sliced_arguments.py", "runs = value.unflatten(", "runs = value.flip(dim).unflatten(", f"{HEADS} -k train"),
+    Edit(
+        "nn/sliced_arguments.py",
+        "runs = value.unflatten(",
+        "runs = value.flip(dim).unflatten(",
+        "tests/nn/test_sliced_arguments.py",
+    ),
     Edit("nn/packed.py", "if index < len(segments) - copied:", "if index < len(segments):", f"{PACKED} -k train"),
     Edit("sharding/followed_calls.py", "(copied or self.parts.of", "(self.parts.of", f"{PACKED} -k train"),
     # partition
