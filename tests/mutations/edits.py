@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.edit import Edit
+from tests.mutations.planner_edits import PLANNER
 from tests.mutations.trainer_edits import TRAINERS
 
 __all__ = ["EDITS", "Edit"]
@@ -25,33 +26,7 @@ SNAPSHOT_TENSORS = "tests/state/test_snapshot_tensors.py"
 CANONICAL, BITS, TRAINED = "gemm/canonical.py", "tests/ops/test_same_bits.py", "tests/sharding/test_same_bits.py"
 FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.py"
 
-PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_adapters.py"
-
 EDITS = (
-    # planning
-    Edit("planning/replay.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
-    Edit(
-        "planning/replay.py",
-        "both = self._drawn[True] & self._drawn[False]",
-        "both = set[int]()",
-        f"{ADAPTERS} -k masks",
-    ),
-    Edit("planning/rules.py", "or local != list(range(low, high))", "", f"{PACKED} -k looks_so"),
-    Edit("planning/splits.py", "if outer > 1 and split.copied:", "if False:", f"{PACKED} -k viewed"),
-    Edit(
-        "planning/proofs.py",
-        "return first.out_features < min(first.in_features, last.out_features)",
-        "return False",
-        ADAPTERS,
-    ),
-    Edit(
-        "nn/sliced_arguments.py",
-        "runs = value.unflatten(",
-        "runs = value.flip(dim).unflatten(",
-        "tests/nn/test_sliced_arguments.py",
-    ),
-    Edit("nn/packed.py", "if index < len(segments) - copied:", "if index < len(segments):", f"{PACKED} -k train"),
-    Edit("sharding/followed_calls.py", "(copied or self.parts.of", "(self.parts.of", f"{PACKED} -k train"),
     # partition
     Edit("partition.py", "base + 1 if i < rest else base", "base + 1 if i <= rest else base", PARTITION),
     Edit("partition.py", "size = -(-units // n)", "size = units // n", PARTITION),
@@ -447,5 +422,6 @@ EDITS = (
         '"LOCAL_RANK": str(0)',
         "tests/launching/test_local_ranks.py",
     ),
+    *PLANNER,
     *TRAINERS,
 )
