@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.edit import Edit
+from tests.mutations.planner_edits import PLANNER
 from tests.mutations.trainer_edits import TRAINERS
 
 __all__ = ["EDITS", "Edit"]
@@ -421,5 +422,6 @@ EDITS = (
         '"LOCAL_RANK": str(0)',
         "tests/launching/test_local_ranks.py",
     ),
+    *PLANNER,
     *TRAINERS,
 )

@@ -61,7 +61,7 @@ class Attention(nn.Module):
         self.sinks, self.bias = nn.Parameter(torch.randn(heads)), Bias(heads)
         self.gain = nn.Parameter(torch.randn(heads, EACH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, slopes: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
         if self.how == "config":
             q, k, v = self.qkv(x).view(batch, length, 3, self.config.heads, EACH).permute(2, 0, 3, 1, 4)
@@ -73,6 +73,8 @@ class Attention(nn.Module):
         if self.how == "gain":
             q = (q.transpose(1, 2) * self.gain).transpose(1, 2)
         scores = q @ k.transpose(-2, -1)
+        if slopes is not None:  # [batch * heads, 1, length], as Bloom's, or [heads, 1, length], as MPT's
+            scores = scores + slopes.view(-1, scores.shape[1], 1, length)
         if self.how == "bias":
             scores = scores + self.bias(length)
         if self.how == "sinks":
@@ -93,6 +95,34 @@ class Attention(nn.Module):
         if self.how == "read twice":
             y = y + self.sinks.mean()
         return y
+
+
+class Alibi(nn.Module):
+    """Biases of all heads are made once, and given to the attention: "one" for all of a batch, or "each" its own.
+
+    "learned": from a parameter; "reversed": the attention takes them in another order.
+    """
+
+    def __init__(self, how: str, heads: int = HEADS) -> None:
+        super().__init__()
+        self.how, self.heads = how, heads
+        self.attention = Reversed("", heads) if how == "reversed" else Attention("", heads)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        slopes = torch.linspace(0.1, 2, self.heads, dtype=x.dtype)[:, None, None] * torch.arange(length)
+        if self.how == "learned":
+            slopes = slopes * self.scale
+        if self.how == "each":
+            slopes = (slopes * torch.arange(1, batch + 1).view(-1, 1, 1, 1)).view(-1, 1, length)
+        y: Tensor = self.attention(x, slopes=slopes) if self.how == "one" else self.attention(x, slopes)
+        return y
+
+
+class Reversed(Attention):
+    def forward(self, x: Tensor, slopes: Tensor | None = None) -> Tensor:
+        return super().forward(x, slopes if slopes is None else slopes.flip(0))
 
 
 class ScaledEmbedding(nn.Embedding):

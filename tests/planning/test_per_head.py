@@ -15,6 +15,7 @@ import tpkernels as tpk
 from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning import per_head
+from tests.planning.by_value import problems
 from tests.planning.per_head import Attention
 from tpkernels.planning import layers
 from tpkernels.planning.layers import layer_of
@@ -23,12 +24,15 @@ from tpkernels.planning.styles import Column, PartNorm, Replicate, Row, Sliced, 
 from tpkernels.testing.spawn import Pools
 
 X = torch.zeros(2, 5, per_head.WIDTH)
+ALIBI = ("alibi one", "alibi each")
 CUT = ("norms", "sinks", "bias", "gain", "config", "latent", "latent with a gate")
 
 
 def made(how: str) -> nn.Module:
     if how == "words":
         return per_head.Words()
+    if how.startswith("alibi"):
+        return per_head.Alibi(how.removeprefix("alibi "), 7)  # 4 and 3 heads, or 3, 3 and 1
     return per_head.Latent(how) if how.startswith("latent") else Attention(how)
 
 
@@ -53,6 +57,23 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
         assert plan[""].style == Sliced((("gain" if how == "gain" else "sinks", 0),))
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
     plan.validate(made(how))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", [*ALIBI, "alibi learned", "alibi reversed"])
+def test_a_rank_is_given_its_heads_of_a_constant_for_all(how: str) -> None:
+    plan = tpk.make_plan(made(how), 2, example_inputs=X)
+    if how in ALIBI:
+        assert plan.arguments == {"attention.slopes": (0, 7)}
+        assert plan["attention.out"].style == Row(unit=per_head.EACH)
+        assert "argument attention.slopes: this rank's of 7 heads" in str(plan)
+        again = tpk.ShardingPlan.from_json(plan.to_json())
+        assert again == plan and again.cut_arguments == {"attention": {"slopes": (0, 7)}}
+        plan.validate(made(how))
+        with pytest.raises(ValueError, match="no module 'attention'"):
+            plan.validate(Attention(""))
+    else:  # its gradient, or the order of the heads, says that a rank needs all
+        assert not plan.arguments and plan["attention.out"].style == Column(gather_output=True)
 
 
 @pytest.mark.cpu
@@ -97,30 +118,12 @@ def test_a_number_of_a_config_is_another_one_for_one_module_alone() -> None:
 
 def by_value(how: str) -> list[str]:
     torch.manual_seed(0)
-    plain = made(how).double()
     x = torch.randint(0, per_head.WORDS, (2, 5)) if how == "words" else torch.randn(2, 5, per_head.WIDTH).double()
-    model = copy.deepcopy(plain)
-    plan = tpk.make_plan(model, tp_mesh(), example_inputs=x)
-    found = [] if isinstance(plan["down" if how == "words" else "out"].style, Row) else [f"{how} is not cut"]
-    tpk.parallelize(model, tp_mesh(), plan)
-    model = copy.deepcopy(model)
-    inputs: list[Any] = [x, x.clone()]
-    if how != "words":
-        inputs = [one.requires_grad_() for one in inputs]
-    outputs = [net(one) for net, one in zip((model, plain), inputs, strict=True)]
-    for out in outputs:
-        out.square().sum().backward()
-    pairs = {"output": (outputs[0], outputs[1])}
-    if how != "words":
-        pairs["gradient of x"] = (inputs[0].grad, inputs[1].grad)
-    found += [f"{how} {what}: {why}" for what, (a, b) in pairs.items() if (why := differs(a, b, 1e-11))]
-    state = tpk.full_state_dict(model)
-    found += [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)]
-    return found + compare_tensors(model, plain, 1e-11)
+    return problems(how, made(how), x, "down" if how == "words" else "attention.out" if how in ALIBI else "out")
 
 
 def all_by_value(full: bool) -> list[str]:
-    hows = (*CUT, "words") if full else ("norms", "bias", "latent with a gate", "words")
+    hows = (*CUT, *ALIBI, "words") if full else ("norms", "bias", "latent with a gate", "alibi each", "words")
     return [problem for how in hows for problem in by_value(how)]
 
 

@@ -282,6 +282,15 @@ def test_a_plan_survives_json_and_a_changed_or_cut_off_one_is_refused() -> None:
             tpk.ShardingPlan.from_json(broken)
 
 
+def test_plans_of_earlier_versions_are_read() -> None:
+    plan = tpk.make_plan(nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 4)), 2)
+    document = json.loads(plan.to_json())
+    for version, without in ((4, ("arguments",)), (3, ("arguments", "fused", "unfused", "example"))):
+        body = {key: value for key, value in document["plan"].items() if key not in without}
+        old = document | {"version": version, "plan": body, "digest": json_digest(body)}
+        assert tpk.ShardingPlan.from_json(json.dumps(old)) == plan
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -295,6 +304,8 @@ def test_a_plan_survives_json_and_a_changed_or_cut_off_one_is_refused() -> None:
         (lambda body: body.update(world_size=0), "world_size|local shapes"),
         (lambda body: body.update(attributes=[1]), "not those of a plan"),
         (lambda body: body.update(shared=[["0", "2"]]), "cannot share an input"),
+        (lambda body: body.update(arguments={"0.x": [0, 1]}), "a dimension and a number of heads"),
+        (lambda body: body.update(arguments={"0.x": 3}), "not those of a plan"),
     ],
 )
 def test_a_plan_file_with_contents_of_the_wrong_kind_is_refused(change: Any, words: str) -> None:

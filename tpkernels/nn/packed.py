@@ -4,9 +4,12 @@
 
     y_r = [ part 0 of x @ W^T, this rank's features | part 1, this rank's features | ... ]
 
-There is one parameter per part, each an ordinary ``Shard`` DTensor.  A single parameter, cut within its parts, cannot
-be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be taken for consecutive
-features.  One gather, or one all-reduce of dx, serves all parts.
+The last parts may be *copied*: every rank computes all of them, and their gradients are summed.  So it is with the one
+key and value that all queries share (multi-query attention).
+
+There is one parameter per part, each an ordinary ``Shard`` DTensor, or a replicated one.  A single parameter, cut
+within its parts, cannot be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be
+taken for consecutive features.  One gather, or one all-reduce of dx, serves all parts.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import anywhere
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
+from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput
@@ -81,6 +85,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         *,
         segments: Sequence[int],
         units: Sequence[int] = (),
+        copied: int = 0,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         save_gathered: bool = False,
@@ -88,28 +93,34 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     ) -> Self:
         """The same layer, cut; ``linear`` as for :meth:`ColumnParallelLinear.from_linear`, ``units`` one per segment.
 
+        Every rank has the last ``copied`` segments whole.
+
         Raises:
-            ValueError: ``segments`` do not add up to the output features, or are not made of ``units``.
+            ValueError: ``segments`` do not add up to the output features, or are not made of ``units``; no segment is
+                cut.
         """
         _, out_features = features_of(linear)
         if sum(segments) != out_features or any(size < 1 for size in segments):
             raise ValueError(f"segments {list(segments)} must be positive and sum to out_features ({out_features})")
+        if not 0 <= copied < len(segments):
+            raise ValueError(f"copied ({copied}) must be fewer than the segments {list(segments)}")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
+        module.copied = copied
         module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
         module.save_gathered, module.implementation = save_gathered, implementation
         mesh = tp_mesh(group, linear)
         start = 0
         for index, (size, unit) in enumerate(zip(segments, units or (1,) * len(segments), strict=True)):
-            layer = ColumnParallelLinear.from_linear(
-                _part(linear, start, size),
-                mesh,
-                sequence_parallel=sequence_parallel,
-                sequence_dim=sequence_dim,
-                save_gathered=save_gathered,
-                unit=unit,
-                implementation=implementation,
-            )
+            part = _part(linear, start, size)
+            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
+            options["implementation"] = implementation
+            if index < len(segments) - copied:
+                layer: nn.Module = ColumnParallelLinear.from_linear(
+                    part, mesh, unit=unit, save_gathered=save_gathered, **options
+                )
+            else:
+                layer = CopiedHeadsLinear.from_linear(part, mesh, heads=1, copies=mesh.size(), **options)
             module.add_module(f"part{index}", layer)
             start += size
         return module.train(linear.training)
@@ -118,6 +129,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     sequence_dim: int
     save_gathered: bool
     implementation: str
+    copied: int
+    """How many segments, the last ones, every rank has whole."""
     activation: str | None = None
     shared: SharedInput | None = None
     """The layers that read the same tensor as this one, and run with it."""

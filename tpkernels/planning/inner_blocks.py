@@ -97,7 +97,7 @@ def _proven(module: nn.Module, layers: dict[str, Layer], world_size: int) -> Inn
         return {}, ()
     styles: dict[str, Style] = {}
     for group, proof in decision.proven.items():
-        plain = not (proof.attributes or proof.copies or proof.pieces or proof.slices)
+        plain = not (proof.attributes or proof.copies or proof.pieces or proof.slices or proof.arguments)
         if not plain or any(len(sizes) > 1 for sizes in proof.segments.values()) or group.random:
             continue
         if any(layers[name].kind == "embedding" for name in group.columns):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tpkernels.planning.session import Shape
 
-__all__ = ["same_scalars", "shapes_in", "without_sizes"]
+__all__ = ["numbers_in", "same_scalars", "shapes_in", "without_sizes"]
 
 aten = torch.ops.aten
 _SIZES: dict[Any, tuple[int, ...]] = {
@@ -46,3 +48,16 @@ def same_scalars(whole: Any, local: Any) -> bool:
     if isinstance(whole, dict):
         return whole.keys() == local.keys() and all(same_scalars(whole[key], local[key]) for key in whole)
     return bool(whole == local)
+
+
+def numbers_in(indices: Any) -> list[int] | None:
+    """The numbers in the only tensor of indices, where Python's code says them; None where a run would tell."""
+    given = [index for index in indices if isinstance(index, Tensor)]
+    known = given[0].constant if len(given) == 1 and isinstance(given[0], FakeTensor) else None
+    if len(given) == 1 and not isinstance(given[0], FakeTensor):
+        known = given[0]
+    if known is None or known.dim() != 1 or known.dtype == torch.bool:
+        return None
+    with torch.utils._python_dispatch._disable_current_modes():
+        numbers: list[int] = known.tolist()
+    return numbers

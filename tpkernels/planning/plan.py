@@ -27,7 +27,12 @@ __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
 
 NO_DATA_FLOW = "no data flow: "
 """How the note of a plan begins that was made without."""
-FORMAT, VERSION = "tpkernels.ShardingPlan", 4
+FORMAT, VERSION = "tpkernels.ShardingPlan", 5
+_ADDED: dict[int, dict[str, Any]] = {
+    VERSION - 1: {"arguments": {}},
+    VERSION - 2: {"arguments": {}, "fused": [], "unfused": [], "example": ""},
+}
+"""What plans of earlier versions lack, and what they have of it."""
 # No size, and no number of elements or bytes, is as large.
 MOST = 1 << 56
 
@@ -113,6 +118,8 @@ class ShardingPlan:
     notes: tuple[str, ...] = ()
     example: str = ""
     """The inputs for which bytes are counted, by name and shape."""
+    arguments: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Arguments of modules (``attention.alibi``) of which each rank takes its heads' part: dimension, and all heads."""
 
     def __str__(self) -> str:
         from tpkernels.planning.plan_table import table
@@ -159,6 +166,15 @@ class ShardingPlan:
         """Styles by module name; shared modules appear under each of their names."""
         return {name: entry.style for entry in self.entries for name in (entry.path, *entry.aliases)}
 
+    @property
+    def cut_arguments(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """``arguments`` by module and name."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for key, cut in self.arguments.items():
+            module, _, name = key.rpartition(".")
+            found.setdefault(module, {})[name] = cut
+        return found
+
     def validate(self, model: nn.Module) -> None:
         """Check that this plan is for ``model``: the same modules with parameters of the same shapes.
 
@@ -182,6 +198,7 @@ class ShardingPlan:
         for name, module in modules.items():
             if name not in named and any(True for _ in module.parameters(recurse=False)):
                 wrong.append(f"the plan has nothing about {name!r} ({type(module).__name__})")
+        wrong += [f"there is no module {name!r}" for name in self.cut_arguments if name not in modules]
         for key, (whole, _) in self.attributes.items():
             name, attribute = owner_of(key, modules)
             if name in modules and number_of(modules[name], attribute) != whole:
@@ -211,15 +228,14 @@ class ShardingPlan:
             raise ValueError(f"a sharding plan must be JSON; this is not, or was cut off: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f'a sharding plan must say "format": {FORMAT!r}')
-        if document.get("version") not in (VERSION, VERSION - 1):
+        version = document.get("version")
+        if version not in (VERSION, *_ADDED):
             raise ValueError(f"this plan has version {document.get('version')!r}; version {VERSION} is needed")
         body = document.get("plan")
         if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
             raise ValueError("the plan's contents do not match its digest: the file was changed or damaged")
         try:
-            return _plan_from(
-                body if document["version"] == VERSION else body | {"fused": [], "unfused": [], "example": ""}
-            )
+            return _plan_from(body if version == VERSION else body | _ADDED[version])
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
 
@@ -252,6 +268,11 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     for key, (_, ranks) in attributes.items():
         if len(ranks) != body["world_size"]:
             raise ValueError(f"attribute {key} has values for {len(ranks)} ranks")
+    arguments = {}
+    for key, cut in body["arguments"].items():
+        if len(cut) != 2 or not _is_count(cut[0]) or not _is_count(cut[1]) or cut[1] < body["world_size"]:
+            raise ValueError(f"argument {key} must have a dimension and a number of heads, got {cut!r}")
+        arguments[_text(key)] = tuple(cut)
     lists = {key: _texts(body[key]) for key in _LISTS}
     random = tuple((_text(opener), _text(closer)) for opener, closer in body["random"])
     shared = tuple(_texts(names) for names in body["shared"])
@@ -264,7 +285,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     if body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
-    found |= {"model": _text(body["model"]), "example": _text(body["example"])}
+    found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
     return ShardingPlan(**body | lists | found)
 
 

@@ -56,6 +56,7 @@ def make_entries(
     chosen: Mapping[str, Chosen],
     *,
     attributes: Mapping[tuple[str, str], tuple[int, ...]],
+    arguments: Mapping[tuple[str, str], tuple[int, int]],
     random: tuple[tuple[str, str], ...],
     rows: Mapping[str, int | None] | None,
     slots: Mapping[str, int],
@@ -137,6 +138,7 @@ def make_entries(
         stream.gathered_bytes * (world_size - 1) // world_size,
         notes,
         example,
+        {f"{name}.{argument}" if name else argument: cut for (name, argument), cut in arguments.items()},
     )
 
 
@@ -216,6 +218,8 @@ def traffic_of(
     ``leader``: the layer with which this one shares its input, and all that is sent for it.
     """
     weights = sum(p.numel() * p.element_size() for p in parameters.values())
+    if isinstance(style, Column) and style.copied:  # of those alone gradients are summed
+        weights = weights * sum(style.segments[-style.copied :]) // sum(style.segments)
     if isinstance(style, PartNorm):  # one number per row, in fp32 at least
         item = max(4, next(iter(parameters.values())).element_size())
         once = None if rows is None else 2 * 2 * item * rows * (world_size - 1) // world_size
@@ -271,7 +275,7 @@ def _collectives(style: Style) -> tuple[Moves, Moves]:
                 backward.append(("all-gather", "x"))
         elif not isinstance(style, Column) or style.sum_input_gradient:
             backward.append(("all-reduce", "dx"))
-        if isinstance(style, CopiedHeads):
+        if isinstance(style, CopiedHeads) or style.copied:
             backward.append(("all-reduce", "dw"))
         elif style.gather_output:
             forward.append(("all-gather", "y"))

@@ -148,6 +148,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
         + (f", of which {_bytes(plan.residual_bytes)} to make the residual whole" if plan.residual_bytes else ""),
     ]
     lines += [f"attribute {line}" for line in _attributes(plan)]
+    lines += [f"argument {line}" for line in _arguments(plan)]
     if plan.random:
         pairs = [f"{row} and {norm}" for row, norm in _pairs(plan.random)]
         lines.append(f"dropout differs by rank between: {', '.join(pairs)}")
@@ -163,6 +164,14 @@ def _attributes(plan: ShardingPlan) -> list[str]:
         each = "/".join(map(str, locals_ if len(set(locals_)) > 1 else locals_[:1]))
         found.setdefault((_pattern(key), f"{number} -> {each}"), []).append(key)
     return [f"{_name(pattern, keys)}: {values}" for (pattern, values), keys in found.items()]
+
+
+def _arguments(plan: ShardingPlan) -> list[str]:
+    """As for attributes."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for key, (_, heads) in plan.arguments.items():
+        found.setdefault((_pattern(key), heads), []).append(key)
+    return [f"{_name(pattern, keys)}: this rank's of {heads} heads" for (pattern, heads), keys in found.items()]
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

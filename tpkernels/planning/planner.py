@@ -21,6 +21,7 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
+from tpkernels.planning.hypotheses import Attributes
 from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
@@ -28,7 +29,6 @@ from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.planning.replay import Role
 from tpkernels.planning.row_counts import count_rows, untrained_in
-from tpkernels.planning.search import Attributes
 from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
 from tpkernels.planning.single_layers import by_rule, smallest_cut, sums_its_gradient
@@ -123,6 +123,7 @@ class _Planner:
         self.chosen: dict[str, Chosen] = {}
         self.decision = Decision()
         self.attributes: Attributes = {}
+        self.arguments: dict[tuple[str, str], tuple[int, int]] = {}
         self.feeders: set[str] = set()
         self.by_itself: set[type[nn.Module]] = {nn.Embedding}
         """Layers with code of their own around them that may not see a part of what the layer gives or takes."""
@@ -163,6 +164,7 @@ class _Planner:
             self.world_size,
             self.chosen,
             attributes=self.attributes,
+            arguments=self.arguments,
             random=tuple(self.decision.random),
             rows=count_rows(firsts) if firsts else None,
             slots=firsts[0].slots if firsts else {},
@@ -298,14 +300,19 @@ class _Planner:
             )
         self._check_heads()
         self._choose_slices()
+        for name, other in self.decision.adapters.items():
+            if nn.Linear not in self.by_itself:  # one that stays whole would take a part of the sequence
+                self.chosen.setdefault(name, Chosen(Replicate(), "data flow", f"small beside {other}, which is cut"))
         for group, proof in self.decision.proven.items():
             self.feeders |= {*group.feeders, *proof.feeders}
             self.attributes |= proof.attributes
+            self.arguments |= proof.arguments
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
             for name in group.columns:
                 sizes = proof.segments[name]
-                units = tuple(size // proof.pieces if proof.pieces else 1 for size in sizes)
-                style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes)
+                cut = sizes[: len(sizes) - proof.copied]
+                units = (*(size // proof.pieces if proof.pieces else 1 for size in cut), *(1,) * proof.copied)
+                style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes, copied=proof.copied)
                 if len(sizes) > 1 and proof.pieces:
                     style = replace(style, units=units)
                 style = replace(style, sum_input_gradient=name not in self.decision.fed)
@@ -373,7 +380,7 @@ class _Planner:
                 raise ValueError(f"the override of {name!r} conflicts with the data flow, where it {reason}")
             if isinstance(asked, Column) and isinstance(style, Column):
                 unit = style.unit if style.unit > 1 else asked.unit
-                style = replace(asked, segments=style.segments, unit=unit, units=style.units)
+                style = replace(asked, segments=style.segments, unit=unit, units=style.units, copied=style.copied)
             elif isinstance(asked, Row):
                 style = replace(asked, unit=style.unit) if isinstance(style, Row) and style.unit > 1 else asked
             self.chosen[name] = Chosen(style, "override", f"asked for, and proven by data flow: {reason}")

@@ -13,10 +13,11 @@ from itertools import islice
 from typing import Any
 
 from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.layer_groups import Group, find_groups
 from tpkernels.planning.part_norms import find_norms
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
-from tpkernels.planning.search import Attributes, Proof, Search, Whole
+from tpkernels.planning.search import Search
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import MODES, Mode, Shadow
 from tpkernels.planning.splits import Unproven
@@ -42,6 +43,8 @@ class Decision:
     partial: set[str] = field(default_factory=set)
     """Parameters of whole modules that meet parts: their gradients are summed."""
     random: list[tuple[str, str]] = field(default_factory=list)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """For layers of groups that were refused, but could have been one: all layers of the group."""
     conflicts: list[str] = field(default_factory=list)
@@ -55,19 +58,21 @@ def decide(
     forced: Mapping[str, Role],
     *,
     feeders: bool = True,
+    says_all: bool = True,
 ) -> Decision:
     """Prove what can be proven.
 
     Args:
         excluded: layers that may not be cut with others, with the reason.
         feeders: whether layers that stay whole may have their gradients summed.
+        says_all: whether the plan can say that segments of a packed layer are copied, and arguments of modules cut.
         forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
     """
     assert observation.shadow is not None and observation.recording is not None
     calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
     observation.shadow.epsilons = find_norms(observation.shadow.modules, calls)
     decider = _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced)
-    decider.whole_inputs = not feeders
+    decider.whole_inputs, decider.says_all = not feeders, says_all
     return decider.run()
 
 
@@ -87,13 +92,13 @@ class _Decider:
         self.scopes: dict[Group, str] = {}
         """The modules around the groups."""
         self.decision = Decision()
-        self.whole_inputs = False
+        self.whole_inputs, self.says_all = False, True
 
     def run(self) -> Decision:
         for mode, recording in self.observation.firsts:
             if recording is not self.recording:
                 self.search = Search(self.shadow, recording, self.world_size)
-            self.search.whole_inputs = self.whole_inputs
+            self.search.whole_inputs, self.search.says_all = self.whole_inputs, self.says_all
             self.shadow.set_mode(mode)
             waiting = self._prove_alone(recording)
             self._prove_together(waiting)
@@ -111,7 +116,7 @@ class _Decider:
         found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         waiting: dict[Any, list[Group]] = {}
         used = {name for group in self.decision.proven for name in group.layers}
-        for group in find_groups(recording):
+        for group in sorted(find_groups(recording), key=self._is_narrow):
             if group in self.decision.refused or not self.search.is_called(group):
                 continue
             layers = set(group.layers)
@@ -122,6 +127,8 @@ class _Decider:
             if barred is not None:
                 self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
                 continue
+            if layers & used and self._is_narrow(group):
+                self.decision.adapters |= {name: next(iter(layers & used)) for name in layers - used}
             if layers & used or self._contradicts(group):
                 continue
             scope = self.search.scope_of(group)
@@ -145,6 +152,14 @@ class _Decider:
             used |= layers | set(proof.feeders)
             self.decision.proven[group] = proof
         return waiting
+
+    def _is_narrow(self, group: Group) -> bool:
+        """Whether it is a pair like the A and B of LoRA, which a cut serves little: larger groups come first."""
+        layers = self.shadow.layers
+        if _size(group) > 2 or any(name not in layers for name in group.layers):
+            return False
+        first, last = layers[group.columns[0]], layers[group.rows[0]]
+        return first.out_features < min(first.in_features, last.out_features)
 
     def _contradicts(self, group: Group) -> bool:
         """Whether the user wants one of the layers to be the opposite, a row for a column."""
@@ -234,7 +249,10 @@ class _Decider:
         whole: Whole = {}
         widths: dict[str, int] = {}
         for number, (group, proof) in enumerate(proofs.items()):
-            roles |= self.search.roles(group, proof.segments, number, proof.pieces, proof.slices, proof.feeders)
+            roles |= self.search.roles(
+                group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied,
+                proof.arguments,
+            )  # fmt: skip
             attributes |= proof.attributes
             whole |= proof.whole_attributes
             widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
@@ -328,4 +346,6 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
         proof.pieces,
         {moved_parameter(name): dim for name, dim in proof.slices.items()},
         tuple(moved_parameter(name) for name in proof.feeders),
+        {(moved(name), argument): cut for (name, argument), cut in proof.arguments.items()},
+        proof.copied,
     )

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 from tpkernels.planning.gradients import Gradients
-from tpkernels.planning.op_arguments import same_scalars, shapes_in, without_sizes
+from tpkernels.planning.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import (
@@ -42,7 +43,7 @@ from tpkernels.planning.session import (
 )
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven, share
-from tpkernels.planning.tensors import tensors_in
+from tpkernels.planning.tensors import storage_of, tensors_in
 from tpkernels.planning.trace import Example, Recording
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
@@ -74,10 +75,18 @@ class Replay(Gradients):
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
         self._open = False
+        self._open_groups: set[int] = set()
+        self._drawn: dict[bool, set[int]] = {False: set(), True: set()}
+        """Groups between whose layers random numbers were drawn for whole tensors, and for parts."""
+        self._arguments: dict[str, dict[str, Role]] = {}
+        """By module: arguments of which it takes a part."""
         self._at, self._stop = 0, len(recording.events)
         for name, role in roles.items():
             if role.kind == "slice":
                 self._slice(name, role)
+            elif role.kind == "argument":
+                module, _, argument = name.rpartition(":")
+                self._arguments.setdefault(module, {})[argument] = role
 
     def _slice(self, name: str, role: Role) -> None:
         """Let the run see this rank's part of a parameter."""
@@ -86,6 +95,27 @@ class Replay(Gradients):
         self.slices[name] = part
         self.made[id(part)] = self.source(whole)
         self._mark(part, split, frozenset([role.group]))
+
+    def given(self, name: str, args: Any, kwargs: Any) -> Any:
+        """The call with this rank's part of the arguments that are cut."""
+        module, values = self.shadow.modules[name], {}
+        taken = named_arguments(module, args, kwargs) if name in self._arguments else {}
+        for argument, role in self._arguments.get(name, {}).items():
+            whole = taken.get(argument)
+            if whole is None:
+                continue
+            (heads,) = role.segments
+            if not isinstance(whole, Tensor) or whole.dim() <= role.dim or whole.shape[role.dim] % heads:
+                raise Unproven(f"{argument} of {name} has no runs of {heads} heads")
+            if id(whole) in self._splits or self.has_origin(whole) or whole in self.requiring:
+                raise Unproven(f"{argument} of {name} is a part, or has a gradient")
+            split = Split(role.dim, role.segments * (whole.shape[role.dim] // heads), role.pieces)
+            part = self.new_output(whole, split.local_shape(whole.shape, self.world_size, self.rank), whole.dtype)
+            del self.origins[storage_of(part)]
+            self.made[id(part)] = self.source(whole)
+            self._mark(part, split, frozenset([role.group]))
+            values[argument] = part
+        return with_arguments(module, args, kwargs, values) if values else None
 
     def came_from(self, tensor: Tensor) -> frozenset[str]:
         return self.recording.layers_behind(self.source(tensor))
@@ -183,17 +213,32 @@ class Replay(Gradients):
                 raise Unproven(f"{packet} writes a part in another layout")
             if answer is not None and func._schema.is_mutable and id(output) not in self._splits:
                 raise Unproven(f"{packet} writes a part over something whole")
-            self._mark(output, answer, groups)
+            if answer is not None and answer.is_whole:
+                self._share(output, func, groups)
+            else:
+                self._mark(output, answer, groups)
         self._pass_summed(func, tensors, outputs)
         self.pass_origins(func, tensors, outputs)
         self._made(outputs)
         return out
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        """Check random ops: ranks draw different numbers between a column and its row, and the same everywhere else."""
-        if is_random(func, args) and any(id(tensor) in self._splits for tensor in tensors) != self._open:
-            where = "outside of" if not self._open else "between layers of"
-            raise Unproven(f"{canonical(func)} draws random numbers for something {where} the group")
+        """Check random ops: between a column and its row ranks draw different numbers for parts, if there are any, or
+        the same for whole tensors, and the same everywhere else."""
+        if not is_random(func, args):
+            return
+        of_parts = any(id(tensor) in self._splits for tensor in tensors)
+        if of_parts and not self._open:
+            raise Unproven(f"{canonical(func)} draws random numbers for something outside of the group")
+        if any(id(tensor) in self._summed for tensor in tensors):
+            raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a share of the gradient of")
+        self._drawn[of_parts] |= self._open_groups
+        both = self._drawn[True] & self._drawn[False]
+        if both:
+            self.blame = frozenset(both)
+            raise Unproven(f"{canonical(func)} draws random numbers for whole tensors and parts between layers of it")
+        if any(split.copied for split in map(self._splits_of, tensors) if split is not None):
+            raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a copy of")
 
     def _answers(
         self, func: Any, event: Event, local: Any, splits: list[Any], arguments: Any
@@ -230,6 +275,8 @@ class Replay(Gradients):
         named = dict(event.kwargs)
         if isinstance(mask, Tensor):
             named["attn_mask split"] = self._splits.get(id(mask))
+        if event.packet is aten.index:
+            named["indices"] = numbers_in(args[1])
 
         def mix(index: int) -> None:
             tensor = mask if index < 0 else args[index]
@@ -241,7 +288,7 @@ class Replay(Gradients):
             answer = rule(call)
         except Unproven as error:
             told = Unproven(f"{event.packet}: {error.reason}", count=error.count)
-            told.layers = error.layers
+            told.layers, told.met = error.layers, error.met
             raise told from None
         answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
         first = answers[0]
@@ -349,6 +396,7 @@ class Replay(Gradients):
                 raise Unproven(f"the input of {name} is {_how(split)}, not cut by features in one piece")
             shape, answer = tuple(whole_out), None
             self._open = False
+            self._open_groups.discard(role.group)
         else:
             if split is not None:
                 raise Unproven(f"the input of {name} is {_how(split)}, which takes it whole")
@@ -357,7 +405,9 @@ class Replay(Gradients):
             self._feeds(name, id(x) in self._summed)
             answer = role.split(len(whole_out) - 1) if role is not None and role.kind == "column" else None
             shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size, self.rank)
-            self._open |= answer is not None
+            if role is not None and answer is not None:
+                self._open = True
+                self._open_groups.add(role.group)
         if self.has_origin(x) and id(x) not in self._summed:
             self._complete |= self.origin(x) or set()
         out = self.new_output(x, shape, self.layer_dtype(name, x))
@@ -367,6 +417,14 @@ class Replay(Gradients):
             self._groups[id(out)] = frozenset([role.group])
         self._made([out])
         return out
+
+    def _share(self, tensor: Tensor, func: Any, groups: frozenset[int]) -> None:
+        """A copy taken out of a packed part: whole, and with a share of its gradient on every rank."""
+        if func._schema.is_mutable:
+            raise Unproven(f"{canonical(func)} writes to what every rank has a copy of")
+        self._mark(tensor, None, groups)
+        self._summed.add(id(tensor))
+        self._groups[id(tensor)] = groups
 
     def _mark(self, tensor: Tensor, split: Split | None, groups: frozenset[int]) -> None:
         if split is None:

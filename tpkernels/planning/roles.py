@@ -14,7 +14,9 @@ __all__ = ["Role", "unlike_ranks"]
 class Role:
     """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
 
+    Every rank has the last ``copied`` segments whole, and a share of the gradients of their rows of the weight.
     A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
+    An "argument" (``module:name``) is one of a call of a module that takes its part of each run of so many heads.
     ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
     """
 
@@ -23,14 +25,15 @@ class Role:
     group: int = 0
     pieces: int = 0
     dim: int = -1
+    copied: int = 0
 
     def split(self, dim: int) -> Split:
-        return Split(dim, self.segments, self.pieces)
+        return Split(dim, self.segments, self.pieces, self.copied)
 
 
 def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
     """One rank for each set of ranks with equal sizes, the first: a proof for these holds for all."""
-    cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.segments})
+    cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.split(0).cut_segments})
     shares = [share(size, world_size, pieces) for size, pieces in cuts]
     firsts = {tuple(sizes[rank] for sizes in shares): rank for rank in reversed(range(world_size))}
     return sorted(firsts.values())

@@ -76,7 +76,9 @@ def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None],
         if split is not None:
             continue
         if place >= 0 and shape[place] != 1:
-            raise Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {cut.dim}")
+            error = Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {cut.dim}")
+            error.met = cut.at(place)
+            raise error
         mix(index)
     return cut
 
@@ -165,6 +167,11 @@ def _unbind(call: Call) -> Answer:
     return [split.at(split.dim - (dim < split.dim))] * len(call.outputs)
 
 
+def _nothing_copied(*splits: Split) -> None:
+    if any(split.copied for split in splits):
+        raise Unproven("parts of every rank's own and copies that all have would interleave")
+
+
 def _cat(call: Call) -> Answer:
     kept = [place for place, shape in enumerate(call.whole[0]) if tuple(shape) != (0,)]  # torch leaves those out
     splits, shapes = [call.splits[0][place] for place in kept], [call.whole[0][place] for place in kept]
@@ -176,6 +183,7 @@ def _cat(call: Call) -> Answer:
     if len({split.pieces for split in splits}) != 1:
         raise Unproven("tensors cut in different pieces are concatenated")
     if dim == splits[0].dim:
+        _nothing_copied(*splits)
         return Split(dim, tuple(size for split in splits for size in split.segments), splits[0].pieces)
     if len(set(splits)) != 1:
         raise Unproven("tensors cut in different ways are concatenated")
@@ -195,6 +203,7 @@ def _stack(call: Call) -> Answer:
 def _repeat(call: Call) -> Answer:
     repeats = call.whole[1]
     call.same((1, "repeats"))
+    _nothing_copied(call.cut())
     dim = call.cut().dim + len(repeats) - call.rank_of()
     return Split(dim, call.cut().segments * repeats[dim], call.cut().pieces)
 
@@ -206,6 +215,7 @@ def _repeat_interleave(call: Call) -> Answer:
         raise Unproven("elements of a cut tensor are repeated unevenly")
     if _dim(call.value(2, "dim", 0), call.rank_of()) != split.dim:
         return split
+    _nothing_copied(split)
     if not split.whole_pieces(call.world_size):
         raise Unproven(f"{list(split.segments)} do not divide over {call.world_size} ranks", count=min(split.segments))
     return Split(split.dim, tuple(size * times for size in split.segments), split.pieces)
@@ -338,9 +348,23 @@ def _index(call: Call) -> Answer:
     if picked != list(range(picked[0], picked[-1] + 1)):
         raise Unproven("indices are of dimensions that do not follow each other")
     if split.dim in picked:
-        raise Unproven("the dimension that is cut is indexed")
+        return _picked(call, split, picked)
     made = len(call.outputs[0]) - (call.rank_of() - len(picked))
     return split if split.dim < picked[0] else split.at(split.dim - len(picked) + made)
+
+
+def _picked(call: Call, split: Split, picked: list[int]) -> Answer:
+    """Elements of the cut dimension by number, one after the other: ``x[..., [-2], :]``, the key behind all queries."""
+    numbers = call.kwargs[0].get("indices")
+    if picked != [split.dim] or numbers is None or len(numbers) != call.outputs[0][split.dim]:
+        raise Unproven("the dimension that is cut is indexed")
+    whole, local = (
+        [number % size for number in numbers] for size in (call.whole[0][split.dim], call.local[0][split.dim])
+    )
+    part, low, high = split.part(whole[0], whole[-1] + 1, call.world_size, call.rank)
+    if whole != list(range(whole[0], whole[-1] + 1)) or local != list(range(low, high)):
+        raise Unproven("the dimension that is cut is indexed")
+    return part
 
 
 def _copy(call: Call) -> Answer:

@@ -1,8 +1,8 @@
 """How a group of layers can be cut: try one hypothesis after another, until one is proven.
 
-It owns the hypotheses.  A model's code may rely on sizes that a rank does not have: attributes such as ``num_heads``,
-and the layout of packed projections.  The values of such attributes on one rank, layouts of segments, and copies of
-key-value heads are guesses.  The replay decides, so a wrong guess only costs time.
+A model's code may rely on sizes that a rank does not have: attributes such as ``num_heads``, and the layout of packed
+projections.  The values of such attributes on one rank, layouts of segments, and copies of key-value heads are guesses
+(:mod:`tpkernels.planning.hypotheses`).  The replay decides, so a wrong guess only costs time.
 
 Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts, if each rank gets some; models rely on having
 at least one head.  Ranks then differ in their sizes and attributes, and a proof is one replay for each kind of rank.
@@ -11,78 +11,35 @@ at least one head.  Ranks then differ in their sizes and attributes, and a proof
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise, product
+from dataclasses import replace
 from math import lcm
 from types import MappingProxyType
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from tpkernels.nn.sliced_arguments import named_arguments
+from tpkernels.planning.hypotheses import Attributes, Copies, Hypotheses, Proof, Whole
 from tpkernels.planning.layer_groups import Group
-from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
-from tpkernels.planning.session import Scope, Shape
+from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import Unproven, share
 from tpkernels.planning.trace import Recording
 
-__all__ = ["Attributes", "Copies", "Proof", "Search", "Whole"]
+__all__ = ["Search"]
 
-Attributes = dict[tuple[str, str], tuple[int, ...]]
-"""By module and name: the value on each rank."""
-Whole = dict[tuple[str, str], int]
-MAX_BITS = 6
 MAX_ATTEMPTS = 160
 MAX_LAYERS, MAX_SLICINGS = 8, 12
 """Of groups for which parameters are cut as well, and how often for one hypothesis."""
-NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad")
-"""Attributes with these in their names say where or how often, not how many features."""
-aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Key-value heads that do not divide: ``heads`` heads, each computed on several ranks, ``total`` copies in all."""
-
-    heads: int
-    total: int
-    features: int
-    """Of one head."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """How a group can be cut, proven on its scope."""
-
-    segments: Mapping[str, tuple[int, ...]]
-    attributes: Attributes
-    whole_attributes: Whole = field(default_factory=dict)
-    """Values of the whole model that copies of key-value heads change."""
-    copies: Mapping[str, Copies] = field(default_factory=dict)
-    heads: int = 0
-    pieces: int = 0
-    """Where heads do not divide: how many there are to be cut, of query or of key and value."""
-    slices: Mapping[str, int] = field(default_factory=dict)
-    """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
-    feeders: tuple[str, ...] = ()
-    """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
-
-    def each(self, world_size: int) -> str:
-        """What a rank has."""
-        if not self.heads:
-            return "by features"
-        if not self.pieces:
-            return f"{self.heads} heads, {self.heads // world_size} per rank"
-        sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
-        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts"
-
-
-class Search:
+class Search(Hypotheses):
     """Proofs for the groups of one recording at one number of ranks."""
 
     def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
-        self.shadow, self.recording, self.world_size = shadow, recording, world_size
+        super().__init__(shadow, recording)
+        self.world_size = world_size
         self._calls = {scope.name: scope for scope in reversed(recording.scopes)}
         self._queries = 0
         """The largest number of heads that the attempts of one group saw."""
@@ -92,6 +49,8 @@ class Search:
         self._own = shadow.own_parameters()
         self.whole_inputs = False
         """Whether layers that stay whole must have complete gradients."""
+        self.says_all = True
+        """Whether plans can say that segments of a packed layer are copied, and arguments of modules are cut."""
 
     def is_called(self, group: Group) -> bool:
         """Whether a module around all of its layers is called; with a method of the model there may be none."""
@@ -142,7 +101,7 @@ class Search:
             proof = self._with_copies(group, scope, heads, lcm(heads, self.world_size))
             if proof is not None:
                 return proof
-        proof = self._unevenly(group, scope) or self._uneven_copies(group, scope)
+        proof = self._shared(group, scope) or self._unevenly(group, scope) or self._uneven_copies(group, scope)
         if proof is not None:
             return proof
         if counted:  # of query, key and value in one, "3 heads" are these
@@ -150,21 +109,34 @@ class Search:
         likely = [failure.reason for failure in known.values() if failure.count >= self.world_size]
         raise Unproven(likely[0]) if likely else failures[0]
 
-    def _try_all(self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0) -> Proof | None:
+    def _try_all(
+        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, *, shared: bool = False
+    ) -> Proof | None:
         """The first hypothesis that holds; why the others do not is added to ``failures``."""
-        for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures, pieces)):
+        for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures, pieces, shared)):
             if number >= MAX_ATTEMPTS:
                 break
+            copied = len(segments[group.columns[0]]) - 1 if shared else 0
+            args = self.recording, scope, group, segments, attributes, self.world_size, pieces
             try:
-                heads = self._attempt(self.recording, scope, group, segments, attributes, self.world_size, pieces)
+                heads = self._attempt(*args, copied=copied)
             except Unproven as error:
                 failures.append(error)
-                proof = self._sliced(group, Proof(segments, attributes, pieces=pieces), error)
+                proof = self._sliced(group, Proof(segments, attributes, pieces=pieces, copied=copied), error)
                 if proof is not None:
                     return proof
                 continue
-            return Proof(segments, attributes, heads=heads, pieces=pieces)
+            return Proof(segments, attributes, heads=heads, pieces=pieces, copied=copied)
         return None
+
+    def _shared(self, group: Group, scope: Scope) -> Proof | None:
+        """A packed projection whose queries are cut, and whose one key and value, which all of them share, are not."""
+        if len(group.columns) > 1 or not self.says_all or self.shadow.layers[group.columns[0]].kind == "embedding":
+            return None
+        proof = self._try_all(group, scope, [], shared=True)
+        for pieces in filter(self.can_be_cut, [*self._counts]):
+            proof = proof or self._try_all(group, scope, [], pieces, shared=True)
+        return proof
 
     def _sliced(self, group: Group, proof: Proof, error: Unproven) -> Proof | None:
         """The same with parameters cut that met parts as a whole, one after the other as they do."""
@@ -189,7 +161,29 @@ class Search:
                 found = self._tried(group, replace(proof, slices={**proof.slices, name: dim}))
                 if found is not None:
                     return found
+        for key, cut in self._constants(group, error, proof) if self.says_all else ():
+            if not self._tries:
+                return None
+            self._tries -= 1
+            found = self._tried(group, replace(proof, arguments={**proof.arguments, key: cut}))
+            if found is not None:
+                return found
         return None
+
+    def _constants(
+        self, group: Group, error: Unproven, proof: Proof
+    ) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
+        """Arguments of the module around the group that need no gradient, and could be cut by the heads seen."""
+        heads = error.met.segments[0] if error.met is not None else self._queries
+        if error.count or heads < 2 or proof.pieces not in (0, heads) or (heads % self.world_size and not proof.pieces):
+            return
+        scope = self.scope_of(group)
+        given = named_arguments(self.shadow.modules[scope.name], scope.args, scope.kwargs)
+        for name, value in given.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or (scope.name, name) in proof.arguments:
+                continue
+            if not self.recording.has_origin(value):
+                yield from (((scope.name, name), (d, heads)) for d, size in enumerate(value.shape) if size % heads == 0)
 
     def _tried(self, group: Group, proof: Proof) -> Proof | None:
         """The proof, if it holds, or one with more parameters cut or more feeders."""
@@ -197,7 +191,9 @@ class Search:
         scope = self.scope_of(group, owners)
         args = scope, group, proof.segments, proof.attributes, self.world_size, proof.pieces, proof.slices
         try:
-            heads = self._attempt(self.recording, *args, feeders=proof.feeders)
+            heads = self._attempt(
+                self.recording, *args, feeders=proof.feeders, copied=proof.copied, arguments=proof.arguments
+            )
         except Unproven as error:
             return self._more_sliced(group, proof, error)
         return replace(proof, heads=heads)
@@ -250,11 +246,14 @@ class Search:
         return pieces > 0 and pieces % self.world_size > 0 and 0 not in share(pieces, self.world_size)
 
     def hypotheses(
-        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0
+        self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, shared: bool = False
     ) -> Iterator[tuple[dict[str, tuple[int, ...]], Attributes]]:
         """Layouts by attributes, likely ones first; a layout whose heads do not divide is given up at once."""
-        for segments, guessed in self._layouts(group, scope):
-            if not self.fits(group, segments, pieces):
+        for segments, guessed in self.layouts(group, scope):
+            first, *rest = segments[group.columns[0]]
+            if shared and (guessed or not rest or max(rest) >= first):
+                continue
+            if not self.fits(group, {group.columns[0]: (first,)} if shared else segments, pieces):
                 failures.append(
                     Unproven(f"{pieces} heads do not make up {[list(s) for s in segments.values()]} features")
                 )
@@ -275,7 +274,7 @@ class Search:
         layers = self.shadow.layers
         if not pieces:
             return True
-        tables = [sum(segments[name]) for name in group.columns if layers[name].kind == "embedding"]
+        tables = [sum(segments[name]) for name in segments if layers[name].kind == "embedding"]
         sizes = [size for some in segments.values() for size in some] + [
             layers[name].in_features for name in group.rows
         ]
@@ -289,14 +288,18 @@ class Search:
         pieces: int = 0,
         slices: Mapping[str, int] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
+        copied: int = 0,
+        arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> dict[str, Role]:
-        found = {name: Role("column", segments[name], number, pieces) for name in group.columns}
+        found = {name: Role("column", segments[name], number, pieces, copied=copied) for name in group.columns}
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
         found |= {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
         found |= {name: Role("feeder", (), number, pieces) for name in (*group.feeders, *feeders)}
         for name, dim in slices.items():
             size = self._own[name].shape[dim]
             found[name] = Role("slice", (size,), number, pieces, dim)
+        for (module, name), (dim, heads) in arguments.items():
+            found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
         return found
 
     def _attempt(
@@ -310,9 +313,13 @@ class Search:
         pieces: int = 0,
         slices: Mapping[str, int] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
+        copied: int = 0,
+        arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> int:
         """The number of heads, or 0."""
-        roles = self.roles(group, segments, pieces=pieces, slices=slices, feeders=feeders)
+        roles = self.roles(
+            group, segments, pieces=pieces, slices=slices, feeders=feeders, copied=copied, arguments=arguments
+        )
         for rank in unlike_ranks(roles, world_size):
             replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
             try:
@@ -320,71 +327,9 @@ class Search:
             finally:
                 self._queries = max(self._queries, replay.heads.get(0, 0))
             for name, sizes in segments.items():
-                if any(0 in share(size, world_size, pieces) for size in sizes):
+                if any(0 in share(size, world_size, pieces) for size in roles[name].split(0).cut_segments):
                     raise Unproven(f"{list(sizes)} features of {name} leave some of {world_size} ranks without any")
         return replay.heads.get(0, 0)
-
-    def _layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:
-        """Segments of every column, and whether they are a guess that nothing in the model suggests."""
-        widest = max(self.shadow.layers[name].in_features for name in group.rows)
-        choices = []
-        known: set[tuple[int, ...]] = set()
-        for name in group.columns:
-            size = self.shadow.layers[name].out_features
-            options: list[tuple[int, ...]] = [(size,)]
-            if len(group.columns) == 1 or size > widest:
-                options += self._cuts_of(size, scope)
-                known |= set(options)
-                options += [(size // count,) * count for count in (3, 2) if size % count == 0]
-            choices.append(list(dict.fromkeys(options)))
-        for combination in product(*choices):
-            guessed = any(len(sizes) > 1 and sizes not in known for sizes in combination)
-            yield dict(zip(group.columns, combination, strict=True)), guessed
-
-    def _cuts_of(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
-        """How the model itself takes a dimension of ``size`` features apart."""
-        found: list[tuple[int, ...]] = []
-        points = {0, size}
-        for event in self.recording.events[scope.start : scope.stop]:
-            if event.layer or not event.whole or not isinstance(event.whole[0], Shape) or not event.whole[0]:
-                continue
-            if event.whole[0][-1] != size:
-                continue
-            if event.packet in (aten.split, aten.split_with_sizes, aten.chunk):
-                found.append(tuple(shape[-1] for shape in event.outputs))
-            elif event.packet == aten.slice and len(event.whole) > 3:
-                points |= {min(point, size) for point in event.whole[2:4] if isinstance(point, int) and point >= 0}
-        if len(points) > 2:
-            ends = sorted(points)
-            found.append(tuple(b - a for a, b in pairwise(ends)))
-        return [sizes for sizes in found if sum(sizes) == size]
-
-    def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
-        """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
-        pieces = pieces or world_size
-        bits = self._bits(scopes, pieces) if world_size > 1 else []
-        for count in range(len(bits) + 1):
-            for chosen in combinations(bits, count):
-                yield {key: share(value, world_size, pieces) for bit in chosen for key, value in bit.items()}
-
-    def _bits(self, scopes: Sequence[Scope], pieces: int) -> list[Whole]:
-        numbers: set[int] = set()
-        found: dict[tuple[type, str, int], Whole] = {}
-        for scope in scopes:
-            for event in self.recording.events[scope.start : scope.stop]:
-                numbers.update(*event.outputs)
-            prefix = f"{scope.name}." if scope.name else ""
-            for name, module in self.shadow.modules.items():
-                if name in self.shadow.layers or not (name == scope.name or name.startswith(prefix)):
-                    continue
-                for attribute, value in (vars(module) | config_numbers(module)).items():
-                    if type(value) is not int or value < 2 or value % pieces or value not in numbers:
-                        continue
-                    if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
-                        continue
-                    found.setdefault((type(module), attribute, value), {})[name, attribute] = value
-        ranked = sorted(found, key=lambda key: ("head" not in key[1] or "dim" in key[1] or "size" in key[1], key[1]))
-        return [found[key] for key in ranked[:MAX_BITS]]
 
     def _with_copies(self, group: Group, scope: Scope, heads: int, total: int) -> Proof | None:
         """Grouped queries whose key-value heads do not divide: every rank computes those that its queries need.

@@ -322,6 +322,10 @@ class Session(TorchDispatchMode):
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         pass
 
+    def given(self, name: str, args: Any, kwargs: Any) -> Any:
+        """What a module is called with instead; None for what it is given."""
+        return None
+
     def left(self, name: str, output: Any = None) -> None:
         pass
 

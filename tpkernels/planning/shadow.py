@@ -281,10 +281,13 @@ class Shadow:
         return quiet
 
     def _entering(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.session is not None:
-                quiet = self.session.quiet is not None
-                (self.session.entered_quietly if quiet else self.session.entered)(name, args, kwargs)
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self.session is None:
+                return None
+            if self.session.quiet is not None:
+                return self.session.entered_quietly(name, args, kwargs)
+            self.session.entered(name, args, kwargs)
+            return self.session.given(name, args, kwargs)
 
         return hook
 

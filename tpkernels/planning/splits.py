@@ -8,6 +8,9 @@ heads ``(B, H)`` cut in H, viewed as one dimension of ``B * H``, are B segments 
 
 Where heads do not divide over the ranks, a segment is cut in *pieces* that stay whole: 10 heads of 4 features over 4
 ranks are 12, 12, 12 and 4 features.  However the segment is viewed, it consists of the same pieces.
+
+The last segments may be *copied*: every rank has all of them, beside its parts of the others.  So are the one key and
+the one value that all queries of a packed projection share.  Ranks have shares of their gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -40,7 +43,8 @@ class Unproven(Exception):
     """What follows from the data flow does not show that a cut computes the same.
 
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
-    whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from.
+    whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from;
+    ``met``: how the whole tensor that met a part would have to be cut.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
@@ -48,6 +52,7 @@ class Unproven(Exception):
         self.reason, self.count = reason, count
         self.parameters: frozenset[str] = frozenset()
         self.layers: frozenset[str] = frozenset()
+        self.met: Split | None = None
 
 
 @dataclass(frozen=True)
@@ -58,20 +63,33 @@ class Split:
     segments: tuple[int, ...]
     pieces: int = 0
     """Of which each segment is made, and which are not cut; 0: the elements."""
+    copied: int = 0
+    """How many segments, the last ones, every rank has whole."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return 0 < self.copied == len(self.segments)
+
+    @property
+    def cut_segments(self) -> tuple[int, ...]:
+        """The segments of which each rank has its part."""
+        return self.segments[: len(self.segments) - self.copied]
 
     def local_segments(self, world_size: int, rank: int) -> tuple[int, ...]:
-        return tuple(share(size, world_size, self.pieces)[rank] for size in self.segments)
+        cut = self.cut_segments
+        return (*(share(size, world_size, self.pieces)[rank] for size in cut), *self.segments[len(cut) :])
 
     def local_shape(self, shape: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
         cut = sum(self.local_segments(world_size, rank))
         return (*shape[: self.dim], cut, *shape[self.dim + 1 :])
 
     def at(self, dim: int) -> Split:
-        return Split(dim, self.segments, self.pieces)
+        return replace(self, dim=dim)
 
     def whole_pieces(self, world_size: int) -> bool:
         """Whether every multiple of the segments is cut where they are."""
-        return bool(self.pieces) or all(size % world_size == 0 for size in self.segments)
+        return bool(self.pieces) or all(size % world_size == 0 for size in self.cut_segments)
 
     def part(self, start: int, stop: int, world_size: int, rank: int) -> tuple[Split, int, int]:
         """The segments that make up ``[start, stop)`` of the whole, and the range of the local tensor that they are.
@@ -80,11 +98,16 @@ class Split:
             Unproven: the range does not begin and end where segments do.
         """
         ends = (0, *accumulate(self.segments))
+        local = (0, *accumulate(self.local_segments(world_size, rank)))
+        copies = sum(self.cut_segments)
+        if self.copied and copies <= start < stop <= ends[-1]:
+            low = start - ends[-1] + local[-1]
+            return Split(self.dim, (stop - start,), self.pieces, 1), low, low + stop - start
         if start not in ends or stop not in ends or start >= stop:
             raise Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is not a number of parts")
         first, last = ends.index(start), ends.index(stop)
-        local = (0, *accumulate(self.local_segments(world_size, rank)))
-        return Split(self.dim, self.segments[first:last], self.pieces), local[first], local[last]
+        copied = max(0, last - len(self.cut_segments))
+        return Split(self.dim, self.segments[first:last], self.pieces, copied), local[first], local[last]
 
 
 def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
@@ -111,11 +134,27 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], worl
     if (outer > 1 or inner > 1) and not split.whole_pieces(world_size):
         raise Unproven(f"{list(split.segments)} do not divide over {world_size} ranks", count=min(split.segments))
     flat = tuple(size * inner for size in split.segments) * outer
+    if outer > 1 and split.copied:
+        raise Unproven("parts of every rank's own and copies that all have would interleave")
     if len([size for size in sizes if size != 1]) <= 1:
-        return Split(next((d for d in range(first, last) if after[d] != 1), first), flat, split.pieces)
-    if len(set(flat)) != 1:
-        raise Unproven(f"runs of different sizes {list(flat)} are viewed as {list(sizes)}")
+        return Split(next((d for d in range(first, last) if after[d] != 1), first), flat, split.pieces, split.copied)
+    if len(set(flat)) != 1 or split.copied:
+        return _first_of(Split(first, flat, split.pieces, split.copied), sizes, world_size)
     return _unflatten(flat[0], split.pieces, first, sizes, world_size)
+
+
+def _first_of(split: Split, sizes: Sequence[int], world_size: int) -> Split:
+    """Runs of different sizes, viewed as dimensions ``sizes``: heads of queries, then those of keys and values."""
+    at = next(index for index, size in enumerate(sizes) if size != 1)
+    inner = prod(sizes[at + 1 :])
+    if any(size % inner for size in split.segments):
+        raise Unproven(f"runs of different sizes {list(split.segments)} are viewed as {list(sizes)}")
+    counts = tuple(size // inner for size in split.segments)
+    found = Split(split.dim + at, counts, split.pieces, split.copied)
+    for count in found.cut_segments:
+        if count % (split.pieces or world_size):
+            raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
+    return found
 
 
 def _unflatten(run: int, pieces: int, first: int, sizes: Sequence[int], world_size: int) -> Split:

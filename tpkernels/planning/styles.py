@@ -37,6 +37,7 @@ class Column:
 
     With ``segments`` (the sizes of query, key and value, say) by a
     :class:`tpkernels.nn.PackedColumnParallelLinear`; ``units`` are then what ``unit`` is otherwise, one per segment.
+    The last ``copied`` segments stay whole on every rank: the one key and value that all queries share.
     """
 
     sequence_parallel: bool = False
@@ -46,6 +47,7 @@ class Column:
     unit: int = 1
     segments: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
+    copied: int = 0
     implementation: str = "auto"
     sum_input_gradient: bool = True
     """Not where a layer before it has ``summed_gradient``, and sums for all that it gives to."""
@@ -56,7 +58,9 @@ class Column:
         """Of the ``total`` output features, those of each rank."""
         sizes = self.segments or (total,)
         units = self.units or (self.unit,) * len(sizes)
-        return _shares(sizes, units, world_size)
+        cut = len(sizes) - self.copied
+        copies = sum(sizes[cut:])
+        return tuple(share + copies for share in _shares(sizes[:cut], units[:cut], world_size))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.sliced import check_slices, slice_parameters
+from tpkernels.nn.sliced_arguments import slice_arguments
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.planning.experts import Refused, check_layout
@@ -225,6 +226,8 @@ def parallelize(
         for key, (_, values) in plan.attributes.items():
             name, attribute = owner_of(key, modules)
             set_number(modules[name], attribute, values[tp.get_local_rank()])
+        for name, cuts in plan.cut_arguments.items():
+            slice_arguments(modules[name], cuts, tp)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
                        if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip
             sum_output_gradient(feeder, tp)
@@ -329,6 +332,8 @@ def _check_column(name: str, layer: Layer, style: Column) -> None:
             )
         if style.gather_output or style.unit != 1:
             raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
+    if not 0 <= style.copied < max(1, len(style.segments)):
+        raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
     if style.units:
         if len(style.units) != len(style.segments):
             raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
@@ -406,7 +411,7 @@ def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     sums = options.pop("sum_input_gradient", True)
     old = as_torchs(old)
     if isinstance(style, Column):
-        one = ("gather_output", "unit") if style.segments else ("segments", "units")
+        one = ("gather_output", "unit") if style.segments else ("segments", "units", "copied")
         for option in one:
             del options[option]
         kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear

@@ -70,8 +70,9 @@ class Followed(AbstractContextManager["Followed"]):
         if threading.get_ident() != self.thread or id(module) not in self.names:
             return
         sizes = _sizes_given(module)
-        if sizes and self.parts.of(output) is None:
-            self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes)]))
+        copied = module.copied if isinstance(module, PackedColumnParallelLinear) else 0
+        if sizes and (copied or self.parts.of(output) is None):
+            self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes, copied=copied)]))
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
             self._check_row(module, *args, **kwargs)
         if module is not self.model:

@@ -25,6 +25,8 @@ def _view(call: Call) -> set[Split]:
     split, before, after = call.cut(), call.whole[0], call.outputs[0]
     if tuple(before) == tuple(after):
         return {split}
+    if split.copied:
+        return {through_view(split, before, after, 1)}
     if before[split.dim] == 0:  # the end of a sequence, of which this rank has nothing: sizes tell no runs apart
         runs = {len(split.segments), len(split.segments) * prod(before[: split.dim])}
         return {Split(dim, (0,) * n) for dim, left in enumerate(after) if left == 0 for n in runs}

@@ -306,8 +306,9 @@ def _parts_in(parts: Parts, values: tuple[Any, Any, Any]) -> Iterator[tuple[nest
 
 
 def _said(mark: Mark) -> list[list[Any]]:
-    """A mark in the form in which it is sent to the other ranks."""
-    return [[split.dim, list(split.segments)] for split in sorted(mark, key=lambda split: (split.dim, split.segments))]
+    """A mark in the form in which it is sent to the other ranks; parts beside copies cannot be gathered."""
+    ways = sorted((split.dim, list(split.segments)) for split in mark if not split.copied)
+    return [[dim, segments] for dim, segments in ways]
 
 
 def _full(tensor: Tensor) -> Tensor:

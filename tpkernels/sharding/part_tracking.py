@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.fused_norm import PendingSum
+from tpkernels.planning.op_arguments import numbers_in
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
@@ -65,6 +66,8 @@ class Parts(TorchDispatchMode):
         self._summed: set[int] = set()
         """Storages of whole tensors whose gradients are summed over the ranks, and of what is made of these and of
         constants alone: code may let a constant require a gradient, which nobody reads."""
+        self._copies: set[Any] = set()
+        """Places of what a packed part has whole on every rank, and of what is made of it: its gradient is summed."""
         self.incomplete: dict[str, None] = {}
         """Where a whole tensor meets parts whose gradient would be this rank's share of it."""
         self._uniform: dict[int, dict[Any, frozenset[int]]] = {}
@@ -80,7 +83,8 @@ class Parts(TorchDispatchMode):
         storage = _storage(tensor)
         if storage is None or storage._cdata not in self._cut or storage._cdata in self._uniform:
             return None
-        return self._marks.get(_place(tensor, storage), UNKNOWN)
+        place = _place(tensor, storage)
+        return None if place in self._copies else self._marks.get(place, UNKNOWN)
 
     def mark(self, tensor: Tensor, mark: Mark) -> None:
         """Remember that ``tensor`` is a part."""
@@ -90,6 +94,7 @@ class Parts(TorchDispatchMode):
             self._uniform.pop(storage._cdata, None)
             self._cut.add(storage._cdata)
             self._marks[_place(tensor, storage)] = mark
+            self._copies.discard(_place(tensor, storage))
 
     def _hold(self, storage: Any) -> None:
         if storage._cdata not in self._storages:
@@ -149,6 +154,7 @@ class Parts(TorchDispatchMode):
             if is_op:
                 self._note_uniform(func, packet, tensors, out)
                 self._note_summed(tensors, out)
+                self._note_copies(packet, tensors, out)
             return out
         if is_op and packet not in RULES and packet not in OWN:
             with self:
@@ -165,7 +171,9 @@ class Parts(TorchDispatchMode):
         self._check_gradients(packet, mixed)
         constants = self._forget_uniform(func, args, kwargs)
         for output, answer in zip(outputs, answers, strict=True):
-            if answer is not None:
+            if answer and all(split.is_whole for split in answer):
+                self._copy(output)
+            elif answer is not None:
                 self.mark(output, answer)
         for written in _written(func, args, kwargs):
             known = [answer for output, answer in zip(outputs, answers, strict=True) if written is output]
@@ -204,9 +212,31 @@ class Parts(TorchDispatchMode):
                     self._hold(storage)
                     self._summed.add(storage._cdata)
 
+    def _note_copies(self, packet: Any, tensors: Sequence[Tensor], out: Any) -> None:
+        """What is made of copies is one, unless it is a head's for each of this rank's: that is a part."""
+        if not any(map(self._is_copy, tensors)) or not all(map(self._is_summed, filter(_needs_gradient, tensors))):
+            return
+        for output in tree_leaves(out):
+            ones = [dim - tensors[0].dim() for dim, size in enumerate(tensors[0].shape) if size == 1]
+            if packet is aten.expand and ones:
+                dims = [dim + output.dim() for dim in ones]
+                self.mark(output, frozenset(Split(dim, (output.shape[dim],)) for dim in dims))
+            elif isinstance(output, Tensor) and _storage(output) is not None:
+                self._copy(output)
+
+    def _copy(self, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        self._hold(storage)
+        self._copies.add(_place(tensor, storage))
+
+    def _is_copy(self, tensor: Tensor) -> bool:
+        storage = _storage(tensor) if self._copies else None
+        return storage is not None and _place(tensor, storage) in self._copies
+
     def _is_summed(self, tensor: Tensor) -> bool:
         storage = _storage(tensor)
-        return storage is not None and (storage._cdata in self._summed or self._is_constant(tensor))
+        summed = storage is not None and (storage._cdata in self._summed or self._is_constant(tensor))
+        return summed or self._is_copy(tensor)
 
     def _check_gradients(self, packet: Any, mixed: Sequence[Tensor]) -> None:
         for tensor in mixed if torch.is_grad_enabled() else ():
@@ -237,6 +267,10 @@ class Parts(TorchDispatchMode):
         else:
             for output in outputs["cross_entropy" in name :]:  # the loss is whole, what backward needs is not
                 self.mark(output, UNKNOWN)
+
+
+def _needs_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -347,6 +381,8 @@ def _one_reading(
     named = {key: spread[id(v)] if key == "attn_mask" and v is not None else as_shapes(v) for key, v in kwargs.items()}
     if isinstance(kwargs.get("attn_mask"), Tensor):
         named["attn_mask split"] = splits.get(id(kwargs["attn_mask"]))
+    if packet is aten.index:
+        named["indices"] = numbers_in(args[1])
     call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)
     own = OWN.get(packet)
     if own is not None:

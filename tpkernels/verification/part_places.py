@@ -50,8 +50,8 @@ def _columns(style: Style | None, features: int, rank: int, world_size: int) -> 
         starts = offsets(sizes)
         return [
             start + column
-            for start, size, unit in zip(starts, sizes, units, strict=False)
-            for column in _chunk(size, unit, rank, world_size)
+            for index, (start, size, unit) in enumerate(zip(starts, sizes, units, strict=False))
+            for column in (_chunk(size, unit, rank, world_size) if index < len(sizes) - style.copied else range(size))
         ]
     if isinstance(style, Features):
         return _chunk(features, 1, rank, world_size)

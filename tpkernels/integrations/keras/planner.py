@@ -18,9 +18,9 @@ from tpkernels.integrations.keras.shadow import MODES_RUN, Equation, KerasShadow
 from tpkernels.integrations.keras.tables import table_cuts, why_table_stays_whole
 from tpkernels.integrations.keras.traffic import Traffic
 from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.hypotheses import Proof
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.proofs import Decision, decide
-from tpkernels.planning.search import Proof
 from tpkernels.planning.session import Event
 from tpkernels.planning.splits import as_array_split, share
 from tpkernels.planning.trace import Example, Recording
@@ -108,7 +108,7 @@ class _Planner:
     def plan(self) -> KerasPlan:
         recording = self.recording
         excluded = self._excluded(recording)
-        self.decision = decide(self.observation, self.world_size, excluded, {}, feeders=False)
+        self.decision = decide(self.observation, self.world_size, excluded, {}, feeders=False, says_all=False)
         layers: dict[str, LayerPlan] = {}
         for group, proof in self.decision.proven.items():
             self._take_proof(group, proof, layers)

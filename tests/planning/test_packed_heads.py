@@ -1,0 +1,69 @@
+"""The queries of a packed projection are cut, and the one key and value that they share stay whole on every rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import tpkernels as tpk
+from tests.nn.reference import LIMIT_S
+from tests.planning.by_value import problems
+from tests.planning.packed_heads import WIDTH, SharedKey
+from tpkernels.errors import UnprovenCallWarning
+from tpkernels.planning.splits import Split, Unproven, through_view
+from tpkernels.planning.styles import Column, Replicate, Row
+from tpkernels.testing.spawn import Pools
+
+X = torch.zeros(2, 5, WIDTH)
+
+
+@pytest.mark.cpu
+def test_queries_are_cut_and_their_key_and_value_copied() -> None:
+    plan = tpk.make_plan(SharedKey("features"), 2, example_inputs=X)
+    assert plan["qkv"].style == Column(segments=(24, 4, 4), copied=2) and plan["out"].style == Row()
+    assert plan["qkv"].parameters[0].local_shapes == ((20, WIDTH),) * 2
+    assert plan["norm"].style == Replicate(sequence_parallel=True), "it works on what ranks have shares of"
+    plan = tpk.make_plan(SharedKey("heads", 7), 3, example_inputs=X)
+    assert plan["qkv"].style == Column(segments=(28, 8), units=(4, 1), copied=1) and plan["out"].style == Row(unit=4)
+    assert [shape[0] for shape in plan["qkv"].parameters[0].local_shapes] == [20, 20, 12]
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    plan.validate(SharedKey("heads", 7))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", ["places", "key that drops out", "dropout", "another order", "value that leaves"])
+def test_what_only_looks_so_is_gathered(how: str) -> None:
+    assert tpk.make_plan(SharedKey(how), 2, example_inputs=X)["qkv"].style == Column(gather_output=True)
+
+
+@pytest.mark.cpu
+def test_a_part_beside_copies_is_viewed_and_taken_apart() -> None:
+    packed = Split(2, (24, 4, 4), copied=2)
+    assert packed.local_shape((2, 5, 32), 2, 1) == (2, 5, 20)
+    seen = through_view(packed, (2, 5, 32), (2, 5, 8, 4), 2)
+    assert seen == Split(2, (6, 1, 1), copied=2)
+    assert seen.part(0, 6, 2, 0) == (Split(2, (6,)), 0, 3)
+    assert seen.part(7, 8, 2, 0) == (Split(2, (1,), copied=1), 4, 5) and seen.part(7, 8, 2, 0)[0].is_whole
+    with pytest.raises(Unproven, match="interleave"):
+        through_view(Split(1, (24, 4, 4), copied=2), (2, 32, 5), (2 * 32, 5), 2)
+    with pytest.raises(Unproven, match="different sizes"):
+        through_view(packed, (2, 5, 32), (2, 5, 4, 8), 2)
+    with pytest.raises(Unproven, match="3 heads do not divide"):
+        through_view(Split(0, (12, 4), copied=1), (16,), (4, 4), 2)
+
+
+def all_by_value(full: bool) -> list[str]:
+    found = []
+    warnings.simplefilter("error", UnprovenCallWarning)  # the first call is followed, with rules for these layouts
+    for how, heads in (("features", 6), ("heads", 7), *([("heads", 6), ("features", 7)] if full else [])):
+        torch.manual_seed(0)
+        found += problems(how, SharedKey(how, heads), torch.randn(2, 5, WIDTH).double(), "out")
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [3, 2])
+def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, world: int, full: bool) -> None:
+    assert ranks(world).run(all_by_value, full, timeout=LIMIT_S) == [[]] * world

@@ -1,0 +1,148 @@
+"""How a group of layers might be cut: segments of packed projections, and the ranks' values of numbers that code reads.
+
+It owns the guesses and what a proof of one says; :mod:`tpkernels.planning.search` tries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, combinations, pairwise, product
+
+import torch
+
+from tpkernels.planning.layer_groups import Group
+from tpkernels.planning.numbers import config_numbers
+from tpkernels.planning.session import Scope, Shape
+from tpkernels.planning.shadow import Shadow
+from tpkernels.planning.splits import share
+from tpkernels.planning.trace import Recording
+
+__all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Whole"]
+
+Attributes = dict[tuple[str, str], tuple[int, ...]]
+"""By module and name: the value on each rank."""
+Whole = dict[tuple[str, str], int]
+MAX_BITS = 6
+NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad")
+"""Attributes with these in their names say where or how often, not how many features."""
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Key-value heads that do not divide: ``heads`` heads, each computed on several ranks, ``total`` copies in all."""
+
+    heads: int
+    total: int
+    features: int
+    """Of one head."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a group can be cut, proven on its scope."""
+
+    segments: Mapping[str, tuple[int, ...]]
+    attributes: Attributes
+    whole_attributes: Whole = field(default_factory=dict)
+    """Values of the whole model that copies of key-value heads change."""
+    copies: Mapping[str, Copies] = field(default_factory=dict)
+    heads: int = 0
+    pieces: int = 0
+    """Where heads do not divide: how many there are to be cut, of query or of key and value."""
+    slices: Mapping[str, int] = field(default_factory=dict)
+    """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
+    feeders: tuple[str, ...] = ()
+    """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
+    arguments: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """By module and name: arguments of which a rank takes its heads' part; the dimension, and how many heads."""
+    copied: int = 0
+    """How many segments of the packed column every rank has whole: the key and value that all queries share."""
+
+    def each(self, world_size: int) -> str:
+        """What a rank has."""
+        copies = ", and the key and value of all" if self.copied else ""
+        if not self.heads:
+            return f"by features{copies}"
+        if not self.pieces:
+            return f"{self.heads} heads, {self.heads // world_size} per rank{copies}"
+        sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
+        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts{copies}"
+
+
+class Hypotheses:
+    """Guesses for the groups of one recording."""
+
+    def __init__(self, shadow: Shadow, recording: Recording) -> None:
+        self.shadow, self.recording = shadow, recording
+
+    def layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:
+        """Segments of every column, and whether they are a guess that nothing in the model suggests."""
+        widest = max(self.shadow.layers[name].in_features for name in group.rows)
+        choices = []
+        known: set[tuple[int, ...]] = set()
+        for name in group.columns:
+            size = self.shadow.layers[name].out_features
+            options: list[tuple[int, ...]] = [(size,)]
+            if len(group.columns) == 1 or size > widest:
+                options += self._cuts_of(size, scope)
+                known |= set(options)
+                options += [(size // count,) * count for count in (3, 2) if size % count == 0]
+            choices.append(list(dict.fromkeys(options)))
+        widths = [self.shadow.layers[name].out_features for name in group.columns]
+        by_width = dict(zip(widths, choices, strict=True))
+        likely = (dict(zip(by_width, some, strict=True)) for some in product(*by_width.values()))
+        tried = set()
+        for combination in chain((tuple(some[width] for width in widths) for some in likely), product(*choices)):
+            if combination in tried:
+                continue
+            tried.add(combination)
+            guessed = any(len(sizes) > 1 and sizes not in known for sizes in combination)
+            yield dict(zip(group.columns, combination, strict=True)), guessed
+
+    def _cuts_of(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
+        """How the model itself takes a dimension of ``size`` features apart, also where they are seen as heads."""
+        found: list[tuple[int, ...]] = []
+        points: dict[int, set[int]] = {}
+        for event in self.recording.events[scope.start : scope.stop]:
+            if event.layer or not event.whole or not isinstance(event.whole[0], Shape) or not event.whole[0]:
+                continue
+            shape = event.whole[0]
+            if event.packet in (aten.split, aten.split_with_sizes, aten.chunk) and shape[-1] == size:
+                found.append(tuple(shape[-1] for shape in event.outputs))
+            elif event.packet == aten.slice and len(event.whole) > 3:
+                inner = 1 if event.whole[1] % len(shape) == len(shape) - 1 else shape[-1]
+                count = shape[event.whole[1]]
+                if count * inner == size:
+                    ends = slice(*event.whole[2:4]).indices(count)[:2]
+                    points.setdefault(inner, {0, size}).update(inner * end for end in ends)
+        found += [tuple(b - a for a, b in pairwise(sorted(ends))) for ends in points.values() if len(ends) > 2]
+        return [sizes for sizes in found if sum(sizes) == size]
+
+    def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
+        """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
+        pieces = pieces or world_size
+        bits = self._bits(scopes, pieces) if world_size > 1 else []
+        for count in range(len(bits) + 1):
+            for chosen in combinations(bits, count):
+                yield {key: share(value, world_size, pieces) for bit in chosen for key, value in bit.items()}
+
+    def _bits(self, scopes: Sequence[Scope], pieces: int) -> list[Whole]:
+        numbers: set[int] = set()
+        found: dict[tuple[type, str, int], Whole] = {}
+        for scope in scopes:
+            for event in self.recording.events[scope.start : scope.stop]:
+                numbers.update(*event.outputs)
+            prefix = f"{scope.name}." if scope.name else ""
+            for name, module in self.shadow.modules.items():
+                if name in self.shadow.layers or not (name == scope.name or name.startswith(prefix)):
+                    continue
+                for attribute, value in (vars(module) | config_numbers(module)).items():
+                    if type(value) is not int or value < 2 or value % pieces or value not in numbers:
+                        continue
+                    if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
+                        continue
+                    found.setdefault((type(module), attribute, value), {})[name, attribute] = value
+        ranked = sorted(found, key=lambda key: ("head" not in key[1] or "dim" in key[1] or "size" in key[1], key[1]))
+        return [found[key] for key in ranked[:MAX_BITS]]
