@@ -1,9 +1,10 @@
-"""`parallelize(..., same_bits=4)`: one, two and four ranks train to the same bits."""
+"""`parallelize(..., same_bits=8)`: one, two, four and eight ranks train to the same bits, also after a resume."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tests.ops.same_bits import assert_same
 from tpkernels.measure.gpt import GPT, Sizes
+from tpkernels.selftest import same_bits as selftest
+from tpkernels.selftest.same_bits import Case, Run
+from tpkernels.selftest.small_decoder import Shape
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-SAME_BITS, STEPS = 4, 2
+SAME_BITS, STEPS = 8, 2
 Step = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -94,19 +98,65 @@ def differing(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
 CASES = [("gpt", torch.float32), ("gpt", torch.bfloat16), ("llama", torch.bfloat16), ("llama", torch.float32)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("plans take longer than training; explicit ones stand for them")
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype, full: bool) -> None:
-    """Outputs, losses, all gradients, their norm, and the parameters after AdamW."""
+def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype) -> None:
+    """Of models that `plan="auto"` cuts, and of transformers' Llama."""
     (expected,) = ranks(1).run(train, name, dtype, SAME_BITS, timeout=300.0)
-    for world in (2, 4) if full else (2,) if name == "gpt" else (4,):
+    for world in (2, 4):
         assert not differing(ranks(world).run(train, name, dtype, SAME_BITS, timeout=300.0), expected)
 
 
-def test_without_the_mode_bits_differ(ranks: Pools) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, dtype) for kind in selftest.KINDS for dtype in ("float32", "bfloat16")]
+)
+def test_a_run_with_dropout_and_clipping_goes_on_at_another_degree(
+    ranks: Pools, kind: str, dtype: str, full: bool, tmp_path: Path
+) -> None:
+    """Losses, gradients, norms and parameters of AdamW at 1, 2 and 4 ranks, and of runs resumed from 1 to 2 to 4."""
+    for found in ranks(4).run(
+        check_degrees_and_resumes,
+        Case(kind, dtype, *((20, Shape()) if full else (2, Shape(layers=1)))),
+        tmp_path,
+        timeout=600.0,
+    ):
+        assert not found
+
+
+def check_degrees_and_resumes(case: Case, folder: Path) -> list[str]:
+    """At each degree, and from half of the steps on as a run with other weights that loads what a smaller one saved."""
+    half, expected, wrong = case.steps // 2, dict[str, str](), list[str]()
+    for degree, group in small_groups(SAME_BITS).items():
+        run = Run(case, group, SAME_BITS)
+        resumed = Run(case, group, SAME_BITS, seed=1)
+        if degree > 1:
+            tpk.load_snapshot(resumed.model, resumed.optimizer, folder / str(degree // 2))
+            resumed.steps(half, case.steps)
+        run.steps(0, half)
+        tpk.save_snapshot(run.model, run.optimizer, folder / str(degree))
+        run.steps(half, case.steps)
+        expected = expected or run.digests
+        for what, found in (("run", run), ("resumed", resumed)):
+            wrong += [f"{what} on {degree}: {name}" for name, one in found.digests.items() if one != expected[name]]
+    return wrong
+
+
+@cache
+def small_groups(same_bits: int | None) -> dict[int, dist.ProcessGroup]:
+    """This rank's group of 1, of 2, ... ranks."""
+    return selftest.groups_of_degrees(selftest.degrees_of(dist.get_world_size(), SAME_BITS), 60.0)
+
+
+def test_without_the_mode_bits_differ_and_the_first_difference_is_named(ranks: Pools) -> None:
     """So that the comparison can fail."""
-    (expected,) = ranks(1).run(train, "gpt", torch.float32, None)
-    assert any("gradient" in one for one in differing(ranks(2).run(train, "gpt", torch.float32, None), expected))
+    for count, found in ranks(2).run(compare_without):
+        assert count > 20 and {one.degree for one in found} == {2} and {one.rank for one in found} == {0, 1}
+        assert "training on 2 ranks, first differs in the" in str(found[0]) and found[0].count > 10
+
+
+def compare_without() -> tuple[int, list[selftest.Difference]]:
+    return selftest.compare(Case("gpt", "float32", 1, Shape(layers=1)), small_groups(None), None)
 
 
 def test_what_depends_on_the_degree_is_refused_before_anything_changes(ranks: Pools) -> None:
@@ -129,6 +179,6 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match=why):
             tpk.parallelize(model, group, **({"example_inputs": x, "same_bits": SAME_BITS, "plan": "auto"} | options))
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    uneven = tpk.parallelize(mlp(260), group, example_inputs=x, same_bits=SAME_BITS)
-    with pytest.raises(ValueError, match="must be a multiple of 64 elements, got 260"):
+    uneven = tpk.parallelize(mlp(264), group, example_inputs=x, same_bits=SAME_BITS)
+    with pytest.raises(ValueError, match="must be a multiple of 64 elements, got 132"):
         uneven(x)
