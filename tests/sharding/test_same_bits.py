@@ -115,12 +115,8 @@ def test_a_run_with_dropout_and_clipping_goes_on_at_another_degree(
     ranks: Pools, kind: str, dtype: str, full: bool, tmp_path: Path
 ) -> None:
     """Losses, gradients, norms and parameters of AdamW at 1, 2 and 4 ranks, and of runs resumed from 1 to 2 to 4."""
-    for found in ranks(4).run(
-        check_degrees_and_resumes,
-        Case(kind, dtype, *((20, Shape()) if full else (2, Shape(layers=1)))),
-        tmp_path,
-        timeout=600.0,
-    ):
+    case = Case(kind, dtype, 20) if full else Case(kind, dtype, 2, Shape(layers=1))
+    for found in ranks(4).run(check_degrees_and_resumes, case, tmp_path, timeout=600.0):
         assert not found
 
 

@@ -40,7 +40,7 @@ from tpkernels.nn.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from tpkernels.nn.parameters import local
-from tpkernels.ops import agreed_call
+from tpkernels.ops import agreed_call, all_gather_matmul, copy_matmul
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_shard_sizes, check_weights
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulAllReduce, MatmulReduceScatter
@@ -110,14 +110,18 @@ def vocab_parallel_linear_cross_entropy(
         if world_size > 1:
             agreement.refuse(resolve(mesh), "vocab_parallel_linear_cross_entropy", str(error))
         raise
-    if same_bits_of(mesh):
-        logits = head(x) if sequence_sizes is None else head(x, shard_sizes=sequence_sizes)
-        return vocab_parallel_cross_entropy(
-            logits, target, mesh, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-            reduction=reduction, shard_sizes=head.shard_sizes, chunk_tokens=chunk_tokens,
-        )  # fmt: skip
     weight, bias, name = cast(Tensor, local(head.weight)), local(head.bias), group_name(mesh)
     sizes = list(head.shard_sizes)
+    if same_bits_of(mesh):
+        options: dict[str, Any] = {"bias": bias, "implementation": head.implementation}
+        if sequence_sizes is None:
+            logits = copy_matmul(x, weight, mesh, **options)
+        else:
+            logits = all_gather_matmul(x, weight, mesh, gather_dim=dim, shard_sizes=sequence_sizes, **options)
+        return vocab_parallel_cross_entropy(
+            logits, target, mesh, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            reduction=reduction, shard_sizes=sizes, chunk_tokens=chunk_tokens,
+        )  # fmt: skip
     plan = _Plan(name, sizes, dim, sequence_sizes, *settings, chunk_tokens or auto_chunk(sizes), head.implementation)
     losses = call("linear_cross_entropy", x, weight, bias, target, plan)[0]
     return reduce(losses, target, reduction, ignore_index)
