@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
 from tests.ops.same_bits import assert_same
 from tpkernels.measure.gpt import GPT, Sizes
+from tpkernels.nn.gathering import gathered
 from tpkernels.selftest import same_bits as selftest
 from tpkernels.selftest.same_bits import Case, Run
 from tpkernels.selftest.small_decoder import Shape
+from tpkernels.sharding import block_masks
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -144,6 +147,73 @@ def small_groups(same_bits: int | None) -> dict[int, dist.ProcessGroup]:
     return selftest.groups_of_degrees(selftest.degrees_of(dist.get_world_size(), SAME_BITS), 60.0)
 
 
+class Dropping(nn.Module):
+    """Dropout of parts between two layers, twice, and of the residual before and behind; recomputed in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.hidden, self.behind = nn.Dropout(0.1), nn.Dropout(0.25), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def block(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(F.gelu(self.hidden(self.up(self.before(x)))))
+        return cast(Tensor, x + self.behind(self.down(hidden)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(self.block, x, use_reentrant=False)) if self.recomputes else self.block(x)
+
+    recomputes = False
+
+
+def test_dropout_of_parts_drops_the_same_elements_at_every_degree(ranks: Pools, full: bool) -> None:
+    for wrong, kept in ranks(4 if full else 2).run(check_dropout, None):
+        assert not wrong and 0.5 < kept < 0.62, (wrong, kept)  # 0.75 * 0.75
+
+
+@pytest.mark.parametrize("fault", ["numbers of blocks", "one seed"])
+def test_other_seeds_of_masks_are_found(ranks: Pools, fault: str) -> None:
+    """Blocks that are counted from each rank's first, and one seed for all of them, which the degrees do not show."""
+    for wrong, _ in ranks(2).run(check_dropout, fault):
+        assert any("on 2 ranks" in one if fault == "numbers of blocks" else one == "masks repeat" for one in wrong)
+
+
+def check_dropout(fault: str | None) -> tuple[list[str], float]:
+    """What differs between degrees or when it is recomputed, and the share of hidden features that is kept."""
+    wrong: list[str] = []
+    hidden: list[Tensor] = []
+    expected: list[Tensor] = []
+
+    def see(module: nn.Module, args: Any) -> None:
+        hidden.append(args[0].detach())
+
+    see.takes_parts = True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "one seed":
+            patch.setattr(block_masks, "_mix", lambda seed, number: seed)
+        if fault == "numbers of blocks":
+            patch.setattr(
+                block_masks.Region, "first", property(lambda self: 0, lambda self, first: None), raising=False
+            )
+        for degree, group in small_groups(SAME_BITS).items():
+            torch.manual_seed(5)
+            x = torch.randn(16, 64)
+            model = tpk.parallelize(Dropping(), group, example_inputs=x, same_bits=SAME_BITS)
+            model.down.register_forward_pre_hook(see)
+            for model.recomputes in (False, True):
+                torch.manual_seed(6)
+                model(x).square().sum().backward()
+                found = [gathered(cast(Tensor, parameter.grad)) for parameter in model.parameters()] + [torch.rand(2)]
+                model.zero_grad()
+                expected = expected or found
+                for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+                    if not torch.equal(one, other):
+                        wrong.append(f"gradient {i} on {degree} ranks, recomputed {model.recomputes}")
+        kept = tpk.all_gather(hidden[-1], group, dim=1) != 0
+        if torch.equal(*kept.chunk(SAME_BITS, 1)[:2]):
+            wrong.append("masks repeat")
+    return wrong, float(kept.float().mean())
+
+
 def test_without_the_mode_bits_differ_and_the_first_difference_is_named(ranks: Pools) -> None:
     """So that the comparison can fail."""
     for count, found in ranks(2).run(compare_without):
@@ -167,7 +237,6 @@ def check_refusals() -> None:
         return nn.Sequential(nn.Linear(64, inner), nn.SiLU(), *between, nn.Linear(inner, 64))
 
     for why, model, options in (
-        ("ranks draw numbers of their own", mlp(256, nn.Dropout(0.1)), {}),
         ("works on a part of the sequence", mlp(), {"plan": {"0": tpk.sharding.Column(sequence_parallel=True)}}),
         ("which is in no blocks", nn.Sequential(nn.Embedding(32, 64)), {"plan": {"0": tpk.sharding.Features()}}),
         (r"same_bits must be a power of two.*got 6", mlp(), {"same_bits": 6}),
@@ -175,6 +244,14 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match=why):
             tpk.parallelize(model, group, **({"example_inputs": x, "same_bits": SAME_BITS, "plan": "auto"} | options))
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    for why, between in (
+        ("something draws random numbers that is not nn.Dropout", nn.AlphaDropout(0.1)),
+        ("dropout of a tensor of shape", nn.Sequential(nn.Unflatten(-1, (-1, 16)), nn.Dropout(0.1), nn.Flatten(-2))),
+    ):
+        dropping = tpk.parallelize(mlp(256, between), group, example_inputs=x, same_bits=SAME_BITS)
+        dropping.eval()(x)
+        with pytest.raises(ValueError, match=f"between '0' and '3' .*{why}|between '0' and '3' there is {why}"):
+            dropping.train()(x)
     uneven = tpk.parallelize(mlp(264), group, example_inputs=x, same_bits=SAME_BITS)
     with pytest.raises(ValueError, match="must be a multiple of 64 elements, got 132"):
         uneven(x)

@@ -1,8 +1,7 @@
 """Two small language models in plain torch, for training runs that are compared bit for bit.
 
 "gpt" has LayerNorm, GELU, biases everywhere and a table of positions; "llama" has RMSNorm, SwiGLU, two query heads per
-key-value head, rotary positions and a head tied to the embedding.  Both drop out elements of the residual, and, with
-``hidden_dropout``, of the features between the two layers of an MLP.
+key-value head, rotary positions and a head tied to the embedding.  Both drop out elements of the residual.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Shape:
     length: int = 16
     batch: int = 4
     dropout: float = 0.1
-    hidden_dropout: float = 0.0
 
 
 class Decoder(nn.Module):
@@ -116,10 +114,9 @@ class _GeluMLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(shape.width, shape.d_ff), nn.Linear(shape.d_ff, shape.width)
-        self.dropout = nn.Dropout(shape.hidden_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.dropout(F.gelu(self.up(x))))
+        y: Tensor = self.down(F.gelu(self.up(x)))
         return y
 
 
@@ -128,8 +125,7 @@ class _SwigluMLP(nn.Module):
         super().__init__()
         self.gate, self.up = (nn.Linear(shape.width, shape.d_ff, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.d_ff, shape.width, bias=False)
-        self.dropout = nn.Dropout(shape.hidden_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.dropout(F.silu(self.gate(x)) * self.up(x)))
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
