@@ -99,6 +99,36 @@ def same_calls(of_one: Counter[str], of_ranks: Sequence[Counter[str]]) -> bool:
 
 
 @pytest.mark.gloo
+def test_explain_says_how_many_calls_the_library_gets(ranks: Pools) -> None:
+    for world in (1, 2):
+        ranks(world).run(check_explained)
+
+
+def check_explained() -> None:
+    m, n, k, world = 520, 1040, 64, dist.get_world_size()
+    with new_group(None) as group, pytest.MonkeyPatch.context() as patch:
+        resolve(group).keep_same_bits(SAME_BITS)
+        calls = Counter[str]()
+        right = torch.mm
+
+        def counted(x: torch.Tensor, w: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+            calls[f"{x.shape[0]} x {w.shape[1]} x {x.shape[1]}"] += 1
+            return right(x, w, **options)
+
+        patch.setattr(torch, "mm", counted)
+        for op, largest in ((GATHER, "256 x 130 x 64"), (REDUCE, "256 x 512 x 8")):
+            calls.clear()
+            if op == GATHER:
+                rows = m // world
+                tpk.all_gather_matmul(torch.ones(rows, k), torch.ones(n // world, k), group)
+            else:
+                tpk.matmul_all_reduce(torch.ones(m, k // world), torch.ones(n, k // world), group)
+            said = str(tpk.explain(op, m=m, n=n, k=k, dtype=torch.float32, group=group))
+            assert f", {calls.total()} library calls of at most {largest}" in said, (calls, said)
+            assert calls[largest], calls
+
+
+@pytest.mark.gloo
 def test_values_are_right(ranks: Pools) -> None:
     ranks(2).run(check_values_of_all)
 
