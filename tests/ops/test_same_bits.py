@@ -116,7 +116,7 @@ def check_explained() -> None:
             return right(x, w, **options)
 
         patch.setattr(torch, "mm", counted)
-        for op, largest in ((GATHER, "256 x 130 x 64"), (REDUCE, "256 x 512 x 8")):
+        for op, largest in ((GATHER, "512 x 130 x 64"), (REDUCE, "512 x 512 x 8")):
             calls.clear()
             if op == GATHER:
                 rows = m // world

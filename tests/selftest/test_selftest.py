@@ -190,8 +190,8 @@ def check_with_another_tree() -> Verdict:
     """Two ranks round what they send, as an all-reduce in bf16 would."""
     right = canonical.tree_sum
 
-    def wrong(parts: Any) -> torch.Tensor:
-        return right([part.bfloat16().to(part.dtype) for part in parts] if len(parts) == 2 else parts)
+    def wrong(parts: Any, out: torch.Tensor) -> torch.Tensor:
+        return right([part.bfloat16().to(part.dtype) for part in parts] if len(parts) == 2 else parts, out)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(canonical, "tree_sum", wrong)
