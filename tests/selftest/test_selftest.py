@@ -157,7 +157,7 @@ def test_training_is_compared_bit_by_bit_at_every_degree(
     command = ["test", "--same-bits", "--tp", "2", "--quick", "--dtype", "bf16", "--json", str(path)]
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
-    assert "The same bits at tensor-parallel degree 1 and 2 (same_bits=8) on every rank" in printed
+    assert "The same bits at tensor-parallel degrees 1 and 2 (same_bits=8) on every rank" in printed
     assert "of 3 steps of AdamW with clipping and dropout, of gpt and llama, in bfloat16" in printed
     content = json.loads(path.read_text())
     assert content["passed"] and content["compared"] > 200 and content["degrees"] == [1, 2]

@@ -170,7 +170,7 @@ class Verdict:
             return "\n".join([f"NOT the same bits (same_bits={self.same_bits}):", *map(str, self.differences)])
         kinds, dtypes = ([*dict.fromkeys(getattr(one, name) for one in self.cases)] for name in ("kind", "dtype"))
         return (
-            f"The same bits at tensor-parallel degree {_listed(self.degrees)} (same_bits={self.same_bits}) on every "
+            f"The same bits at tensor-parallel degrees {_listed(self.degrees)} (same_bits={self.same_bits}) on every "
             f"rank: {self.compared:,} losses, gradients, norms and parameters of {self.cases[0].steps} steps of AdamW "
             f"with clipping and dropout, of {_listed(kinds)}, in {_listed(dtypes)}."
         )
