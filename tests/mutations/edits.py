@@ -411,11 +411,10 @@ EDITS = (
     Edit("sharding/block_masks.py", "if x.shape != self.shape:", "if False:", f"{TRAINED} -k refused"),
     Edit(
         "nn/cross_entropy.py",
-        "auto_chunk([sum(sizes)] if same_bits_of(group) else sizes)",
-        "auto_chunk(sizes)",
+        "same_bits, start = same_bits_of(group_name(pg)), offsets",
+        "same_bits, start = 0, offsets",
         "tests/nn/test_same_bits.py",
     ),
-    Edit("nn/cross_entropy.py", "table[::parts, :, 3]", "table[:, :, 3]", "tests/nn/test_same_bits.py"),
     Edit("ops/same_bits.py", "    if count % VECTOR:", "    if not count:", f"{TRAINED} -k refused"),
     # kernels, interpreted
     Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),
