@@ -405,16 +405,6 @@ EDITS = (
         "in local.chunk(1, placement.dim)]",
         f"{TRAINED} -k gpt",
     ),
-    Edit("sharding/block_masks.py", "_mix(seed, self.first + block)", "_mix(seed, block)", f"{TRAINED} -k dropout_of"),
-    Edit("sharding/block_masks.py", "_mix(self.seed, self.calls)", "self.seed", f"{TRAINED} -k dropout_of"),
-    Edit("sharding/block_masks.py", "if module.training and drew:", "if False:", f"{TRAINED} -k refused"),
-    Edit("sharding/block_masks.py", "if x.shape != self.shape:", "if False:", f"{TRAINED} -k refused"),
-    Edit(
-        "nn/cross_entropy.py",
-        "same_bits, start = same_bits_of(group_name(pg)), offsets",
-        "same_bits, start = 0, offsets",
-        "tests/nn/test_same_bits.py",
-    ),
     Edit("ops/same_bits.py", "    if count % VECTOR:", "    if not count:", f"{TRAINED} -k refused"),
     # kernels, interpreted
     Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),
