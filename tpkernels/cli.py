@@ -166,6 +166,10 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         )  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default bf16")
     flags.add_tp(parser, 2, "local ranks to start (default 2; torchrun says it otherwise)")
+    parser.add_argument(
+        "--same-bits", type=flags.at_least(1), metavar="LARGEST",
+        help="with the same bits at each degree up to LARGEST: which calls that changes, and what it costs",
+    )  # fmt: skip
 
 
 def _run_explain(options: argparse.Namespace) -> int:
@@ -173,7 +177,7 @@ def _run_explain(options: argparse.Namespace) -> int:
     from tpkernels.launching.local_ranks import launch
 
     ops = (options.op,) if options.op else FUSED_OPS
-    question = (ops, options.m, options.n, options.k, DTYPES[options.dtype])
+    question = (ops, options.m, options.n, options.k, DTYPES[options.dtype], options.same_bits)
     job = config.job_environment()
     if job is None:
         text = launch(explain_on_rank, options.tp, *question, timeout=RANK_TIMEOUT_S)[0]
@@ -184,7 +188,7 @@ def _run_explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def explain_on_rank(ops: Sequence[str], m: int, n: int, k: int, dtype_name: str) -> str:
+def explain_on_rank(ops: Sequence[str], m: int, n: int, k: int, dtype_name: str, same_bits: int | None = None) -> str:
     """One rank's part of `tpkernels explain`; public because ranks import it."""
     import torch
     import torch.distributed as dist
@@ -192,7 +196,7 @@ def explain_on_rank(ops: Sequence[str], m: int, n: int, k: int, dtype_name: str)
     import tpkernels as tpk
 
     dtype: torch.dtype = getattr(torch, dtype_name)
-    mesh = tpk.init(timeout=RANK_TIMEOUT_S)
+    mesh = tpk.init(timeout=RANK_TIMEOUT_S, same_bits=same_bits)
     try:
         return "\n\n".join(str(tpk.explain(op, m=m, n=n, k=k, dtype=dtype, group=mesh["tp"])) for op in ops)
     finally:

@@ -18,7 +18,7 @@ from tpkernels import partition
 from tpkernels.comm import resources
 from tpkernels.comm.resources import Standing
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm import fp8
+from tpkernels.gemm import canonical, fp8
 
 __all__ = [
     "FACTS",
@@ -323,11 +323,14 @@ class Explanation:
             else:
                 what = f"estimate {candidate.estimate_us:,.0f} us{', ' if candidate.how else ''}{candidate.how}"
             lines.append(f"   {candidate.name:<{width}}  {what}")
-        if self.costs.widens:
+        if self.costs.widens and not p.same_bits:
             lines.append(
                 f"   GEMM: {dtype_text(p.dtype, None)} is widened to fp32 in blocks and rounded once, which every rank "
                 "measured\n   to be faster than the library's own GEMM"
             )
+        if p.same_bits and p.facts.multiplies and not p.facts.grouped:
+            cut = p.m, p.n, p.k, p.dtype.itemsize, p.world_size, p.same_bits
+            lines.append(f"   {canonical.describe(*cut, gathers=p.facts.gathers)}")
         origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
         own = dict(self.costs.own)
         texts = [kind.costs_text(own) for kind in resources.kinds() if p.refusal(kind.name) is None]

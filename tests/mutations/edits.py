@@ -406,7 +406,6 @@ EDITS = (
         "in local.chunk(1, placement.dim)]",
         f"{TRAINED} -k gpt",
     ),
-    Edit("sharding/same_bits.py", "    if plan.random:", "    if not plan.random and False:", f"{TRAINED} -k refused"),
     Edit("ops/same_bits.py", "    if count % VECTOR:", "    if not count:", f"{TRAINED} -k refused"),
     # kernels, interpreted
     Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),

@@ -19,9 +19,11 @@ from tpkernels import cli, ops, selftest
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.transport import Transfer
 from tpkernels.dispatch import Costs
+from tpkernels.gemm import canonical
 from tpkernels.gemm.native import native
 from tpkernels.ops import agreed_call
 from tpkernels.selftest.compare import Row, implementations_of, merge
+from tpkernels.selftest.same_bits import Verdict, run_rank
 from tpkernels.testing.faults import corrupt_receives
 from tpkernels.testing.numeric import Bounded
 from tpkernels.testing.spawn import Pools
@@ -146,3 +148,51 @@ def test_it_runs_under_torchrun_on_uneven_ranks(full: bool, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all right: ") == 1, "rank 0 alone prints"
     assert {row["verdict"] for row in rows_of(tmp_path / "rows.json").values()} == {"ok", "refused"}
+
+
+def test_training_is_compared_bit_by_bit_at_every_degree(
+    on_pool: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bits.json"
+    command = ["test", "--same-bits", "--tp", "2", "--quick", "--dtype", "bf16", "--json", str(path)]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "The same bits at tensor-parallel degrees 1 and 2 (same_bits=8) on every rank" in printed
+    assert "of 3 steps of AdamW with clipping and dropout, of gpt and llama, in bfloat16" in printed
+    content = json.loads(path.read_text())
+    assert content["passed"] and content["compared"] > 200 and content["degrees"] == [1, 2]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--same-bits", "6"], "power of two"),
+        (["--same-bits", "4", "--tp", "8"], "multiple of the tensor-parallel degree"),
+        (["--same-bits", "--tp", "1"], "at least two ranks"),
+        (["--same-bits", "--only", "ops"], "--only"),
+    ],
+)
+def test_what_compares_no_degrees_is_refused(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["test", *arguments]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_another_tree_at_one_degree_is_named(ranks: Pools) -> None:
+    for verdict in ranks(2).run(check_with_another_tree):
+        assert not verdict.same and str(verdict).startswith("NOT the same bits (same_bits=8):\ngpt, float32: rank 0, ")
+        assert {one.degree for one in verdict.differences} == {2}, verdict
+
+
+def check_with_another_tree() -> Verdict:
+    """Two ranks round what they send, as an all-reduce in bf16 would."""
+    right = canonical.tree_sum
+
+    def wrong(parts: Any, out: torch.Tensor) -> torch.Tensor:
+        return right([part.bfloat16().to(part.dtype) for part in parts] if len(parts) == 2 else parts, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canonical, "tree_sum", wrong)
+        return run_rank(8, ["float32"], True)

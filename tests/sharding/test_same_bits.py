@@ -1,25 +1,32 @@
-"""`parallelize(..., same_bits=4)`: one, two and four ranks train to the same bits."""
+"""`parallelize(..., same_bits=8)`: one, two, four and eight ranks train to the same bits, also after a resume."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
+from tests.kept_mesh import once_per_pool
 from tests.ops.same_bits import assert_same
 from tpkernels.measure.gpt import GPT, Sizes
+from tpkernels.nn.gathering import gathered
+from tpkernels.selftest import same_bits as selftest
+from tpkernels.selftest.same_bits import Case, Run
+from tpkernels.selftest.small_decoder import Shape
+from tpkernels.sharding import block_masks
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-SAME_BITS, STEPS = 4, 2
+SAME_BITS, STEPS = 8, 2
 Step = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -74,15 +81,10 @@ def train(name: str, dtype: torch.dtype, same_bits: int | None) -> dict[str, Ten
     return found | tpk.full_state_dict(model)
 
 
-_groups: WeakKeyDictionary[Any, dict[int | None, Any]] = WeakKeyDictionary()
-
-
+@once_per_pool
 def own_group(same_bits: int | None) -> Any:
-    """One for each mode and default group: DTensors of one process remember the groups of meshes that are equal."""
-    groups = _groups.setdefault(dist.group.WORLD, {})
-    if same_bits not in groups:
-        groups[same_bits] = dist.new_group()
-    return groups[same_bits]
+    """One for each mode: DTensors of one process remember the groups of meshes that are equal."""
+    return dist.new_group()
 
 
 def differing(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> list[str]:
@@ -99,19 +101,128 @@ def differing(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
 CASES = [("gpt", torch.float32), ("gpt", torch.bfloat16), ("llama", torch.bfloat16), ("llama", torch.float32)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full("plans take longer than training; explicit ones stand for them")
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype, full: bool) -> None:
-    """Outputs, losses, all gradients, their norm, and the parameters after AdamW."""
+def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype) -> None:
+    """Of models that `plan="auto"` cuts, and of transformers' Llama."""
     (expected,) = ranks(1).run(train, name, dtype, SAME_BITS, timeout=300.0)
-    for world in (2, 4) if full else (2,) if name == "gpt" else (4,):
+    for world in (2, 4):
         assert not differing(ranks(world).run(train, name, dtype, SAME_BITS, timeout=300.0), expected)
 
 
-def test_without_the_mode_bits_differ(ranks: Pools) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, dtype) for kind in selftest.KINDS for dtype in ("float32", "bfloat16")]
+)
+def test_a_run_with_dropout_and_clipping_goes_on_at_another_degree(
+    ranks: Pools, kind: str, dtype: str, full: bool, tmp_path: Path
+) -> None:
+    """Losses, gradients, norms and parameters of AdamW at 1, 2 and 4 ranks, and of runs resumed from 1 to 2 to 4."""
+    case = Case(kind, dtype, 20) if full else Case(kind, dtype, 2, Shape(layers=1))
+    for found in ranks(4).run(check_degrees_and_resumes, case, tmp_path, timeout=600.0):
+        assert not found
+
+
+def check_degrees_and_resumes(case: Case, folder: Path) -> list[str]:
+    """At each degree, and from half of the steps on as a run with other weights that loads what a smaller one saved."""
+    half, expected, wrong = case.steps // 2, dict[str, str](), list[str]()
+    for degree, group in small_groups(SAME_BITS).items():
+        run = Run(case, group, SAME_BITS)
+        resumed = Run(case, group, SAME_BITS, seed=1)
+        if degree > 1:
+            tpk.load_snapshot(resumed.model, resumed.optimizer, folder / str(degree // 2))
+            resumed.steps(half, case.steps)
+        run.steps(0, half)
+        tpk.save_snapshot(run.model, run.optimizer, folder / str(degree))
+        run.steps(half, case.steps)
+        expected = expected or run.digests
+        for what, found in (("run", run), ("resumed", resumed)):
+            wrong += [f"{what} on {degree}: {name}" for name, one in found.digests.items() if one != expected[name]]
+    return wrong
+
+
+@once_per_pool
+def small_groups(same_bits: int | None) -> dict[int, dist.ProcessGroup]:
+    """This rank's group of 1, of 2, ... ranks."""
+    return selftest.groups_of_degrees(selftest.degrees_of(dist.get_world_size(), SAME_BITS), 60.0)
+
+
+class Dropping(nn.Module):
+    """Dropout of parts between two layers, twice, and of the residual before and behind; recomputed in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.hidden, self.behind = nn.Dropout(0.1), nn.Dropout(0.25), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def block(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(F.gelu(self.hidden(self.up(self.before(x)))))
+        return cast(Tensor, x + self.behind(self.down(hidden)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(self.block, x, use_reentrant=False)) if self.recomputes else self.block(x)
+
+    recomputes = False
+
+
+def test_dropout_of_parts_drops_the_same_elements_at_every_degree(ranks: Pools, full: bool) -> None:
+    for wrong, kept in ranks(4 if full else 2).run(check_dropout, None):
+        assert not wrong and 0.5 < kept < 0.62, (wrong, kept)  # 0.75 * 0.75
+
+
+@pytest.mark.parametrize("fault", ["numbers of blocks", "one seed"])
+def test_other_seeds_of_masks_are_found(ranks: Pools, fault: str) -> None:
+    """Blocks that are counted from each rank's first, and one seed for all of them, which the degrees do not show."""
+    for wrong, _ in ranks(2).run(check_dropout, fault):
+        assert any("on 2 ranks" in one if fault == "numbers of blocks" else one == "masks repeat" for one in wrong)
+
+
+def check_dropout(fault: str | None) -> tuple[list[str], float]:
+    """What differs between degrees or when it is recomputed, and the share of hidden features that is kept."""
+    wrong: list[str] = []
+    hidden: list[Tensor] = []
+    expected: list[Tensor] = []
+
+    def see(module: nn.Module, args: Any) -> None:
+        hidden.append(args[0].detach())
+
+    see.takes_parts = True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "one seed":
+            patch.setattr(block_masks, "_mix", lambda seed, number: seed)
+        if fault == "numbers of blocks":
+            patch.setattr(
+                block_masks.Region, "first", property(lambda self: 0, lambda self, first: None), raising=False
+            )
+        for degree, group in small_groups(SAME_BITS).items():
+            torch.manual_seed(5)
+            x = torch.randn(16, 64)
+            model = tpk.parallelize(Dropping(), group, example_inputs=x, same_bits=SAME_BITS)
+            model.down.register_forward_pre_hook(see)
+            for model.recomputes in (False, True):
+                torch.manual_seed(6)
+                model(x).square().sum().backward()
+                found = [gathered(cast(Tensor, parameter.grad)) for parameter in model.parameters()] + [torch.rand(2)]
+                model.zero_grad()
+                expected = expected or found
+                for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+                    if not torch.equal(one, other):
+                        wrong.append(f"gradient {i} on {degree} ranks, recomputed {model.recomputes}")
+        kept = tpk.all_gather(hidden[-1], group, dim=1) != 0
+        if torch.equal(*kept.chunk(SAME_BITS, 1)[:2]):
+            wrong.append("masks repeat")
+    return wrong, float(kept.float().mean())
+
+
+def test_without_the_mode_bits_differ_and_the_first_difference_is_named(ranks: Pools) -> None:
     """So that the comparison can fail."""
-    (expected,) = ranks(1).run(train, "gpt", torch.float32, None)
-    assert any("gradient" in one for one in differing(ranks(2).run(train, "gpt", torch.float32, None), expected))
+    for count, found in ranks(2).run(compare_without):
+        assert count > 20 and {one.degree for one in found} == {2} and {one.rank for one in found} == {0, 1}
+        assert "training on 2 ranks, first differs in the" in str(found[0]) and found[0].count > 10
+
+
+def compare_without() -> tuple[int, list[selftest.Difference]]:
+    return selftest.compare(Case("gpt", "float32", 1, Shape(layers=1)), small_groups(None), None)
 
 
 def test_what_depends_on_the_degree_is_refused_before_anything_changes(ranks: Pools) -> None:
@@ -126,7 +237,6 @@ def check_refusals() -> None:
         return nn.Sequential(nn.Linear(64, inner), nn.SiLU(), *between, nn.Linear(inner, 64))
 
     for why, model, options in (
-        ("ranks draw numbers of their own", mlp(256, nn.Dropout(0.1)), {}),
         ("works on a part of the sequence", mlp(), {"plan": {"0": tpk.sharding.Column(sequence_parallel=True)}}),
         ("which is in no blocks", nn.Sequential(nn.Embedding(32, 64)), {"plan": {"0": tpk.sharding.Features()}}),
         (r"same_bits must be a power of two.*got 6", mlp(), {"same_bits": 6}),
@@ -134,6 +244,14 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match=why):
             tpk.parallelize(model, group, **({"example_inputs": x, "same_bits": SAME_BITS, "plan": "auto"} | options))
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    uneven = tpk.parallelize(mlp(260), group, example_inputs=x, same_bits=SAME_BITS)
-    with pytest.raises(ValueError, match="must be a multiple of 64 elements, got 260"):
+    for why, between in (
+        ("something draws random numbers that is not nn.Dropout", nn.AlphaDropout(0.1)),
+        ("dropout of a tensor of shape", nn.Sequential(nn.Unflatten(-1, (-1, 16)), nn.Dropout(0.1), nn.Flatten(-2))),
+    ):
+        dropping = tpk.parallelize(mlp(256, between), group, example_inputs=x, same_bits=SAME_BITS)
+        dropping.eval()(x)
+        with pytest.raises(ValueError, match=f"between '0' and '3' .*{why}|between '0' and '3' there is {why}"):
+            dropping.train()(x)
+    uneven = tpk.parallelize(mlp(264), group, example_inputs=x, same_bits=SAME_BITS)
+    with pytest.raises(ValueError, match="must be a multiple of 64 elements, got 132"):
         uneven(x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from tpkernels.backends.row_gemms import Epilogue, take_rows, whole_like
@@ -145,5 +146,8 @@ def partial_of(tree: Subtree, layout: Layout, owner: int, start: int, stop: int)
 def combine(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None) -> None:
     """out = the top of the tree over the ranks' parts, in rank order, + bias; rounded once, also with one rank."""
     with timeline.span("reduce", "reduce"):
-        total = canonical.tree_sum(parts)
-        out.copy_(total if bias is None else total + bias.to(total.dtype))
+        if bias is None:
+            canonical.tree_sum(parts, out)
+        else:
+            total = canonical.tree_sum(parts, parts[0].new_empty(out.shape))
+            torch.add(total, bias.to(total.dtype), out=out)

@@ -15,6 +15,8 @@ buffer of ``chunk_tokens`` rows of the shard at a time.
 
 Every rank's labels travel with the sums: labels outside the vocabulary, and labels that are not the same on all ranks,
 are refused on every rank with one message.
+
+With ``same_bits`` each block of columns has sums of its own, as many at every degree, and "rank" above means "block".
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
-from tpkernels.comm.same_bits import refuse
+from tpkernels.comm.same_bits import same_bits_of
+from tpkernels.gemm import canonical
 from tpkernels.ops.checks import DTYPES, check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.registration import call, define
@@ -98,17 +102,17 @@ def vocab_parallel_cross_entropy(
     The gradient that arrives must be equal on all ranks.  To predict the next token, shift the labels, not the logits:
     ``target = tokens.roll(-1, 1)`` with ``ignore_index`` in the last place copies nothing.
     """
-    refuse(group, "vocab_parallel_cross_entropy", "its sums over a vocabulary are those of whole ranks")
     settings = Settings(ignore_index, label_smoothing, z_loss)
     check_local(group, logits_shard=[logits_shard], target=[target])
     pg = process_group(group)
     try:
         sizes = _check(logits_shard, target, pg.size(), pg.rank(), settings, reduction, shard_sizes, chunk_tokens)
+        Vocabulary.of(pg, sizes)
     except ValueError as error:
         if pg.size() > 1:
             agreement.refuse(resolve(pg), "vocab_parallel_cross_entropy", str(error))
         raise
-    chunk = chunk_tokens or auto_chunk(sizes)
+    chunk = chunk_tokens or auto_chunk([sum(sizes)] if same_bits_of(group) else sizes)
     losses = call("cross_entropy", logits_shard, target, group_name(pg), sizes, settings, chunk)[0]
     return reduce(losses, target, reduction, ignore_index)
 
@@ -176,6 +180,38 @@ class TokenSums(NamedTuple):
     """log of the softmax's denominator over exp(m)."""
 
 
+class Vocabulary(NamedTuple):
+    """Into which parts a vocabulary is cut, each with sums: one for each rank, or each block of ``same_bits``."""
+
+    sizes: list[int]
+    """Columns of the parts of all ranks."""
+    own: list[tuple[int, slice]]
+    """Of each part of this rank: the number of its first column in the vocabulary, and its columns in the shard."""
+
+    @classmethod
+    def of(cls, pg: ProcessGroup, shard_sizes: Sequence[int]) -> Vocabulary:
+        """``shard_sizes``: every rank's columns, which all ranks know.
+
+        Raises:
+            ValueError: with ``same_bits``, on every rank: they do not divide into blocks of one size.
+        """
+        same_bits, start = same_bits_of(group_name(pg)), offsets(shard_sizes)[pg.rank()]
+        if not same_bits:
+            return cls(list(shard_sizes), [(start, slice(None))])
+        if len(set(shard_sizes)) > 1 or shard_sizes[0] % (same_bits // pg.size()):
+            raise ValueError(
+                f"a vocabulary with same_bits={same_bits} needs {same_bits} blocks of one size, got shards of "
+                f"{list(shard_sizes)} columns: pad it to a multiple of {same_bits}"
+            )
+        panels = canonical.panels(shard_sizes[0], same_bits // pg.size())
+        return cls([sum(shard_sizes) // same_bits] * same_bits, [(start + panel.start, panel) for panel in panels])
+
+    def columns(self, part: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+        """Of rows of the shard: first column, place and numbers of each part of this rank."""
+        for start, panel in self.own:
+            yield start, panel, part if panel == slice(None) else canonical.dense(part[:, panel])
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -210,17 +246,20 @@ def _own(target: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def combine(sums: Tensor, target: Tensor, name: str, sizes: Sequence[int], settings: Settings, what: str) -> TokenSums:
-    """Gather and check all ranks' sums ``[N, 4 or 5]`` of N tokens; their losses.  Raises alike on all ranks."""
-    group, count = resolve(name), sums.shape[0]
+    """Gather and check all ranks' sums ``[parts, N, 4 or 5]`` of N tokens; their losses.  Raises alike on all ranks.
+
+    ``sizes``: the columns of all ranks' parts.
+    """
+    group, parts = resolve(name), sums.shape[0]
+    table = sums
     if group.size > 1:
-        layout = Layout.of(sums.shape, 0, [count] * group.size)
+        rows = sums.flatten(0, 1)
+        layout = Layout.of(rows.shape, 0, [rows.shape[0]] * group.size)
         detail = f"{what}, vocabulary shards={list(sizes)}, {settings}"
-        table = start_gather(group, sums, layout, "auto", detail)().view(group.size, count, sums.shape[1])
-    else:
-        table = sums.unsqueeze(0)
+        table = start_gather(group, rows, layout, "auto", detail)().view(len(sizes), *sums.shape[1:])
     total = sum(sizes)
     ignored = target == settings.ignore_index
-    _check_labels(table[..., 3], target, ignored, total, group.rank)
+    _check_labels(table[::parts, :, 3], target, ignored, total, group.rank)
     largest = table[..., 0].amax(0)
     finite = largest.masked_fill(largest == -torch.inf, 0)
     z = (table[..., 1] * torch.exp(table[..., 0] - finite)).sum(0)
@@ -300,13 +339,14 @@ def _kernel(
     settings: Settings,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    start, smoothing = offsets(shard_sizes)[process_group(group_name).rank()], settings.label_smoothing > 0
+    vocabulary, smoothing = Vocabulary.of(process_group(group_name), shard_sizes), settings.label_smoothing > 0
     labels = target.reshape(-1)
-    dtype = accumulation_dtype(logits.dtype)
-    sums = torch.empty(labels.shape[0], 5 if smoothing else 4, dtype=dtype, device=logits.device)
-    for place, part in _chunks(logits, chunk_tokens):
-        sums[place] = local_sums(part, labels[place], start, smoothing)
-    losses, largest, log_z = combine(sums, labels, group_name, shard_sizes, settings, "cross entropy")
+    shape = len(vocabulary.own), labels.shape[0], 5 if smoothing else 4
+    sums = torch.empty(shape, dtype=accumulation_dtype(logits.dtype), device=logits.device)
+    for place, rows in _chunks(logits, chunk_tokens):
+        for of_part, (start, _, part) in zip(sums, vocabulary.columns(rows), strict=True):
+            of_part[place] = local_sums(part, labels[place], start, smoothing)
+    losses, largest, log_z = combine(sums, labels, group_name, vocabulary.sizes, settings, "cross entropy")
     return fresh(losses, target.shape), fresh(largest, largest.shape), fresh(log_z, log_z.shape)
 
 
@@ -340,10 +380,11 @@ def _backward_kernel(
     scale = grads.reshape(-1).masked_fill(labels == settings.ignore_index, 0)
     dl = torch.empty_like(logits, memory_format=torch.contiguous_format)
     flat = dl.view(labels.shape[0], -1) if dl.numel() else dl.reshape(labels.shape[0], dl.shape[-1])
-    start, total = offsets(shard_sizes)[process_group(group_name).rank()], sum(shard_sizes)
-    for place, part in _chunks(logits, chunk_tokens):
+    vocabulary, total = Vocabulary.of(process_group(group_name), shard_sizes), sum(shard_sizes)
+    for place, rows in _chunks(logits, chunk_tokens):
         sums = TokenSums(scale[place], largest[place], log_z[place])
-        flat[place] = logits_gradient(part, labels[place], scale[place], sums, start, total, settings)
+        for start, panel, part in vocabulary.columns(rows):
+            flat[place, panel] = logits_gradient(part, labels[place], scale[place], sums, start, total, settings)
     return dl
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, group_name, resolve
-from tpkernels.comm.same_bits import refuse
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.cross_entropy import (
     Settings,
@@ -37,9 +37,10 @@ from tpkernels.nn.cross_entropy import (
     local_sums,
     logits_gradient,
     reduce,
+    vocab_parallel_cross_entropy,
 )
 from tpkernels.nn.parameters import local
-from tpkernels.ops import agreed_call
+from tpkernels.ops import agreed_call, all_gather_matmul, copy_matmul
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import check_common, check_dim, check_shard_sizes, check_weights
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulAllReduce, MatmulReduceScatter
@@ -79,7 +80,8 @@ def vocab_parallel_linear_cross_entropy(
         shard_sizes: every rank's length of the sequence, needed where they are not all equal.
         chunk_tokens: tokens, of all ranks together, that are worked on at a time; default: a chunk of 64 MiB.
 
-    The others are as in :func:`vocab_parallel_cross_entropy`, and so are the errors.
+    The others are as in :func:`vocab_parallel_cross_entropy`, and so are the errors.  With ``same_bits`` the shard of
+    the logits is kept, as if the head and its loss were called apart.
 
     Examples:
         >>> head = tpk.nn.ColumnParallelLinear(8, 100, mesh["tp"], bias=False)
@@ -88,7 +90,6 @@ def vocab_parallel_linear_cross_entropy(
     """
     settings = Settings(ignore_index, label_smoothing, z_loss)
     mesh = head.mesh
-    refuse(mesh, "vocab_parallel_linear_cross_entropy", "its sums over a vocabulary are those of whole ranks")
     rank, world_size = mesh.get_local_rank(), mesh.size()
     try:
         check_options(settings, reduction, chunk_tokens)
@@ -111,6 +112,16 @@ def vocab_parallel_linear_cross_entropy(
         raise
     weight, bias, name = cast(Tensor, local(head.weight)), local(head.bias), group_name(mesh)
     sizes = list(head.shard_sizes)
+    if same_bits_of(mesh):
+        options: dict[str, Any] = {"bias": bias, "implementation": head.implementation}
+        if sequence_sizes is None:
+            logits = copy_matmul(x, weight, mesh, **options)
+        else:
+            logits = all_gather_matmul(x, weight, mesh, gather_dim=dim, shard_sizes=sequence_sizes, **options)
+        return vocab_parallel_cross_entropy(
+            logits, target, mesh, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            reduction=reduction, shard_sizes=sizes, chunk_tokens=chunk_tokens,
+        )  # fmt: skip
     plan = _Plan(name, sizes, dim, sequence_sizes, *settings, chunk_tokens or auto_chunk(sizes), head.implementation)
     losses = call("linear_cross_entropy", x, weight, bias, target, plan)[0]
     return reduce(losses, target, reduction, ignore_index)
@@ -218,7 +229,9 @@ def _kernel(
         for place, values in zip(places, part.split([place.stop - place.start for place in places]), strict=True):
             sums[place] = values
     what = "cross entropy of a head"
-    losses, largest, log_z = combine(sums, tokens.labels, plan.group_name, plan.vocabulary_sizes, plan.settings, what)
+    losses, largest, log_z = combine(
+        sums[None], tokens.labels, plan.group_name, plan.vocabulary_sizes, plan.settings, what
+    )
     losses = tokens.whole(losses, target)
     return fresh(losses, losses.shape), fresh(largest, largest.shape), fresh(log_z, log_z.shape)
 

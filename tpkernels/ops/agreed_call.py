@@ -392,7 +392,7 @@ def explain(
     """See :func:`tpkernels.explain`; a collective call, because "auto" rests on costs that the ranks agree on."""
     problem = Problem(op, m, n, k, dtype, 1, device, "none", out_dtype=out_dtype, experts=experts, top_k=top_k)
     if group is None or group.size == 1:
-        return dispatch.select(problem, "auto", Costs())[1]
+        return dispatch.select(replace(problem, same_bits=group.same_bits if group else 0), "auto", Costs())[1]
     sizes = f"m={m}, n={n}, k={k}" + (f", experts={experts}, top_k={top_k}" if problem.facts.grouped else "")
     name = f"explain({op}, {sizes}, {dispatch.dtype_text(dtype, out_dtype)}, device={device})"
     _check(group, name, device)

@@ -1,4 +1,5 @@
 """`tpkernels test`: tensor parallelism against none, and fused against unfused, value by value, on the user's devices.
+With `--same-bits`, training at every tensor-parallel degree instead, bit by bit.
 
 Owns the subcommand's arguments, the order of things and the table.  Starts its own local ranks, or joins a job that
 torchrun started; rank 0 prints.  Exit code 0 if every row is right or refused with its reason, else 1.
@@ -19,12 +20,14 @@ from tpkernels import flags
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tpkernels.launchers import Job
     from tpkernels.selftest.compare import Row
 
 __all__ = ["Options", "add_arguments", "main", "run_rank"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 PARTS = ("ops", "modules")
+SAME_BITS = 8
 WAIT_S = 120.0
 """How long a rank waits for the others."""
 
@@ -44,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_device(parser, "cpu")
     parser.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="repeatable; default: all four")
     parser.add_argument("--only", choices=PARTS, help="one part")
-    parser.add_argument("--quick", action="store_true", help="small shards only, which travel in one chunk")
+    parser.add_argument("--quick", action="store_true", help="small shards only, which travel in one chunk; few steps")
+    parser.add_argument(
+        "--same-bits", type=flags.at_least(2), nargs="?", const=SAME_BITS, metavar="LARGEST",
+        help="train at each tensor-parallel degree up to LARGEST (default 8), and compare bit by bit: fp32 and bf16",
+    )  # fmt: skip
     flags.add_json(parser, "write every row with its failures, versions and hardware")
     parser.add_argument("--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="for the whole test")
 
@@ -62,6 +69,8 @@ def main(args: argparse.Namespace) -> int:
     job = config.job_environment()
     if job is not None and args.tp is not None:
         raise ValueError("--tp starts ranks itself; leave it out under torchrun")
+    if args.same_bits is not None:
+        return _same_bits(args, job)
     options = Options(args.device, tuple(args.dtype or DTYPES), (args.only,) if args.only else PARTS, args.quick)
     world = job.world_size if job else args.tp or _default_world(args.device)
     rows = run_rank(options) if job else launch(run_rank, world, options, timeout=args.timeout)[0]
@@ -75,6 +84,30 @@ def main(args: argparse.Namespace) -> int:
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"rows: {args.json}")
     return 0 if right else 1
+
+
+def _same_bits(args: argparse.Namespace, job: Job | None) -> int:
+    from tpkernels import launch
+    from tpkernels.gemm.canonical import check_job
+    from tpkernels.measure import report
+    from tpkernels.selftest.same_bits import run_rank
+
+    if args.only:
+        raise ValueError("--only chooses what is compared without --same-bits")
+    world = job.world_size if job else args.tp or args.same_bits
+    check_job(args.same_bits, 1, world, args.device)
+    if world < 2:
+        raise ValueError("--same-bits compares several degrees: give it at least two ranks")
+    dtypes = [DTYPES[name] for name in args.dtype or ("fp32", "bf16")]
+    question = (args.same_bits, dtypes, args.quick)
+    verdict = run_rank(*question) if job else launch(run_rank, world, *question, timeout=args.timeout)[0]
+    if job is None or job.rank == 0:
+        print(verdict)
+        if args.json:
+            setup = {"world_size": world, "same_bits": args.same_bits, "dtypes": dtypes, "quick": args.quick}
+            content = {**report.describe_environment(setup), **verdict.to_json()}
+            Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0 if verdict.same else 1
 
 
 def _default_world(device: str) -> int:

@@ -65,6 +65,7 @@ from tpkernels.planning.styles import (
 )
 from tpkernels.planning.whole_in_out import check_experts
 from tpkernels.sharding.batches import compare_batches
+from tpkernels.sharding.block_masks import drop_by_blocks
 from tpkernels.sharding.fused_norms import fuse_norms
 from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
@@ -235,7 +236,10 @@ def parallelize(
         if fused_norm:
             fuse_norms(plan.fused, modules, tp, always=fused_norm != "auto")
         forks = run_sequence_parallel(plan, modules, tp)
-        forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
+        if same_bits:
+            drop_by_blocks(model, modules, plan.random, tp, same_bits)
+        else:
+            forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
         if any(isinstance(style, Column | CopiedHeads | Features | Heads) for style in styles.values()):
             whole_outputs(model, tp)

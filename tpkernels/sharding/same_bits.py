@@ -2,8 +2,9 @@
 
 A model does if it is cut in the same layers at every degree, all of whose ops do, and if nothing else depends on it.
 So the plan must be the one for ``same_bits`` ranks, layer by layer; what is cut must be columns, rows and vocabularies,
-which divide into so many blocks; and ranks must draw the same random numbers.  Column layers check at each call that
-elementwise code behind them gives each element the same bits (:func:`tpkernels.ops.same_bits.check_parts`).
+which divide into so many blocks; and masks of what is cut are those of blocks (:mod:`tpkernels.sharding.block_masks`).
+Column layers check at each call that elementwise code behind them gives each element the same bits
+(:func:`tpkernels.ops.same_bits.check_parts`).
 
 Not proven, but measured: attention of a head does not depend on how many heads there are in the call (torch 2.13 on an
 Intel Xeon of the Ice Lake generation, fused and eager, fp32 and bf16, forward and backward, by a script that is not
@@ -29,11 +30,6 @@ def check_plan(plan: ShardingPlan, widest: ShardingPlan) -> None:
         ValueError: names the module.
     """
     largest = widest.world_size
-    if plan.random:
-        raise ValueError(
-            f"same_bits ({largest}): between {plan.random[0][0]!r} and {plan.random[0][1]!r} ranks draw numbers of "
-            "their own (dropout of parts): set its probability to 0"
-        )
     for name, style in plan.styles.items():
         other = widest.styles.get(name)
         if other != style:
@@ -41,6 +37,11 @@ def check_plan(plan: ShardingPlan, widest: ShardingPlan) -> None:
                 f"same_bits ({largest}): module {name!r} would be {style} on {plan.world_size} ranks and {other} on "
                 f"{largest}: {widest[name].reason if other is not None else 'not in that plan'}"
             )
+    if plan.random != widest.random:
+        raise ValueError(
+            f"same_bits ({largest}): ranks draw numbers of their own between the layers {plan.random} on "
+            f"{plan.world_size} ranks and {widest.random} on {largest}"
+        )
     if plan.shared != widest.shared:
         raise ValueError(
             f"same_bits ({largest}): layers that share an input are {plan.shared} on {plan.world_size} ranks and "

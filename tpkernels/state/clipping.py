@@ -60,7 +60,8 @@ def clip_grad_norm_(
     """
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     check_current(held, "clip_grad_norm_ was given")
-    grads = [parameter.grad for parameter in held if parameter.grad is not None]
+    with_grads = [parameter for parameter in held if parameter.grad is not None]
+    grads = [cast(Tensor, parameter.grad) for parameter in with_grads]
     p = float(norm_type)
     if not p > 0 or not max_norm >= 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive and max_norm ({max_norm}) at least 0")
@@ -68,8 +69,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     locals_ = [local_of(grad) for grad in grads]
     by_axes: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
-    for grad, local in zip(grads, locals_, strict=True):
-        axes = _shard_axes(grad)
+    for parameter, grad, local in zip(with_grads, grads, locals_, strict=True):
+        axes = _shard_axes(parameter, grad)
         by_axes.setdefault(axes, []).extend(_blocks(grad, local, axes))
     device = locals_[0].device
     dtype = torch.float64 if any(local.dtype == torch.float64 for local in locals_) else torch.float32
@@ -84,8 +85,11 @@ def clip_grad_norm_(
     return norm
 
 
-def _shard_axes(grad: Tensor) -> tuple[object, tuple[int, ...]]:
-    """The mesh that a gradient lives on, and the axes of it that cut it."""
+def _shard_axes(parameter: Tensor, grad: Tensor) -> tuple[object, tuple[int, ...]]:
+    """The mesh that a gradient lives on, and the axes of it that cut it.
+
+    The mesh is the parameter's: that of a gradient may be an equal one of another group, which torch has cached.
+    """
     if not isinstance(grad, DTensor):
         return None, ()
     if any(placement.is_partial() for placement in grad.placements):
@@ -93,7 +97,8 @@ def _shard_axes(grad: Tensor) -> tuple[object, tuple[int, ...]]:
             f"a gradient of shape {tuple(grad.shape)} is a partial sum ({grad.placements}): reduce it first"
         )
     axes = tuple(axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate())
-    return (grad.device_mesh, axes) if axes else (None, ())
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else grad.device_mesh
+    return (mesh, axes) if axes else (None, ())
 
 
 def _blocks(grad: Tensor, local: Tensor, axes: tuple[object, tuple[int, ...]]) -> list[Tensor]:

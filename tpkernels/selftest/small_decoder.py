@@ -1,0 +1,131 @@
+"""Two small language models in plain torch, for training runs that are compared bit for bit.
+
+"gpt" has LayerNorm, GELU, biases everywhere and a table of positions; "llama" has RMSNorm, SwiGLU, two query heads per
+key-value head, rotary positions and a head tied to the embedding.  Both drop out elements of the residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpkernels.nn.rotary import apply_rotary
+
+__all__ = ["KINDS", "Decoder", "Shape"]
+
+KINDS = ("gpt", "llama")
+STYLES = {
+    "embedding": "vocabulary", "head": "column_gather", "**.query": "column", "**.key": "column", "**.value": "column",
+    "**.out": "row", "**.up": "column", "**.down": "row",
+}  # fmt: skip
+"""How both are cut, as `plan="auto"` cuts them, which takes longer than the training; "llama" has `GATE`, too."""
+GATE = {"**.gate": "column"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the model and of one batch; the defaults divide into 8 blocks."""
+
+    layers: int = 2
+    width: int = 128
+    heads: int = 16
+    d_ff: int = 256
+    vocabulary: int = 256
+    length: int = 16
+    batch: int = 4
+    dropout: float = 0.1
+
+
+class Decoder(nn.Module):
+    """The mean loss of predicting each token of ``ids`` ``[batch, length + 1]`` but the first."""
+
+    def __init__(self, kind: str, shape: Shape) -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.length, shape.width) if kind == "gpt" else None
+        self.dropout = nn.Dropout(shape.dropout)
+        self.layers = nn.ModuleList(_Layer(kind, shape) for _ in range(shape.layers))
+        self.norm = _norm(kind, shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for table in self.modules():
+            if isinstance(table, nn.Embedding):
+                nn.init.normal_(table.weight, std=0.02)
+        if kind == "llama":
+            self.head.weight = self.embedding.weight
+        self.styles = STYLES | (GATE if kind == "llama" else {})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids[:, :-1])
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        x = self.dropout(x)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), ids[:, 1:].flatten())
+
+
+def _norm(kind: str, width: int) -> nn.Module:
+    return nn.LayerNorm(width) if kind == "gpt" else nn.RMSNorm(width)
+
+
+class _Layer(nn.Module):
+    def __init__(self, kind: str, shape: Shape) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = _norm(kind, shape.width), _norm(kind, shape.width)
+        self.attention = _Attention(kind, shape)
+        self.mlp = _GeluMLP(shape) if kind == "gpt" else _SwigluMLP(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        y: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return y
+
+
+class _Attention(nn.Module):
+    def __init__(self, kind: str, shape: Shape) -> None:
+        super().__init__()
+        self.rotary, self.head_dim = kind == "llama", shape.width // shape.heads
+        kv = shape.width // 2 if kind == "llama" else shape.width
+        bias = kind == "gpt"
+        self.query, self.out = (nn.Linear(shape.width, shape.width, bias=bias) for _ in range(2))
+        self.key, self.value = (nn.Linear(shape.width, kv, bias=bias) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            of(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for of in (self.query, self.key, self.value)
+        )
+        if self.rotary:
+            at = torch.arange(x.shape[1], device=x.device)
+            q, k = apply_rotary(q, at), apply_rotary(k, at)
+        grouped = self.query.weight.shape != self.key.weight.shape
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        result: Tensor = self.out(y.transpose(1, 2).flatten(-2))
+        return result
+
+
+class _GeluMLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(shape.width, shape.d_ff), nn.Linear(shape.d_ff, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class _SwigluMLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(shape.width, shape.d_ff, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.d_ff, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
