@@ -1,4 +1,4 @@
-"""The job files in examples/ run: Slurm's under a stand-in for srun, Open MPI's own mpirun, the pods of a PyTorchJob."""
+"""The job files in examples/ run: under a stand-in for Slurm's srun, Open MPI's own mpirun, as pods of a PyTorchJob."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def test_the_pods_of_a_pytorchjob_train_as_one_process_does(tmp_path: Path) -> N
 
     replicas = yaml.safe_load((EXAMPLES / "train.pytorchjob.yaml").read_text())["spec"]["pytorchReplicaSpecs"]
     pods = [kind["template"]["spec"]["containers"][0] for kind in replicas.values() for _ in range(kind["replicas"])]
+    folders = {"/examples": str(EXAMPLES), "/snapshots": str(tmp_path / "snapshots")}  # as the pods have them
     port, processes = str(free_port()), []
     outputs = [tmp_path / f"pod-{rank}.txt" for rank in range(len(pods))]
     for rank, (container, output) in enumerate(zip(pods, outputs, strict=True)):
         environ: dict[str, Any] = {one["name"]: one["value"] for one in container["env"]}
         environ |= pytorchjob(rank, len(pods), "job") | {"MASTER_PORT": port}
-        folders = {"/examples": str(EXAMPLES), "/snapshots": str(tmp_path / "snapshots")}  # as the image has them
         command = [re.sub(r"^/\w+", lambda found: folders[found[0]], word) for word in container["command"]]
         processes.append(fork_server().Process(target=pod, args=(environ, command, output)))
         processes[-1].start()

@@ -1,7 +1,6 @@
 """trl's SFTTrainer on a model of ``prepare()``.
 
-trl and datasets, with pandas and pyarrow, are 150 MB: `.ci/run` installs them beside the environment, and runs this file
-alone.
+trl and datasets, with pandas and pyarrow, are 150 MB: `.ci/run` installs them beside the environment.
 """
 
 from __future__ import annotations
