@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --folder run
     torchrun --nproc-per-node 4 examples/accelerate_loop.py --folder run --resume run/state
 
-accelerate accepts tensor parallelism on GPUs only, and wraps the model of one rank in DistributedDataParallel, which
-takes no DTensors: start two ranks or more.
+accelerate accepts tensor parallelism of several ranks on GPUs only.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def main() -> None:
         parallelism_config=ParallelismConfig(tp_size=mesh["tp"].size()),
         step_scheduler_with_optimizer=False,  # accelerate would step the scheduler once for each rank
     )
+    tpk_accelerate.save_whole(accelerator)  # before prepare
     torch.manual_seed(0)  # every rank builds the same model
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=32))
     tpk_transformers.prepare(model.to(accelerator.device), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after prepare
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=args.steps)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    tpk_accelerate.save_whole(accelerator)
     if args.resume is not None:
         accelerator.load_state(args.resume)
 

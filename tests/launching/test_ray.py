@@ -1,6 +1,6 @@
 """Ray Train's own TorchTrainer with two workers: the example, and a worker that is killed.
 
-Ray, with what its Train imports, is 417 MB: `.ci/run` installs it beside the environment, and runs this file alone.
+Ray, with what its Train imports, is 417 MB: `.ci/run` installs it beside the environment, and runs this file there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from unittest import mock
 
 import pytest
 
+import tpkernels as tpk
 from tests.nn.reference import LIMIT_S
+from tpkernels.errors import PeerLost
 from tpkernels.testing.spawn import Pools
 
 if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas", "pyarrow")):
@@ -96,8 +98,6 @@ def dies(config: dict[str, Any]) -> None:
     """The second worker, in its second step."""
     import torch
 
-    import tpkernels as tpk
-
     mesh = tpk.init()
     x = torch.ones(2, 4)
     for step in range(STEPS):
@@ -106,11 +106,16 @@ def dies(config: dict[str, Any]) -> None:
         tpk.matmul_all_reduce(x, torch.ones(3, 4), mesh["tp"])
 
 
-def test_a_worker_that_is_killed_ends_the_job_and_is_named(node: None, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_ends_the_job_and_the_other_one_names_it(node: None, tmp_path: Path) -> None:
     run = RunConfig(storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=0))
     trainer = TorchTrainer(dies, train_loop_config={}, scaling_config=ScalingConfig(num_workers=2), run_config=run)
-    with within(LIMIT), pytest.raises(WorkerGroupError) as caught:
-        trainer.fit()
-    failures = caught.value.worker_failures
-    assert 1 in failures, failures
-    assert 0 not in failures or "rank 1" in str(failures[0]), failures
+    for _ in range(3):  # Ray asks its workers now and then, and the survivor needs some milliseconds to notice
+        with within(LIMIT), pytest.raises(WorkerGroupError) as caught:
+            trainer.fit()
+        failures = caught.value.worker_failures
+        assert 1 in failures, failures
+        if 0 in failures:
+            break
+    survivor = failures[0]
+    assert isinstance(survivor, PeerLost) and "rank 1 died" in str(survivor), repr(survivor)
+    assert str(survivor) in str(caught.value), "the error of the job shows what the survivor says"

@@ -92,6 +92,12 @@ TRAINERS = (
         f"{HF_TESTS}/test_accelerate.py -k prepared_loop",
     ),
     Edit(
+        "integrations/accelerate.py",
+        "distributed_type).NO\n",
+        "distributed_type).MULTI_CPU\n",
+        f"{HF_TESTS}/test_accelerate.py -k prepared_loop",
+    ),
+    Edit(
         f"{HF}/experts.py",
         "return _cut_otherwise(module, layout) or ",
         "return None or ",

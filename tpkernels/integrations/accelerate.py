@@ -6,6 +6,7 @@
 
     accelerator = Accelerator(...)
     tpk_accelerate.save_whole(accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
 
 Without it accelerate asks each DTensor where its memory is before it writes safetensors, and raises "Attempted to
 access the data pointer on an invalid python storage"; with ``safe_serialization=False`` it writes the first rank's
@@ -42,6 +43,9 @@ __all__ = ["save_whole"]
 def save_whole(accelerator: Any) -> None:
     """Let ``accelerator.save_state`` write a parallel model and its optimizers whole, and ``load_state`` cut them.
 
+    Call it before ``accelerator.prepare``: a launcher's only rank on a CPU is then taken for the process alone that it
+    is.  accelerate would put its model into ``DistributedDataParallel``, which takes no DTensors.
+
     All ranks call both, as they do without tensor parallelism.  ``save_state`` gathers model and optimizers on each
     rank: where that is too much memory, ``tpk.save_snapshot`` writes parts.
 
@@ -52,6 +56,8 @@ def save_whole(accelerator: Any) -> None:
     """
     if not isinstance(getattr(accelerator, "_optimizers", None), list):
         raise ValueError("this accelerate has no Accelerator._optimizers: save_whole() was tested with 1.15")
+    if accelerator.num_processes == 1 and accelerator.distributed_type == "MULTI_CPU":
+        accelerator.state.distributed_type = type(accelerator.distributed_type).NO
     states = _States(accelerator)
     accelerator.register_save_state_pre_hook(states.before_save)
     accelerator.register_load_state_pre_hook(states.before_load)

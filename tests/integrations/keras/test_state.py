@@ -63,6 +63,7 @@ def save_and_go_on(folder: str, start: str) -> dict[str, Any]:
     if world > 1:
         check_bytes(model)
         check_clone(model, x)
+        check_clone(tpk.keras.TensorParallel(own_heads()), np.random.default_rng(3).normal(size=(2, 6, 8)))
         check_lora(folder)
     return found
 
@@ -75,6 +76,36 @@ def check_clone(model: Any, x: np.ndarray) -> None:
     clone.set_weights(model.get_weights())
     found, expected = clone.predict(x, verbose=0), model.predict(x, verbose=0)
     models.assert_equal(found, expected, "clone", bound=1e-5)  # Keras multiplies in float32
+
+
+def own_heads() -> Any:
+    """A user's layer that computes with its number of heads: a cut one has that of a rank, and describes the whole."""
+    keras = models.keras_on_torch()
+    keras.utils.clear_session()
+
+    class Heads(keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self, num_heads: int, **options: Any) -> None:
+            super().__init__(**options)
+            self.num_heads = num_heads
+            self.inner = [keras.layers.Dense(8) for _ in range(3)]
+            self.outer = keras.layers.Dense(8)
+
+        def build(self, shape: Any) -> None:
+            for layer in (*self.inner, self.outer):
+                layer.build(shape)
+
+        def call(self, x: Any) -> Any:
+            length = x.shape[1]
+            parts = (keras.ops.reshape(layer(x), (-1, length, self.num_heads, 2)) for layer in self.inner)
+            q, k, v = (keras.ops.transpose(part, (0, 2, 1, 3)) for part in parts)
+            y = keras.ops.softmax(q @ keras.ops.transpose(k, (0, 1, 3, 2))) @ v
+            return self.outer(keras.ops.reshape(keras.ops.transpose(y, (0, 2, 1, 3)), (-1, length, 2 * self.num_heads)))
+
+        def get_config(self) -> dict[str, Any]:
+            return super().get_config() | {"num_heads": self.num_heads}
+
+    x = keras.Input((6, 8))
+    return keras.Model(x, Heads(4)(x))
 
 
 def check_lora(folder: str) -> None:

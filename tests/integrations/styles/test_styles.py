@@ -9,12 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import tpkernels as tpk
 from tests.integrations.curves import VOCABULARY, Curve, Reference, batches, reference, train
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.integrations import styles
@@ -178,6 +181,29 @@ def test_plans_with_our_styles_train_as_one_process_does(ranks: Pools, world: in
     count = len(CASES) if full else QUICK
     for found in ranks(world).run(trained, cases_for(world, count), timeout=LIMIT_S):
         assert found == [{}] * count
+
+
+def replicas(cases: list[tuple[str, dict[str, Any], Reference]]) -> list[dict[str, float]]:
+    """Two replicas of two ranks, each with a row of each batch, and FSDP2 over them."""
+    mesh, found = tpk.init(dp=2, tp=2), []
+    for layouts, options, expected in cases:
+        model = build(**options)
+        parallelize_module(model, mesh["tp"], LAYOUTS[layouts]())
+        fully_shard(model, mesh=mesh["dp"])
+        own = [ids.chunk(2)[mesh.get_local_rank("dp")] for ids in batches()]
+        curve = train(model, own, loss_of=loss_of)
+        losses = torch.tensor(curve.losses, dtype=torch.float64)
+        dist.all_reduce(losses, group=mesh["dp"].get_group())
+        curve.losses = (losses / 2).tolist()
+        found.append(expected.wrong(curve))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.full("more than two ranks")
+def test_replicas_with_our_styles_train_as_one_process_does(ranks: Pools) -> None:
+    for found in ranks(4).run(replicas, cases_for(4, QUICK), timeout=LIMIT_S):
+        assert found == [{}] * QUICK
 
 
 def _bias_twice(model: Model) -> None:

@@ -32,8 +32,11 @@ HALF = 3
 Loop = tuple[Any, Any, Any, Any, Any]
 
 
-def prepared(parallel: bool, dtype: torch.dtype = torch.float32) -> Loop:
-    """What ``prepare`` gives for a model, an optimizer, a scheduler and the batches; rows that are cut in two."""
+def prepared(parallel: bool, dtype: torch.dtype = torch.float32, *, whole: bool = False) -> Loop:
+    """What ``prepare`` gives for a model, an optimizer, a scheduler and the batches; rows that are cut in two.
+
+    ``whole``: its state is saved and loaded whole.
+    """
     from accelerate import Accelerator, ParallelismConfig
 
     model = causal_models.gpt2(**SIZES).to(dtype)
@@ -43,6 +46,8 @@ def prepared(parallel: bool, dtype: torch.dtype = torch.float32) -> Loop:
         model = tpk_transformers.prepare(model, tp_mesh())
         options["parallelism_config"] = ParallelismConfig(tp_size=dist.get_world_size())
     accelerator = Accelerator(**options)
+    if whole:
+        tpk_accelerate.save_whole(accelerator)
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
     rows = torch.utils.data.DataLoader(torch.cat(batches()), batch_size=2)  # type: ignore[arg-type]
@@ -114,12 +119,11 @@ def saved(folder: str, expected: Reference) -> dict[str, Any]:
 def goes_on(folder: str, number: int, parallel: bool) -> tuple[Curve, list[str]]:
     """The rest of the run in a model that began with other weights."""
     with on_cpu():
-        loop = prepared(parallel)
+        loop = prepared(parallel, whole=parallel)
         with torch.no_grad():
             for parameter in loop[1].parameters():
                 parameter.mul_(0.5)
         if parallel:
-            tpk_accelerate.save_whole(loop[0])
             before = weights_of(loop[1])
             for broken, words in (("empty", "optimizer.bin"), ("other", "lacks")):
                 with pytest.raises(ValueError, match=words):
@@ -151,6 +155,9 @@ def test_a_prepared_loop_is_right_and_its_state_is_saved_whole(ranks: Pools, tmp
     # One process, without us: the folder is accelerate's own.
     again, _ = goes_on(folder, 0, False)
     assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
+    # One rank that a launcher has started, whose model accelerate by itself puts into DistributedDataParallel.
+    ((again, _),) = ranks(1).run(goes_on, folder, 0, True, timeout=LIMIT_S)
+    assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
     if full:
         for rank, (again, said) in enumerate(ranks(3).run(goes_on, folder, 0, True, timeout=LIMIT_S)):
             assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
@@ -160,9 +167,7 @@ def test_a_prepared_loop_is_right_and_its_state_is_saved_whole(ranks: Pools, tmp
 def refusals(folder: str) -> list[str]:
     said = []
     with on_cpu():
-        loop = prepared(True)
-        accelerator = loop[0]
-        tpk_accelerate.save_whole(accelerator)
+        accelerator = prepared(True, whole=True)[0]
         with mock.patch.object(dist, "get_world_size", lambda: 4), pytest.raises(ValueError) as caught:
             accelerator.save_state(folder)
         said.append(str(caught.value))

@@ -1,4 +1,7 @@
-"""trl's SFTTrainer on a model of ``prepare()``.  trl and datasets, with pandas and pyarrow, are 150 MB: not in CI."""
+"""trl's SFTTrainer on a model of ``prepare()``.
+
+trl and datasets, with pandas and pyarrow, are 150 MB: `.ci/run` installs them beside the environment.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tpkernels.verification.bounds import FACTOR
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 pytest.importorskip("accelerate", reason="the package accelerate is missing: pip install accelerate")
-if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets")):
+if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "pyarrow")):
     pytest.skip("--full: only where trl and datasets, 150 MB, were installed by hand", allow_module_level=True)
 
 from tests.integrations.transformers import scenarios
