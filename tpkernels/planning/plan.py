@@ -29,8 +29,8 @@ NO_DATA_FLOW = "no data flow: "
 """How the note of a plan begins that was made without."""
 FORMAT, VERSION = "tpkernels.ShardingPlan", 5
 _ADDED: dict[int, dict[str, Any]] = {
-    VERSION - 1: {"arguments": {}},
-    VERSION - 2: {"arguments": {}, "fused": [], "unfused": [], "example": ""},
+    4: {"arguments": {}},
+    3: {"arguments": {}, "fused": [], "unfused": [], "example": ""},
 }
 """What plans of earlier versions lack, and what they have of it."""
 # No size, and no number of elements or bytes, is as large.

@@ -127,8 +127,9 @@ class _Decider:
             if barred is not None:
                 self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
                 continue
-            if layers & used and self._is_narrow(group):
-                self.decision.adapters |= {name: next(iter(layers & used)) for name in layers - used}
+            if self._is_narrow(group):
+                shared = layers & {name for other in self.decision.proven if _size(other) > 2 for name in other.layers}
+                self.decision.adapters |= {name: min(shared) for name in layers - used if shared}
             if layers & used or self._contradicts(group):
                 continue
             scope = self.search.scope_of(group)
