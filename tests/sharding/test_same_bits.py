@@ -252,6 +252,15 @@ def check_refusals() -> None:
         dropping.eval()(x)
         with pytest.raises(ValueError, match=f"between '0' and '3' .*{why}|between '0' and '3' there is {why}"):
             dropping.train()(x)
+    by_hand = tpk.parallelize(mlp(256, nn.Dropout(0.1)), group, plan={"0": "column", "3": "row"}, same_bits=SAME_BITS)
+    by_hand.eval()(x)
+    with pytest.raises(ValueError, match="a plan written by hand something draws random numbers"):
+        by_hand.train()(x)
+    norm = tpk.nn.LayerNorm(64, group, sequence_parallel=True)
+    replicated = tpk.nn.replicate_parameters(nn.LayerNorm(64), group, sequence_parallel=True)
+    for module, who in ((norm, "a norm"), (replicated, "a module")):
+        with pytest.raises(ValueError, match=f"{who} with sequence_parallel does not give the same bits"):
+            module(x)
     uneven = tpk.parallelize(mlp(264), group, example_inputs=x, same_bits=SAME_BITS)
     with pytest.raises(ValueError, match="must be a multiple of 64 elements, got 132"):
         uneven(x)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
 from tpkernels.ops import copy_to_group
 
@@ -128,6 +129,7 @@ def _shared(parameters: Sequence[nn.Parameter | None], sum_gradients: bool) -> l
     if not sum_gradients or not used or not any(tensor.requires_grad for tensor in used):
         return tensors
     mesh = mesh_of(cast(Tensor, next(p for p in parameters if p is not None)))
+    refuse(mesh, "a norm with sequence_parallel", "its gradients are sums over each rank's part of the sequence")
     if mesh.size() == 1:
         return tensors
     packed = copy_to_group(torch.stack(used), mesh)

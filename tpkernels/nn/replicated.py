@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.ops import copy_to_group
@@ -92,7 +93,10 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         if parameter.device_mesh.ndim > 1:  # at rest in FSDP2, which asks for the parameter itself
             return parameter
         tensor = parameter.to_local()
-        if not sum_gradients or not tensor.requires_grad or parameter.device_mesh.size() == 1:
+        if not sum_gradients or not tensor.requires_grad:
+            return tensor
+        refuse(mesh_of(parameter), "a module with sequence_parallel", "its gradients are sums over each rank's part")
+        if parameter.device_mesh.size() == 1:
             return tensor
         # A sum over ranks has a dimension: a parameter that is one number gets one on its way.
         return copy_to_group(tensor.reshape(tensor.shape or (1,)), mesh_of(parameter)).reshape(tensor.shape)

@@ -65,7 +65,7 @@ from tpkernels.planning.styles import (
 )
 from tpkernels.planning.whole_in_out import check_experts
 from tpkernels.sharding.batches import compare_batches
-from tpkernels.sharding.block_masks import drop_by_blocks
+from tpkernels.sharding.block_masks import drop_by_blocks, refuse_draws
 from tpkernels.sharding.fused_norms import fuse_norms
 from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
@@ -243,6 +243,11 @@ def parallelize(
         leave_on_errors(model, forks)
         if any(isinstance(style, Column | CopiedHeads | Features | Heads) for style in styles.values()):
             whole_outputs(model, tp)
+    elif same_bits:
+        refuse_draws(
+            [modules[name] for name, style in styles.items() if isinstance(style, Column) and not style.gather_output],
+            [modules[name] for name, style in styles.items() if isinstance(style, Row) and not style.split_input],
+        )
     if verify:
         compare_batches(model, tp)
     return speak_originals(model)

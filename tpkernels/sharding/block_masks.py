@@ -12,6 +12,9 @@ Only ``nn.Dropout`` on tensors of the shape of the column layer's output is know
 in between that draws random numbers, such as dropout of attention's probabilities, raises: the default generator must
 be at the row layer where it was after the column layer.  A region that activation checkpointing left half-way is told
 by its generator, too: it stands elsewhere.
+
+A plan that was written by hand does not say which layers belong together.  Under it every draw between a column layer
+and the next row layer raises.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from tpkernels.errors import UnsupportedProblem
 from tpkernels.nn.random import _mix
 from tpkernels.sharding.randomness import SEEDS
 
-__all__ = ["Region", "drop_by_blocks"]
+__all__ = ["Region", "drop_by_blocks", "refuse_draws"]
 
 
 class Region:
@@ -90,6 +93,42 @@ class Region:
         ]
         mask = torch.cat(masks, -1).div_(1 - p if p < 1 else 1)
         return x.mul_(mask) if inplace else x * mask
+
+
+class _Draws:
+    """Whether random numbers were drawn since the last column layer, in training."""
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None
+
+    def __deepcopy__(self, memo: object) -> _Draws:
+        return self
+
+    def watch(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """A hook after a column layer."""
+        self.state = torch.get_rng_state() if module.training else None
+
+    def check(self, module: nn.Module, args: Any) -> None:
+        """A hook before a row layer.
+
+        Raises:
+            UnsupportedProblem: something drew.
+        """
+        state, self.state = self.state, None
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
+            raise UnsupportedProblem(
+                "same_bits: between a column layer and a row layer of a plan written by hand something draws random "
+                'numbers (dropout), whose bits would depend on the degree: set its probability to 0, or use plan="auto"'
+            )
+
+
+def refuse_draws(columns: Sequence[nn.Module], rows: Sequence[nn.Module]) -> None:
+    """Refuse, in each call, random numbers that are drawn on parts, where it is not known of which features."""
+    draws = _Draws()
+    for module in columns:
+        module.register_forward_hook(draws.watch)
+    for module in rows:
+        module.register_forward_pre_hook(draws.check)
 
 
 class _BlockDropout(nn.Dropout):
