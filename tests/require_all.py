@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 import pytest
 
-MAY_SKIP = re.compile(r"CUDA device|needs? root|CAP_\w+ missing|cores would need|--full: ")
+MAY_SKIP = re.compile(r"CUDA device|this CPU has no|needs? root|CAP_\w+ missing|cores would need|--full: ")
 
 
 def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:

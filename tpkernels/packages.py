@@ -35,7 +35,7 @@ PIP_LINES = {
 TESTED = {
     "transformers": ("5.24", "5.23"),
     "accelerate": ("1.15", "1.14"),
-    "peft": ("0.21",),
+    "peft": ("0.21", "0.20"),
     "lightning": ("2.6", "2.5"),
     "megatron": ("0.16", "0.15"),
     "torchtitan": ("0.3",),

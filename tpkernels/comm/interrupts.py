@@ -99,7 +99,10 @@ def wait(seconds: float) -> bool:
     poller = select.poll()  # select() knows descriptors below 1024 alone
     poller.register(end, select.POLLIN)
     while poller.poll(1000 * max(0.0, deadline - time.monotonic())):
-        numbers = end.recv(4096)
+        try:
+            numbers = end.recv(4096)
+        except BlockingIOError:
+            continue  # another thread that waits has read it
         core: Any = native()
         if core is not None and set(numbers) != {_WAKE}:
             core.signals_have_come()

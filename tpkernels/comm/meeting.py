@@ -136,7 +136,9 @@ def _blame_meeting(
             return failed_first(head, notes)
         never_came = error.peer is not None and error.peer not in present
         if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
-            ranks = list(silent) or ([] if error.peer is None else [error.peer])
+            # A rank that is here was slower than the connection that failed.
+            absent = [rank for rank in silent if rank not in present]
+            ranks = absent or list(silent) or ([] if error.peer is None else [error.peer])
             if not ranks and isinstance(error, StoreLost) and group.store_host is not None:
                 ranks = [group.store_host]
             whom = "a rank" if not ranks else f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY, LENGTH = 64, 8
+VOCABULARY, LENGTH = 66, 12
+"""These sizes, and those of the models, can be cut by two and by three."""
 
 
 def gated() -> bool:
@@ -70,9 +71,9 @@ def config(tp: int, **changes: Any) -> Any:
 
     given: dict[str, Any] = {
         "num_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+        "num_query_groups": 6,
         "ffn_hidden_size": 48,
         "use_cpu_initialization": True,
         "tensor_model_parallel_size": tp,
@@ -120,23 +121,41 @@ def gpt(tp: int, swap: Callable[[Any], Any] = lambda spec: spec, *, tied: bool =
 
 
 def loss_of(model: Any, step: int) -> Tensor:
+    """Of two rows, or of the one that is this replica's."""
+    from megatron.core import parallel_state
+
     ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+    ids = ids.chunk(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
-    loss: Tensor = model(ids, torch.arange(LENGTH).expand(2, -1), mask, labels=ids).mean()
+    loss: Tensor = model(ids, torch.arange(LENGTH).expand(len(ids), -1), mask, labels=ids).mean()
     return loss
+
+
+def mean_of_replicas(tensor: Tensor) -> Tensor:
+    from megatron.core import parallel_state
+
+    replicas = parallel_state.get_data_parallel_world_size()
+    if replicas > 1:
+        dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+        tensor /= replicas
+    return tensor
 
 
 def train(model: Any, steps: int) -> dict[str, Tensor]:
     """Losses, the first step's gradients and the last weights, by name, as this rank holds them."""
+    from megatron.core import parallel_state
+
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-2)  # see tests.integrations.curves.adamw
     found: dict[str, Tensor] = {}
     for step in range(steps):
         loss = loss_of(model, step)
         loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        for parameter in model.parameters():  # as Megatron's finalize_model_grads does with TP
+        found[f"loss {step}"] = mean_of_replicas(loss.detach())
+        for parameter in model.parameters():  # as Megatron's finalize_model_grads does with TP, and its DDP
             if getattr(parameter, "sequence_parallel", False):
-                dist.all_reduce(parameter.grad)
+                dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+            if parameter.grad is not None:
+                mean_of_replicas(parameter.grad)
         if step == 0:
             found |= {f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.integrations.transformers import private_names
+from tpkernels.integrations.transformers.adapters import is_adapter, let_adapters_merge
 from tpkernels.integrations.transformers.experts import hold_apart
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.packages import needed
@@ -65,6 +66,8 @@ def prepare(
         raise ValueError(f"prepare() takes a model of transformers, or one that PEFT made of it, got {type(model)}")
     tp = tp_mesh(mesh, model)
     replicas = mesh.size() // tp.size()
+    if any(is_adapter(name) for name, _ in model.named_modules()):
+        let_adapters_merge()
     parallelize(model, tp, plan, verify=verify, example_inputs=example_inputs)
     Ranks.of(model).step("prepare", lambda: _check_parts(model))
     if replicas > 1:
