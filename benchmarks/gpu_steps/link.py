@@ -27,6 +27,7 @@ from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
 from gpu_steps.overlap import Forecast
 from tpkernels import partition
+from tpkernels.backends.symmetric.channels import lanes_of
 from tpkernels.backends.symmetric.cuda_group import Call, Pipeline
 from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Raise, Steps
 from tpkernels.kernels import all_gather_matmul as gather
@@ -39,6 +40,7 @@ RATIOS = (1.0, 0.4)
 NVLINK_GBPS = 400.0
 M, K = 8192, 4096
 CHUNKS = (1, 2, 4, 8)  # what cutting costs and gains
+LANES = (1, 2)  # side streams that take turns: one copies while the other one raises its flag
 CLOCKED = ((3584, 8192), (1792, 4096))  # N, K of 70B and 8B, one of 8 ranks
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 RATE_BYTES, RATE_SIZE = 1 << 28, 8192
@@ -65,9 +67,11 @@ def run(recorder: Recorder) -> None:
     for ratio in RATIOS:
         measure_gather(lab, recorder, M, rates.free_dim(ratio, rates.to_device), K, TP, ratio, how=how)
         measure_scatter(lab, recorder, M, K, rates.free_dim(ratio, rates.to_host), TP, ratio)
+    n, k = rates.free_dim(1.0, rates.to_device), rates.free_dim(1.0, rates.to_host)
     for chunks in CHUNKS:
-        n = rates.free_dim(1.0, rates.to_device)
-        measure_gather(lab, recorder, M, n, K, TP, 1.0, num_chunks=chunks, how=how)
+        for lanes in LANES:
+            measure_gather(lab, recorder, M, n, K, TP, 1.0, num_chunks=chunks, lanes=lanes, how=how)
+        measure_scatter(lab, recorder, M, K, k, TP, 1.0, num_chunks=chunks)
     for n, k in CLOCKED:
         measure_clock(lab, recorder, M, n, k, TP, NVLINK_GBPS)
 
@@ -114,9 +118,11 @@ class Pull:
     """One rank's all-gather + GEMM whose peers are buffers of the host."""
 
     def __init__(
-        self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None, how: Raise = Raise.KERNEL
-    ) -> None:
-        self.lab, self.rank, self.pipeline = lab, LoneRank(lab, tp), Pipeline(lab.library, 1)
+        self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None, how: Raise = Raise.KERNEL,
+        lanes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.lab, self.rank, self.lanes = lab, LoneRank(lab, tp), lanes or lanes_of(tp)
+        self.pipeline = Pipeline(lab.library, self.lanes)
         self.shards = partition.array_split_sizes(m, tp)
         self.expected, self.weight = lab.random(0, m, k), lab.random(1, n, k)
         self.host = lab.pinned(m, k)
@@ -138,13 +144,13 @@ class Pull:
         row_bytes, starts = self.whole.shape[1] * 2, partition.offsets(self.shards)
         chunks, cut = [], self.config.num_chunks if flags else 1
         for number in range(cut):
-            for peer in partition.peers_after(0, len(self.shards)):
+            for turn, peer in enumerate(partition.peers_after(0, len(self.shards))):
                 start, stop = partition.chunk_ranges(self.shards[peer], cut)[number]
                 at, num_bytes = (starts[peer] + start) * row_bytes, (stop - start) * row_bytes
                 chunks.append(
                     _copy(
                         self.whole.data_ptr() + at, self.host.data_ptr() + at, num_bytes, number,
-                        flag=self.flag(peer, number), raises=flags,
+                        turn % self.lanes, flag=self.flag(peer, number), raises=flags,
                     )
                 )  # fmt: skip
         return chunks
@@ -199,12 +205,13 @@ class Pull:
 
 def measure_gather(
     lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, num_chunks: int | None = None,
-    how: Raise = Raise.KERNEL, one_queue: bool = False,
+    how: Raise = Raise.KERNEL, one_queue: bool = False, lanes: int | None = None,
 ) -> None:  # fmt: skip
-    pull = Pull(lab, m, n, k, tp, num_chunks, how)
+    pull = Pull(lab, m, n, k, tp, num_chunks, how, lanes)
     chunks = pull.config.num_chunks
     queue = f", one queue, flags by {how.name}" if one_queue else ""
-    problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks{queue}"
+    side = "" if lanes is None else f" on {lanes} side streams"
+    problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks{side}{queue}"
     # The kernels that raise flags wait for copies; with one queue the GEMM is enqueued behind all of them.
     hides = not (one_queue and how is Raise.KERNEL)
     forecast = Forecast(
@@ -229,16 +236,16 @@ def measure_gather(
 class Push:
     """One rank's GEMM + reduce-scatter whose peers' slots are buffers of the host; their partials are here already."""
 
-    def __init__(self, lab: Lab, m: int, n: int, k: int, tp: int) -> None:
-        self.lab, self.rank, self.pipeline = lab, LoneRank(lab, tp), Pipeline(lab.library, 1)
+    def __init__(self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None) -> None:
+        self.lab, self.rank, self.lanes = lab, LoneRank(lab, tp), lanes_of(tp)
+        self.pipeline = Pipeline(lab.library, self.lanes)
         self.shards = partition.array_split_sizes(m, tp)
         self.x, self.weight = lab.random(0, m, k), lab.random(1, n, k)
         self.partial, self.host = self.x.new_empty(m, n), lab.pinned(m, n)
         self.others = [lab.random(2 + r, self.shards[0], n) for r in range(tp - 1)]
         self.sum = self.x.new_empty(self.shards[0], n)
-        self.config: GemmConfig = lab.configure(
-            m, n, k, tp, moved_columns=n, reserved_sms=lab.reserved_sms(waits=False)
-        )
+        config = lab.configure(m, n, k, tp, moved_columns=n, reserved_sms=lab.reserved_sms(waits=False))
+        self.config: GemmConfig = config if num_chunks is None else replace(config, num_chunks=num_chunks)
         self.departures = departures_of(self.rank, self.partial, self.shards, self.config)
         self._flagged, self._plain = (_call(self.pipeline, self.rank, self._chunks(flags)) for flags in (True, False))
         self._known: KnownLaunch | None = None
@@ -249,14 +256,14 @@ class Push:
         row_bytes, starts = self.partial.shape[1] * 2, partition.offsets(self.shards)
         chunks, cut = [], self.config.num_chunks if flags else 1
         for number in range(cut):
-            for owner in partition.peers_after(0, len(self.shards)):
+            for turn, owner in enumerate(partition.peers_after(0, len(self.shards))):
                 start, stop = partition.chunk_ranges(self.shards[owner], cut)[number]
                 at, num_bytes = (starts[owner] + start) * row_bytes, (stop - start) * row_bytes
                 flag = self.rank.flags.data_ptr() + 4 * (owner * self.config.num_chunks + number)
                 chunks.append(
                     _copy(
                         self.host.data_ptr() + at, self.partial.data_ptr() + at, num_bytes, number,
-                        flag=flag, waits=flags and num_bytes > 0,
+                        turn % self.lanes, flag=flag, waits=flags and num_bytes > 0,
                     )
                 )  # fmt: skip
         return chunks
@@ -317,9 +324,10 @@ class Push:
 
 
 def measure_scatter(
-    lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, one_queue: bool = False
-) -> None:
-    push = Push(lab, m, n, k, tp)
+    lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, one_queue: bool = False,
+    num_chunks: int | None = None,
+) -> None:  # fmt: skip
+    push = Push(lab, m, n, k, tp, num_chunks)
     chunks = push.config.num_chunks
     queue = ", one queue" if one_queue else ""
     problem = f"GEMM+RS M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks{queue}"
@@ -329,11 +337,12 @@ def measure_scatter(
         lab.card.library_gemm_s(m, n, k), lab.card.our_gemm_s(m, n, k), lab.card.pcie_s(2 * m * n - mine), chunks, True,
         driver_calls=5 + 2 * chunks * (tp - 1), torch_calls=1, behind_s=reduce_s,
     )  # fmt: skip
-    overlap.predict(recorder, problem, forecast, "-" if one_queue else "G3", beside=False)
+    target = "-" if one_queue or num_chunks is not None else "G3"
+    overlap.predict(recorder, problem, forecast, target, beside=False)
     for name, call in (("fused", push.fused), ("unfused", push.unfused)):
         push.check(f"GEMM+RS {name}", call)
     candidates = {"gemm": push.gemm, "transfer": push.transfer, "unfused": push.unfused, "fused": push.fused}
-    overlap.report(lab, recorder, problem, candidates, "PCIe link", "-" if one_queue else "G3")
+    overlap.report(lab, recorder, problem, candidates, "PCIe link", target)
     push.rank.raise_if_failed()
     push.close()
 
@@ -398,11 +407,13 @@ def _cycles_per_second(lab: Lab) -> float:
 
 
 def _copy(
-    target: int, source: int, num_bytes: int, number: int, *, flag: int, raises: bool = False, waits: bool = False
+    target: int, source: int, num_bytes: int, number: int, lane: int, *, flag: int, raises: bool = False,
+    waits: bool = False,
 ) -> Chunk:  # fmt: skip
     return Chunk(
         target=target, source=source, rows=1, row_bytes=num_bytes, target_stride_bytes=num_bytes,
         source_stride_bytes=num_bytes, flags=flag, raise_ranks=int(raises), wait_ranks=int(waits), chunk=number,
+        lane=lane,
     )  # fmt: skip
 
 

@@ -62,6 +62,9 @@ SETS = (
         Step(f"{tool}-{way}", f"{tool} over small cases, kernels {way}", 120, "programs", f"{tool}_{way}")
         for way in ("alone", "together") for tool in ("memcheck", "synccheck")
     )),
+    StepSet("tiles", 180, (
+        Step("tiles", "the tiles that are chosen against their neighbours", 180, "tiles"),
+    )),
     StepSet("rivals", 90, (
         Step("rivals", "G5 against torch.ops.symm_mem, as two processes on this GPU", 90, "rivals"),
     )),

@@ -17,6 +17,8 @@
 #define TPK_KERNEL __global__ void __launch_bounds__(64, 32)
 // 64 registers a thread. Unasked, the assembler aims at less and spills (sm_80: 8 bytes at 48).
 #define TPK_KERNEL_OF(threads) __global__ void __launch_bounds__(threads, 1024 / (threads))
+// As many registers as a block alone on its SM can have, for those that have many loads on their way.
+#define TPK_KERNEL_ALONE(threads) __global__ void __launch_bounds__(threads, 1)
 #define TPK_DEVICE __device__ __forceinline__
 // Kernel arguments stay in constant memory: indexing the table of peers needs no copy of it on the stack.
 #define TPK_ARGUMENT const __grid_constant__
@@ -131,6 +133,7 @@ TPK_DEVICE float square_root(float a) { return __fsqrt_rn(a); }
 
 #define TPK_KERNEL inline void
 #define TPK_KERNEL_OF(threads) inline void
+#define TPK_KERNEL_ALONE(threads) inline void
 #define TPK_DEVICE inline
 #define TPK_ARGUMENT const
 #define TPK_UNROLL

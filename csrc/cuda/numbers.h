@@ -22,12 +22,6 @@ TPK_DEVICE float widen(float value) { return value; }
 TPK_DEVICE float widen(Bf16 value) { return bits_to_float(static_cast<std::uint32_t>(value.bits) << 16); }
 
 TPK_DEVICE void narrow(float value, float& out) { out = value; }
-TPK_DEVICE void narrow(float value, Bf16& out) {
-    const std::uint32_t bits = float_to_bits(value);
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    const std::uint32_t rounded = nan ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
-    out.bits = static_cast<std::uint16_t>(rounded >> 16);
-}
 
 #if defined(__CUDACC__)
 
@@ -37,8 +31,16 @@ TPK_DEVICE float widen(Half value) {
     return wide;
 }
 TPK_DEVICE void narrow(float value, Half& out) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value)); }
+TPK_DEVICE void narrow(float value, Bf16& out) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(value)); }
 
 #else
+
+TPK_DEVICE void narrow(float value, Bf16& out) {
+    const std::uint32_t bits = float_to_bits(value);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const std::uint32_t rounded = nan ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+    out.bits = static_cast<std::uint16_t>(rounded >> 16);
+}
 
 TPK_DEVICE float widen(Half value) {
     const std::uint32_t sign = (value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.cpu
 DEVICE = "csrc/cuda/device.h"
 # File, and the offset that becomes one of 32 bits.
 FAULTS = {
-    "rows of partials": (REDUCE, "+ row * job.strides[rank]"),
-    "rows of sums": (REDUCE, "+ row * job.out_stride"),
+    "rows of partials": (REDUCE, "+ at.row * stride"),
+    "rows of sums": (REDUCE, "+ at.row * job.out_stride"),
     "a rank's part of the peers' slots": (ONE_SHOT, "group.rank * job.slot_elements"),
     "a rank's part of its own slot, summed": (ONE_SHOT, "+ rank * job.slot_elements + element;"),
     "a rank's part of its own slot, copied": (ONE_SHOT, "+ rank * job.slot_elements;"),

@@ -159,15 +159,11 @@ def test_a_gemm_is_launched_with_no_more_than_the_rule_says(gathers: bool) -> No
 # --- grids that are too large -----------------------------------------------------------------------------------------
 
 
-def test_the_uncapped_grid_of_512_blocks_locks_out_the_kernels_that_would_end_its_waiting(
-    kernels: Mapping[str, Mapping[str, list[Kernel]]],
-) -> None:
+def test_the_uncapped_grid_of_512_blocks_locks_out_the_kernels_that_would_end_its_waiting() -> None:
     """The reducer as it was: 512 blocks of 256 threads at 64 registers; kernels of one warp at 40."""
-    warp = Kernel("wait_chunk", 32, 40)
+    warp, reducer = Kernel("wait_chunk", 32, 40), Kernel("reduce", 256, 64)
     locked_out, beside_nccl = set(), set()
     for gpu in GPUS:
-        reducer = replace(max(of(kernels, gpu, {"reduce"}), key=lambda k: k.registers), threads=256)
-        assert reducer.registers == 64
         assert least_room(gpu, reducer, 512, NCCL) == 0, gpu.name
         if least_room(gpu, reducer, 512, warp) == 0:
             locked_out.add(gpu.name)

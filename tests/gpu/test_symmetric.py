@@ -43,8 +43,8 @@ def cases_of(op: str, world: int, full: bool) -> list[Case]:
     return [case.but(call=number) for number, case in enumerate([*(small if full else small[::5]), *large])]
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 3])  # the outer loop: ranks are started anew for another number of them
 def test_integers_are_exact_for_every_op_dtype_and_cut(
     symmetric_ranks: Shared, world: int, op: str, full: bool
 ) -> None:

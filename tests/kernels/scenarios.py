@@ -6,6 +6,7 @@ thread copies and raises flags on a stream of its own.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -225,9 +226,12 @@ def gather(case: Case) -> list[Tensor]:
             scale_weight=parts[0][2], scale_weight_up=up[2],
             **dict(zip(("preactivation", "preactivation_up"), kept, strict=False)),
         )  # fmt: skip
-        _run_beside(
-            case, launch, threading.Thread(target=_arrive, args=(case, call, case.place(x), whole, signals, epoch))
-        )
+        arrive = partial(_arrive, case, call, case.place(x), whole, signals, epoch)
+        if case.device != "cpu":  # what loads a kernel while another one spins may wait for it: these have run before
+            arrive()
+            whole[:start], whole[start + case.shards[case.rank] :] = math.nan, math.nan
+            signals.fill_(as_int32(epoch - 1))
+        _run_beside(case, launch, threading.Thread(target=arrive))
         assert not around.failure.any(), around.told(case)
         rows_of_scale = [None if s is None else s.expand(n) for s, n in ((sx, case.rows), (parts[0][2], case.n))]
         full = [(w, b, None if s is None else s.expand(case.n)) for w, b, s in parts]

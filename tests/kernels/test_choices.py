@@ -161,8 +161,10 @@ def test_operands_that_are_read_a_number_at_a_time_take_the_nested_loop() -> Non
         (torch.zeros(8, 64), False),
         (torch.zeros(8, 65, dtype=torch.bfloat16), False),
         (torch.zeros(0, 64, dtype=torch.bfloat16), False),
+        (torch.zeros(8, 64, dtype=torch.bfloat16)[:, :60], False),
+        (torch.zeros(8, 64, dtype=torch.bfloat16)[:, :56], True),
     ],
-    ids=["16 bits", "32 bits", "odd rows", "no rows"],
+    ids=["16 bits", "32 bits", "odd rows", "no rows", "ends within 16 bytes", "ends with 16 bytes"],
 )
 def test_results_have_a_descriptor_where_it_can_be(out: torch.Tensor, fits: bool) -> None:
     assert (result_descriptor(out, config()) is not None) is fits

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import one_gpu
-from gpu_steps import environment, faults, gemm, link, programs, reducer, rivals, sanitized, sharing, smoke
+from gpu_steps import environment, faults, gemm, link, programs, reducer, rivals, sanitized, sharing, smoke, tiles
 from gpu_steps.lab import Lab
 from gpu_steps.outcome import Outcome, Recorder
 from gpu_steps.roofline import card_of
@@ -61,7 +62,10 @@ def make_small(folder: Path) -> None:
     reducer.WORLD_SIZES, reducer.ROWS, reducer.COLUMNS = (3,), 5, 24
     faults.TIMEOUT_S, faults.OVER_S, faults.TRIALS, faults.REPLAYS = 0.05, 60.0, 1, 5
     link.TP, link.M, link.K, link.RATIOS, link.CHUNKS, link.CLOCKED = 3, 40, 24, (0.4,), (3,), ((40, 24),)
-    link.RATE_BYTES, link.RATE_SIZE = 1 << 16, 64
+    link.RATE_BYTES, link.RATE_SIZE, link.LANES = 1 << 16, 64, (2,)
+    tiles.TP, tiles.COMPILERS, tiles.GROUPS, tiles.FURTHER = 2, 1, (2,), {}
+    tiles.candidates = lambda usual, **of: (usual, replace(usual, loop="nested"))
+    tiles.PROBLEMS = tuple((op, "40x32x64", dtype) for op, _, dtype in tiles.PROBLEMS[1::2])
     link.Rates.free_dim = lambda self, ratio, rate: 40  # type: ignore[method-assign]
     environment.NUM_BYTES = 1 << 16
     sharing.WAYS = {"NCCL": sharing.WAYS["NCCL"]}

@@ -88,8 +88,14 @@ def loop_of(x: Tensor, weight: Tensor, config: GemmConfig) -> str:
 
 
 def result_descriptor(out: Tensor, config: GemmConfig) -> TensorDescriptor | None:
-    """Of the part of a tile that is stored at a time, for a flat loop, if `out` has 16 bits and a descriptor can be."""
+    """Of the part of a tile that is stored at a time, for a flat loop, if `out` has 16 bits and a descriptor can be.
+
+    The copy engine of tiles writes whole runs of 16 bytes: a row that ends within one would spoil what lies behind it
+    (seen on an H200: 250 columns of bf16, and columns 250 to 255 of a wider tensor were overwritten).
+    """
     if not config.descriptors or config.loop != "flat" or out.element_size() != 2 or not descriptors_fit(out):
+        return None
+    if out.shape[1] * out.element_size() % 16 != 0:
         return None
     columns = min(config.block_n, FINISH_COLUMNS.value)
     return TensorDescriptor(out, list(out.shape), list(out.stride()), [config.block_m, columns])
