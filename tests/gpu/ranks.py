@@ -22,7 +22,7 @@ import tpkernels as tpk
 from tests.backends.contract import JUDGES
 from tests.ops.scaled import ScaledCase, judge_cases
 from tests.ops.support import PLACE, new_group
-from tpkernels import errors
+from tpkernels import errors, selftest
 from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm import startup
 from tpkernels.comm.groups import resolve
@@ -172,6 +172,16 @@ def sums_with_a_norm(implementation: str, rows: Sequence[int], columns: int = 52
                     calls += 1
         _nothing_failed(group)
     return calls
+
+
+def modules_of_the_selftest(dtypes: tuple[str, ...]) -> list[str]:
+    """What `tpkernels test` says of modules and whole decoders, in every implementation: all that is wrong."""
+    if PLACE.device.type == "cuda":
+        _take_share(dist.group.WORLD, dist.get_world_size())
+    rows = selftest.run_rank(selftest.Options(PLACE.device.type, dtypes, ("modules",), quick=True))
+    settle()
+    assert PLACE.device.type == "cpu" or any("symmetric" in row.ran for row in rows), "symmetric did nothing"
+    return [f"{row.what}, {row.implementation}: {failure}" for row in rows for failure in row.failures]
 
 
 def late_peer(timeout_s: float) -> dict[str, Any]:

@@ -68,3 +68,8 @@ def test_gradients_of_as_many_rows_as_on_a_gpu_are_within_the_bound(ranks: Pools
 def test_a_missing_rank_is_named_on_gloo_as_it_has_to_be_on_nccl(how: str, timeout_s: float) -> None:
     with WorkerPool(2, forked=True) as pool:
         scenarios.check_without_a_peer(pool, how, timeout_s, within_s=15.0)
+
+
+@pytest.mark.full("tests/selftest compares the same modules on CPU ranks")
+def test_modules_of_the_selftest_are_right_on_cpu_ranks(ranks: Pools) -> None:
+    assert ranks(2).run(scenarios.modules_of_the_selftest, ("fp64",)) == [[], []]

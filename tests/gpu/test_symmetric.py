@@ -90,6 +90,12 @@ def test_real_numbers_are_within_the_bound(symmetric_ranks: Shared, world: int) 
     symmetric_ranks(world).run(scenarios.judge_all, cases, "values", 4, timeout=CALL_S)
 
 
+def test_modules_and_decoders_are_right_in_every_implementation(symmetric_ranks: Shared, full: bool) -> None:
+    """Forward and backward, sequence parallel and not, from parts and through `parallelize`."""
+    dtypes = ("fp32", "bf16", "fp16", "fp64") if full else ("bf16",)
+    assert symmetric_ranks(2).run(scenarios.modules_of_the_selftest, dtypes, timeout=4 * CALL_S) == [[], []]
+
+
 def test_nothing_of_an_earlier_call_is_left_and_outputs_are_the_callers(symmetric_ranks: Shared) -> None:
     cases = []
     for op in OPS:
