@@ -4,6 +4,8 @@ Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (
 `gpu`, `multi_gpu`. A layer that this machine cannot run is skipped with the reason. `--full` asks for full counts
 (`full` fixture, `sample` mark) where a test by default takes a sample, and for tests that do not run otherwise (`full`
 mark). A case that is named on the command line runs.
+
+Tests see no GPU, whatever machine they run on, but for those of tests/gpu, which run by themselves: `pytest tests/gpu`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +42,7 @@ PRELOADED = [
 UNMEASURED = {"TPKERNELS_CALIBRATE": "0"}
 """Each new group of each test would measure its costs, and choose otherwise on a busy machine."""
 
+GPU_TESTS = Path(__file__).parent / "gpu"
 LAYERS = {
     "cpu": "no process group",
     "gloo": "two to four real ranks on this machine over gloo",
@@ -53,6 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not wants_gpus(config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for this process and all that it starts: `tpk.init()` would take one
     for name, meaning in LAYERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.addinivalue_line("markers", "full(reason): runs with --full only; what it costs, or what stands for it")
@@ -60,6 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
         torch.set_num_threads(1)  # several workers share the cores: threads that wait for each other only spin
+
+
+def wants_gpus(arguments: Iterable[str]) -> bool:
+    """Whether all that was asked for is of tests/gpu."""
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in arguments]
+    return bool(paths) and all(path.is_relative_to(GPU_TESTS) for path in paths)
 
 
 def missing_for(layer: str) -> str | None:
@@ -70,7 +82,8 @@ def missing_for(layer: str) -> str | None:
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         needed = 2 if layer == "multi_gpu" else 1
         if devices < needed:
-            return f"needs {needed} CUDA device(s), found {devices}"
+            hidden = "; `pytest tests/gpu` looks for them" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else ""
+            return f"needs {needed} CUDA device(s), found {devices}{hidden}"
     return None
 
 

@@ -366,7 +366,9 @@ def test_failures_of_one_check_do_not_hide_the_others(
     assert ran[-1][1:] == ["-m", "pytest", "--durations=10", "-n", "3", "--dist", "worksteal", "-k", "x"]
     monkeypatch.setattr(module, "sees_gpu", lambda: True)
     module.run_tests([])
-    assert ran[-1][1:] == ["-m", "pytest", "--durations=10"], "tests of one GPU take turns"
+    assert ran[-1][1:] == ["-m", "pytest", "--durations=10", "tests/gpu"], "tests of one GPU take turns"
+    module.run_tests(["-k", "x"])
+    assert ran[-1][-2:] == ["-k", "x"], "who chooses tests is given those"
 
 
 def test_help_and_what_cannot_be_parsed_touch_nothing(checkout: Checkout) -> None:

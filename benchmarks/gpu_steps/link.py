@@ -27,7 +27,6 @@ from gpu_steps.lab import Lab, LoneRank, check_product
 from gpu_steps.outcome import Recorder, Row, times_of
 from gpu_steps.overlap import Forecast
 from tpkernels import partition
-from tpkernels.backends.symmetric.channels import lanes_of
 from tpkernels.backends.symmetric.cuda_group import Call, Pipeline
 from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Raise, Steps
 from tpkernels.kernels import all_gather_matmul as gather
@@ -40,9 +39,10 @@ RATIOS = (1.0, 0.4)
 NVLINK_GBPS = 400.0
 M, K = 8192, 4096
 CHUNKS = (1, 2, 4, 8)  # what cutting costs and gains
-LANES = (1, 2)  # side streams that take turns: one copies while the other one raises its flag
+LANES = (1, 2)  # side streams: copies of two share the link, but what one of them waits for goes on beside the other
 CLOCKED = ((3584, 8192), (1792, 4096))  # N, K of 70B and 8B, one of 8 ranks
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+PULL_LANES, PUSH_LANES = 1, 2  # as `symmetric` has them over PCIe
 RATE_BYTES, RATE_SIZE = 1 << 28, 8192
 
 
@@ -71,7 +71,7 @@ def run(recorder: Recorder) -> None:
     for chunks in CHUNKS:
         for lanes in LANES:
             measure_gather(lab, recorder, M, n, K, TP, 1.0, num_chunks=chunks, lanes=lanes, how=how)
-        measure_scatter(lab, recorder, M, K, k, TP, 1.0, num_chunks=chunks)
+            measure_scatter(lab, recorder, M, K, k, TP, 1.0, num_chunks=chunks, lanes=lanes)
     for n, k in CLOCKED:
         measure_clock(lab, recorder, M, n, k, TP, NVLINK_GBPS)
 
@@ -119,9 +119,9 @@ class Pull:
 
     def __init__(
         self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None, how: Raise = Raise.KERNEL,
-        lanes: int | None = None,
+        lanes: int = PULL_LANES,
     ) -> None:  # fmt: skip
-        self.lab, self.rank, self.lanes = lab, LoneRank(lab, tp), lanes or lanes_of(tp)
+        self.lab, self.rank, self.lanes = lab, LoneRank(lab, tp), lanes
         self.pipeline = Pipeline(lab.library, self.lanes)
         self.shards = partition.array_split_sizes(m, tp)
         self.expected, self.weight = lab.random(0, m, k), lab.random(1, n, k)
@@ -205,13 +205,12 @@ class Pull:
 
 def measure_gather(
     lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, num_chunks: int | None = None,
-    how: Raise = Raise.KERNEL, one_queue: bool = False, lanes: int | None = None,
+    how: Raise = Raise.KERNEL, one_queue: bool = False, lanes: int = PULL_LANES,
 ) -> None:  # fmt: skip
     pull = Pull(lab, m, n, k, tp, num_chunks, how, lanes)
     chunks = pull.config.num_chunks
     queue = f", one queue, flags by {how.name}" if one_queue else ""
-    side = "" if lanes is None else f" on {lanes} side streams"
-    problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks{side}{queue}"
+    problem = f"AG+GEMM M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks, {lanes} side streams{queue}"
     # The kernels that raise flags wait for copies; with one queue the GEMM is enqueued behind all of them.
     hides = not (one_queue and how is Raise.KERNEL)
     forecast = Forecast(
@@ -236,8 +235,11 @@ def measure_gather(
 class Push:
     """One rank's GEMM + reduce-scatter whose peers' slots are buffers of the host; their partials are here already."""
 
-    def __init__(self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None) -> None:
-        self.lab, self.rank, self.lanes = lab, LoneRank(lab, tp), lanes_of(tp)
+    def __init__(
+        self, lab: Lab, m: int, n: int, k: int, tp: int, num_chunks: int | None = None,
+        lanes: int = PUSH_LANES,
+    ) -> None:  # fmt: skip
+        self.lab, self.rank, self.lanes = lab, LoneRank(lab, tp), lanes
         self.pipeline = Pipeline(lab.library, self.lanes)
         self.shards = partition.array_split_sizes(m, tp)
         self.x, self.weight = lab.random(0, m, k), lab.random(1, n, k)
@@ -247,7 +249,8 @@ class Push:
         config = lab.configure(m, n, k, tp, moved_columns=n, reserved_sms=lab.reserved_sms(waits=False))
         self.config: GemmConfig = config if num_chunks is None else replace(config, num_chunks=num_chunks)
         self.departures = departures_of(self.rank, self.partial, self.shards, self.config)
-        self._flagged, self._plain = (_call(self.pipeline, self.rank, self._chunks(flags)) for flags in (True, False))
+        self._flagged = _call(self.pipeline, self.rank, self._chunks(True))
+        self._plain = _call(self.pipeline, self.rank, self._chunks(False))
         self._known: KnownLaunch | None = None
         self._known = self.kernel(rehearsal=True)
         lab.settle()
@@ -325,12 +328,12 @@ class Push:
 
 def measure_scatter(
     lab: Lab, recorder: Recorder, m: int, n: int, k: int, tp: int, ratio: float, one_queue: bool = False,
-    num_chunks: int | None = None,
+    num_chunks: int | None = None, lanes: int = PUSH_LANES,
 ) -> None:  # fmt: skip
-    push = Push(lab, m, n, k, tp, num_chunks)
+    push = Push(lab, m, n, k, tp, num_chunks, lanes)
     chunks = push.config.num_chunks
     queue = ", one queue" if one_queue else ""
-    problem = f"GEMM+RS M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks{queue}"
+    problem = f"GEMM+RS M{m} N{n} K{k} of {tp}, transfer/GEMM {ratio:g}, {chunks} chunks, {lanes} side streams{queue}"
     mine = 2 * push.shards[0] * n
     reduce_s = lab.card.reduce_s(tp, mine)
     forecast = Forecast(

@@ -17,8 +17,6 @@
 #define TPK_KERNEL __global__ void __launch_bounds__(64, 32)
 // 64 registers a thread. Unasked, the assembler aims at less and spills (sm_80: 8 bytes at 48).
 #define TPK_KERNEL_OF(threads) __global__ void __launch_bounds__(threads, 1024 / (threads))
-// As many registers as a block alone on its SM can have, for those that have many loads on their way.
-#define TPK_KERNEL_ALONE(threads) __global__ void __launch_bounds__(threads, 1)
 #define TPK_DEVICE __device__ __forceinline__
 // Kernel arguments stay in constant memory: indexing the table of peers needs no copy of it on the stack.
 #define TPK_ARGUMENT const __grid_constant__
@@ -26,6 +24,8 @@
 #define TPK_DO_NOT_UNROLL _Pragma("unroll 1")
 
 namespace tpk {
+
+constexpr int kStrip = 32;  // threads that load together
 
 TPK_DEVICE unsigned thread_index() { return threadIdx.x; }
 TPK_DEVICE unsigned block_index() { return blockIdx.x; }
@@ -133,13 +133,14 @@ TPK_DEVICE float square_root(float a) { return __fsqrt_rn(a); }
 
 #define TPK_KERNEL inline void
 #define TPK_KERNEL_OF(threads) inline void
-#define TPK_KERNEL_ALONE(threads) inline void
 #define TPK_DEVICE inline
 #define TPK_ARGUMENT const
 #define TPK_UNROLL
 #define TPK_DO_NOT_UNROLL
 
 namespace tpk {
+
+constexpr int kStrip = 2;
 
 // What a thread is told before it runs a kernel; `vote` is a barrier that also ors (tests/cuda/simulator.h).
 struct SimulatedThread {

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define TPK_CUDA_ABI 6
+#define TPK_CUDA_ABI 7
 #define TPK_MAX_RANKS 64
 #define TPK_MAX_CHUNKS 64
 #define TPK_SLOTS 2
@@ -93,6 +93,8 @@ int tpk_cuda_abi(void);
 const char* tpk_error_string(int error);
 int tpk_device_count(int* count);
 int tpk_can_access_peer(int device, int peer_device, int* can);
+/* Whether the two are joined by a link that carries atomics, as NVLink does and PCIe does not. */
+int tpk_has_peer_atomics(int device, int peer_device, int* has);
 /* Whether WRITE_VALUE can be used on the current device, which is tried.  Not in capture; waits for that trial. */
 int tpk_has_write_value(int* has);
 

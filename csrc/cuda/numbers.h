@@ -19,7 +19,6 @@ struct Half {
 };
 
 TPK_DEVICE float widen(float value) { return value; }
-TPK_DEVICE float widen(Bf16 value) { return bits_to_float(static_cast<std::uint32_t>(value.bits) << 16); }
 
 TPK_DEVICE void narrow(float value, float& out) { out = value; }
 
@@ -30,11 +29,17 @@ TPK_DEVICE float widen(Half value) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
     return wide;
 }
+TPK_DEVICE float widen(Bf16 value) {
+    float wide;  // not a shift: for that the assembler takes more registers
+    asm("mov.b32 %0, {%1, %2};" : "=f"(wide) : "h"(std::uint16_t{0}), "h"(value.bits));
+    return wide;
+}
 TPK_DEVICE void narrow(float value, Half& out) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value)); }
 TPK_DEVICE void narrow(float value, Bf16& out) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(value)); }
 
 #else
 
+TPK_DEVICE float widen(Bf16 value) { return bits_to_float(static_cast<std::uint32_t>(value.bits) << 16); }
 TPK_DEVICE void narrow(float value, Bf16& out) {
     const std::uint32_t bits = float_to_bits(value);
     const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;

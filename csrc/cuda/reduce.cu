@@ -1,6 +1,4 @@
 // Launches of the reducer: types, alignment, grid.
-#include <algorithm>
-
 #include "cuda/host.h"
 #include "cuda/reduce_kernel.h"
 
@@ -37,10 +35,8 @@ int launch_reduce(const ReduceArguments& a) {
     job.columns = a.columns;
     job.num_chunks = a.num_chunks;
     job.op = a.op;
-    plan_tiles(job, kReduceThreads);
-    const std::int64_t tiles = a.rows * job.tiles_per_row;
-    const int blocks = static_cast<int>(std::clamp<std::int64_t>(tiles, 1, a.group->max_blocks));
-    reduce<In, Out><<<blocks, kReduceThreads, 0, as_stream(a.stream)>>>(to_device(*a.group), job);
+    const int blocks = plan_strips(job, kSumThreads, a.group->max_blocks);
+    reduce<In, Out><<<blocks, kSumThreads, 0, as_stream(a.stream)>>>(to_device(*a.group), job);
     return launched();
 }
 

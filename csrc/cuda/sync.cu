@@ -86,6 +86,10 @@ TPK_API int tpk_can_access_peer(int device, int peer_device, int* can) {
     return static_cast<int>(cudaDeviceCanAccessPeer(can, device, peer_device));
 }
 
+TPK_API int tpk_has_peer_atomics(int device, int peer_device, int* has) {
+    return static_cast<int>(cudaDeviceGetP2PAttribute(has, cudaDevP2PAttrNativeAtomicSupported, device, peer_device));
+}
+
 TPK_API int tpk_failure_create(tpk_failure** host, tpk_failure** device) {
     void *on_host = nullptr, *on_device = nullptr;
     TPK_TRY(cudaHostAlloc(&on_host, sizeof(tpk_failure), cudaHostAllocMapped | cudaHostAllocPortable));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tpkernels.backends.symmetric import cuda_native, resource
 from tpkernels.backends.symmetric import implementations as symmetric
 from tpkernels.backends.symmetric.memory import is_consistent
 from tpkernels.backends.symmetric.resource import MULTICAST, SymmetricMemory, common_refusal
@@ -104,3 +106,16 @@ def test_explain_says_how_a_sum_travels(multicast: bool) -> None:
         by_multicast = ", pushed by multicast stores (NVLS), summed by the ranks in fixed order"
         assert found == (f"{said}{by_multicast}" if multicast and said else said)
         assert found in str(explanation)
+
+
+@pytest.mark.parametrize(("atomics", "one_link"), [({1, 2}, False), ({1}, True), (set(), True)], ids=str)
+def test_peers_behind_pcie_share_a_link(atomics: set[int], one_link: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU 0's peers: those of this process's GPUs; a rank on the same GPU, or on one that is not seen, says nothing."""
+    uuids = ["GPU-a", "GPU-b", "GPU-c"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=uuids[i]))
+    library = SimpleNamespace(has_peer_atomics=lambda own, peer: own == 0 and peer in atomics)
+    monkeypatch.setattr(cuda_native, "load", lambda: library)
+    here = torch.device("cuda", 0)
+    assert resource._share_a_link(here, uuids) is one_link
+    assert resource._share_a_link(here, ["GPU-a", "GPU-a", "GPU-elsewhere"]) is False

@@ -7,6 +7,7 @@
 #include "world.h"
 
 constexpr unsigned kThreads = 3, kBlocks = 2;
+constexpr unsigned kThreadsOfStrips = 4;  // of the reducer: two warps of two
 
 struct Call {
     int number, op, slot, type;

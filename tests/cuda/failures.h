@@ -134,8 +134,8 @@ inline void copies_go_on_after_a_failure() {
         for (int source = 0; source < 2; ++source) job.parts[source] = me.slots[0].data();
         job.out = me.out.data();
         job.rows = job.columns = job.num_chunks = 1;
-        plan_tiles(job, kThreads);
-        sim::launch(1, kThreads, [&] { reduce<float, float>(me.group, job); });
+        const int blocks = plan_strips(job, kThreadsOfStrips, 1);
+        sim::launch(static_cast<unsigned>(blocks), kThreadsOfStrips, [&] { reduce<float, float>(me.group, job); });
         const Failure& f = failure_of(me, scenario);
         expect(f.kind == TPK_POISONED && f.peer == 0 && f.epoch == 1, scenario, f);
     });

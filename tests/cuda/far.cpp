@@ -49,8 +49,8 @@ void far_reduce(bool vectors) {
     job.rows = kRows;
     job.columns = kColumns;
     job.vectors = vectors;
-    plan_tiles(job, kThreads);
-    sim::launch(kBlocks, kThreads, [&] { reduce<In, Out>(world.at(0).group, job); });
+    const int blocks = plan_strips(job, kThreadsOfStrips, kBlocks);
+    sim::launch(static_cast<unsigned>(blocks), kThreadsOfStrips, [&] { reduce<In, Out>(world.at(0).group, job); });
     for (std::int64_t i = 0; i < kRows * kColumns; ++i) {
         const Out expected = expected_sum<In, Out>(1, kRanks, i, i % kColumns, false);
         check_equal(job.out[i / kColumns * kStride + i % kColumns], expected, "far reduce", 1, 0, i);

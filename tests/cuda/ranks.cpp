@@ -170,9 +170,9 @@ void reduce_scatter(const World& world, Rank& me, const Call& call) {
     job.columns = columns;
     job.num_chunks = call.chunks;
     job.op = call.op;
-    plan_tiles(job, kThreads);
+    const int blocks = plan_strips(job, kThreadsOfStrips, kBlocks);
     me.linger();
-    sim::launch(kBlocks, kThreads, [&] { reduce<In, Out>(me.group, job); });
+    sim::launch(static_cast<unsigned>(blocks), kThreadsOfStrips, [&] { reduce<In, Out>(me.group, job); });
     lane.join();
     for (std::int64_t i = 0; i < mine * columns; ++i) {
         const Out expected = expected_sum<In, Out>(call.number, size, i, i % columns, call.bias);

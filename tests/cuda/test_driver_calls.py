@@ -25,7 +25,7 @@ from tests.backends.test_symmetric_order import Recorder
 from tests.cuda import emulator
 from tpkernels.backends.symmetric import copy_engine_traffic, kernel_launches
 from tpkernels.backends.symmetric import implementations as symmetric
-from tpkernels.backends.symmetric.channels import SymmetricChannels
+from tpkernels.backends.symmetric.channels import Channel, SymmetricChannels
 from tpkernels.backends.symmetric.cuda_group import Call, Group, Pipeline
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, PAD_BYTES, STATE_BYTES, Chunk, Library, Raise, Steps
 from tpkernels.backends.symmetric.memory import Allocation
@@ -68,11 +68,11 @@ class Counter(Recorder):
 
 
 @contextmanager
-def counter_of(size: int) -> Iterator[tuple[Counter, Any]]:
+def counter_of(size: int, one_link: bool = False) -> Iterator[tuple[Counter, Any]]:
     """The device and the group of a rank; nothing that is enqueued happens."""
     device = Counter(size)
     group: Any = SimpleNamespace(rank=0, size=size, timeout=1.0, peers=())
-    group.resources = {SymmetricMemory.name: SymmetricMemory(SymmetricChannels(group, device))}
+    group.resources = {SymmetricMemory.name: SymmetricMemory(SymmetricChannels(group, device, one_link=one_link))}
     device.count()
     try:
         with mock.patch.object(kernel_launches, "_rehearse", lambda *arguments: None):
@@ -172,6 +172,20 @@ def test_a_large_shard_of_one_chunk_is_told_of_peer_by_peer() -> None:
         device.count()
         make_call()
         assert device.count()["stream writes"] == 7
+
+
+@pytest.mark.parametrize(("op", "lanes"), [("all_gather_matmul", {0}), ("matmul_reduce_scatter", {0, 1})])
+def test_what_comes_over_one_link_comes_one_after_the_other(op: str, lanes: set[int]) -> None:
+    """Copies that share a link all come late; those that leave wait for the GEMM beside each other."""
+    planned, seen = Channel.planned, set[int]()
+
+    def noted(channel: Channel, name: str, chunks: Any, num_flags: int) -> Call:
+        seen.update(chunk.lane for chunk in chunks)
+        return planned(channel, name, chunks, num_flags)
+
+    with counter_of(8, one_link=True) as (_, group), mock.patch.object(Channel, "planned", noted):
+        runner(group, op, calls(8)[op], 4)()
+    assert seen - {-1} == lanes
 
 
 def test_one_more_event_per_chunk_is_over_the_budget() -> None:

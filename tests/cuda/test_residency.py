@@ -68,10 +68,12 @@ def whole_sm(limits: Limits) -> Kernel:
 @pytest.fixture(scope="session")
 def kernels(resources: Sequence[Resources]) -> Mapping[str, Mapping[str, list[Kernel]]]:
     """By architecture and name: each instance of a kernel in the library."""
-    threads = {"reduce": _constant("numbers.h", "kReduceThreads"), "sync": _constant("sync.cu", "kOneWarp")}
+    one_warp, of_a_call = _constant("sync.cu", "kOneWarp"), _constant("numbers.h", "kReduceThreads")
+    threads = dict.fromkeys(ONE_WARP, one_warp) | dict.fromkeys(GRIDS, of_a_call)
+    threads["reduce"] = _constant("reduce_kernel.h", "kSumThreads")
     found: dict[str, dict[str, list[Kernel]]] = {}
     for each in resources:
-        kernel = Kernel(each.kernel, threads["reduce" if each.kernel in GRIDS else "sync"], each.registers, each.shared)
+        kernel = Kernel(each.kernel, threads[each.kernel], each.registers, each.shared)
         found.setdefault(each.architecture, {}).setdefault(each.kernel, []).append(kernel)
     return found
 
@@ -301,7 +303,7 @@ class LoneRank:
         return self._blocks(out)
 
 
-# Blocks that there is work for: a tile of six packs of a row each, 256 bytes each, a row each.
+# Blocks that there is work for: a strip of a row each, 256 bytes each, a row each.
 LAUNCHES = {"reduce": 240, "all_reduce": 15, "all_reduce_norm": 40, "all_reduce_two_shot": 15, "all_gather": 15}
 
 

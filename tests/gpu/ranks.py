@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from tpkernels.comm import startup
 from tpkernels.comm.groups import resolve
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.cases import Case
+from tpkernels.testing.library_sums import summed_in_fp32
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import exact_matmul, integer_payload, payload
 from tpkernels.testing.spawn import WorkerPool
@@ -40,6 +42,7 @@ SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # tests that poison memory switch to deterministic algorithms
 }
 PATIENCE_S = 30.0
+_SUMS = ExitStack()
 
 
 def share_gpu(world: int, backend: str | None = None, own_gpu: bool = False, zero_cta: bool = False) -> str:
@@ -50,6 +53,7 @@ def share_gpu(world: int, backend: str | None = None, own_gpu: bool = False, zer
     os.environ.update({**SETTINGS, "TPKERNELS_NCCL_ZERO_CTA": str(int(zero_cta))})  # before this process touches CUDA
     PLACE.device, PLACE.backend = torch.device("cuda", dist.get_rank() if own_gpu else 0), backend
     torch.cuda.set_device(PLACE.device)
+    _SUMS.enter_context(summed_in_fp32())  # for as long as this worker is such a rank
     if backend == "nccl":
         PLACE.options = lambda: startup._nccl_options(PATIENCE_S)  # those of `tpk.init`
     else:

@@ -224,7 +224,10 @@ def test_the_budgets_of_a_set_add_up_to_no_more_than_its_limit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nothing", "--plan"], "there is no set nothing; there are smoke, core, link, ranks, sanitizer, tiles, rivals"),
+        (
+            ["nothing", "--plan"],
+            "there is no set nothing; there are smoke, core, link, ranks, sanitizer, tiles, rivals",
+        ),
         (["--only", "nothing", "--plan"], "invalid choice: 'nothing'"),
         ([], "--out DIR is needed"),
         (["core", "--only", "gemm", "--plan"], "sets or --only, not both"),

@@ -125,5 +125,8 @@ def test_it_is_init_that_asks() -> None:
             assert config.is_deterministic(), "who says nothing leaves it as it was"
             tpk.init(device="cpu", deterministic=False)
         assert not config.is_deterministic() and config.load({}).calibrate
+        with pytest.raises(ValueError, match="device must be"):
+            tpk.init(device="tpu", deterministic=True)
+        assert not config.is_deterministic(), "who joins no job decides nothing"
     finally:
         config.be_deterministic(False)

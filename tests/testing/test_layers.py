@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import LAYERS, missing_for
+from tests.conftest import LAYERS, missing_for, wants_gpus
 from tpkernels.measure import netlab
 
 pytestmark = pytest.mark.cpu
@@ -31,7 +31,16 @@ def test_gpu_layers_need_devices(monkeypatch: pytest.MonkeyPatch, devices: int, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     assert [layer for layer in ("cpu", "gloo", "gpu", "multi_gpu") if missing_for(layer)] == missing
     if "multi_gpu" in missing:
-        assert missing_for("multi_gpu") == f"needs 2 CUDA device(s), found {devices}"
+        said = f"needs 2 CUDA device(s), found {devices}"
+        assert missing_for("multi_gpu") == f"{said}; `pytest tests/gpu` looks for them"
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        assert missing_for("multi_gpu") == said
+
+
+def test_gpus_are_for_the_tests_of_tests_gpu_alone() -> None:
+    gpu = Path(__file__).parents[1] / "gpu"
+    assert wants_gpus([str(gpu)]) and wants_gpus([f"{gpu / 'test_nccl.py'}::test_x", str(gpu)])
+    assert not wants_gpus([]) and not wants_gpus([str(gpu), str(gpu.parent)]) and not wants_gpus([f"{gpu}s"])
 
 
 def test_a_marked_test_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:

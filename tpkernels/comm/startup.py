@@ -62,8 +62,23 @@ def init(
         UnsupportedPlatform: this is not Linux.
     """
     check_platform()
+    was = config.is_deterministic()
     if deterministic is not None:
         config.be_deterministic(deterministic)
+    try:
+        return _join(tp, dp, device, timeout, same_bits)
+    except BaseException:
+        config.be_deterministic(was)  # no job was joined, and none of the next one is decided
+        raise
+
+
+def _join(
+    tp: int | None,
+    dp: int | None,
+    device: str | None,
+    timeout: float | datetime.timedelta | None,
+    same_bits: int | None,
+) -> DeviceMesh:
     environment = None if dist.is_initialized() else config.job_environment()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):

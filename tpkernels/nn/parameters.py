@@ -14,7 +14,7 @@ of parameters need no help.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -145,7 +145,31 @@ def local(parameter: Tensor | None) -> Tensor | None:
         return parameter
     if not torch.is_grad_enabled():
         return parameter._local_tensor  # what to_local() makes a view of; in small calls each microsecond shows
-    return with_sink(parameter.to_local(), parameter)
+    part = parameter.to_local() if torch.compiler.is_compiling() else cast(Tensor, _Local.apply(parameter))
+    return with_sink(part, parameter)
+
+
+class _Local(torch.autograd.Function):
+    """``parameter.to_local()``, whose gradient has the strides of the parameter.
+
+    That of ``to_local()`` has other ones where parts are uneven: those of parts that are all as large as this rank's.
+    Autograd makes a gradient of other strides anew, and torch before 2.13 gathers uneven parts for it, unasked.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # who adds to main_grad gives none
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:  # type: ignore[override]
+        if gradient is None:
+            return None
+        mesh, placements = ctx.spec.mesh, ctx.spec.placements
+        return DTensor.from_local(
+            gradient, mesh, placements, run_check=False, shape=ctx.spec.shape, stride=ctx.spec.stride
+        )
 
 
 def mesh_of(parameter: Tensor) -> DeviceMesh:

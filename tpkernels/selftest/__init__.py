@@ -129,6 +129,7 @@ def run_rank(options: Options) -> list[Row]:
     from tpkernels.selftest.grouped_ops import grouped_subjects
     from tpkernels.selftest.modules import module_subjects
     from tpkernels.selftest.ops import Place, op_subjects
+    from tpkernels.testing.library_sums import summed_in_fp32
 
     joined = dist.is_initialized()
     mesh = tpk.init(device=options.device, timeout=WAIT_S)["tp"]
@@ -143,7 +144,8 @@ def run_rank(options: Options) -> list[Row]:
         for number, subject in enumerate(subjects):
             if place.rank == 0:
                 print(f"[{number + 1}/{len(subjects)}] {subject.what}", file=sys.stderr, flush=True)
-            rows += compare(subject, place.group)
+            with summed_in_fp32():
+                rows += compare(subject, place.group)
         return merge(from_all_ranks(rows, list[Row], results))
     finally:
         dist.destroy_process_group(results if joined else None)

@@ -169,6 +169,8 @@ inline int cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(int) { return "an error of the emulated runtime"; }
 inline int cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 inline int cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 1, cudaSuccess; }
+enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported };
+inline int cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) { return *value = 1, cudaSuccess; }
 inline int cudaHostAlloc(void** memory, std::size_t size, unsigned) {
     return *memory = std::calloc(1, size), *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
 }

@@ -62,8 +62,8 @@ def lanes_of(size: int) -> int:
 class SymmetricChannels:
     """What a group has once its GPUs share memory: see :class:`.resource.SymmetricMemory`."""
 
-    def __init__(self, group: Group, device: Device) -> None:
-        """Collective: every rank makes its end."""
+    def __init__(self, group: Group, device: Device, *, one_link: bool = False) -> None:
+        """Collective: every rank makes its end. one_link: all that comes from peers comes over one, as on PCIe."""
         self.device, self.rank, self.size = device, group.rank, group.size
         pads = device.allocate(2 * PAD_BYTES)
         self.how = Raise.KERNEL
@@ -71,8 +71,8 @@ class SymmetricChannels:
         if config.load().stream_writes and device.library.has_write_value():
             self.how = Raise.WRITE_VALUE
         self._alarm = _HostWord(device.library)
-        self.main = Channel(group, device, pads, 0, self._alarm, self.how)
-        self.side = Channel(group, device, pads, PAD_BYTES, self._alarm, self.how)
+        self.main = Channel(group, device, pads, 0, self._alarm, self.how, one_link)
+        self.side = Channel(group, device, pads, PAD_BYTES, self._alarm, self.how, one_link)
         self.checks_first_use = True
         self.first_uses: dict[Hashable, str | None] = {}
         """What was wrong with the first call of a kind, or None; see :mod:`tpkernels.backends.symmetric.self_check`."""
@@ -112,7 +112,7 @@ class Channel:
     """One sequence of calls. See ``csrc/cuda/README.md`` for what may be enqueued between :meth:`begin` and its end."""
 
     def __init__(
-        self, group: Group, device: Device, pads: Allocation, offset: int, alarm: _HostWord, how: Raise
+        self, group: Group, device: Device, pads: Allocation, offset: int, alarm: _HostWord, how: Raise, one_link: bool
     ) -> None:
         self.device, self.rank, self.size = device, group.rank, group.size
         self._owner, self._pads, self.timeout_s = group, pads, group.timeout
@@ -128,6 +128,9 @@ class Channel:
         )  # fmt: skip
         self._how = self._raises = how
         self.num_lanes = lanes_of(group.size)
+        self.pull_lanes = 1 if one_link else self.num_lanes
+        """Of them, those that fetch. Copies that share a link all come late. Those that leave share it as well, but each
+        begins with a wait for the GEMM, which goes on beside the copy before; benchmarks/README.md has the times."""
         self.pipeline = cuda_group.Pipeline(device.library, self.num_lanes)
         self.slot = 0
         self._slots: Allocation | None = None

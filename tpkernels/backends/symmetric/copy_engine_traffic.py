@@ -103,7 +103,7 @@ def _pull(
     runs = _runs(channel, num_chunks, layout.max_shard_rows * row_bytes)
     for number in range(num_chunks):
         for turn, peers in enumerate(runs):
-            lane = turn % channel.num_lanes
+            lane = turn % channel.pull_lanes
             ranges = {peer: chunk_ranges(layout.shard_rows(peer), num_chunks)[number] for peer in peers}
             pieces = {peer: _pieces(layout, peer, *ranges[peer], row_bytes, itemsize) for peer in peers}
             last = peers[-1]
@@ -111,8 +111,8 @@ def _pull(
                 pieces[last] = [_Piece(0, 0, 0, 0, 0, 0)]
             # Of all whose data a side stream will carry: it waits once.
             waits = 0
-            if number == 0 and turn < channel.num_lanes:
-                waits = _ranks(chain(*runs[turn :: channel.num_lanes]))
+            if number == 0 and turn < channel.pull_lanes:
+                waits = _ranks(chain(*runs[turn :: channel.pull_lanes]))
             raised = [peer for peer in peers if pieces[peer]] if flags else []
             for i, (peer, piece) in enumerate(every := [(p, piece) for p in peers for piece in pieces[p]]):
                 chunks.append(

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 # Equal to the constants of csrc/cuda/launch.h; a test compares them.
-ABI = 6
+ABI = 7
 MAX_RANKS, MAX_CHUNKS, SLOTS = 64, 64, 2
 PAD_BYTES, STATE_BYTES = 33408, 32
 STATE_RAISED_OFFSET, STATE_FAILED_OFFSET = 0, 8
@@ -160,6 +160,7 @@ _I32, _I64, _U32, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, 
 _SIGNATURES: Mapping[str, tuple[object, ...]] = {
     "tpk_device_count": (_PTR,),
     "tpk_can_access_peer": (_I32, _I32, _PTR),
+    "tpk_has_peer_atomics": (_I32, _I32, _PTR),
     "tpk_has_write_value": (_PTR,),
     "tpk_load_kernels": (),
     "tpk_failure_create": (_PTR, _PTR),
@@ -223,6 +224,10 @@ class Library:
 
     def can_access_peer(self, device: int, peer_device: int) -> bool:
         return self._integer("tpk_can_access_peer", device, peer_device) != 0
+
+    def has_peer_atomics(self, device: int, peer_device: int) -> bool:
+        """Whether the link between the two carries atomics, as NVLink does and PCIe does not."""
+        return self._integer("tpk_has_peer_atomics", device, peer_device) != 0
 
     def has_write_value(self) -> bool:
         """Whether flags can be raised with :attr:`Raise.WRITE_VALUE` on the current device: tried, and waited for."""

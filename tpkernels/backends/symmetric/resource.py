@@ -63,10 +63,11 @@ class SymmetricMemory(Resource):
         if device.type != "cuda":
             self.no_memory = _ONLY_CUDA
             return
-        reason = _agreed_refusal(group, call, device)
+        reason, uuids = _agreed_refusal(group, call, device)
         if reason is None:
             try:
-                self.channels = SymmetricChannels(group, CudaDevice(group, device, cuda_native.load()))
+                here = CudaDevice(group, device, cuda_native.load())
+                self.channels = SymmetricChannels(group, here, one_link=_share_a_link(device, uuids))
             except (UnsupportedProblem, TransportFailure) as error:  # the same on all ranks
                 reason = str(error)
         self.no_memory = reason
@@ -134,19 +135,20 @@ def channels_of(group: Group) -> SymmetricChannels:
     return channels
 
 
-def _agreed_refusal(group: Group, call: int, device: torch.device) -> str | None:
-    """Why these ranks cannot share memory, as far as that shows before they try.  Collective."""
+def _agreed_refusal(group: Group, call: int, device: torch.device) -> tuple[str | None, list[str]]:
+    """Why these ranks cannot share memory, as far as that shows before they try; and the GPUs of all.  Collective."""
     reason = _why_not_here(group) or _cannot_load(device)
     facts = {"refusal": reason, **(_facts_of(device) if reason is None else {})}
     records = agreement.exchange_records(group, call, agreement.Record("symmetric memory", facts), part="symmetric")
     all_facts = [record.facts for record in records]
-    reason = common_refusal(all_facts, overlapping=config.load().overlapping_devices)
+    reason, uuids = common_refusal(all_facts, overlapping=config.load().overlapping_devices), list[str]()
     if reason is None:
-        accessible = _inaccessible(group.rank, device, [fact["uuid"] for fact in all_facts])
+        uuids = [fact["uuid"] for fact in all_facts]
+        accessible = _inaccessible(group.rank, device, uuids)
         record = agreement.Record("symmetric memory", {"refusal": accessible})
         records = agreement.exchange_records(group, call, record, part="symmetric access")
         reason = common_refusal([{**fact, **r.facts} for fact, r in zip(all_facts, records, strict=True)], True)
-    return reason
+    return reason, uuids
 
 
 def _why_not_here(group: Group) -> str | None:
@@ -231,12 +233,20 @@ def _alike(values: Sequence[Any]) -> list[int]:
 
 def _inaccessible(rank: int, device: torch.device, uuids: Sequence[str]) -> str | None:
     """A peer's GPU that this one cannot address. Those that this process cannot see are judged by the rendezvous."""
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    own, library = device.index, cuda_native.load()
-    for peer, uuid in enumerate(uuids):
-        index = visible.get(uuid)
-        if index is None or index == own:
-            continue
-        if not library.can_access_peer(own, index):
+    for peer, index in _visible_peers(device, uuids).items():
+        if not cuda_native.load().can_access_peer(device.index, index):
             return f"its GPU has no access to the memory of rank {peer}'s (no NVLink or PCIe path between them)"
     return None
+
+
+def _share_a_link(device: torch.device, uuids: Sequence[str]) -> bool:
+    """Whether copies of several peers share a link, that of this GPU to the bus: PCIe carries no atomics."""
+    peers = _visible_peers(device, uuids).values()
+    return any(not cuda_native.load().has_peer_atomics(device.index, index) for index in peers)
+
+
+def _visible_peers(device: torch.device, uuids: Sequence[str]) -> dict[int, int]:
+    """By rank, the number of its GPU in this process, of other GPUs than this one."""
+    numbers = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    found = {rank: numbers[uuid] for rank, uuid in enumerate(uuids) if uuid in numbers}
+    return {rank: number for rank, number in found.items() if number != device.index}
