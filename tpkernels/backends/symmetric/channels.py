@@ -129,8 +129,8 @@ class Channel:
         self._how = self._raises = how
         self.num_lanes = lanes_of(group.size)
         self.pull_lanes = 1 if one_link else self.num_lanes
-        """Of them, those that fetch. Copies that share a link all come late. Those that leave share it as well, but each
-        begins with a wait for the GEMM, which goes on beside the copy before; benchmarks/README.md has the times."""
+        """Of them, those that fetch. Copies that share a link all come late. Those that leave share it as well, but
+        each begins with a wait for the GEMM, which goes on beside another copy; benchmarks/README.md has the times."""
         self.pipeline = cuda_group.Pipeline(device.library, self.num_lanes)
         self.slot = 0
         self._slots: Allocation | None = None
