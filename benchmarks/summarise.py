@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
+TILES = "usual tiles / fastest"  # what the set `tiles` of one_gpu.py measures
 COLUMNS = ("gemm", "comm", "torch", "unfused", "chunked", "auto")
 
 
@@ -177,6 +179,41 @@ def _origin(path: Path, content: dict[str, Any]) -> list[str]:
     ]
 
 
+def one_gpu_section(path: Path, content: dict[str, Any]) -> list[str]:
+    """A line for each figure of each target: of how many problems, from lowest to highest, and what was modelled."""
+    gpu = ", ".join(content["hardware"]["gpus"])
+    origin = _origin(path, {**content, "command": content["command"].partition(" --out")[0]})
+    versions = [f"CUDA {content['versions']['cuda']}", *(f"Triton {found}" for found in _triton(content))]
+    lines = [f"### One GPU: {gpu}", "", f"{origin[0]}; {', '.join(versions)}", *origin[1:], ""]
+    lines += ["| | what | kind | problems | lowest | median | highest | target | met | modelled |"]
+    lines += ["|---|---|---|---:|---:|---:|---:|---|---:|---:|"]
+    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for row in (row for step in content["steps"] for row in step["rows"]):
+        if row["target"] not in ("-", "smoke") or row["what"] == TILES:
+            found.setdefault((row["target"], _figure(row), row["label"], row["bound"]), []).append(row)
+    for (target, what, label, bound), rows in sorted(found.items()):
+        values, modelled = sorted(row["value"] for row in rows), sorted(row["predicted"] for row in rows)
+        met = f"{sum(bool(row['met']) for row in rows)} of {len(rows)}" if bound else ""
+        figures = " | ".join(f"{value:.3f}" for value in (values[0], statistics.median(values), values[-1]))
+        lines.append(
+            f"| {target} | {what} | {label} | {len(rows)} | {figures} | {bound} | {met} | "
+            f"{modelled[0]:.2f} to {modelled[-1]:.2f} |"
+        )
+    return [*lines, ""]
+
+
+def _figure(row: dict[str, Any]) -> str:
+    """What is measured, and of which op where that matters."""
+    op = row["problem"].split(" ")[0]
+    of_op = row["target"] in ("G1", "G2", "G3", "G5") or row["what"] == TILES
+    return f"{op.replace('_', ' ')}: {row['what']}" if of_op else row["what"]
+
+
+def _triton(content: dict[str, Any]) -> list[str]:
+    """As the step `environment` has found it, if it ran."""
+    return [str(step["facts"]["triton"]) for step in content["steps"] if "triton" in step["facts"]]
+
+
 def _milliseconds(times: dict[str, Any] | None) -> str:
     return "-" if times is None else f"{times['median_ms']:.1f} ±{times['interquartile_range_ms'] / 2:.1f}"
 
@@ -190,6 +227,7 @@ def sections() -> str:
         "never-slower": never_slower_section,
         "residual-norm": norm_section,
         "values": values_section,
+        "one-gpu": one_gpu_section,
     }
     for kind, section in order.items():
         found = [(path, json.loads(path.read_text())) for path in HERE.glob(f"results/*{kind}*.json")]

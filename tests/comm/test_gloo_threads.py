@@ -44,6 +44,7 @@ def seen(setting: str) -> dict[str, set[int]]:
         return found
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="gloo's threads have no name in torch 2.11")
 def test_threads_of_a_group_that_ops_use_do_not_preempt(ranks: Pools) -> None:
     other, batch = {os.SCHED_OTHER}, {os.SCHED_BATCH}
     expected = {"made": other, "after a call": batch, "as torch made them": other, "afterwards": batch}

@@ -208,12 +208,17 @@ class Shadow:
             self.modules[owner]._parameters[key] = parameter
 
     def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Fake tensors shaped like those given, whose values are not read; those on meta are made to fit."""
+        """Fake tensors shaped like those given, whose values are not read; those on meta are made to fit.
+
+        Where all of the model is on one device, they are there as well: who plans before the batch is moved is right.
+        """
         parameters = list(self.model.parameters())
+        devices = {parameter.device for parameter in parameters}
 
         def fake(tensor: Tensor) -> Tensor:
             if not tensor.is_meta or not parameters:
-                return _like(tensor)
+                made = _like(tensor)
+                return made.to(*devices) if len(devices) == 1 else made
             dtype = parameters[0].dtype if tensor.is_floating_point() else tensor.dtype
             return torch.empty(tensor.shape, dtype=dtype, device=parameters[0].device)
 

@@ -6,7 +6,7 @@ memory that was registered as a symmetric window; otherwise it runs the same col
 
 Assumes that all ranks of a group ask for the same sizes in the same order, because registering is collective, and that
 the calls of a group are made on streams that are ordered after each other, because the memory is used again by each.
-Not run on a GPU yet.
+Not run yet: it takes several GPUs.
 """
 
 from __future__ import annotations
