@@ -52,9 +52,9 @@ def load(scenario: Scenario, path: str, shard: bool) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options)
 
 
-def run(scenario: Scenario, path: str, folder: str, shard: bool, resume: str | None = None) -> Curve:
+def run(scenario: Scenario, path: str, folder: str, shard: bool, resume: str | None = None, **changes: Any) -> Curve:
     callbacks = [tpk_transformers.Snapshots(resume)]
-    options = {**OURS, "save_strategy": "steps", "save_steps": 3}
+    options = {**OURS, "save_strategy": "steps", "save_steps": 3, **changes}
     return train(load(scenario, path, shard), folder, callbacks=callbacks, resume=resume, **options)
 
 
