@@ -188,7 +188,9 @@ def test_the_example_runs_as_a_file_and_learns(ranks: Pools, full: bool) -> None
     assert len(two) == 3 and two[2] < two[0] and other == "", output
     if full:
         ((alone, _),) = ranks(1).run(run_example, path, timeout=LIMIT_S)
-        assert max(abs(a - b) for a, b in zip(losses_of(alone), two, strict=True)) < 2e-4, (alone, output)
+        # Printed with four digits: each is off by 5e-5, so that two right ones may differ by one in the last.
+        steps = [round(abs(a - b) * 1e4) for a, b in zip(losses_of(alone), two, strict=True)]
+        assert max(steps) <= 1, (alone, output)
     assert counts == {"all_gather_matmul": 2 * 3, "matmul_reduce_scatter": 2 * 3}
 
 
