@@ -75,6 +75,35 @@ def trained(scenario: Scenario, path: str, folder: str, reference: Reference, sh
     }
 
 
+def goes_on(scenario: Scenario, path: str, checkpoint: str, replicas: int, reference: Reference) -> dict[str, float]:
+    """From another number of replicas' checkpoint of step 3."""
+    folder = f"{checkpoint}-on-{dist.get_world_size()}"
+    if replicas == 1:
+        curve = scenarios.run(scenario, path, folder, resume=checkpoint)
+    else:
+        curve = run(scenario, path, folder, shard=False, resume=checkpoint)
+    assert len(curve.losses) == STEPS - 3
+    return reference.wrong(curve, first=3)
+
+
+@pytest.mark.full("four ranks")
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_checkpoint_goes_on_at_another_number_of_replicas(ranks: Pools, tmp_path: Path, shard: bool) -> None:
+    reference, path, folder = GPT2.reference(tmp_path), scenarios.saved(GPT2, tmp_path), str(tmp_path / "run")
+    ranks(4).run(run, GPT2, path, folder, shard, timeout=LIMIT_S)
+    for world in (2, 3):
+        found = ranks(world).run(goes_on, GPT2, path, f"{folder}/checkpoint-3", 1, reference, timeout=LIMIT_S)
+        assert found == [{}] * world
+    single = str(tmp_path / "single")
+    ranks(2).run(one_replica, path, single, timeout=LIMIT_S)
+    found = ranks(4).run(goes_on, GPT2, path, f"{single}/checkpoint-3", REPLICAS, reference, timeout=LIMIT_S)
+    assert found == [{}] * 4
+
+
+def one_replica(path: str, folder: str) -> None:
+    scenarios.run(GPT2, path, folder)
+
+
 def independent(model: Any, *_: object, **options: object) -> None:
     model.set_requires_gradient_sync = lambda wanted: None
 
