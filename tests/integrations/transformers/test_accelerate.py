@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gloo
 
 SIZES = {"n_layer": 1}
 HALF = 3
-ROWS = 2
+ROWS = 4
 """Of each step, over all replicas."""
 Loop = tuple[Any, Any, Any, Any, Any]
 
@@ -44,6 +44,8 @@ class Layout:
     replicas: int = 1
     shard: bool = False
     """Whether its parameters are cut over replicas, too."""
+    micro: int = 1
+    """Batches of each step."""
 
     def mesh(self) -> Any:
         return _meshes(self.replicas) if self.replicas > 1 else tp_mesh()
@@ -64,7 +66,8 @@ def prepared(layout: Layout | None, dtype: torch.dtype = torch.float32, *, whole
     model = causal_models.gpt2(**SIZES).to(dtype)
     # By itself accelerate steps a scheduler once for each rank, whatever the ranks are.
     options: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False}
-    replicas = layout.replicas if layout else 1
+    replicas, micro = (layout.replicas, layout.micro) if layout else (1, 1)
+    options["gradient_accumulation_steps"] = micro
     if layout:
         mesh = layout.mesh()
         model = tpk_transformers.prepare(model, mesh, shard=layout.shard)
@@ -75,25 +78,31 @@ def prepared(layout: Layout | None, dtype: torch.dtype = torch.float32, *, whole
         tpk_accelerate.save_whole(accelerator)
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
-    rows = torch.utils.data.DataLoader(torch.cat(batches()), batch_size=ROWS // replicas)  # type: ignore[arg-type]
+    data: Any = torch.cat(batches(rows=ROWS))
+    rows = torch.utils.data.DataLoader(data, batch_size=ROWS // replicas // micro)
     return (accelerator, *accelerator.prepare(model, optimizer, scheduler, rows))
 
 
 def steps(loop: Loop, first: int = 0, last: int = 6) -> Curve:
     accelerator, model, optimizer, scheduler, rows = loop
-    curve = Curve()
+    curve, losses, micro = Curve(), [], accelerator.gradient_accumulation_steps
     for number, ids in enumerate(rows):
-        if not first <= number < last:
+        if not first <= number // micro < last:
             continue
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        curve.gradients = curve.gradients or gradients_of(model)
-        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        curve.losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            if not accelerator.sync_gradients:
+                continue
+            curve.gradients = curve.gradients or gradients_of(model)
+            norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        curve.losses.append(sum(losses) / micro)
         curve.norms.append(float(whole(norm)))
+        losses.clear()
     curve.weights = weights_of(model)
     return curve
 
@@ -175,7 +184,7 @@ def break_copies(folder: Path) -> None:
     [
         (2, Layout(), [(1, Layout())]),  # which accelerate by itself puts into DistributedDataParallel
         pytest.param(3, Layout(), [(2, Layout()), (4, Layout(2))], marks=pytest.mark.full("three ranks")),
-        pytest.param(4, Layout(2), [(3, Layout()), (4, Layout(2, True))], marks=pytest.mark.full("replicas")),
+        pytest.param(4, Layout(2, micro=2), [(3, Layout()), (4, Layout(2, True))], marks=pytest.mark.full("replicas")),
         pytest.param(4, Layout(2, True), [(4, Layout(2)), (1, Layout())], marks=pytest.mark.full("cut over replicas")),
     ],
 )
