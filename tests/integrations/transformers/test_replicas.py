@@ -34,6 +34,7 @@ REPLICAS, ROWS = 2, 4
 """In each step a process alone takes so many rows; two replicas take them one by one, in two micro-batches."""
 GPT2 = Scenario("gpt2", "prepare", {"n_layer": 1}, {"per_device_train_batch_size": ROWS})
 LLAMA = Scenario("llama", "prepare", {"intermediate_size": 57, "num_hidden_layers": 1}, GPT2.trainer)
+REGISTERED = replace(LLAMA, way="register")
 OURS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS // REPLICAS}
 mesh = KeptMesh(lambda: tpk.init(dp=REPLICAS, tp=dist.get_world_size() // REPLICAS))
 
@@ -87,21 +88,25 @@ def goes_on(scenario: Scenario, path: str, checkpoint: str, replicas: int, refer
 
 
 @pytest.mark.full("four ranks")
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_checkpoint_goes_on_at_another_number_of_replicas(ranks: Pools, tmp_path: Path, shard: bool) -> None:
-    reference, path, folder = GPT2.reference(tmp_path), scenarios.saved(GPT2, tmp_path), str(tmp_path / "run")
-    ranks(4).run(run, GPT2, path, folder, shard, timeout=LIMIT_S)
-    for world in (2, 3):
-        found = ranks(world).run(goes_on, GPT2, path, f"{folder}/checkpoint-3", 1, reference, timeout=LIMIT_S)
+@pytest.mark.parametrize(
+    ("scenario", "shard", "worlds"), [(GPT2, False, (2, 3)), (GPT2, True, (2, 3)), (REGISTERED, True, (2,))]
+)
+def test_a_checkpoint_goes_on_at_another_number_of_replicas(
+    ranks: Pools, tmp_path: Path, scenario: Scenario, shard: bool, worlds: tuple[int, ...]
+) -> None:
+    reference, path, folder = scenario.reference(tmp_path), scenarios.saved(scenario, tmp_path), str(tmp_path / "run")
+    ranks(4).run(run, scenario, path, folder, shard, timeout=LIMIT_S)
+    for world in worlds:
+        found = ranks(world).run(goes_on, scenario, path, f"{folder}/checkpoint-3", 1, reference, timeout=LIMIT_S)
         assert found == [{}] * world
     single = str(tmp_path / "single")
-    ranks(2).run(one_replica, path, single, timeout=LIMIT_S)
-    found = ranks(4).run(goes_on, GPT2, path, f"{single}/checkpoint-3", REPLICAS, reference, timeout=LIMIT_S)
-    assert found == [{}] * 4
+    ranks(2).run(one_replica, scenario, path, single, timeout=LIMIT_S)
+    given = (scenario, path, f"{single}/checkpoint-3", REPLICAS, reference)
+    assert ranks(4).run(goes_on, *given, timeout=LIMIT_S) == [{}] * 4
 
 
-def one_replica(path: str, folder: str) -> None:
-    scenarios.run(GPT2, path, folder)
+def one_replica(scenario: Scenario, path: str, folder: str) -> None:
+    scenarios.run(scenario, path, folder)
 
 
 def independent(model: Any, *_: object, **options: object) -> None:
@@ -130,7 +135,7 @@ def test_replicas_train_save_and_go_on_as_one_process(ranks: Pools, tmp_path: Pa
         pytest.skip("--full: four ranks")
     cases = [(GPT2, False)]
     if world == 4:
-        cases += [(LLAMA, True), (replace(LLAMA, way="register"), True)]
+        cases += [(LLAMA, True), (REGISTERED, True)]
     for number, (scenario, shard) in enumerate(cases):
         folder = tmp_path / str(number)
         reference, path = scenario.reference(folder), scenarios.saved(scenario, folder)
