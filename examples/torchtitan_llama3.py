@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/torchtitan_llama3.py
 
-torchtitan's own trainer takes one argument more (docs/trainers.md). This is what it does with it, without FSDP and on
-batches made here: `IMPORTS` and its use are ours. It needs a GPU, as torchtitan's attention does.
+torchtitan's own trainer takes these two arguments (docs/trainers.md). This is what it does with them, on batches made
+here: `IMPORTS` and its use are ours. It needs a GPU, as torchtitan's attention does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import argparse
 
 import torch
 from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig, apply_overrides
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
@@ -33,13 +33,13 @@ def main() -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dims = ParallelDims(
-        dp_replicate=1, dp_shard=1, cp=1, tp=world, pp=1, ep=1, world_size=world, spmd_backend="spmd_types"
-    )
+    parallelism = ParallelismConfig(tensor_parallel_degree=world, spmd_backend="partial_dtensor")
+    dims = ParallelDims.from_config(parallelism, world)
     dims.build_mesh()
 
-    set_spmd_backend("spmd_types")
-    config = model_registry("debugmodel").model
+    set_spmd_backend(parallelism.spmd_backend)
+    spec = model_registry("debugmodel")
+    config = spec.model
     config.layers = config.layers[: args.layers]
     set_llama3_sharding_config(config, enable_sp=True)
     apply_overrides(OverrideConfig(imports=IMPORTS), config)
@@ -48,23 +48,25 @@ def main() -> None:
     model = config.build().to(device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
-    model.parallelize(dims)
-    # With sequence parallelism each rank has seen a part of the tokens; torchtitan's FSDP adds these gradients up.
-    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="outputs",
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     ids = torch.randint(2048, (2, 129), generator=torch.Generator().manual_seed(0)).to(device)
     inputs, labels = ids[:, :-1], ids[:, 1:]
     positions = torch.arange(128, device=device).expand(2, 128)
     masks = model.get_attention_masks(positions)
-    within = get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
     for step in range(args.steps):
-        with within():
-            logits = model(inputs, positions=positions, attention_masks=masks)
-            loss = cross_entropy_loss(logits, labels, global_vocab_size=2048) / labels.numel()
-            loss.backward()
-        for parameter in norms:
-            torch.distributed.all_reduce(parameter.grad)
+        logits = model(inputs, positions=positions, attention_masks=masks)
+        loss = cross_entropy_loss(logits, labels, global_vocab_size=2048) / labels.numel()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tpkernels as tpk
 from tpkernels.state.originals import Box
@@ -99,6 +100,29 @@ def test_a_snapshot_goes_without_a_pickle_and_torch_reads_its_files(
     state = _read_by_torch(tmp_path)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(state[f"model.{name}"], tensor), name
+
+
+def on_one_axis(folder: str) -> bool:
+    """A weight that is cut over the replicas alone, as FSDP leaves what no plan cuts."""
+    mesh = tpk.init(dp=2, tp=2)
+    model = model_on(mesh["tp"])
+    norm: Any = model[3]
+    norm.weight = nn.Parameter(distribute_tensor(torch.arange(6.0), mesh["dp"], [Shard(0)]))
+    before = [cast(DTensor, parameter).to_local().clone() for parameter in model.parameters()]
+    tpk.save_snapshot(model, None, folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    tpk.load_snapshot(model, None, folder)
+    after = [cast(DTensor, parameter).to_local() for parameter in model.parameters()]
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.gloo
+def test_a_weight_on_one_axis_of_the_mesh_is_written_once(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(4).run(on_one_axis, str(tmp_path), timeout=LIMIT_S) == [True] * 4
+    state = _read_by_torch(tmp_path)
+    assert torch.equal(state["model.3.weight"], torch.arange(6.0))
 
 
 # ---------------------------------------------------------------- files

@@ -13,7 +13,8 @@ access the data pointer on an invalid python storage"; with ``safe_serialization
 parts and says nothing.  With it the folder is that of one process: ``model.safetensors`` and ``optimizer.bin`` are
 whole.
 
-Refuses ranks that are several replicas.  Of accelerate's private names it uses one, ``Accelerator._optimizers``.
+Replicas of :func:`tpkernels.data_parallel` take part in gathering, and accelerate's first process writes.  Refuses a
+model that some of the ranks do not share.  Of accelerate's private names it uses one, ``Accelerator._optimizers``.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def save_whole(accelerator: Any) -> None:
 
     Raises:
         ValueError: this accelerate has other private names; in ``save_state`` and ``load_state``, before anything is
-            written or loaded: several models, a model that is not parallel or has replicas, an optimizer of other
-            parameters, a folder without the state of each optimizer.
+            written or loaded: several models, a model that is not parallel or not over all ranks, an optimizer of
+            other parameters, a folder without the state of each optimizer.
     """
     if not isinstance(getattr(accelerator, "_optimizers", None), list):
         raise ValueError("this accelerate has no Accelerator._optimizers: save_whole() was tested with 1.15")
@@ -118,13 +119,13 @@ class _States:
         if len(models) != 1:
             raise ValueError(f"save_whole() serves an accelerator with one model, and this one has {len(models)}")
         model: nn.Module = self.accelerator.unwrap_model(models[0])
-        sizes = {one.device_mesh.shape for one in model.parameters() if isinstance(one, DTensor)}
-        if not sizes:
+        meshes = {one.device_mesh for one in model.parameters() if isinstance(one, DTensor)}
+        if not meshes:
             raise ValueError(f"the {type(model).__name__} is not parallel: save_whole() is for models that are")
-        if sizes != {(dist.get_world_size(),)}:
+        if any(mesh.size() != dist.get_world_size() for mesh in meshes):
             raise ValueError(
-                f"save_whole() serves ranks that are one replica; the meshes of the {type(model).__name__} are of "
-                f"{sorted(sizes)}, and there are {dist.get_world_size()} ranks: tpk.save_snapshot knows of replicas"
+                f"save_whole() serves a model that all {dist.get_world_size()} ranks share; the meshes of the "
+                f"{type(model).__name__} are {sorted(map(str, meshes))}: tpk.data_parallel joins replicas"
             )
         return model
 

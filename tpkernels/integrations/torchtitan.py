@@ -8,8 +8,13 @@ Both blocks take and give the residual cut along the sequence: one gather feeds 
 with the activation behind their GEMMs), and the last GEMM scatters its sums.  Parameters, their cuts and the names in
 checkpoints are torchtitan's own.
 
-Assumes ``spmd_backend="spmd_types"`` and sequence parallelism, as torchtitan's ``dist_gemm`` does, and no type checks
-of spmd_types, which do not know our ops.  Refuses anything else, and a bias behind a reduction.  Without tensor
+Serves ``spmd_backend="spmd_types"``, where the blocks see local tensors, and ``"partial_dtensor"``, where they see
+DTensors on the mesh of tensor parallelism.  With torch 2.13 torchtitan's trainer runs the second one alone: its FSDP
+names the data-parallel axes of the whole mesh (``resolve_fsdp_mesh``), and ``fully_shard`` then refuses the plain
+parameters of ``spmd_types``; later versions of torch read their annotations.
+
+Assumes sequence parallelism, as torchtitan's ``dist_gemm`` does, and no type checks of spmd_types, which do not know
+our ops.  Refuses ``"full_dtensor"``, a sequence that does not divide, and a bias behind a reduction.  Without tensor
 parallelism the blocks are torchtitan's.
 
 All that this touches of torchtitan is imported here; an import that fails names what has changed.
@@ -18,11 +23,14 @@ All that this touches of torchtitan is imported here; an import that fails names
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from tpkernels.nn.parameters import local
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.packages import needed
@@ -48,19 +56,50 @@ __all__ = [
     "feed_forward",
 ]
 
-SEQUENCE = -2
-"""The dimension of ``[batch, sequence, features]`` that is gathered and scattered."""
+BACKENDS = ("spmd_types", "partial_dtensor")
+SEQUENCE, HEADS = 1, 2
+"""The dimensions of ``[batch, sequence, features]`` and ``[batch, sequence, heads, features]`` that ranks share."""
 
 
-def _group() -> dist.ProcessGroup | None:
-    """The tensor-parallel group of the mesh that the trainer has entered; None where there is one rank in it."""
-    mesh = current_spmd_mesh()
-    if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
-        return None
-    if spmd_types.is_type_checking():
-        raise ValueError("spmd_types does not know the types of tpkernels' ops: turn its type checks off")
-    group: dist.ProcessGroup = mesh.get_group("tp")
-    return group if group.size() > 1 else None
+class _Ranks(NamedTuple):
+    """Those that share a block's work, and the mesh of its DTensors; there is none where it sees local tensors."""
+
+    group: dist.ProcessGroup
+    mesh: DeviceMesh | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Ranks | None:
+        """Of the block that is given ``x``; None where one rank does it all."""
+        if isinstance(x, DTensor):
+            mesh = x.device_mesh
+            if mesh.mesh_dim_names != ("tp",):
+                raise ValueError(f"our blocks take DTensors of the mesh ('tp',), got one of {mesh.mesh_dim_names}")
+            group: dist.ProcessGroup = mesh.get_group("tp")
+        else:
+            mesh, entered = None, current_spmd_mesh()
+            if entered is None or "tp" not in (entered.mesh_dim_names or ()):
+                return None
+            if spmd_types.is_type_checking():
+                raise ValueError("spmd_types does not know the types of tpkernels' ops: turn its type checks off")
+            group = entered.get_group("tp")
+        return cls(group, mesh) if group.size() > 1 else None
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of an activation that is cut along ``dim``, as its gradient is."""
+        if self.mesh is None:
+            return x
+        placement = Shard(dim)
+        if not isinstance(x, DTensor) or x.placements != (placement,):
+            raise ValueError(
+                f"our block takes a DTensor with the placements {(placement,)}, got {getattr(x, 'placements', type(x))}"
+            )
+        if x.shape[dim] % self.group.size():
+            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.group.size()} ranks")
+        return x.to_local(grad_placements=(placement,))
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """What ``part`` undoes: the activation that the next layer of torchtitan takes."""
+        return x if self.mesh is None else DTensor.from_local(x, self.mesh, (Shard(dim),), run_check=False)
 
 
 class GatheringFeedForward(FeedForward):  # type: ignore[misc]
@@ -71,13 +110,15 @@ class GatheringFeedForward(FeedForward):  # type: ignore[misc]
         """The fields of torchtitan's; what it builds is this module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        group = _group()
-        if group is None:
+        ranks = _Ranks.of(x)
+        if ranks is None:
             plain: Tensor = super().forward(x)
             return plain
-        weights = [self.w1.weight, self.w3.weight]
-        hidden = all_gather_matmul(x, weights, group, gather_dim=SEQUENCE, activation="swiglu")
-        return matmul_reduce_scatter(hidden, self.w2.weight, group, scatter_dim=SEQUENCE)
+        weights = [_local(self.w1.weight), _local(self.w3.weight)]
+        part = ranks.part(x, SEQUENCE)
+        hidden = all_gather_matmul(part, weights, ranks.group, gather_dim=SEQUENCE, activation="swiglu")
+        y = matmul_reduce_scatter(hidden, _local(self.w2.weight), ranks.group, scatter_dim=SEQUENCE)
+        return ranks.whole(y, SEQUENCE)
 
 
 class ScatteringLinear(Linear):  # type: ignore[misc]
@@ -88,11 +129,14 @@ class ScatteringLinear(Linear):  # type: ignore[misc]
         """The fields of torchtitan's; what it builds is this module."""
 
     def forward(self, input: Tensor) -> Tensor:
-        group = _group()
-        if group is None:
+        ranks = _Ranks.of(input)
+        if ranks is None:
             plain: Tensor = super().forward(input)
             return plain
-        return matmul_reduce_scatter(input, self.weight, group, scatter_dim=SEQUENCE)
+        part = ranks.part(input, HEADS)  # heads and their features are one dimension here
+        return ranks.whole(
+            matmul_reduce_scatter(part, _local(self.weight), ranks.group, scatter_dim=SEQUENCE), SEQUENCE
+        )
 
 
 class GatheringFusedQKV(FusedQKVLinear):  # type: ignore[misc]
@@ -103,14 +147,16 @@ class GatheringFusedQKV(FusedQKVLinear):  # type: ignore[misc]
         """The fields of torchtitan's; what it builds is this module."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        group = _group()
-        if group is None:
+        ranks = _Ranks.of(x)
+        if ranks is None:
             plain: tuple[Tensor, Tensor, Tensor] = super().forward(x)
             return plain
-        y = all_gather_matmul(x, self.wqkv.weight, group, gather_dim=SEQUENCE, bias=self.wqkv.bias)
+        weight, bias = _local(self.wqkv.weight), local(self.wqkv.bias)
+        y = all_gather_matmul(ranks.part(x, SEQUENCE), weight, ranks.group, gather_dim=SEQUENCE, bias=bias)
         batch, sequence, _ = y.shape
         parts = y.view(batch, sequence, -1, self.r_dim, self.head_dim).split([self.heads_per_kv, 1, 1], dim=-2)
-        query, key, value = (part.reshape(batch, sequence, -1, self.head_dim).contiguous() for part in parts)
+        heads = (part.reshape(batch, sequence, -1, self.head_dim).contiguous() for part in parts)
+        query, key, value = (ranks.whole(part, HEADS) for part in heads)
         return query, key, value
 
 
@@ -122,14 +168,14 @@ class GatheringQKV(QKVLinear):  # type: ignore[misc]
         """The fields of torchtitan's; what it builds is this module."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        group = _group()
-        if group is None:
+        ranks = _Ranks.of(x)
+        if ranks is None:
             plain: tuple[Tensor, Tensor, Tensor] = super().forward(x)
             return plain
         layers = [self.wq, self.wk, self.wv]
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        parts = all_gather_matmul(x, weights, group, gather_dim=SEQUENCE, bias=biases)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        weights, biases = [_local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
+        parts = all_gather_matmul(ranks.part(x, SEQUENCE), weights, ranks.group, gather_dim=SEQUENCE, bias=biases)
+        query, key, value = (ranks.whole(part.unflatten(-1, (-1, self.head_dim)), HEADS) for part in parts)
         return query, key, value
 
 
@@ -174,10 +220,14 @@ def _states(cfg: Any) -> ShardingConfig:
     return ShardingConfig(state_shardings=cfg.sharding_config.state_shardings)
 
 
+def _local(weight: Tensor) -> Tensor:
+    return cast(Tensor, local(weight))
+
+
 def _check(what: str, cfg: Any, argument: str, last: Any) -> None:
     backend, given = get_spmd_backend(), cfg.sharding_config
-    if backend != "spmd_types":
-        raise ValueError(f"our {what} needs parallelism.spmd_backend='spmd_types', got {backend!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"our {what} needs a parallelism.spmd_backend of {BACKENDS}, got {backend!r}")
     if given is None or last.sharding_config is None:
         raise ValueError(f"{what} has no sharding_config yet: overrides come after update_from_config()")
     if (given.in_src_shardings or {}).get(argument) != dense_sequence_parallel_placement():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.comm.groups import Group, GroupLike, resolve
 from tpkernels.errors import CommunicationError
 from tpkernels.nn.digests import MODULUS, digest_of
 from tpkernels.ops.mesh_exchange import exchange_over
@@ -106,13 +106,24 @@ class Ranks:
         return add_up(self.exchange(f"{what}: digests", {"shares": shares}))
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether this rank adds its part of ``tensor`` to a sum over the ranks: of replicas the first does."""
+        """Whether this rank adds its part of ``tensor`` to a sum over the ranks: of replicas the first does.
+
+        A tensor may live on one axis of the model's mesh, as what FSDP alone has cut does: the other axes repeat it.
+        """
         if not isinstance(tensor, DTensor):
             return self.is_first
-        coordinate = tensor.device_mesh.get_coordinate()
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate()
         assert coordinate is not None
         placed = zip(coordinate, tensor.placements, strict=True)
-        return all(at == 0 for at, placement in placed if placement.is_replicate())
+        if not all(at == 0 for at, placement in placed if placement.is_replicate()):
+            return False
+        on_mesh = set(mesh.mesh.flatten().tolist())
+        return all(group.rank == 0 for group in self._groups if not on_mesh.issuperset(_members(group)))
+
+
+def _members(group: Group) -> list[int]:
+    return dist.get_process_group_ranks(group.pg)
 
 
 def add_up(said: Sequence[Facts]) -> dict[str, int]:

@@ -17,10 +17,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.integrations.megatron import models
-from tests.nn.reference import LIMIT_S, close
+from tests.integrations.megatron.exact import Expected, Given, Results, column, row
+from tests.nn.reference import LIMIT_S
+from tpkernels.testing.numeric import Bounded, BoundExceeded
 from tpkernels.testing.spawn import Pools
 from tpkernels.verification.bounds import FACTOR, Bound, bounds_of
 
@@ -142,8 +145,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def run_layer(kind: type[nn.Module], sequence_parallel: bool, options: dict[str, Any]) -> list[Tensor | None]:
-    """What goes out of a layer, and the gradients of what goes in."""
+def run_layer(kind: type[nn.Module], sequence_parallel: bool, options: dict[str, Any]) -> tuple[Results, Given]:
+    """What goes out of a layer, and the gradients of what goes in; and what went in."""
     column, world, rank = "Column" in kind.__name__, dist.get_world_size(), dist.get_rank()
     given = {"bias": True, "skip_bias_add": False, **({} if column else {"input_is_parallel": True}), **options}
     extra = {name: given.pop(name, None) for name in ("runtime", "given", "frozen")}
@@ -154,8 +157,8 @@ def run_layer(kind: type[nn.Module], sequence_parallel: bool, options: dict[str,
     if layer.bias is not None:
         nn.init.normal_(layer.bias)
     layer.weight.requires_grad_(not extra["frozen"])
-    x = torch.randn(6, 2, 12)
-    x = x.chunk(world)[rank] if sequence_parallel and column else x
+    whole = torch.randn(6, 2, 12)
+    x = whole.chunk(world)[rank] if sequence_parallel and column else whole
     x = x.chunk(world, -1)[rank] if not column and given["input_is_parallel"] else x
     x = x.clone().requires_grad_()
     more: dict[str, Any] = {"runtime_gather_output": extra["runtime"]} if column else {}
@@ -163,11 +166,14 @@ def run_layer(kind: type[nn.Module], sequence_parallel: bool, options: dict[str,
     if extra["given"]:
         weight = more["weight"] = (2 * layer.weight.detach()).requires_grad_()
     y, bias = layer(x, **more)
-    y.mul(torch.randn(y.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
-    return [y.detach(), bias if bias is None else bias.detach(), x.grad, weight.grad, getattr(layer.bias, "grad", None)]
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2 + rank * sequence_parallel))
+    y.mul(dy).sum().backward()
+    bias, held = (None if one is None else one.detach() for one in (bias, layer.bias))
+    results = (y.detach(), bias, x.grad, weight.grad, getattr(layer.bias, "grad", None))
+    return results, Given(whole, weight.detach(), held, dy)
 
 
-def layers() -> list[tuple[str, list[Tensor | None], list[Tensor | None]]]:
+def layers() -> list[tuple[str, Results, Results, Expected]]:
     found = []
     with models.on_cpu(dist.get_world_size()):
         for name, cases in (("ColumnParallelLinear", COLUMNS), ("RowParallelLinear", ROWS)):
@@ -177,8 +183,9 @@ def layers() -> list[tuple[str, list[Tensor | None], list[Tensor | None]]]:
                     if sequence_parallel and (whole or options.get("input_is_parallel") is False):
                         continue  # Megatron does not, either
                     both = [getattr(library, name) for library in (tensor_parallel, tpk_megatron)]
-                    results = [run_layer(kind, sequence_parallel, options) for kind in both]
-                    found.append((f"{name} {options} {sequence_parallel}", *results))
+                    (stock, _), (ours, given) = (run_layer(kind, sequence_parallel, options) for kind in both)
+                    expected = (column if name.startswith("Column") else row)(given, sequence_parallel, options)
+                    found.append((f"{name} {options} {sequence_parallel}", stock, ours, expected))
     return found
 
 
@@ -187,12 +194,43 @@ def layers() -> list[tuple[str, list[Tensor | None], list[Tensor | None]]]:
 def test_every_option_of_a_layer_gives_what_megatron_gives(ranks: Pools, world: int) -> None:
     for result in ranks(world).run(layers, timeout=LIMIT_S):
         assert len(result) == 20 - 4 + 4
-        for name, stock, ours in result:
-            for theirs, mine, what in zip(stock, ours, ("y", "bias", "dx", "dw", "db"), strict=True):
-                assert (theirs is None) == (mine is None), (name, what)
-                if theirs is not None and mine is not None:
-                    close(mine, theirs, f"{name}: {what}")
+        for name, stock, ours, expected in result:
+            for theirs, mine, bound, what in zip(stock, ours, expected, ("y", "bias", "dx", "dw", "db"), strict=True):
+                assert (theirs is None) == (mine is None) == (bound is None), (name, what)
+                if theirs is not None and mine is not None and bound is not None:
+                    bound.check(mine, f"{name}: {what}")
                     assert world > 2 or what == "y" or torch.equal(mine, theirs), f"{name}: {what}"
+
+
+def faulty_layers() -> list[tuple[Tensor | None, Bounded | None]]:
+    """Outputs with a bias that is added twice, and with the sum of one rank, and what they have to be."""
+    real = tpk_megatron.copy_matmul
+
+    def twice(x: Tensor, weight: Tensor, group: Any, *, bias: Tensor, **options: Any) -> Any:
+        return real(x, weight, group, bias=bias, **options) + bias
+
+    def alone(x: Tensor, weight: Tensor, group: Any, *, bias: Tensor | None = None, **options: Any) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    found = []
+    with models.on_cpu(dist.get_world_size()):
+        for name, op, fault, expected in (
+            ("ColumnParallelLinear", "copy_matmul", twice, column),
+            ("RowParallelLinear", "matmul_all_reduce", alone, row),
+        ):
+            with mock.patch.object(tpk_megatron, op, fault):
+                (y, *_), given = run_layer(getattr(tpk_megatron, name), False, {})
+            found.append((y, expected(given, False, {})[0]))
+    return found
+
+
+@pytest.mark.gloo
+def test_a_bias_added_twice_and_the_sum_of_one_rank_are_beyond_the_bound(ranks: Pools) -> None:
+    for found in ranks(2).run(faulty_layers, timeout=LIMIT_S):
+        for y, bound in found:
+            assert y is not None and bound is not None
+            with pytest.raises(BoundExceeded):
+                bound.check(y)
 
 
 def micro_batches(sequence_parallel: bool) -> dict[str, tuple[Tensor, Tensor | None, Any, Bound]]:

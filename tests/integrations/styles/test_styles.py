@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -253,77 +252,6 @@ def _clips_without_the_rest() -> str:
 def test_torch_refuses_to_clip_a_mixture_which_is_what_replicated_is_for(ranks: Pools) -> None:
     for said in ranks(2).run(_clips_without_the_rest, timeout=LIMIT_S):
         assert "mixed torch.Tensor and DTensor" in said
-
-
-def _pieces() -> dict[str, float]:
-    """Single modules on single layouts, against the module itself: the worst difference of outputs and gradients."""
-    mesh, found = tp_mesh(), {}
-    n, rank = mesh.size(), mesh.get_local_rank()
-    part = lambda x, dim: x.chunk(n, dim)[rank]  # noqa: E731
-    torch.manual_seed(1)
-    x = torch.randn(2, 2 * n + 1, 6, dtype=torch.float64)
-    even = torch.randn(2, 2 * n, 6, dtype=torch.float64)
-    ids = torch.randint(10, (2, 5))
-    whole, cut, last = Replicate(), Shard(1), Shard(2)
-    norm, linear, table = nn.LayerNorm(6), nn.Linear(6, 7), nn.Embedding(10, 7)
-    wide = nn.Linear(6, 4 * n)
-    cases: list[tuple[str, nn.Module, ParallelStyle, Tensor, Any, Placement | None]] = [
-        ("norm of a whole", norm, SequenceParallel(input_layouts=whole, output_layouts=whole, use_local_output=True),
-         x, x, None),
-        ("norm of parts", norm, SequenceParallel(use_local_output=True), even, part(even, 1), cut),
-        ("norm to a DTensor", norm, SequenceParallel(output_layouts=whole), even, part(even, 1), whole),
-        ("columns", wide, ColumnParallel(), x, x, last),
-        ("columns gathered, DTensor", linear, ColumnParallel(output_layouts=whole, use_local_output=False), x, x,
-         whole),
-        ("columns of parts", wide, ColumnParallel(input_layouts=cut), even, part(even, 1), last),
-        ("columns of dimension -2", wide, ColumnParallel(input_layouts=Shard(-2), use_local_output=False), even,
-         part(even, 1), last),
-        ("rows of a whole", linear, RowParallel(input_layouts=whole, use_local_output=False), x, x, whole),
-        ("rows of parts", linear, RowParallel(output_layouts=cut, use_local_output=False), x, part(x, -1), cut),
-        ("a table's rows", table, RowParallel(input_layouts=whole, output_layouts=cut, use_local_output=False),
-         ids, ids, cut),
-        ("a table's columns", table, ColumnParallel(output_layouts=whole), ids, ids, whole),
-        ("a table's own columns", table, ColumnParallel(use_local_output=False), ids, ids, last),
-        ("replicated", linear, Replicated(use_local_output=False), x, x, whole),
-    ]  # fmt: skip
-    for name, module, style, given, mine, layout in cases:
-        plain, made = copied(module).double(), copied(module).double()
-        parallelize_module(made, mesh, style)
-        leaf = given.clone().requires_grad_(given.is_floating_point())
-        expected = plain(leaf)
-        expected.backward(torch.cos(expected.detach() * 3))
-        own = mine.detach().clone().requires_grad_(mine.is_floating_point())
-        y = made(own)
-        assert isinstance(y, DTensor) is not style.use_local_output, name
-        if isinstance(y, DTensor):
-            assert y.placements == (layout,) and y.shape == expected.shape, (name, y.placements, y.shape)
-        share = part(expected, layout.dim) if isinstance(layout, Shard) else expected
-        local = y.to_local() if isinstance(y, DTensor) else y
-        local.backward(torch.cos(share.detach() * 3))
-        worst = float((local - share).abs().max())
-        for key, parameter in plain.named_parameters():
-            gradient = dict(made.named_parameters())[key].grad
-            assert isinstance(gradient, DTensor) and not isinstance(gradient.placements[0], Partial)
-            worst = max(worst, float((gradient.full_tensor() - parameter.grad).abs().max()))
-        if leaf.requires_grad:
-            at = [dim for dim in range(3) if own.shape[dim] != given.shape[dim]]
-            worst = max(worst, float((own.grad - (part(leaf.grad, at[0]) if at else leaf.grad)).abs().max()))
-        found[name] = worst
-    return found
-
-
-FULL = pytest.mark.full("other numbers of ranks")
-
-
-def copied(module: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(module))
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("world", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)])
-def test_every_layout_gives_the_values_and_gradients_of_the_module_itself(ranks: Pools, world: int) -> None:
-    for found in ranks(world).run(_pieces, timeout=LIMIT_S):
-        assert max(found.values()) < 1e-12, found
 
 
 def _refusals() -> list[str]:

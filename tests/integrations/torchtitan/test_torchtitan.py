@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import io
 import re
@@ -32,87 +31,20 @@ from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.llama3 import model_registry
-from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-from tpkernels.integrations import torchtitan as tpk_torchtitan
+from tests.integrations.torchtitan.models import IMPORTS, LENGTH, STEPS, VOCABULARY, Attention, build, config, counted
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = "torchtitan_llama3.py"
-VOCABULARY, LENGTH, STEPS = 66, 12, 6
-"""torchtitan cuts evenly: both divide by two and by three ranks."""
 Options = dict[str, Any]
-IMPORTS = ["tpkernels.integrations.torchtitan.attention", "tpkernels.integrations.torchtitan.feed_forward"]
-
-
-class Attention(ScaledDotProductAttention):  # type: ignore[misc]
-    """torchtitan's asks for kernels of CUDA."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]
-        pass
-
-    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **given: Any) -> Tensor:
-        heads = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def config(*, fused: bool = True, sequence_parallel: bool = True, heads: int = 4) -> Any:
-    """A Llama of one small block, as it is once torchtitan's trainer has called update_from_config; two heads share a
-    key."""
-    from torchtitan.models.common.attention import QKVLinear
-
-    set_spmd_backend("spmd_types")
-    model = model_registry("debugmodel").model
-    model.layers = model.layers[:1]
-    (layer,) = model.layers
-    dim, groups, hidden = 8 * heads, heads // 2, 48
-    model.dim, model.vocab_size = dim, VOCABULARY
-    model.tok_embeddings = replace(model.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=dim)
-    model.norm = replace(model.norm, normalized_shape=dim)
-    model.lm_head = replace(model.lm_head, in_features=dim, out_features=VOCABULARY)
-    for name in ("attention_norm", "ffn_norm"):
-        setattr(layer, name, replace(getattr(layer, name), normalized_shape=dim))
-    ffn, attention = layer.feed_forward, layer.attention
-    for name in ("w1", "w3"):
-        setattr(ffn, name, replace(getattr(ffn, name), in_features=dim, out_features=hidden))
-    ffn.w2 = replace(ffn.w2, in_features=hidden, out_features=dim)
-    attention.n_heads, attention.n_kv_heads, attention.dim, attention.inner_attention = (
-        heads,
-        groups,
-        dim,
-        Attention.Config(),
-    )
-    attention.rope = replace(attention.rope, dim=dim // heads)
-    attention.wo = replace(attention.wo, in_features=dim, out_features=dim)
-    # Its own initialization has the sizes of before.
-    wqkv, head_dim = replace(attention.qkv_linear.wqkv, param_init=ffn.w2.param_init), dim // heads
-    if fused:
-        out = (heads + 2 * groups) * head_dim
-        projection = replace(wqkv, in_features=dim, out_features=out)
-        sizes = {"n_heads": heads, "n_kv_heads": groups, "head_dim": head_dim}
-        attention.qkv_linear = replace(attention.qkv_linear, wqkv=projection, **sizes)
-    else:
-        wq, wkv = (replace(wqkv, in_features=dim, out_features=size) for size in (dim, groups * head_dim))
-        attention.qkv_linear = QKVLinear.Config(head_dim=head_dim, wq=wq, wkv=wkv)
-    set_llama3_sharding_config(model, enable_sp=sequence_parallel)
-    return model
 
 
 def overridden(model: Any) -> Any:
     said = apply_overrides(OverrideConfig(imports=list(IMPORTS)), model)
     assert len(said) >= 2, said
     return model
-
-
-def build(model: Any) -> Any:
-    torch.manual_seed(0)
-    made = model.build()
-    with torch.no_grad():
-        made.init_weights(buffer_device=None)
-    return made
 
 
 @contextlib.contextmanager
@@ -193,21 +125,6 @@ def trained(options: Options, compiled: bool) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[collections.Counter[str]]:
-    counts: collections.Counter[str] = collections.Counter()
-    with contextlib.ExitStack() as stack:
-        for name in ("all_gather_matmul", "matmul_reduce_scatter"):
-            real = getattr(tpk_torchtitan, name)
-
-            def call(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
-                counts[name] += 1
-                return real(*args, **options)
-
-            stack.enter_context(mock.patch.object(tpk_torchtitan, name, call))
-        yield counts
-
-
 def whole(parts: list[dict[str, Tensor]], plain: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, expected in plain.items():
@@ -271,7 +188,9 @@ def test_the_example_runs_as_a_file_and_learns(ranks: Pools, full: bool) -> None
     assert len(two) == 3 and two[2] < two[0] and other == "", output
     if full:
         ((alone, _),) = ranks(1).run(run_example, path, timeout=LIMIT_S)
-        assert max(abs(a - b) for a, b in zip(losses_of(alone), two, strict=True)) < 2e-4, (alone, output)
+        # Printed with four digits: each is off by 5e-5, so that two right ones may differ by one in the last.
+        steps = [round(abs(a - b) * 1e4) for a, b in zip(losses_of(alone), two, strict=True)]
+        assert max(steps) <= 1, (alone, output)
     assert counts == {"all_gather_matmul": 2 * 3, "matmul_reduce_scatter": 2 * 3}
 
 
@@ -309,8 +228,8 @@ def test_what_our_blocks_do_not_have_is_refused() -> None:
     model.layers[0].attention.wo = Quantized(in_features=32, out_features=32, sharding_config=wo.sharding_config)
     refused("our block takes the place of", model)
     model = config()
-    set_spmd_backend("default")
+    set_spmd_backend("full_dtensor")
     try:
-        refused("needs parallelism.spmd_backend='spmd_types', got 'default'", model)
+        refused("needs a parallelism.spmd_backend of .*, got 'full_dtensor'", model)
     finally:
         set_spmd_backend("spmd_types")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
 from tests.integrations import causal_models
 from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, weights_of
+from tests.kept_mesh import once_per_pool
 from tests.nn.reference import LIMIT_S, tp_mesh, whole
 from tpkernels.testing.spawn import Pools
 
@@ -29,10 +32,31 @@ pytestmark = pytest.mark.gloo
 
 SIZES = {"n_layer": 1}
 HALF = 3
+ROWS = 4
+"""Of each step, over all replicas."""
 Loop = tuple[Any, Any, Any, Any, Any]
 
 
-def prepared(parallel: bool, dtype: torch.dtype = torch.float32, *, whole: bool = False) -> Loop:
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share a model."""
+
+    replicas: int = 1
+    shard: bool = False
+    """Whether its parameters are cut over replicas, too."""
+    micro: int = 1
+    """Batches of each step."""
+
+    def mesh(self) -> Any:
+        return _meshes(self.replicas) if self.replicas > 1 else tp_mesh()
+
+
+@once_per_pool
+def _meshes(replicas: int) -> Any:
+    return tpk.init(dp=replicas, tp=dist.get_world_size() // replicas)
+
+
+def prepared(layout: Layout | None, dtype: torch.dtype = torch.float32, *, whole: bool = False) -> Loop:
     """What ``prepare`` gives for a model, an optimizer, a scheduler and the batches; rows that are cut in two.
 
     ``whole``: its state is saved and loaded whole.
@@ -42,42 +66,52 @@ def prepared(parallel: bool, dtype: torch.dtype = torch.float32, *, whole: bool 
     model = causal_models.gpt2(**SIZES).to(dtype)
     # By itself accelerate steps a scheduler once for each rank, whatever the ranks are.
     options: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False}
-    if parallel:
-        model = tpk_transformers.prepare(model, tp_mesh())
-        options["parallelism_config"] = ParallelismConfig(tp_size=dist.get_world_size())
+    replicas, micro = (layout.replicas, layout.micro) if layout else (1, 1)
+    options["gradient_accumulation_steps"] = micro
+    if layout:
+        mesh = layout.mesh()
+        model = tpk_transformers.prepare(model, mesh, shard=layout.shard)
+        tp = dist.get_world_size() // replicas
+        options["parallelism_config"] = ParallelismConfig(tp_size=tp, dp_shard_size=replicas)
     accelerator = Accelerator(**options)
     if whole:
         tpk_accelerate.save_whole(accelerator)
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
-    rows = torch.utils.data.DataLoader(torch.cat(batches()), batch_size=2)  # type: ignore[arg-type]
+    data: Any = torch.cat(batches(rows=ROWS))
+    rows = torch.utils.data.DataLoader(data, batch_size=ROWS // replicas // micro)
     return (accelerator, *accelerator.prepare(model, optimizer, scheduler, rows))
 
 
 def steps(loop: Loop, first: int = 0, last: int = 6) -> Curve:
     accelerator, model, optimizer, scheduler, rows = loop
-    curve = Curve()
+    curve, losses, micro = Curve(), [], accelerator.gradient_accumulation_steps
     for number, ids in enumerate(rows):
-        if not first <= number < last:
+        if not first <= number // micro < last:
             continue
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        curve.gradients = curve.gradients or gradients_of(model)
-        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        curve.losses.append(float(loss.detach()))
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            if not accelerator.sync_gradients:
+                continue
+            curve.gradients = curve.gradients or gradients_of(model)
+            norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        curve.losses.append(sum(losses) / micro)
         curve.norms.append(float(whole(norm)))
+        losses.clear()
     curve.weights = weights_of(model)
     return curve
 
 
 def alone() -> Reference:
     with on_cpu():
-        exact = steps(prepared(False, torch.float64))
+        exact = steps(prepared(None, torch.float64))
     with on_cpu():
-        return Reference.of(exact, steps(prepared(False)))
+        return Reference.of(exact, steps(prepared(None)))
 
 
 def as_accelerate_does(loop: Loop, folder: str) -> tuple[str, bool]:
@@ -88,13 +122,13 @@ def as_accelerate_does(loop: Loop, folder: str) -> tuple[str, bool]:
     accelerator.save_state(f"{folder}/pickled", safe_serialization=False)
     dist.barrier()
     held = torch.load(f"{folder}/pickled/pytorch_model.bin", weights_only=False)
-    names = [name for name, value in held.items() if hasattr(value, "to_local") and value.placements[0].is_shard()]
-    return str(caught.value), bool(names)
+    parts = [value for value in held.values() if isinstance(value, DTensor)]
+    return str(caught.value), any(placement.is_shard() for part in parts for placement in part.placements)
 
 
-def saved(folder: str, expected: Reference) -> dict[str, Any]:
+def saved(folder: str, layout: Layout, expected: Reference) -> dict[str, Any]:
     with on_cpu():
-        loop = prepared(True)
+        loop = prepared(layout)
         said = as_accelerate_does(loop, folder)
         accelerator, model, optimizer, *_ = loop
         tpk_accelerate.save_whole(accelerator)
@@ -116,14 +150,14 @@ def saved(folder: str, expected: Reference) -> dict[str, Any]:
     }
 
 
-def goes_on(folder: str, number: int, parallel: bool) -> tuple[Curve, list[str]]:
+def goes_on(folder: str, number: int, layout: Layout | None) -> tuple[Curve, list[str]]:
     """The rest of the run in a model that began with other weights."""
     with on_cpu():
-        loop = prepared(parallel, whole=parallel)
+        loop = prepared(layout, whole=layout is not None)
         with torch.no_grad():
             for parameter in loop[1].parameters():
                 parameter.mul_(0.5)
-        if parallel:
+        if layout:
             before = weights_of(loop[1])
             for broken, words in (("empty", "optimizer.bin"), ("other", "lacks")):
                 with pytest.raises(ValueError, match=words):
@@ -135,39 +169,53 @@ def goes_on(folder: str, number: int, parallel: bool) -> tuple[Curve, list[str]]
         return steps(loop, HALF), [str(one.message) for one in caught if "random_states" in str(one.message)]
 
 
-def test_a_prepared_loop_is_right_and_its_state_is_saved_whole(ranks: Pools, tmp_path: Path, full: bool) -> None:
+def break_copies(folder: Path) -> None:
+    """A folder without the state of an optimizer, and one with another's; the model's file is whole in both."""
+    for name in ("empty", "other"):
+        shutil.copytree(folder / "half-0", folder / name)
+        (folder / name / "optimizer.bin").unlink()
+    state = torch.load(folder / "half-0" / "optimizer.bin")
+    state["state"].popitem()
+    torch.save(state, folder / "other" / "optimizer.bin")
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "others"),
+    [
+        (2, Layout(), [(1, Layout())]),  # which accelerate by itself puts into DistributedDataParallel
+        pytest.param(3, Layout(), [(2, Layout()), (4, Layout(2))], marks=pytest.mark.full("three ranks")),
+        pytest.param(4, Layout(2, micro=2), [(3, Layout()), (4, Layout(2, True))], marks=pytest.mark.full("replicas")),
+        pytest.param(4, Layout(2, True), [(4, Layout(2)), (1, Layout())], marks=pytest.mark.full("cut over replicas")),
+    ],
+)
+def test_a_prepared_loop_is_right_and_its_state_is_saved_whole(
+    ranks: Pools, tmp_path: Path, world: int, layout: Layout, others: list[tuple[int, Layout]], full: bool
+) -> None:
     expected, folder = alone(), str(tmp_path)
-    first, _ = results = ranks(2).run(saved, folder, expected, timeout=LIMIT_S)
+    first, *_ = results = ranks(world).run(saved, folder, layout, expected, timeout=LIMIT_S)
     for found in results:
         assert found["wrong"] == {} and found["state"] and found["own"], found
         assert "data pointer" in found["said"][0] and found["said"][1], "accelerate by itself saves parts, or nothing"
     rest: Curve = first["rest"]
-    for name in ("empty", "other"):  # the model's file is whole in both
-        shutil.copytree(tmp_path / "half-0", tmp_path / name)
-        (tmp_path / name / "optimizer.bin").unlink()
-    state = torch.load(tmp_path / "half-0" / "optimizer.bin")
-    state["state"].popitem()
-    torch.save(state, tmp_path / "other" / "optimizer.bin")
+    break_copies(tmp_path)
     for number in (0, 1) if full else (0,):
-        for again, _ in ranks(2).run(goes_on, folder, number, True, timeout=LIMIT_S):
+        for again, _ in ranks(world).run(goes_on, folder, number, layout, timeout=LIMIT_S):
             assert again.losses == rest.losses and again.norms == rest.norms
             assert all(torch.equal(again.weights[name], weight) for name, weight in rest.weights.items())
     # One process, without us: the folder is accelerate's own.
-    again, _ = goes_on(folder, 0, False)
+    again, _ = goes_on(folder, 0, None)
     assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
-    # One rank that a launcher has started, whose model accelerate by itself puts into DistributedDataParallel.
-    ((again, _),) = ranks(1).run(goes_on, folder, 0, True, timeout=LIMIT_S)
-    assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
-    if full:
-        for rank, (again, said) in enumerate(ranks(3).run(goes_on, folder, 0, True, timeout=LIMIT_S)):
+    for ranks_now, other in others:
+        for rank, (again, said) in enumerate(ranks(ranks_now).run(goes_on, folder, 0, other, timeout=LIMIT_S)):
             assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
-            assert [one.partition(" ")[0] for one in said] == ["random_states_2.pkl"][: rank == 2]
+            missing = [f"random_states_{rank}.pkl"] if rank >= world else []
+            assert [one.partition(" ")[0] for one in said] == missing
 
 
 def refusals(folder: str) -> list[str]:
     said = []
     with on_cpu():
-        accelerator = prepared(True, whole=True)[0]
+        accelerator = prepared(Layout(), whole=True)[0]
         with mock.patch.object(dist, "get_world_size", lambda: 4), pytest.raises(ValueError) as caught:
             accelerator.save_state(folder)
         said.append(str(caught.value))
@@ -192,7 +240,7 @@ def refusals(folder: str) -> list[str]:
 def test_what_cannot_be_saved_whole_is_refused_before_anything_is_written(ranks: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     expected = [
-        "ranks that are one replica",
+        "a model that all 4 ranks share",
         "parameter",
         "one model, and this one has 2",
         "the Linear is not parallel",

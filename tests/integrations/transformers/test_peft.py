@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import tpkernels as tpk
+from tests.kept_mesh import once_per_pool
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.nn.parameters import local
 from tpkernels.testing.spawn import Pools
@@ -31,6 +34,8 @@ from tpkernels.integrations.transformers import adapters, registered  # noqa: E4
 pytestmark = pytest.mark.gloo
 
 LLAMA = Scenario("llama", "register")
+THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}
+UNEVEN = {**THREE, "intermediate_size": 55}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -56,9 +61,36 @@ def _like(values: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def reference(run: Callable[[Any], Curve]) -> Reference:
+def mesh_of(replicas: int) -> Any:
+    return _meshes(replicas) if replicas > 1 else tp_mesh()
+
+
+@once_per_pool
+def _meshes(replicas: int) -> Any:
+    return tpk.init(dp=replicas, tp=dist.get_world_size() // replicas)
+
+
+def mine(replicas: int) -> Tensor:
+    """The rows of this rank's replica."""
+    return ids().chunk(replicas)[dist.get_rank() * replicas // dist.get_world_size()]
+
+
+def mean(loss: float) -> float:
+    """Over the replicas, of what all their ranks have."""
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def step_of(model: Any, replicas: int) -> Curve:
+    curve = step(model, mine(replicas))
+    curve.losses = [mean(loss) for loss in curve.losses]
+    return curve
+
+
+def reference(scenario: Scenario, run: Callable[[Any], Curve]) -> Reference:
     """In one process, in fp64 and in fp32."""
-    models = [with_adapters(LLAMA.build().double()).double(), with_adapters(LLAMA.build())]
+    models = [with_adapters(scenario.build().double()).double(), with_adapters(scenario.build())]
     for model in models:
         fill(model)
     return Reference.of(*map(run, models))
@@ -91,21 +123,31 @@ def adapted(path: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_adapters_on_a_model_that_runs_our_ops(ranks: Pools, tmp_path: Path) -> None:
-    expected, folder = reference(partial(step, ids=ids())), str(tmp_path / "adapter")
-    for found in ranks(2).run(adapted, scenarios.saved(LLAMA, tmp_path), folder, timeout=LIMIT_S):
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {}),
+        pytest.param(3, THREE, marks=pytest.mark.full("three ranks")),
+    ],
+)
+def test_adapters_on_a_model_that_runs_our_ops(
+    ranks: Pools, tmp_path: Path, world: int, changes: dict[str, Any]
+) -> None:
+    scenario = replace(LLAMA, changes=changes)
+    expected, folder = reference(scenario, partial(step, ids=ids())), str(tmp_path / "adapter")
+    for found in ranks(world).run(adapted, scenarios.saved(scenario, tmp_path), folder, timeout=LIMIT_S):
         assert expected.wrong(found["step"]) == {}
         assert len(found["used"]) == 2 * len(TARGETS), "B of columns and A of rows run our ops, too"
         assert expected.right(found["merged"])
         wrong = expected.wrong(found["partial"])
         assert wrong and all(name.startswith("gradient ") for name in wrong)
-    check_files(folder, expected)
+    check_files(scenario, folder, expected)
 
 
-def check_files(folder: str, expected: Reference) -> None:
+def check_files(scenario: Scenario, folder: str, expected: Reference) -> None:
     """Those of the adapter, and of the model that it was merged into, without us."""
-    adapted = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
-    merged, info = type(LLAMA.build()).from_pretrained(
+    adapted = peft.PeftModel.from_pretrained(scenario.build(), folder)
+    merged, info = type(scenario.build()).from_pretrained(
         f"{folder}-merged", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info
@@ -114,7 +156,7 @@ def check_files(folder: str, expected: Reference) -> None:
             assert expected.right(float(alone(input_ids=ids(), labels=ids()).loss))
 
 
-def before_prepare(path: str, folder: str, full: bool) -> dict[str, Any]:
+def before_prepare(path: str, folder: str, replicas: int, shard: bool, trained: bool) -> dict[str, Any]:
     """Adapters before ``prepare()``: a step, the adapter's files, the merged model; and a run of Trainer."""
     from transformers import AutoModelForCausalLM
 
@@ -122,32 +164,62 @@ def before_prepare(path: str, folder: str, full: bool) -> dict[str, Any]:
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         model = with_adapters(AutoModelForCausalLM.from_pretrained(path, **options))
         fill(model)
-        return tpk_transformers.prepare(model, tp_mesh())
+        return tpk_transformers.prepare(model, mesh_of(replicas), shard=shard)
 
     model = prepared()
-    found: dict[str, Any] = {"step": step(model, ids())}
+    found: dict[str, Any] = {"step": step_of(model, replicas)}
     model.save_pretrained(folder)
     merged = model.merge_and_unload()
     merged.save_pretrained(f"{folder}-merged")
     with torch.no_grad():
         found["merged"] = float(merged(input_ids=ids(), labels=ids()).loss)
-    if full:
-        found["run"] = train(prepared(), f"{folder}-run")
+    if trained:
+        found["run"] = train(prepared(), f"{folder}-run", per_device_train_batch_size=2 // replicas)
     return found
 
 
-def test_a_model_with_adapters_is_prepared_merged_and_trained(ranks: Pools, tmp_path: Path, full: bool) -> None:
+@pytest.mark.parametrize(
+    ("world", "replicas", "shard", "changes"),
+    [
+        (2, 1, False, {}),
+        pytest.param(3, 1, False, UNEVEN, marks=pytest.mark.full("three ranks, sizes that do not divide")),
+        pytest.param(4, 2, False, {}, marks=pytest.mark.full("two replicas")),
+        pytest.param(4, 2, True, {}, marks=pytest.mark.full("parameters cut over two replicas")),
+    ],
+)
+def test_a_model_with_adapters_is_prepared_merged_and_trained(
+    ranks: Pools, tmp_path: Path, world: int, replicas: int, shard: bool, changes: dict[str, Any], full: bool
+) -> None:
     pytest.importorskip("accelerate", reason="the package accelerate is missing: pip install accelerate")
-    expected, folder = reference(partial(step, ids=ids())), str(tmp_path / "adapter")
-    path = scenarios.saved(LLAMA, tmp_path)
-    results = ranks(2).run(before_prepare, path, folder, full, timeout=LIMIT_S)
+    scenario = replace(LLAMA, changes=changes)
+    expected, folder = reference(scenario, partial(step, ids=ids())), str(tmp_path / "adapter")
+    path = scenarios.saved(scenario, tmp_path)
+    results = ranks(world).run(before_prepare, path, folder, replicas, shard, full, timeout=LIMIT_S)
     for found in results:
         assert expected.wrong(found["step"]) == {} and expected.right(found["merged"])
-    check_files(folder, expected)
+    check_files(scenario, folder, expected)
     if full:
-        curve = reference(partial(train, folder=tmp_path / "plain"))
+        curve = reference(scenario, partial(train, folder=tmp_path / "plain"))
         for found in results:
             assert curve.wrong(found["run"]) == {}
+
+
+def too_small(path: str) -> str:
+    """Adapters after ``register()`` of a model that FSDP has cut, too."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    mesh_of(2)
+    with tpk_transformers.register(strict=True), pytest.raises(ValueError) as caught:
+        config = DistributedConfig(tp_size=2, fsdp_size=2)
+        with_adapters(AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=torch.float32))
+    return str(caught.value)
+
+
+@pytest.mark.full("two replicas")
+def test_an_adapter_of_which_peft_makes_a_part_of_a_part_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    for said in ranks(4).run(too_small, scenarios.saved(LLAMA, tmp_path), timeout=LIMIT_S):
+        assert "8 of the 32 features of" in said and "add adapters before prepare()" in said
 
 
 def test_the_name_of_peft_that_merging_needs_is_named_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

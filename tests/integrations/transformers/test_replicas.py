@@ -34,6 +34,7 @@ REPLICAS, ROWS = 2, 4
 """In each step a process alone takes so many rows; two replicas take them one by one, in two micro-batches."""
 GPT2 = Scenario("gpt2", "prepare", {"n_layer": 1}, {"per_device_train_batch_size": ROWS})
 LLAMA = Scenario("llama", "prepare", {"intermediate_size": 57, "num_hidden_layers": 1}, GPT2.trainer)
+REGISTERED = replace(LLAMA, way="register")
 OURS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS // REPLICAS}
 mesh = KeptMesh(lambda: tpk.init(dp=REPLICAS, tp=dist.get_world_size() // REPLICAS))
 
@@ -52,9 +53,9 @@ def load(scenario: Scenario, path: str, shard: bool) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options)
 
 
-def run(scenario: Scenario, path: str, folder: str, shard: bool, resume: str | None = None) -> Curve:
+def run(scenario: Scenario, path: str, folder: str, shard: bool, resume: str | None = None, **changes: Any) -> Curve:
     callbacks = [tpk_transformers.Snapshots(resume)]
-    options = {**OURS, "save_strategy": "steps", "save_steps": 3}
+    options = {**OURS, "save_strategy": "steps", "save_steps": 3, **changes}
     return train(load(scenario, path, shard), folder, callbacks=callbacks, resume=resume, **options)
 
 
@@ -73,6 +74,39 @@ def trained(scenario: Scenario, path: str, folder: str, reference: Reference, sh
         "resumed": same and all(torch.equal(again.weights[name], weight) for name, weight in curve.weights.items()),
         "weights": curve.weights if dist.get_rank() == 0 else None,
     }
+
+
+def goes_on(scenario: Scenario, path: str, checkpoint: str, replicas: int, reference: Reference) -> dict[str, float]:
+    """From another number of replicas' checkpoint of step 3."""
+    folder = f"{checkpoint}-on-{dist.get_world_size()}"
+    if replicas == 1:
+        curve = scenarios.run(scenario, path, folder, resume=checkpoint)
+    else:
+        curve = run(scenario, path, folder, shard=False, resume=checkpoint)
+    assert len(curve.losses) == STEPS - 3
+    return reference.wrong(curve, first=3)
+
+
+@pytest.mark.full("four ranks")
+@pytest.mark.parametrize(
+    ("scenario", "shard", "worlds"), [(GPT2, False, (2, 3)), (GPT2, True, (2, 3)), (REGISTERED, True, (2,))]
+)
+def test_a_checkpoint_goes_on_at_another_number_of_replicas(
+    ranks: Pools, tmp_path: Path, scenario: Scenario, shard: bool, worlds: tuple[int, ...]
+) -> None:
+    reference, path, folder = scenario.reference(tmp_path), scenarios.saved(scenario, tmp_path), str(tmp_path / "run")
+    ranks(4).run(run, scenario, path, folder, shard, timeout=LIMIT_S)
+    for world in worlds:
+        found = ranks(world).run(goes_on, scenario, path, f"{folder}/checkpoint-3", 1, reference, timeout=LIMIT_S)
+        assert found == [{}] * world
+    single = str(tmp_path / "single")
+    ranks(2).run(one_replica, scenario, path, single, timeout=LIMIT_S)
+    given = (scenario, path, f"{single}/checkpoint-3", REPLICAS, reference)
+    assert ranks(4).run(goes_on, *given, timeout=LIMIT_S) == [{}] * 4
+
+
+def one_replica(scenario: Scenario, path: str, folder: str) -> None:
+    scenarios.run(scenario, path, folder)
 
 
 def independent(model: Any, *_: object, **options: object) -> None:
@@ -101,7 +135,7 @@ def test_replicas_train_save_and_go_on_as_one_process(ranks: Pools, tmp_path: Pa
         pytest.skip("--full: four ranks")
     cases = [(GPT2, False)]
     if world == 4:
-        cases += [(LLAMA, True), (replace(LLAMA, way="register"), True)]
+        cases += [(LLAMA, True), (REGISTERED, True)]
     for number, (scenario, shard) in enumerate(cases):
         folder = tmp_path / str(number)
         reference, path = scenario.reference(folder), scenarios.saved(scenario, folder)

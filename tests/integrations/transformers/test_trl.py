@@ -6,6 +6,7 @@ trl and datasets, with pandas and pyarrow, are 150 MB: `.ci/run` installs them b
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ pytest.importorskip("accelerate", reason="the package accelerate is missing: pip
 if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "pyarrow")):
     pytest.skip("--full: only where trl and datasets, 150 MB, were installed by hand", allow_module_level=True)
 
-from tests.integrations.transformers import scenarios
+from tests.integrations.transformers import scenarios, test_replicas
 from tests.integrations.transformers.running import Sentences, options, train
 from tests.integrations.transformers.scenarios import Scenario
 
@@ -43,26 +44,60 @@ def sft(*, model: Any, args: Any, train_dataset: Sentences, eval_dataset: None, 
     data = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows)), fingerprint="sentences")
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(67)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2")
-    given = options(args.output_dir, save_strategy=args.save_strategy, save_steps=args.save_steps)
+    taken = ("save_strategy", "save_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+    given = options(args.output_dir, **{name: getattr(args, name) for name in taken})
     own = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None, "gradient_checkpointing": False}
     config = SFTConfig(**given, **own, bf16=False)
     return SFTTrainer(model=model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=callbacks)
 
 
-def trained(path: str, folder: str, expected: Reference) -> list[dict[str, float]]:
-    whole = scenarios.run(LLAMA, path, folder, trained_by=sft)
-    rest = scenarios.run(LLAMA, path, f"{folder}-rest", resume=f"{folder}/checkpoint-3", trained_by=sft)
+def trained(scenario: Scenario, path: str, folder: str, expected: Reference) -> list[dict[str, float]]:
+    whole = scenarios.run(scenario, path, folder, trained_by=sft)
+    rest = scenarios.run(scenario, path, f"{folder}-rest", resume=f"{folder}/checkpoint-3", trained_by=sft)
     assert len(rest.losses) == STEPS - 3
     return [expected.wrong(whole), expected.wrong(rest, first=3)]
 
 
-def test_sft_trainer_trains_saves_and_goes_on_as_on_one_process(ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "scenario"),
+    [
+        (2, LLAMA),
+        pytest.param(3, replace(LLAMA, changes={"intermediate_size": 57}), marks=pytest.mark.full("three ranks")),
+    ],
+)
+def test_sft_trainer_trains_saves_and_goes_on_as_on_one_process(
+    ranks: Pools, tmp_path: Path, world: int, scenario: Scenario
+) -> None:
+    expected, folder = reference(scenario, tmp_path), str(tmp_path / "run")
+    given = scenario, scenarios.saved(scenario, tmp_path), folder, expected
+    assert ranks(world).run(trained, *given, timeout=2 * LIMIT_S) == [[{}, {}]] * world
+    check_file(folder, expected)
+
+
+def reference(scenario: Scenario, folder: Path) -> Reference:
+    models = scenario.build().double(), scenario.build()
+    return Reference.of(*(train(model, folder, trained_by=sft, **scenario.trainer) for model in models))
+
+
+def check_file(folder: str, expected: Reference) -> None:
     from transformers import AutoModelForCausalLM
 
-    exact, plain = (train(model, tmp_path, trained_by=sft) for model in (LLAMA.build().double(), LLAMA.build()))
-    expected, folder = Reference.of(exact, plain), str(tmp_path / "run")
-    results = ranks(2).run(trained, scenarios.saved(LLAMA, tmp_path), folder, expected, timeout=2 * LIMIT_S)
-    assert results == [[{}, {}]] * 2
     saved = dict(AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint-{STEPS}").named_parameters())
     for name, bound in expected.weights.items():
         assert bound.ratio(saved[name].to(torch.float32)) <= FACTOR, name
+
+
+def on_replicas(path: str, folder: str, shard: bool, expected: Reference) -> list[dict[str, float]]:
+    whole = test_replicas.run(test_replicas.LLAMA, path, folder, shard, trained_by=sft)
+    again = f"{folder}/checkpoint-3"
+    rest = test_replicas.run(test_replicas.LLAMA, path, f"{folder}-rest", shard, resume=again, trained_by=sft)
+    return [expected.wrong(whole), expected.wrong(rest, first=3)]
+
+
+@pytest.mark.full("two replicas of two ranks")
+@pytest.mark.parametrize("shard", [False, True])
+def test_sft_trainer_gives_each_replica_its_own_rows(ranks: Pools, tmp_path: Path, shard: bool) -> None:
+    scenario, folder = test_replicas.LLAMA, str(tmp_path / "run")
+    expected, path = reference(scenario, tmp_path), scenarios.saved(scenario, tmp_path)
+    assert ranks(4).run(on_replicas, path, folder, shard, expected, timeout=2 * LIMIT_S) == [[{}, {}]] * 4
+    check_file(folder, expected)

@@ -71,7 +71,10 @@ def prepare(
     parallelize(model, tp, plan, verify=verify, example_inputs=example_inputs)
     Ranks.of(model).step("prepare", lambda: _check_parts(model))
     if replicas > 1:
-        data_parallel(model, mesh, shard=shard)
+        # Without PEFT's wrapper, because merged models are called without it: FSDP's hooks are the called module's.
+        within = {id(parameter) for parameter in inner.parameters()}
+        only_inner = all(id(parameter) in within for parameter in model.parameters())
+        data_parallel(inner if only_inner else model, mesh, shard=shard)
     private_names.mark_as_parallel(inner, tp, tp.size(), replicas)
     speak_for_trainer(model)
     return model

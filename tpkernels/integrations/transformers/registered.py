@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tpkernels.integrations.transformers import private_names
-from tpkernels.integrations.transformers.adapters import is_adapter, let_adapters_merge
+from tpkernels.integrations.transformers.adapters import check_half, is_adapter, let_adapters_merge
 from tpkernels.integrations.transformers.experts import experts_forward
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.embedding import VocabParallelEmbedding
@@ -123,6 +123,8 @@ class Registration:
             self.leave(module, why)
             return False
         name = self.name_of(module)
+        if is_adapter(name):
+            check_half(name, module, mesh)
         layer = _layer(module, what)
         module.forward = _Forward(layer, mesh, what)
         self.used[name] = f"{type(layer).__name__} ({what})"

@@ -1,0 +1,240 @@
+"""torchtitan's Trainer on CPUs, and its own loop: what it logs, its first gradients and its last weights.
+
+It asks for CUDA by names that each of its modules imports, and for packages that nothing here uses (``UNUSED``).  That
+is all that is patched, beside what computes in fp32 where the exact run needs fp64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import distribute_tensor
+
+from tests.integrations.curves import CLIP, STEPS, Curve, gradients_of, weights_of
+from tests.integrations.torchtitan.models import IMPORTS, LENGTH, build, small
+
+ROWS = 4
+"""Of each step, over all replicas."""
+Options = dict[str, Any]
+
+
+UNUSED = {
+    "datasets": ("Dataset", "load_dataset"),
+    "datasets.distributed": ("split_dataset_by_node",),
+    "torchdata": (),
+    "torchdata.stateful_dataloader": ("StatefulDataLoader",),
+    "torch.utils.tensorboard": ("SummaryWriter",),
+}
+"""What torchtitan's trainer imports and these runs never call, by module."""
+
+
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """In the place of packages that are not installed; each name is an empty class."""
+    needs = {"torch": "tensorboard"}
+    missing = [name for name in UNUSED if importlib.util.find_spec(needs.get(top := name.split(".")[0], top)) is None]
+    for name in missing:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update({wanted: type(wanted, (), {}) for wanted in UNUSED[name]})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+with _stand_ins():
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import utils as distributed
+    from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.trainer import Trainer
+
+
+class Batches(BaseDataLoader):  # type: ignore[misc]
+    """A replica's rows of the same batches, whatever the number of replicas."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]
+        vocabulary: int
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
+        self.vocabulary, self.replicas, self.replica, self.step = config.vocabulary, dp_world_size, dp_rank, 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            generator = torch.Generator().manual_seed(self.step)
+            ids = torch.randint(self.vocabulary, (ROWS, LENGTH + 1), generator=generator)
+            labels = ids[:, 1:].clone()
+            labels[0, : self.step] = -100  # replicas have different numbers of tokens
+            self.step += 1
+            yield {"input": self.mine(ids)[:, :-1]}, self.mine(labels)
+
+    def mine(self, rows: Tensor) -> Tensor:
+        return rows.chunk(self.replicas)[self.replica]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
+    """The rows are numbers already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    encode = decode = get_vocab_size = None
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """In the place of CUDA: all modules of torchtitan's that name the device, and its monitor of CUDA's memory."""
+    stats = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
+    monitor = SimpleNamespace(device_name="cpu", get_peak_stats=lambda: stats, reset_peak_stats=lambda: None)
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtitan"):
+                for attribute, value in (("device_type", "cpu"), ("device_module", torch.cpu)):
+                    if attribute in vars(module):
+                        stack.enter_context(mock.patch.object(module, attribute, value))
+        stack.enter_context(mock.patch("torchtitan.components.metrics.build_device_memory_monitor", lambda: monitor))
+        stack.enter_context(mock.patch.dict("os.environ", LOCAL_RANK="0"))
+        stack.enter_context(mock.patch("time.sleep"))  # at the end it waits for the other ranks, two seconds
+        stack.enter_context(mock.patch.object(distributed, "set_pg_timeouts"))  # its barrier names a device of CUDA
+        stack.enter_context(mock.patch("torchtitan.distributed.fsdp.disable_fsdp_gradient_division", sums))
+        stack.callback(gc.enable)  # which torchtitan calls by itself, every 50 steps
+        yield
+
+
+def sums(model: Any) -> None:
+    """As torchtitan does, by gloo, which does not multiply before it adds."""
+    disable_fsdp_gradient_division(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@contextlib.contextmanager
+def exactly(wanted: bool) -> Iterator[None]:
+    """torchtitan's rotary embedding and loss compute in fp32: where the run is to be exact, they do not."""
+    if not wanted:
+        yield
+        return
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.dict(TORCH_DTYPE_MAP, float64=torch.float64):
+        yield
+
+
+@dataclass(frozen=True)
+class Way:
+    """How torchtitan's trainer is told to run."""
+
+    replicas: int = 1
+    """Over which parameters are cut, too."""
+    copies: int = 1
+    """How many times all of that is repeated."""
+    backend: str = "partial_dtensor"
+    ours: bool = True
+    dtype: str = "float32"
+    computes_in: str | None = None
+    """Where it is not ``dtype``: what FSDP casts parameters to."""
+    eps: float = 1e-4
+    """See :func:`tests.integrations.curves.adamw`."""
+    compiled: bool = False
+    saved_at: int = 0
+    """The step whose checkpoint is kept; from one that is there the run goes on."""
+
+
+def configuration(folder: str, options: Options, way: Way) -> Any:
+    spec = replace(model_registry("debugmodel"), model=small(**options))
+    batches = way.replicas * way.copies
+    return Trainer.Config(
+        model_spec=spec,
+        dump_folder=folder,
+        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+        optimizer=replace(default_adamw(lr=3e-3, eps=way.eps), implementation="for-loop"),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        tokenizer=NoTokenizer.Config(),
+        dataloader=Batches.Config(vocabulary=spec.model.vocab_size),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        checkpoint=CheckpointManager.Config(
+            enable=bool(way.saved_at), interval=way.saved_at or STEPS, last_save_model_only=False
+        ),
+        activation_checkpoint=None,
+        compile=CompileConfig(enable=way.compiled, components=["model"], backend="aot_eager"),
+        parallelism=ParallelismConfig(
+            tensor_parallel_degree=dist.get_world_size() // batches,
+            data_parallel_shard_degree=way.replicas,
+            data_parallel_replicate_degree=way.copies,
+            spmd_backend=way.backend,
+        ),
+        training=TrainingConfig(
+            local_batch_size=ROWS // batches,
+            seq_len=LENGTH,
+            max_norm=CLIP,
+            steps=STEPS,
+            disable_cuda_graphs=True,
+            dtype=way.dtype,
+            mixed_precision_param=way.computes_in or way.dtype,
+            mixed_precision_reduce=way.dtype,
+        ),
+        override=OverrideConfig(imports=list(IMPORTS) if way.ours else []),
+    )
+
+
+def run(folder: str, options: Options, way: Way) -> Curve:
+    """torchtitan's own loop on all ranks, from the weights of one seed or from the checkpoint in ``folder``."""
+    curve = Curve()
+
+    def log(self: Any, step: int, loss: float, maximum: float, norm: float, **_: Any) -> None:
+        curve.losses.append(loss)
+        curve.norms.append(norm)
+
+    clip = distributed.clip_grad_norm_
+
+    def clipped(parameters: Any, *given: Any, **named: Any) -> Any:
+        curve.gradients = curve.gradients or gradients_of(trainer.model_parts[0])
+        return clip(parameters, *given, **named)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_cpu())
+        stack.enter_context(exactly(way.dtype == "float64"))
+        trainer = Trainer(configuration(folder, options, way))
+        (model,) = trainer.model_parts
+        fill(model, build(small(**options)))
+        stack.enter_context(mock.patch.object(MetricsProcessor, "log", log))
+        stack.enter_context(mock.patch.object(distributed, "clip_grad_norm_", clipped))
+        trainer.train()
+        trainer.close()
+    curve.weights = weights_of(model)
+    return curve
+
+
+def fill(model: Any, plain: Any) -> None:
+    with torch.no_grad():
+        for held, given in zip(model.parameters(), plain.parameters(), strict=True):
+            held.copy_(distribute_tensor(given.to(held.dtype), held.device_mesh, held.placements, src_data_rank=None))
