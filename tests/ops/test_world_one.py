@@ -16,6 +16,7 @@ import tpkernels as tpk
 from tests.ops.test_compile import op_arguments, opcheck
 from tpkernels.comm.groups import group_name
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.testing import grouped
 from tpkernels.testing.cases import DTYPES, strided
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
@@ -252,3 +253,11 @@ def test_modes_without_gradients_give_the_same_bits(group: Any) -> None:
                 assert_bitwise_equal(op(x, w, b, group), expected, f"{name} in {mode.__name__}")
             for name, several in MANY.items():
                 assert_bitwise_equal(several(x, [w], [b], group, None)[0], expected, f"{name} in {mode.__name__}")
+
+
+@pytest.mark.parametrize("op", grouped.GROUPED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_one_rank_of_an_op_with_experts_is_within_the_bound(group: Any, op: str, dtype: torch.dtype) -> None:
+    """Where more than one rank sends a partial sum, its rounding has a place in the bound; so it has before a bias."""
+    case = grouped.GroupedCase(op, (12,), (10, 16), bias=True, dtype=dtype, implementation="unfused")
+    grouped.judge(case, group)
