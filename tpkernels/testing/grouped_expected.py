@@ -60,8 +60,8 @@ def reduced(
 ) -> Bounded:
     """Sum over ranks and rows of a token of weight * sum_i xs[rank][i][row] @ weights[rank][i][e]^T, + the biases.
 
-    row_weights: [T, k]; None: all 1. Partials may be rounded to the dtype where they are not the result: where there are
-    several ranks, and before the bias.
+    row_weights: [T, k]; None: all 1. Partials may be rounded to the dtype where they are not the result: where there
+    are several ranks, and before the bias.
     """
     total: Bounded | None = None
     for rank_xs, rank_weights in zip(xs, weights, strict=True):
