@@ -128,12 +128,20 @@ def ranked(repeats: int) -> list[dict[str, Any]]:
             agree(both)
             times = measure(both, repeats=repeats, warmup=1)
             ratios = [on / off for on, off in zip(times["on"].seconds, times["off"].seconds, strict=True)]
-            found.append({
+            row = {
                 "rows": case[0], "width": case[1], "inner": case[2], "dtype": str(dtype).removeprefix("torch."),
                 "ratio": statistics.median(ratios), "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
                 "times": {name: report.measurement_to_json(time) for name, time in times.items()},
-            })  # fmt: skip
+            }  # fmt: skip
+            found.append(row)
+            if dist.get_rank() == 0:
+                print(line(row), flush=True)
     return found
+
+
+def line(row: dict[str, Any]) -> str:
+    off, on = (row["times"][name]["median_ms"] for name in ("off", "on"))
+    return f"{row['dtype']:<10}{row['rows']:>6}{row['width']:>7}{row['inner']:>7}{off:>10.1f}{on:>10.1f}{row['ratio']:>10.2f}"
 
 
 def main() -> int:
@@ -151,14 +159,10 @@ def main() -> int:
         for what, by_dtype in results.items():
             print(f"{what:<30}" + "".join(f"{dtype:>10} {counts!s:<14}" for dtype, counts in by_dtype.items()))
     else:
+        print(
+            f"{'dtype':<10}{'rows':>6}{'width':>7}{'inner':>7}{'off ms':>10}{'on ms':>10}{'on / off':>10}", flush=True
+        )
         results = tpk.launch(ranked, args.ranks, args.repeats)[0]
-        print(f"{'dtype':<10}{'rows':>6}{'width':>7}{'inner':>7}{'off ms':>10}{'on ms':>10}{'on / off':>10}")
-        for row in results:
-            off, on = (row["times"][name]["median_ms"] for name in ("off", "on"))
-            print(
-                f"{row['dtype']:<10}{row['rows']:>6}{row['width']:>7}{row['inner']:>7}{off:>10.1f}{on:>10.1f}"
-                f"{row['ratio']:>10.2f}"
-            )
     if args.json:
         setup = {"world_size": args.ranks if args.what == "cost" else 1, "threads": 1, "repeats": args.repeats}
         content = {**report.describe_environment(setup), "results": results}

@@ -125,7 +125,7 @@ def compiled(
 def _gather(rank: LoneRank, x: Tensor, weight: Tensor, config: GemmConfig) -> Callable[[], Any]:
     order = rank.order("all_gather", partition.array_split_sizes(x.shape[0], TP), config)
     out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
-    scales: dict[str, Tensor] = {}
+    scales: dict[str, Any] = {}
     if x.dtype == fp8.DTYPE:
         scales = {
             "scale_whole": torch.ones(x.shape[0], 1, device=x.device),

@@ -145,7 +145,9 @@ def local(parameter: Tensor | None) -> Tensor | None:
         return parameter
     if not torch.is_grad_enabled():
         return parameter._local_tensor  # what to_local() makes a view of; in small calls each microsecond shows
-    part = parameter.to_local() if torch.compiler.is_compiling() else cast(Tensor, _Local.apply(parameter))
+    if torch.compiler.is_compiling():
+        return with_sink(parameter.to_local(), parameter)
+    part: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
     return with_sink(part, parameter)
 
 
@@ -163,7 +165,7 @@ class _Local(torch.autograd.Function):
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
         mesh, placements = ctx.spec.mesh, ctx.spec.placements

@@ -214,11 +214,12 @@ class Shadow:
         """
         parameters = list(self.model.parameters())
         devices = {parameter.device for parameter in parameters}
+        place = devices.pop() if len(devices) == 1 else None
 
         def fake(tensor: Tensor) -> Tensor:
             if not tensor.is_meta or not parameters:
                 made = _like(tensor)
-                return made.to(*devices) if len(devices) == 1 else made
+                return made if place is None else made.to(place)
             dtype = parameters[0].dtype if tensor.is_floating_point() else tensor.dtype
             return torch.empty(tensor.shape, dtype=dtype, device=parameters[0].device)
 
