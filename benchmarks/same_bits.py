@@ -141,7 +141,8 @@ def ranked(repeats: int) -> list[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     off, on = (row["times"][name]["median_ms"] for name in ("off", "on"))
-    return f"{row['dtype']:<10}{row['rows']:>6}{row['width']:>7}{row['inner']:>7}{off:>10.1f}{on:>10.1f}{row['ratio']:>10.2f}"
+    sizes = f"{row['dtype']:<10}{row['rows']:>6}{row['width']:>7}{row['inner']:>7}"
+    return f"{sizes}{off:>10.1f}{on:>10.1f}{row['ratio']:>10.2f}"
 
 
 def main() -> int:
