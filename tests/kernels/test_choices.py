@@ -173,9 +173,15 @@ def test_results_have_a_descriptor_where_it_can_be(out: torch.Tensor, fits: bool
 
 
 def test_chunks_feed_whole_waves() -> None:
-    """M 8192 over 4 ranks, N 8448 on 132 SMs: a row tile is 33 column tiles, four of them a wave, 16 a shard."""
-    found = config(n=8448, world_size=4)
+    """M 4096 over 2 ranks, N 8448 on 132 SMs: a row tile is 33 column tiles, four of them a wave, 16 a shard."""
+    found = config(m=4096, n=8448, world_size=2)
     assert (found.block_m, found.block_n, found.num_chunks) == (128, 256, 4)
+
+
+def test_the_more_peers_there_are_the_fewer_chunks_has_each() -> None:
+    """What stays exposed is one chunk of one of them."""
+    chunks = {world: config(m=4096 * world, n=8448, world_size=world).num_chunks for world in (2, 3, 5, 8)}
+    assert chunks == {2: 8, 3: 4, 5: 2, 8: 1}
 
 
 def test_few_rows_are_not_cut() -> None:

@@ -25,7 +25,10 @@ LOOPS = ("flat", "nested")
 # A CTA is alone on its SM. Unasked, the assembler aims at two and spills for it (sm_100: 48 bytes at 128 registers).
 MAX_REGISTERS = 255
 STORED_COLUMNS = 64  # of a tile, at a time: what follows the product needs registers beside the sums
-MAX_CHUNKS = 8  # more hide no more: what stays exposed is one chunk
+# Chunks of all peers together: more hide no more, because what stays exposed is one of them, and each costs a copy and a
+# flag. On an H200 with 7 peers behind PCIe and a transfer as long as the GEMM, 2 of each shard took 1 to 3 % longer than
+# 1, 4 took 6 to 10 %, 8 took 20 % and more (the set `link` of benchmarks/one_gpu.py).
+MAX_CHUNKS = 8
 # A copy of less is dominated by its fixed cost: at 400 GB/s, 256 KiB take 0.7 us, starting the copy 1 to 2 us.
 MIN_CHUNK_BYTES = 256 * 1024
 
@@ -173,7 +176,8 @@ def configure(
     elif refusal := tiles.refusal(capability, dtype, dual):
         raise ValueError(f"{tiles}: {refusal}")
     num_programs = num_sms - reserved_sms
-    num_chunks = _num_chunks(shard, n, tiles.block_m, tiles.block_n, num_programs, moved_row_bytes)
+    most = max(1, MAX_CHUNKS // max(1, world_size - 1))
+    num_chunks = _num_chunks(shard, n, tiles.block_m, tiles.block_n, num_programs, moved_row_bytes, most)
     return GemmConfig(
         **asdict(tiles),
         # A group that ends with its chunk waits for no later one.
@@ -212,8 +216,8 @@ def _sizes(capability: int, shard: int, n: int, dtype: str, dual: bool, descript
     return 128, 64 if dual else 128, block_k, 8
 
 
-def _num_chunks(shard: int, n: int, block_m: int, block_n: int, num_programs: int, row_bytes: int) -> int:
-    """As many chunks (up to MAX_CHUNKS) as feed whole waves of CTAs, so that a wave seldom waits for two of them.
+def _num_chunks(shard: int, n: int, block_m: int, block_n: int, num_programs: int, row_bytes: int, most: int) -> int:
+    """As many chunks of a shard (up to `most`) as feed whole waves of CTAs, so that a wave seldom waits for two of them.
 
     A chunk must carry MIN_CHUNK_BYTES and have a tile for every CTA. Of those counts the largest is taken that leaves
     less than a tenth of the CTA time of its waves idle and adds less than a tenth to the number of tiles (a chunk ends
@@ -221,7 +225,7 @@ def _num_chunks(shard: int, n: int, block_m: int, block_n: int, num_programs: in
     """
     shard_tiles, column_tiles = max(1, -(-shard // block_m)), max(1, -(-n // block_n))
     best, least = 1, math.inf
-    for count in range(1, MAX_CHUNKS + 1):
+    for count in range(1, most + 1):
         rows = -(-shard // count)
         row_tiles = -(-rows // block_m)
         tiles = row_tiles * column_tiles
