@@ -7,6 +7,7 @@ from tests.mutations.edit import Edit
 __all__ = ["PLANNER"]
 
 PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_adapters.py"
+MERGED = "tests/integrations/transformers/test_peft.py -k merge"
 
 PLANNER = (
     Edit("planning/replay.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
@@ -24,6 +25,9 @@ PLANNER = (
         "return False",
         ADAPTERS,
     ),
+    Edit("sharding/apply.py", "modules[name].__class__ = WholeLinear", "pass", MERGED),
+    Edit("nn/packed_parameter.py", "packed._each(Tensor.copy_, args, {})", "pass", MERGED),
+    Edit("nn/packed_parameter.py", "leaf.parts[index]", "leaf.parts[0]", MERGED),
     Edit(
         "nn/sliced_arguments.py",
         "runs = value.unflatten(",

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear
-from tpkernels.nn.packed import PackedParameter
+from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.random import sharded_rng
 from tpkernels.nn.row import RowParallelLinear
@@ -124,7 +124,8 @@ class ParallelMultiheadAttention(nn.Module):
     @property
     def in_proj_weight(self) -> PackedParameter:
         """Shape, dtype and device of the packed weight, for ``get_model_state_dict``, which looks for its name."""
-        return PackedParameter.of("in_proj_weight", (3 * self.embed_dim, self.embed_dim), self.query.weight)
+        parts = [getattr(self, name).weight for name in _PROJECTIONS]
+        return PackedParameter.of("in_proj_weight", (3 * self.embed_dim, self.embed_dim), parts)
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """As :meth:`PackedColumnParallelLinear.packed_parameters`."""

@@ -15,54 +15,23 @@ taken for consecutive features.  One gather, or one all-reduce of dx, serves all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import anywhere
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput
 from tpkernels.ops.same_bits import check_parts
 
 __all__ = ["PackedColumnParallelLinear"]
-
-
-class PackedParameter(Tensor):
-    """Stands for a parameter whose parts are parameters: it has a shape, a dtype and a device, and no values.
-
-    Raises:
-        TypeError: any op on it.
-    """
-
-    what: str
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, name: str, shape: Sequence[int], part: Tensor) -> Self:
-        """The one of ``shape`` whose parts are like ``part``."""
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
-        )
-        made.what = name
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        name = next(leaf.what for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedParameter))
-        raise TypeError(
-            f"{func} of a packed layer's {name}, which has no values of its own: it consists of parts (part0.{name}, "
-            f"part1.{name}, ...) that are cut over the ranks; call the layer, or keep it whole with an override"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedParameter({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 class PackedColumnParallelLinear(ColumnParallelLinears):
@@ -146,16 +115,17 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     @property
     def weight(self) -> PackedParameter:
-        """The weight's shape, dtype and device, for code that asks a layer for them."""
+        """What has the weight's shape, dtype and device, and can be merged with; see :class:`PackedParameter`."""
         first = self.layers[0]
         shape = sum(self.segments), first.in_features
-        return PackedParameter.of("weight", shape[::-1] if first.transposed else shape, first.weight)
+        parts = [layer.weight for layer in self.layers]
+        return PackedParameter.of("weight", shape[::-1] if first.transposed else shape, parts, int(first.transposed))
 
     @property
     def bias(self) -> PackedParameter | None:
-        """The bias's shape, dtype and device."""
-        bias = self.layers[0].bias
-        return None if bias is None else PackedParameter.of("bias", (sum(self.segments),), bias)
+        """The same for the bias."""
+        parts = [layer.bias for layer in self.layers if layer.bias is not None]
+        return PackedParameter.of("bias", (sum(self.segments),), parts) if parts else None
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """The parameters of the layer that was cut: along which dimension which of this one's make them up."""

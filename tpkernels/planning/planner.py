@@ -302,7 +302,10 @@ class _Planner:
         self._choose_slices()
         for name, other in self.decision.adapters.items():
             if nn.Linear not in self.by_itself:  # one that stays whole would take a part of the sequence
-                self.chosen.setdefault(name, Chosen(Replicate(), "data flow", f"small beside {other}, which is cut"))
+                half = Replicate(
+                    distributed=type(self.modules[name]) is nn.Linear
+                )  # mergers multiply it with the other
+                self.chosen.setdefault(name, Chosen(half, "data flow", f"small beside {other}, which is cut"))
         for group, proof in self.decision.proven.items():
             self.feeders |= {*group.feeders, *proof.feeders}
             self.attributes |= proof.attributes

@@ -149,11 +149,13 @@ class Replicate:
     """Keep a module of any kind whole on every rank, with everything in it; what a plan does not name is treated so.
 
     With ``sequence_parallel`` it works on this rank's part of the sequence, or of the heads, and the gradients of its
-    parameters are summed over the group.
+    parameters are summed over the group.  With ``distributed`` the weight of an ``nn.Linear`` reads as the replicated
+    DTensor that it is, so that code around the model can multiply it with one that is cut (:class:`WholeLinear`).
     """
 
     sequence_parallel: bool = False
     summed_gradient: bool = False
+    distributed: bool = False
 
 
 @dataclass(frozen=True)

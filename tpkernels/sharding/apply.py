@@ -42,6 +42,7 @@ from tpkernels.nn.sliced import check_slices, slice_parameters
 from tpkernels.nn.sliced_arguments import slice_arguments
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
+from tpkernels.nn.whole_linear import WholeLinear
 from tpkernels.planning.experts import Refused, check_layout
 from tpkernels.planning.hints import match
 from tpkernels.planning.layers import Layer, as_torchs, is_attention, layer_of, own_base, take_place, unswappable
@@ -182,6 +183,8 @@ def parallelize(
     for name, style in styles.items():
         if isinstance(style, Sliced):
             check_slices(modules[name], dict(style.parameters))
+        if isinstance(style, Replicate) and style.distributed:
+            WholeLinear.check(name, modules[name], style.sequence_parallel)
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
     for name, experts_style in experts_styles.items():
         _check_experts(name, modules[name], experts_style)
@@ -223,6 +226,9 @@ def parallelize(
     }.values():
         slice_parameters(sliced_module, dict(sliced.parameters), tp)
     replicate_parameters(model, tp, converted=converted)
+    for name, style in styles.items():
+        if isinstance(style, Replicate) and style.distributed:
+            modules[name].__class__ = WholeLinear
     if isinstance(plan, ShardingPlan):
         for key, (_, values) in plan.attributes.items():
             name, attribute = owner_of(key, modules)
