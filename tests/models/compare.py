@@ -68,15 +68,29 @@ def pieces_of(model: nn.Module, name: str, whole: Tensor) -> list[Piece]:
     pieces: list[Piece] = []
     for part in found:
         count = part.numel() // (whole.numel() // whole.shape[dim]) if len(found) > 1 else 0
+        if dim < whole.dim() and start + count > whole.shape[dim]:  # places for more heads than there are
+            count = whole.shape[dim] // len(found)
 
         def cut(tensor: Tensor, part: DTensor = part, start: int = start, count: int = count) -> Tensor:
             tensor = tensor.detach()
             tensor = tensor.narrow(dim, start, count) if len(found) > 1 else tensor
+            if part.numel() > tensor.numel():
+                return _with_places(tensor, part)
             return part_of(tensor.reshape(part.shape), part)  # heads may be a dimension of their own
 
         pieces.append((part, cut))
         start += count
     return pieces
+
+
+def _with_places(whole: Tensor, part: DTensor) -> Tensor:
+    """This rank's heads as ``numpy.array_split`` deals them out, and zeros in places that are left over."""
+    (placement,) = part.placements
+    dim, world = placement.dim, part.device_mesh.size()
+    heads = whole.unflatten(dim, (-1, part.shape[dim + 1])).tensor_split(world, dim)[part.device_mesh.get_local_rank()]
+    padded = heads.new_zeros(part.to_local().shape)
+    padded.narrow(dim, 0, heads.shape[dim]).copy_(heads)
+    return padded
 
 
 def compare_tensors(model: nn.Module, plain: nn.Module, limit: float, *, gradients: bool = True) -> list[str]:

@@ -68,7 +68,7 @@ class Proof:
         if not self.pieces:
             return f"{self.heads} heads, {self.heads // world_size} per rank{copies}"
         sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
-        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts{copies}"
+        return f"{self.heads} heads, {sizes} per rank{copies}"
 
 
 class Hypotheses:

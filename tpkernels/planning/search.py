@@ -4,8 +4,9 @@ A model's code may rely on sizes that a rank does not have: attributes such as `
 projections.  The values of such attributes on one rank, layouts of segments, and copies of key-value heads are guesses
 (:mod:`tpkernels.planning.hypotheses`).  The replay decides, so a wrong guess only costs time.
 
-Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts, if each rank gets some; models rely on having
-at least one head.  Ranks then differ in their sizes and attributes, and a proof is one replay for each kind of rank.
+Heads that do not divide over the ranks are dealt out (:func:`tpkernels.partition.unit_sizes`), if there is one for each
+rank; models rely on having at least one head.  Ranks then differ in their sizes and attributes, and a proof is one
+replay for each kind of rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from tpkernels.nn.sliced_arguments import named_arguments
+from tpkernels.partition import as_shard
 from tpkernels.planning.hypotheses import Attributes, Copies, Hypotheses, Proof, Whole
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
@@ -201,6 +203,8 @@ class Search(Hypotheses):
     def _dims(self, name: str, pieces: int) -> list[int]:
         """Dimensions in which a parameter can be cut as heads are."""
         shape = self._own[name].shape if name in self._own else ()
+        if pieces and not as_shard(pieces, self.world_size):
+            return []
         return [
             dim for dim, size in enumerate(shape)
             if (size == pieces if pieces else size >= self.world_size and size % self.world_size == 0)
@@ -242,8 +246,8 @@ class Search(Hypotheses):
         return None
 
     def can_be_cut(self, pieces: int) -> bool:
-        """Whether ``torch.chunk`` gives every rank some of them, and not all the same."""
-        return pieces > 0 and pieces % self.world_size > 0 and 0 not in share(pieces, self.world_size)
+        """Whether every rank gets some of them, and not all the same."""
+        return pieces % self.world_size > 0 and pieces > self.world_size
 
     def hypotheses(
         self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, shared: bool = False
@@ -278,6 +282,8 @@ class Search(Hypotheses):
         sizes = [size for some in segments.values() for size in some] + [
             layers[name].in_features for name in group.rows
         ]
+        if not as_shard(pieces, self.world_size) and (tables or min(sizes) <= pieces):
+            return False  # a dimension of heads alone has no free places
         return all(size % pieces == 0 for size in sizes) and all(size == pieces for size in tables)
 
     def roles(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from tpkernels.partition import array_split_sizes, chunk_sizes
+from tpkernels.partition import array_split_sizes, chunk_sizes, unit_sizes
 
 __all__ = ["Split", "Unproven", "as_array_split", "group_of", "share", "through_view"]
 
@@ -115,7 +115,7 @@ def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
     unit = size // pieces if pieces else 1
     if _even.get():
         return tuple(unit * count for count in array_split_sizes(size // unit, world_size))
-    return chunk_sizes(size, world_size, unit)
+    return tuple(unit * count for count in unit_sizes(pieces, world_size)) if pieces else chunk_sizes(size, world_size)
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], world_size: int) -> Split:
@@ -167,18 +167,9 @@ def _unflatten(run: int, pieces: int, first: int, sizes: Sequence[int], world_si
         if pieces and count % pieces:
             raise Unproven(f"{count} heads are cut where {pieces} pieces are", count=count)
         if not pieces and count % world_size:
-            raise Unproven(
-                f"{count} heads do not divide over {world_size} ranks{_why_not(count, world_size)}", count=count
-            )
+            raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
         return Split(first + index, (count,) * (size * inner // run), pieces)
     raise Unproven(f"runs of {run} viewed as {list(sizes)} are not whole along one dimension")
-
-
-def _why_not(count: int, world_size: int) -> str:
-    """Why these heads cannot be cut unevenly either."""
-    sizes = share(count, world_size)
-    empty = 0 in sizes and count >= world_size
-    return f" ({'/'.join(map(str, sizes))}, as torch.chunk cuts, leaves some without any)" if empty else ""
 
 
 def group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.partition import chunk_sizes, offsets, unit_sizes
 from tpkernels.planning.styles import Column, CopiedHeads, Features, Row, Style
 from tpkernels.state.originals import box_of, local_of
 
@@ -57,7 +57,8 @@ def _columns(style: Style | None, features: int, rank: int, world_size: int) -> 
         return _chunk(features, 1, rank, world_size)
     if isinstance(style, CopiedHeads):
         width = features // style.heads
-        copies = _chunk(style.copies, 1, rank, world_size)
+        counts = unit_sizes(style.copies, world_size)
+        copies = range(offsets(counts)[rank], offsets(counts)[rank] + counts[rank])
         heads = [copy * style.heads // style.copies for copy in copies]
         return [head * width + column for head in heads for column in range(width)]
     return None
