@@ -76,13 +76,16 @@ def whole_states(cases: list[tuple[str, bool]]) -> dict[str, list[str]]:
     ("world", "cases"),
     [
         (2, [("gpt2", True), ("mistral", False), ("conv_lstm", False)]),
-        (3, [("bert 10", True), ("transformer 10", False), ("gpt2 10", False)]),
+        (3, [("bert 10", True), ("transformer 10", False), ("gpt2 10", False), ("gpt2", False)]),
     ],
 )
 def test_a_whole_state_dict_is_the_unsharded_models_and_loads_back(
     ranks: Pools, world: int, cases: list[tuple[str, bool]], full: bool
 ) -> None:
-    """Packed and transposed layers, tied heads, copied heads, torch's attention, buffers; the residual cut or not."""
+    """Packed and transposed layers, tied heads, copied heads, torch's attention, buffers; the residual cut or not.
+
+    Of gpt2's four heads three ranks have 2, 1 and 1, and places for two.
+    """
     if full:
         cases = [
             (name, sequence)

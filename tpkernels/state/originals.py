@@ -113,6 +113,16 @@ class Part:
             mine = mine.narrow(self.units, 0, self._units_in(start, places)[1])
         return mine.reshape(self._merged(mine.shape))
 
+    def placed(self, values: Tensor) -> Tensor:
+        """``values`` for this rank's share, with the tensor's dimensions; zeros in places without a unit."""
+        shape = local_of(self.tensor).shape
+        if self.units is None or not self.held:
+            return values.view(shape)
+        units = values.shape[self.units] // shape[self.units + 1]
+        made = values.new_zeros(shape)
+        made.narrow(self.units, 0, units).copy_(values.unflatten(self.units, (units, shape[self.units + 1])))
+        return made
+
     def whole(self) -> Tensor:
         """A tensor of ``shape``, gathered from all ranks; on the only rank of a mesh it may be the very tensor."""
         whole = gathered(self.tensor)
