@@ -31,6 +31,7 @@ __all__ = [
     "as_shard",
     "chunk_ranges",
     "chunk_sizes",
+    "held_sizes",
     "num_chunks",
     "offsets",
     "peers_after",
@@ -74,6 +75,12 @@ def unit_sizes(units: int, n: int) -> tuple[int, ...]:
     """
     sizes = chunk_sizes(units, n)
     return array_split_sizes(units, n) if 0 in sizes and units >= n else sizes
+
+
+def held_sizes(total: int, n: int, unit: int = 1) -> tuple[int, ...]:
+    """What each part has memory for: :func:`chunk_sizes`, or the largest of them where ``Shard`` cannot say these."""
+    sizes = chunk_sizes(total, n, unit)
+    return sizes if unit == 1 or as_shard(total // unit, n) else (sizes[0],) * n
 
 
 def as_shard(units: int, n: int) -> bool:

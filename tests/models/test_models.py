@@ -42,7 +42,7 @@ def found(ranks: Pools, world: int, cases: list[tuple[str, dict[str, Any]]]) -> 
     assert not wrong, wrong
     for (name, _), result in zip(cases, results[0], strict=True):
         # Packed and uneven cuts differ by a few rows between ranks; the mean is exact.
-        assert sum(result["held"]) == result["full"] + (world - 1) * result["replicated"], name
+        assert sum(result["held"]) == result["full"] + (world - 1) * result["replicated"] + result["free"], name
     return {name: result for (name, _), result in zip(cases, results[0], strict=True)}
 
 

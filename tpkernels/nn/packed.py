@@ -4,8 +4,9 @@
 
     y_r = [ part 0 of x @ W^T, this rank's features | part 1, this rank's features | ... ]
 
-The last parts may be *copied*: every rank computes all of them, and their gradients are summed.  So it is with the one
-key and value that all queries share (multi-query attention).
+The last parts may be *copied*: every rank has all of their weights, and their gradients are summed.  So it is with the
+one key and value that all queries share (multi-query attention), which every rank computes, and with heads of keys and
+values that do not divide as the queries do, of which a rank computes those that its queries need.
 
 There is one parameter per part, each an ordinary ``Shard`` DTensor, or a replicated one.  A single parameter, cut
 within its parts, cannot be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be
@@ -55,6 +56,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         segments: Sequence[int],
         units: Sequence[int] = (),
         copied: int = 0,
+        copied_heads: int = 1,
+        copies: int = 0,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         save_gathered: bool = False,
@@ -62,7 +65,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     ) -> Self:
         """The same layer, cut; ``linear`` as for :meth:`ColumnParallelLinear.from_linear`, ``units`` one per segment.
 
-        Every rank has the last ``copied`` segments whole.
+        Every rank has the last ``copied`` segments whole; of ``copied_heads`` each, if these are several, it computes
+        its part of ``copies``, as :class:`CopiedHeadsLinear` does.
 
         Raises:
             ValueError: ``segments`` do not add up to the output features, or are not made of ``units``; no segment is
@@ -75,7 +79,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
             raise ValueError(f"copied ({copied}) must be fewer than the segments {list(segments)}")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module.copied = copied
+        module.copied = 0 if copies else copied
         module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
         module.save_gathered, module.implementation = save_gathered, implementation
         mesh = tp_mesh(group, linear)
@@ -89,7 +93,9 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
                     part, mesh, unit=unit, save_gathered=save_gathered, **options
                 )
             else:
-                layer = CopiedHeadsLinear.from_linear(part, mesh, heads=1, copies=mesh.size(), **options)
+                layer = CopiedHeadsLinear.from_linear(
+                    part, mesh, heads=copied_heads, copies=copies or mesh.size(), **options
+                )
             module.add_module(f"part{index}", layer)
             start += size
         return module.train(linear.training)
@@ -99,7 +105,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     save_gathered: bool
     implementation: str
     copied: int
-    """How many segments, the last ones, every rank has whole."""
+    """How many segments, the last ones, every rank computes whole."""
     activation: str | None = None
     shared: SharedInput | None = None
     """The layers that read the same tensor as this one, and run with it."""

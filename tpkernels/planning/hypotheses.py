@@ -16,6 +16,7 @@ from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.session import Scope, Shape
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import share
+from tpkernels.planning.styles import Column, CopiedHeads, Style
 from tpkernels.planning.trace import Recording
 
 __all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Whole"]
@@ -37,6 +38,19 @@ class Copies:
     total: int
     features: int
     """Of one head."""
+
+    def style(self, sizes: tuple[int, ...], unit: int) -> Style:
+        """Of a layer that gives copies alone, or copies behind queries that are cut in multiples of ``unit``."""
+        if len(sizes) == 1:
+            return CopiedHeads(self.heads, self.total)
+        first, rest = sizes[0], (self.heads * self.features,) * (len(sizes) - 1)
+        units = (unit, *(1,) * len(rest)) if unit > 1 else ()
+        return Column(
+            segments=(first, *rest), units=units, copied=len(rest), copied_heads=self.heads, copies=self.total
+        )
+
+    def reason(self, world_size: int) -> str:
+        return f"{self.heads} key-value heads for {world_size} ranks: whole on every rank"
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,8 @@ def parallelize(
     }.values():
         slice_parameters(sliced_module, dict(sliced.parameters), tp)
     replicate_parameters(model, tp, converted=converted)
-    for name, style in styles.items():
-        if isinstance(style, Replicate) and style.distributed:
-            modules[name].__class__ = WholeLinear
+    for name in (name for name, style in styles.items() if isinstance(style, Replicate) and style.distributed):
+        modules[name].__class__ = WholeLinear
     if isinstance(plan, ShardingPlan):
         for key, (_, values) in plan.attributes.items():
             name, attribute = owner_of(key, modules)
@@ -324,7 +323,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
         raise ValueError(f"module {name!r} {why}")
     op = "all_reduce"
     if isinstance(style, Column):
-        _check_column(name, layer, style)
+        _check_column(name, layer, style, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Row):
         check_unit(f"{name}: in_features", layer.in_features, style.unit)
@@ -337,7 +336,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
     return layer
 
 
-def _check_column(name: str, layer: Layer, style: Column) -> None:
+def _check_column(name: str, layer: Layer, style: Column, world_size: int) -> None:
     check_unit(f"{name}: out_features", layer.out_features, style.unit)
     if style.segments:
         if sum(style.segments) != layer.out_features or min(style.segments) < 1:
@@ -349,6 +348,8 @@ def _check_column(name: str, layer: Layer, style: Column) -> None:
             raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
     if not 0 <= style.copied < max(1, len(style.segments)):
         raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
+    for size in style.segments[len(style.segments) - style.copied :] if style.copies else ():
+        check_copies(f"{name}: ", size, style.copied_heads, style.copies, world_size)
     if style.units:
         if len(style.units) != len(style.segments):
             raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
@@ -426,7 +427,7 @@ def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     sums = options.pop("sum_input_gradient", True)
     old = as_torchs(old)
     if isinstance(style, Column):
-        one = ("gather_output", "unit") if style.segments else ("segments", "units", "copied")
+        one = ("gather_output", "unit") if style.segments else ("segments", "units", "copied", "copied_heads", "copies")
         for option in one:
             del options[option]
         kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear
