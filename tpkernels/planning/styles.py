@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from torch.distributed.tensor import Shard
@@ -305,7 +305,7 @@ def style_from_dict(value: object) -> Style:
             given[key] = tuple(item)
         elif type(item) is not wanted:
             raise ValueError(f"option {key!r} must be a {wanted.__name__}, got {item!r}")
-    missing = [name for name in ("heads", "copies", "parameters", "epsilon") if name in known and name not in given]
+    missing = [name for name, option in known.items() if option.default is MISSING and name not in given]
     if missing:
         raise ValueError(f"style {value['style']!r} lacks {missing}")
     style: Style = kind(**given)
