@@ -13,6 +13,7 @@ import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.planning.per_head import WIDTH, Attention
 from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
 from tpkernels.nn.parallel_linear import ParallelLinear
 from tpkernels.planning import replay
@@ -74,8 +75,8 @@ def test_what_has_no_free_places_is_not_dealt_out_so() -> None:
     """Heads of one feature, which are no dimension of their own, and a bias per head."""
     plan = tpk.make_plan(zoo.Attention(4, 4), 3, example_inputs=torch.zeros(2, 7, 4))
     assert plan["qkv"].style == Column(gather_output=True)
-    plan = tpk.make_plan(zoo.build("t5"), 3)
-    assert plan["encoder.block.0.layer.0.SelfAttention.q"].style == Column(gather_output=True)
+    plan = tpk.make_plan(Attention("bias", 4), 3, example_inputs=torch.zeros(2, 5, WIDTH))
+    assert plan["query"].style == plan["out"].style == Column(gather_output=True)
 
 
 class Squeezing(zoo.Attention):
