@@ -45,7 +45,7 @@ PLANNER = (
         "return found if True else",
         "tests/state/test_optimizer_names.py -k any_number",
     ),
-    Edit("nn/packed.py", "heads=copied_heads, copies=total", "heads=1, copies=total", f"{PACKED} -k train"),
+    Edit("nn/packed.py", "mesh, heads=copied_heads", "mesh, heads=1", f"{PACKED} -k train"),
     Edit("planning/search.py", "not self._provable(group, scope, segments, heads)", "False", f"{PACKED} -k keys"),
     Edit("sharding/local_rules.py", "if dim >= 0 and source[dim] != 1:", "if False:", PARTS),
     Edit("sharding/local_rules.py", "if len(places) < len(ones) else set()", "if not places else set()", PARTS),

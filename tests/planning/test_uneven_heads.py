@@ -13,6 +13,7 @@ import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.planning.packed_heads import Grouped
 from tests.planning.per_head import WIDTH, Attention
 from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
 from tpkernels.nn.parallel_linear import ParallelLinear
@@ -123,6 +124,17 @@ def one_head_off(kind: type[ParallelLinear] | None) -> list[str]:
         out.square().sum().backward()
     problem = differs(outputs[0], outputs[1], LIMIT[False])
     return compare_tensors(model, plain, LIMIT[False]) + ([f"output: {problem}"] if problem else [])
+
+
+def verified() -> None:
+    torch.manual_seed(0)
+    for model, x in ((zoo.Attention(16, 4), torch.randn(2, 7, 16)), (Grouped("", 4), torch.randn(2, 5, WIDTH))):
+        tpk.verify(model.double(), tp_mesh(), x.double()).check()
+
+
+@pytest.mark.gloo
+def test_free_places_and_packed_copies_are_verified(ranks: Pools) -> None:
+    ranks(3).run(verified, timeout=LIMIT_S)
 
 
 def faults() -> list[list[str]]:
