@@ -52,6 +52,9 @@ class PackedParameter(Tensor):
                 return packed._each(func, args, kwargs or {})
             if packed is not None and func in _PRODUCTS and packed.along == 0 and not isinstance(args[1], cls):
                 return packed._each(func, args, kwargs or {}, packed.shape[0], args[1].shape[-1])
+            if packed is not None and func == Tensor.T.__get__ and packed.parts[0].dim() == 2:  # type: ignore[attr-defined]
+                parts = [part.T for part in packed.parts]
+                return cls.of(packed.what, packed.shape[::-1], parts, 1 - packed.along)
             if packed is not None and func is Tensor.all and len(args) == 1:
                 return torch.tensor(all(bool(part.all()) for part in packed.parts), device=packed.device)
             if packed is not None and func == Tensor.data.__set__:  # type: ignore[attr-defined]

@@ -158,5 +158,10 @@ class Hypotheses:
                     if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
                         continue
                     found.setdefault((type(module), attribute, value), {})[name, attribute] = value
-        ranked = sorted(found, key=lambda key: ("head" not in key[1] or "dim" in key[1] or "size" in key[1], key[1]))
-        return [found[key] for key in ranked[:MAX_BITS]]
+
+        def unlikely(key: tuple[type, str, int]) -> tuple[bool, bool, str]:
+            """Features are what wrappers of layers note down, and no code of theirs reads (LoRA)."""
+            name = key[1]
+            return "head" not in name or "dim" in name or "size" in name, "features" in name, name
+
+        return [found[key] for key in sorted(found, key=unlikely)[:MAX_BITS]]

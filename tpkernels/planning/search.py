@@ -272,6 +272,8 @@ class Search(Hypotheses):
             for attributes in self.attribute_sets([scope], self.world_size, pieces):
                 before = len(failures)
                 yield segments, attributes
+                if any(failure.segmented for failure in failures[before:]):
+                    break
                 if any(failure.count for failure in failures[before:]):
                     for failure in failures[before:]:
                         self._counts.setdefault(failure.count or 0, failure)

@@ -44,7 +44,8 @@ class Unproven(Exception):
 
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
     whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from;
-    ``met``: how the whole tensor that met a part would have to be cut.
+    ``met``: how the whole tensor that met a part would have to be cut; ``segmented``: whether the segments alone are to
+    blame, whatever numbers a rank's code reads.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
@@ -53,6 +54,7 @@ class Unproven(Exception):
         self.parameters: frozenset[str] = frozenset()
         self.layers: frozenset[str] = frozenset()
         self.met: Split | None = None
+        self.segmented = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class Split:
             low = start - ends[-1] + local[-1]
             return Split(self.dim, (stop - start,), self.pieces, 1), low, low + stop - start
         if start not in ends or stop not in ends or start >= stop:
-            raise Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is not a number of parts")
+            error = Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is not a number of parts")
+            error.segmented = True
+            raise error
         first, last = ends.index(start), ends.index(stop)
         copied = max(0, last - len(self.cut_segments))
         return Split(self.dim, self.segments[first:last], self.pieces, copied), local[first], local[last]

@@ -19,6 +19,7 @@ import tpkernels as tpk
 from tests.models.compare import differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.nn.parameters import local
+from tpkernels.nn.whole_linear import WholeLinear
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -157,13 +158,16 @@ def small(kind: str) -> Any:
     """In fp64, with adapters: projections apart, or packed."""
     import transformers
 
-    config = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 38, "num_hidden_layers": 1, "pad_token_id": 0}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
-    names = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"] if kind == "Phi3" else TARGETS
+    config: dict[str, Any] = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "GPT2":  # keeps [in, out], and its projections are packed
+        config |= {"n_embd": 24, "n_layer": 1, "n_head": 4}
+    else:
+        config |= {"hidden_size": 24, "intermediate_size": 38, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config |= {"num_key_value_heads": 2}
+    packed = {"Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "GPT2": ["c_attn", "c_fc", "c_proj"]}
+    names, head = packed.get(kind, TARGETS), "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
     torch.manual_seed(7)
-    plain = (
-        getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config)).double().eval()
-    )
+    plain = getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**config)).double().eval()
     model = peft.get_peft_model(plain, peft.LoraConfig(r=4, lora_alpha=8, target_modules=names)).double()
     fill(model)
     return model
@@ -173,7 +177,8 @@ def merged_after_parallelize(kind: str, safe: bool) -> list[str]:
     """What differs from merging before; ``safe`` after :func:`let_adapters_merge` alone."""
     plain, model, tokens = small(kind), small(kind), ids() % 50
     tpk.parallelize(model, tp_mesh(), example_inputs={"input_ids": tokens})
-    half = model.base_model.model.model.layers[0].mlp.down_proj.lora_B["default"].weight
+    halves = [module for module in model.modules() if type(module) is WholeLinear]
+    half = halves[0].weight if halves else None
     found = [] if isinstance(half, DTensor) and half.placements[0].is_replicate() else ["the whole half is plain"]
     with pytest.MonkeyPatch.context() as patch:
         for name in adapters.NAMES if safe else ():  # to be as it was for other tests of this process
@@ -194,7 +199,15 @@ def why_differs(found: Tensor, expected: Tensor) -> str | None:
     return differs(found, expected, 1e-11)
 
 
-@pytest.mark.parametrize(("kind", "world", "safe"), [("Llama", 3, False), ("Phi3", 2, False), ("Phi3", 2, True)])
+@pytest.mark.parametrize(
+    ("kind", "world", "safe"),
+    [
+        ("Llama", 3, False),
+        ("Phi3", 2, False),
+        ("Phi3", 2, True),
+        ("GPT2", 2, False),
+    ],
+)
 def test_adapters_merge_after_parallelize_alone(ranks: Pools, kind: str, world: int, safe: bool) -> None:
     assert ranks(world).run(merged_after_parallelize, kind, safe, timeout=LIMIT_S) == [[]] * world
 
