@@ -350,11 +350,10 @@ def _check_column(name: str, layer: Layer, style: Column, world_size: int) -> No
         raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
     for size in style.segments[len(style.segments) - style.copied :] if style.copies else ():
         check_copies(f"{name}: ", size, style.copied_heads, style.copies, world_size)
-    if style.units:
-        if len(style.units) != len(style.segments):
-            raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
-        for size, unit in zip(style.segments, style.units, strict=True):
-            check_unit(f"{name}: a segment", size, unit)
+    if style.units and len(style.units) != len(style.segments):
+        raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
+    for size, unit in zip(style.segments, style.units, strict=False):
+        check_unit(f"{name}: a segment", size, unit)
 
 
 def _check_sharing(

@@ -105,7 +105,7 @@ class Parts(TorchDispatchMode):
         storage = _storage(tensor)
         same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
         if storage is not None and 0 in tensor.stride() and self.of(tensor) is None:
-            same = {*same, *(dim for dim, step in enumerate(tensor.stride()) if step == 0)}
+            same = frozenset([*same, *(dim for dim, step in enumerate(tensor.stride()) if step == 0)])
         return Shape(1 if dim in same else size for dim, size in enumerate(tensor.shape))
 
     def _note_uniform(self, func: Any, packet: Any, tensors: Sequence[Tensor], out: Any) -> None:
