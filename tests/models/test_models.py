@@ -67,7 +67,8 @@ def test_families_with_a_residual_cut_along_the_sequence(ranks: Pools, world: in
         names = (*zoo.FAMILIES, *zoo.UNEVEN, "transformer", "transformer 10")
     for name, plan in found(ranks, world, [(name, CUT) for name in names]).items():
         assert plan["sequence"], f"{name}: {plan['notes']}"
-        assert bool(plan["whole"]) is name.startswith("transformer"), name
+        gathers = world == 3 and name == "t5"  # a bias for each of four heads
+        assert bool(plan["whole"]) is (name.startswith("transformer") or gathers), name
 
 
 @pytest.mark.full("test_architectures.py has one of them")

@@ -9,7 +9,7 @@ __all__ = ["PLANNER"]
 PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_adapters.py"
 UNITS, WHOLE = "tests/nn/test_linear.py -k units", "tests/state/test_checkpoint.py -k 'units or whole_state'"
 PARTS = "tests/sharding/test_parts.py"
-MERGED = "tests/integrations/transformers/test_peft.py -k merge"
+MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 PLANNER = (
     Edit("planning/replay.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
@@ -49,8 +49,8 @@ PLANNER = (
     Edit("planning/search.py", "not self._provable(group, scope, segments, heads)", "False", f"{PACKED} -k keys"),
     Edit("sharding/local_rules.py", "if dim >= 0 and source[dim] != 1:", "if False:", PARTS),
     Edit("sharding/local_rules.py", "if len(places) < len(ones) else set()", "if not places else set()", PARTS),
-    Edit("sharding/apply.py", "modules[name].__class__ = WholeLinear", "pass", MERGED),
-    Edit("nn/packed_parameter.py", "packed._each(Tensor.copy_, args, {})", "pass", MERGED),
+    Edit("sharding/apply.py", "modules[name].__class__ = WholeLinear", "modules[name].train()", MERGED),
+    Edit("nn/packed_parameter.py", "packed._each(Tensor.copy_, args, {})", "packed.what", MERGED),
     Edit("nn/packed_parameter.py", "leaf.parts[index]", "leaf.parts[0]", MERGED),
     Edit(
         "nn/sliced_arguments.py",
