@@ -103,6 +103,7 @@ def test_units_are_found_in_the_places_that_a_rank_has() -> None:
     assert part.shape == (8, 2) and part.whole()[:, 0].tolist() == [0, 2, 4, 6, 8, 10, 16, 18]
     assert [part._units_in(2 * rank, 2) for rank in range(3)] == [(0, 2), (2, 1), (3, 1)]
     assert [part._units_in(place, 1) for place in range(6)] == [(0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (4, 0)]
+    assert part.placed(torch.ones(4, 2)).sum((1, 2)).tolist() == [4, 4, 0, 0, 0, 0]
 
 
 def reversed_parts() -> list[str]:
