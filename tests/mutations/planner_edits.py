@@ -50,7 +50,12 @@ PLANNER = (
     Edit("sharding/local_rules.py", "if dim >= 0 and source[dim] != 1:", "if False:", PARTS),
     Edit("sharding/local_rules.py", "if len(places) < len(ones) else set()", "if not places else set()", PARTS),
     Edit("sharding/apply.py", "modules[name].__class__ = WholeLinear", "modules[name].train()", MERGED),
-    Edit("nn/packed_parameter.py", "packed._each(Tensor.copy_, args, {})", "packed.what", MERGED),
+    Edit(
+        "nn/packed_parameter.py",
+        "packed._each(Tensor.copy_, args, {})",
+        "packed.what",
+        "tests/nn/test_packed_parameter.py",
+    ),
     Edit("nn/packed_parameter.py", "leaf.parts[index]", "leaf.parts[0]", MERGED),
     Edit(
         "nn/sliced_arguments.py",
