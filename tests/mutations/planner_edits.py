@@ -34,7 +34,10 @@ PLANNER = (
         "tests/test_partition.py",
     ),
     Edit(
-        "nn/parameters.py", "offsets(sizes)[rank], sizes[rank]))\n    places", "rank, sizes[rank]))\n    places", UNITS
+        "nn/parameters.py",
+        "copy_(full.narrow(dim, offsets(sizes)[rank], sizes[rank]))",
+        "copy_(full.narrow(dim, rank, sizes[rank]))",
+        UNITS,
     ),
     Edit("nn/parallel_linear.py", "if units == local.shape[dim]:", "if True:", UNITS),
     Edit("state/originals.py", "return sum(self.held[:rank]) + before,", "return start,", WHOLE),
