@@ -7,6 +7,9 @@ Two ways to cut ``total`` into ``n`` parts are in use, and they differ when ``n`
 
 * :func:`array_split_sizes` (``numpy.array_split``, 10/3 -> 4,3,3) for activations: the most even cut;
 * :func:`chunk_sizes` (``torch.chunk``, 10/3 -> 4,4,2) for parameters: the cut that ``DTensor``'s ``Shard`` means.
+
+What is not cut itself, such as a head, is dealt out by :func:`unit_sizes`: as ``torch.chunk`` does where that gives
+every part some, else as ``numpy.array_split`` does.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ __all__ = [
     "Segment",
     "array_split",
     "array_split_sizes",
+    "as_shard",
     "chunk_ranges",
     "chunk_sizes",
+    "held_sizes",
     "num_chunks",
     "offsets",
     "peers_after",
+    "unit_sizes",
 ]
 
 # Bounds of the chunk count.  A GEMM of 256 rows still runs within 2 % of the full rate on the CPUs we measured (1 core,
@@ -48,7 +54,7 @@ def array_split_sizes(total: int, n: int) -> tuple[int, ...]:
 
 
 def chunk_sizes(total: int, n: int, unit: int = 1) -> tuple[int, ...]:
-    """Sizes of ``torch.chunk`` in multiples of ``unit``, zeros where nothing is left: 10/4 -> 3,3,3,1.
+    """Sizes of ``torch.chunk``, zeros where nothing is left: 10/4 -> 3,3,3,1; or those of :func:`unit_sizes`.
 
     Raises:
         ValueError: ``unit`` does not divide ``total``.
@@ -56,9 +62,30 @@ def chunk_sizes(total: int, n: int, unit: int = 1) -> tuple[int, ...]:
     _check_split(total, n)
     if unit < 1 or total % unit:
         raise ValueError(f"total ({total}) must be a multiple of unit ({unit})")
-    units = total // unit
-    size = -(-units // n)
-    return tuple(unit * max(0, min(size, units - i * size)) for i in range(n))
+    if unit > 1:
+        return tuple(unit * count for count in unit_sizes(total // unit, n))
+    size = -(-total // n)
+    return tuple(max(0, min(size, total - i * size)) for i in range(n))
+
+
+def unit_sizes(units: int, n: int) -> tuple[int, ...]:
+    """How many of ``units`` that stay whole each part gets: 10/4 -> 3,3,3,1, and 10/8 -> 2,2,1,1,1,1,1,1.
+
+    ``torch.chunk`` gives 2,2,2,2,2,0,0,0 there; models rely on a head at least.
+    """
+    sizes = chunk_sizes(units, n)
+    return array_split_sizes(units, n) if 0 in sizes and units >= n else sizes
+
+
+def held_sizes(total: int, n: int, unit: int = 1) -> tuple[int, ...]:
+    """What each part has memory for: :func:`chunk_sizes`, or the largest of them where ``Shard`` cannot say these."""
+    sizes = chunk_sizes(total, n, unit)
+    return sizes if unit == 1 or as_shard(total // unit, n) else (sizes[0],) * n
+
+
+def as_shard(units: int, n: int) -> bool:
+    """Whether :func:`unit_sizes` deals them out as ``DTensor``'s ``Shard`` would."""
+    return unit_sizes(units, n) == chunk_sizes(units, n)
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import tpkernels as tpk
 from tests.models import zoo
 from tests.nn.reference import part_of, tp_mesh
 from tpkernels.nn.cut_experts import CutExperts
+from tpkernels.nn.parallel_linear import ParallelLinear
 
 LIMIT = {False: 1e-11, True: 1e-6}
 """Relative to the largest value, for models that compute in fp64 throughout, and for those with fp32 inside."""
@@ -66,17 +67,33 @@ def pieces_of(model: nn.Module, name: str, whole: Tensor) -> list[Piece]:
     elif len(found) > 1 and whole.dim() > 1:
         dim = 0 if found[0].shape[-1] == whole.shape[1] else 1
     pieces: list[Piece] = []
-    for part in found:
+    places = sum(part.numel() for part in found) > whole.numel() and len(found) > 1  # for more heads than there are
+    segments = getattr(model.get_submodule(name.rpartition(".")[0]), "segments", None)
+    for number, part in enumerate(found):
         count = part.numel() // (whole.numel() // whole.shape[dim]) if len(found) > 1 else 0
+        if places:
+            count = segments[number] if segments else whole.shape[dim] // len(found)
 
         def cut(tensor: Tensor, part: DTensor = part, start: int = start, count: int = count) -> Tensor:
             tensor = tensor.detach()
             tensor = tensor.narrow(dim, start, count) if len(found) > 1 else tensor
+            if part.numel() > tensor.numel():
+                return _with_places(tensor, part)
             return part_of(tensor.reshape(part.shape), part)  # heads may be a dimension of their own
 
         pieces.append((part, cut))
         start += count
     return pieces
+
+
+def _with_places(whole: Tensor, part: DTensor) -> Tensor:
+    """This rank's heads as ``numpy.array_split`` deals them out, and zeros in places that are left over."""
+    (placement,) = part.placements
+    dim, world = placement.dim, part.device_mesh.size()
+    heads = whole.unflatten(dim, (-1, part.shape[dim + 1])).tensor_split(world, dim)[part.device_mesh.get_local_rank()]
+    padded = heads.new_zeros(part.to_local().shape)
+    padded.narrow(dim, 0, heads.shape[dim]).copy_(heads)
+    return padded
 
 
 def compare_tensors(model: nn.Module, plain: nn.Module, limit: float, *, gradients: bool = True) -> list[str]:
@@ -152,7 +169,18 @@ def compare_model(name: str, plan: tpk.ShardingPlan) -> dict[str, Any]:
         "full": plan.full_bytes,
         "replicated": plan.replicated_bytes,
         "held": plan.bytes_per_rank,
+        "free": sum(map(free_bytes, model.modules())),
     }
+
+
+def free_bytes(module: nn.Module) -> int:
+    """Of places for more heads than there are, over all ranks."""
+    if not isinstance(module, ParallelLinear) or not module.has_free_places:
+        return 0
+    held = [getattr(module, name).to_local() for name in module.parameters_by_unit()]
+    places, units = held[0].shape[module.parameters_by_unit()["weight"]], sum(module.units_of_ranks())
+    total = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    return total // places * (places * dist.get_world_size() - units)
 
 
 def compare_models(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.
 EDITS = (
     # partition
     Edit("partition.py", "base + 1 if i < rest else base", "base + 1 if i <= rest else base", PARTITION),
-    Edit("partition.py", "size = -(-units // n)", "size = units // n", PARTITION),
+    Edit("partition.py", "size = -(-total // n)", "size = total // n", PARTITION),
     Edit("partition.py", "accumulate(sizes, initial=0))[:-1]", "accumulate(sizes, initial=0))[1:]", PARTITION),
     Edit("partition.py", "(rank + step) % world_size", "(rank + step + 1) % world_size", PARTITION),
     Edit("partition.py", "dim == len(shape) - 1", "dim == len(shape) - 2", PARTITION),
@@ -301,8 +301,8 @@ EDITS = (
     # state
     Edit(
         "state/staging.py",
-        "local.copy_(target.staged.view(local.shape))",
-        "local.copy_(target.staged.view(local.shape).flip(0))",
+        "copy_(target.part.placed(target.staged))",
+        "copy_(target.part.placed(target.staged).flip(0))",
         CHECKPOINT,
     ),
     Edit("state/clipping.py", "    for axis in dims:\n", "    for axis in dims[1:]:\n", CHECKPOINT),

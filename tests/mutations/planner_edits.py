@@ -7,6 +7,9 @@ from tests.mutations.edit import Edit
 __all__ = ["PLANNER"]
 
 PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_adapters.py"
+UNITS, WHOLE = "tests/nn/test_linear.py -k units", "tests/state/test_checkpoint.py -k 'units or whole_state'"
+PARTS = "tests/sharding/test_parts.py"
+MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 PLANNER = (
     Edit("planning/replay.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
@@ -24,6 +27,39 @@ PLANNER = (
         "return False",
         ADAPTERS,
     ),
+    Edit(
+        "partition.py",
+        "return array_split_sizes(units, n) if 0 in sizes and units >= n else sizes",
+        "return sizes",
+        "tests/test_partition.py",
+    ),
+    Edit(
+        "nn/parameters.py",
+        "copy_(full.narrow(dim, offsets(sizes)[rank], sizes[rank]))",
+        "copy_(full.narrow(dim, rank, sizes[rank]))",
+        UNITS,
+    ),
+    Edit("nn/parallel_linear.py", "if units == local.shape[dim]:", "if True:", UNITS),
+    Edit("state/originals.py", "return sum(self.held[:rank]) + before,", "return start,", WHOLE),
+    Edit("state/originals.py", "made.narrow(self.units, 0, units)", "made.narrow(self.units, -units, units)", WHOLE),
+    Edit(
+        "state/plain_optimizer.py",
+        "return found if len(original.parts) == 1 else",
+        "return found if True else",
+        "tests/state/test_optimizer_names.py -k any_number",
+    ),
+    Edit("nn/packed.py", "mesh, heads=copied_heads", "mesh, heads=1", f"{PACKED} -k train"),
+    Edit("planning/search.py", "not self._provable(group, scope, segments, heads)", "False", f"{PACKED} -k keys"),
+    Edit("sharding/local_rules.py", "if dim >= 0 and source[dim] != 1:", "if False:", PARTS),
+    Edit("sharding/local_rules.py", "if len(places) < len(ones) else set()", "if not places else set()", PARTS),
+    Edit("sharding/apply.py", "modules[name].__class__ = WholeLinear", "modules[name].train()", MERGED),
+    Edit(
+        "nn/packed_parameter.py",
+        "packed._each(Tensor.copy_, args, {})",
+        "packed.what",
+        "tests/nn/test_packed_parameter.py",
+    ),
+    Edit("nn/packed_parameter.py", "leaf.parts[index]", "leaf.parts[0]", MERGED),
     Edit(
         "nn/sliced_arguments.py",
         "runs = value.unflatten(",

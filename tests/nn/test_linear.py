@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, close, close_parameters, mine, sequence_sizes, tp_mesh, whole
-from tpkernels.nn import ColumnParallelLinear, ColumnParallelLinears, RowParallelLinear
+from tpkernels.nn import ColumnParallelLinear, ColumnParallelLinears, RowParallelLinear, use_main_grads
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.testing.spawn import Pools
 
@@ -305,19 +305,30 @@ class Turned(nn.Module):
         )
 
 
-def units_stay_together(turned: bool) -> None:
-    """10 units of 4 features, which ``torch.chunk`` of the features would cut: 4, 4, 2 and 3, 3, 3, 1 of them."""
+def without_places(parameter: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    """The whole of a parameter with a dimension ``dim`` for units, which become features."""
+    ranks = whole(parameter).chunk(len(sizes), dim)
+    held = [part.narrow(dim, 0, size) for part, size in zip(ranks, sizes, strict=True)]
+    for part, size in zip(ranks, sizes, strict=True):
+        assert not part.narrow(dim, size, part.shape[dim] - size).any(), "places without a unit stay zero"
+    return torch.cat(held, dim).flatten(dim, dim + 1)
+
+
+def units_stay_together(turned: bool, units: int) -> None:
+    """Of 4 features, which ``torch.chunk`` of the features would cut: 10 are 4, 4, 2 or 3, 3, 3, 1; one more than
+    there are ranks is two on the first."""
     mesh = tp_mesh()
     rank, world = mesh.get_local_rank(), mesh.size()
     torch.manual_seed(1)
-    reference = Reference(7, 40, True, torch.float64)
+    reference = Reference(7, 4 * units, True, torch.float64)
     up, down = (Turned(linear) if turned else linear for linear in (reference.up, reference.down))
     columns = ColumnParallelLinear.from_linear(up, mesh, unit=4)
     rows = RowParallelLinear.from_linear(down, mesh, unit=4)
-    sizes = chunk_sizes(10, world)
-    assert columns.shard_sizes == rows.shard_sizes == chunk_sizes(40, world, 4) == tuple(4 * size for size in sizes)
-    assert columns.weight.shape == ((7, 10, 4) if turned else (10, 4, 7)) and columns.bias is not None
-    assert columns.bias.shape == (10, 4) and rows.weight.shape == ((10, 4, 7) if turned else (7, 10, 4))
+    sizes = [2] + [1] * (world - 1) if units == world + 1 else list(chunk_sizes(units, world))
+    places = sizes[0] * world if units == world + 1 else units
+    assert columns.shard_sizes == rows.shard_sizes == tuple(4 * size for size in sizes)
+    assert columns.weight.shape == ((7, places, 4) if turned else (places, 4, 7)) and columns.bias is not None
+    assert columns.bias.shape == (places, 4) and rows.weight.shape == ((places, 4, 7) if turned else (7, places, 4))
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     x_too, g = x.detach().clone().requires_grad_(), torch.randn(5, 7, dtype=torch.float64)
     hidden = columns(x_too)
@@ -333,29 +344,35 @@ def units_stay_together(turned: bool) -> None:
     close(x_too.grad, x.grad, "dx")
     for layer, linear in ((columns, reference.up), (rows, reference.down)):
         assert linear.weight.grad is not None and layer.bias is not None
-        dw = whole(layer.weight.grad).flatten(*((1, 2) if (layer is rows) is not turned else (0, 1)))
+        dim = 1 if (layer is rows) is not turned else 0
+        each = sizes if places > units else [sum(sizes)]
+        dw = without_places(layer.weight.grad, dim, each)
         close(dw.t() if turned else dw, linear.weight.grad, "dw")
-        close(whole(layer.bias.grad).flatten(), whole(linear.bias.grad), "db")
+        db = whole(layer.bias.grad) if layer is rows else without_places(layer.bias.grad, 0, each)
+        close(db, whole(linear.bias.grad), "db")
     gathered = ColumnParallelLinear.from_linear(up, mesh, unit=4, gather_output=True)
     close(gathered(x), reference.up(x), "gathered")
     torch.manual_seed(3)
     gathered.reset_parameters()
     torch.manual_seed(3)
-    fresh = nn.Linear(7, 40, dtype=torch.float64)
+    fresh = nn.Linear(7, 4 * units, dtype=torch.float64)
     close(gathered(x), fresh(x), "after reset_parameters")
     split = RowParallelLinear.from_linear(down, mesh, unit=4, split_input=True)
     close(split(reference.up(x).tanh()), expected, "split input")
     if not turned:
         weight: Any = columns.weight
-        weight.main_grad, weight.grad = torch.zeros(weight.to_local().shape, dtype=torch.float64), None
+        weight.grad = None
+        use_main_grads(columns, dtype=torch.float64)
         columns(x_too.detach()).sum().backward()
-        assert weight.grad is None, "the GEMM added to main_grad"
-        close(weight.main_grad, x.detach().sum(0).expand(weight.main_grad.shape), "main_grad")
+        assert weight.grad is None, "the GEMM, or a hook, added to main_grad"
+        held = weight.main_grad.to_local()[: sizes[rank]]
+        close(held, x.detach().sum(0).expand(held.shape), "main_grad")
 
 
 def units_in_both_layouts() -> None:
     for turned in (False, True):
-        units_stay_together(turned)
+        for units in (10, tp_mesh().size() + 1):
+            units_stay_together(turned, units)
 
 
 @pytest.mark.parametrize("world", [3, 4])

@@ -1,4 +1,4 @@
-"""Packed projections whose queries share one key and one value: multi-query attention."""
+"""Packed projections whose queries share one key and one value, or a few: multi-query and grouped attention."""
 
 from __future__ import annotations
 
@@ -46,3 +46,30 @@ class SharedKey(nn.Module):
         if self.how == "value that leaves":
             y = y + v.sum(-1).transpose(1, 2)
         return y
+
+
+class Grouped(nn.Module):
+    """As Phi-3's: groups of queries share a key and a value.  ``how``: "turned" takes the heads in another order."""
+
+    def __init__(self, how: str = "", heads: int = 6, shared: int = 2) -> None:
+        super().__init__()
+        self.how, self.num_heads, self.head_dim = how, heads, EACH
+        self.num_key_value_heads, self.num_key_value_groups = shared, heads // shared
+        self.qkv = nn.Linear(WIDTH, (heads + 2 * shared) * EACH)
+        self.out = nn.Linear(heads * EACH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        packed, queries = self.qkv(x), self.num_heads * self.head_dim
+        keys = queries + self.num_key_value_heads * self.head_dim
+        parts = packed[..., :queries], packed[..., queries:keys], packed[..., keys:]
+        q, k, v = (part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in parts)
+        if self.how == "turned":
+            k = k.flip(1)
+        k, v = (
+            one[:, :, None].expand(-1, -1, self.num_key_value_groups, -1, -1).reshape(batch, -1, length, self.head_dim)
+            for one in (k, v)
+        )
+        y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        z: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return z

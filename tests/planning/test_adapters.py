@@ -23,7 +23,7 @@ def test_a_layer_is_cut_as_without_its_pair() -> None:
     for row in ("out", "down"):
         assert plan[f"{row}.base"].style == plan[f"{row}.first"].style == Row()
     for whole in ("qkv.first", "out.last", "up.first", "down.last"):
-        assert plan[whole].style == Replicate() and "small beside" in plan[whole].reason
+        assert plan[whole].style == Replicate(distributed=True) and "small beside" in plan[whole].reason
     assert not plan.random, "the mask is of a whole tensor"
 
 

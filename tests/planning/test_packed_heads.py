@@ -1,4 +1,4 @@
-"""The queries of a packed projection are cut, and the one key and value that they share stay whole on every rank."""
+"""The queries of a packed projection are cut, and keys and values that they share stay whole on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S
 from tests.planning.by_value import problems
-from tests.planning.packed_heads import WIDTH, SharedKey
+from tests.planning.packed_heads import WIDTH, Grouped, SharedKey
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.planning.splits import Split, Unproven, through_view
 from tpkernels.planning.styles import Column, Replicate, Row
@@ -39,6 +39,21 @@ def test_what_only_looks_so_is_gathered(how: str) -> None:
 
 
 @pytest.mark.cpu
+def test_a_rank_computes_the_keys_and_values_that_its_queries_need() -> None:
+    plan = tpk.make_plan(Grouped(), 3, example_inputs=X)
+    assert plan["qkv"].style == Column(segments=(24, 8, 8), copied=2, copied_heads=2, copies=6)
+    assert plan["out"].style == Row() and plan["qkv"].parameters[0].local_shapes == ((24, WIDTH),) * 3
+    assert plan.attributes["num_key_value_heads"] == (2, (2, 2, 2))
+    assert "2 key-value heads for 3 ranks: whole on every rank" in plan["qkv"].reason
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    plan.validate(Grouped())
+    assert tpk.make_plan(Grouped(), 2, example_inputs=X)["qkv"].style == Column(segments=(24, 8, 8))
+    uneven = tpk.make_plan(Grouped("", 4), 3, example_inputs=X)  # 2, 1 and 1
+    assert uneven["qkv"].style == Column(segments=(16, 8, 8), units=(4, 1, 1), copied=2, copied_heads=2, copies=4)
+    assert tpk.make_plan(Grouped("turned"), 3, example_inputs=X)["qkv"].style == Column(gather_output=True)
+
+
+@pytest.mark.cpu
 def test_a_part_beside_copies_is_viewed_and_taken_apart() -> None:
     packed = Split(2, (24, 4, 4), copied=2)
     assert packed.local_shape((2, 5, 32), 2, 1) == (2, 5, 20)
@@ -61,6 +76,8 @@ def all_by_value(full: bool) -> list[str]:
         for how, heads in (("features", 6), ("heads", 7), *([("heads", 6), ("features", 7)] if full else [])):
             torch.manual_seed(0)
             found += problems(how, SharedKey(how, heads), torch.randn(2, 5, WIDTH).double(), "out")
+        for heads in (6, 4):
+            found += problems(f"grouped {heads}", Grouped("", heads), torch.randn(2, 5, WIDTH).double(), "out")
     return found
 
 

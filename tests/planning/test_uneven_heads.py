@@ -13,6 +13,8 @@ import tpkernels as tpk
 from tests.models import zoo
 from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.planning.packed_heads import Grouped
+from tests.planning.per_head import WIDTH, Attention
 from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
 from tpkernels.nn.parallel_linear import ParallelLinear
 from tpkernels.planning import replay
@@ -27,7 +29,7 @@ def test_a_plan_cuts_heads_as_torch_chunk_does_and_shows_each_rank() -> None:
     plan = tpk.make_plan(model, 4, example_inputs=torch.zeros(2, 7, 40))
     assert plan["qkv"].style == Column(segments=(40, 40, 40), units=(4, 4, 4)) and plan["proj"].style == Row(unit=4)
     assert plan.attributes == {"num_heads": (10, (3, 3, 3, 1))}
-    assert "10 heads, 3/3/3/1 per rank as torch.chunk cuts" in plan["qkv"].reason
+    assert "10 heads, 3/3/3/1 per rank" in plan["qkv"].reason
     assert "120x40 -> 36x40 .. 12x40" in str(plan) and "attribute num_heads: 10 -> 3/3/3/1" in str(plan)
     features = torch.tensor([12, 12, 12, 4])
     held = 4 * (features * (3 * 40 + 3) + features * 40 + 40)  # rows and biases, columns, the bias that all have
@@ -37,14 +39,17 @@ def test_a_plan_cuts_heads_as_torch_chunk_does_and_shows_each_rank() -> None:
 
 
 def test_key_value_heads_are_cut_with_their_queries_or_copied() -> None:
-    """5 key-value heads are 2, 2 and 1 on 3 ranks; on 4 torch.chunk leaves one without: each query has its own."""
+    """5 key-value heads are 2, 2 and 1 on 3 ranks, and 2, 1, 1 and 1 on 4; of 2 each of ten queries has a copy."""
     attention = "model.layers.0.self_attn."
     plan = tpk.make_plan(zoo.build("llama 10"), 3)
     assert plan[attention + "q_proj"].style == Column(unit=8) and plan[attention + "v_proj"].style == Column(unit=4)
     assert "10 heads, 4/4/2 per rank" in plan[attention + "v_proj"].reason
     plan = tpk.make_plan(zoo.build("llama 10"), 4)
+    assert plan[attention + "q_proj"].style == Column(unit=8) and plan[attention + "v_proj"].style == Column(unit=4)
+    assert "10 heads, 4/2/2/2 per rank" in plan[attention + "v_proj"].reason
+    plan = tpk.make_plan(zoo.build("qwen2 10"), 4)
     assert plan[attention + "q_proj"].style == Column(unit=4) and plan[attention + "o_proj"].style == Row(unit=4)
-    assert plan[attention + "k_proj"].style == CopiedHeads(heads=5, copies=10)
+    assert plan[attention + "k_proj"].style == CopiedHeads(heads=2, copies=10)
     plan = tpk.make_plan(zoo.build("mistral 10"), 3)
     assert plan[attention + "k_proj"].style == CopiedHeads(heads=1, copies=5)
 
@@ -55,13 +60,24 @@ def test_a_bias_per_head_is_cut_with_the_heads() -> None:
     assert table.style == Features() and [shape[1] for shape in table.parameters[0].local_shapes] == [3, 3, 3, 1]
 
 
-@pytest.mark.parametrize(("heads", "world", "cut"), [(4, 3, "2/2/0"), (10, 8, "2/2/2/2/2/0/0/0")])
-def test_heads_that_would_leave_a_rank_without_any_stay_gathered_and_the_plan_says_why(
-    heads: int, world: int, cut: str
+@pytest.mark.parametrize(("heads", "world", "cut"), [
+    (4, 3, (2, 1, 1)), (10, 8, (2, 2, 1, 1, 1, 1, 1, 1)), (28, 8, (4, 4, 4, 4, 3, 3, 3, 3)),
+])  # fmt: skip
+def test_heads_of_which_torch_chunk_would_leave_a_rank_none_are_dealt_out_as_evenly_as_can_be(
+    heads: int, world: int, cut: tuple[int, ...]
 ) -> None:
     plan = tpk.make_plan(zoo.Attention(4 * heads, heads), world, example_inputs=torch.zeros(2, 7, 4 * heads))
-    assert plan["qkv"].style == plan["proj"].style == Column(gather_output=True)
-    assert f"{heads} heads do not divide over {world} ranks ({cut}, as torch.chunk cuts" in plan["qkv"].reason
+    assert plan["qkv"].style == Column(segments=(4 * heads,) * 3, units=(4, 4, 4)) and plan["proj"].style == Row(unit=4)
+    assert plan.attributes == {"num_heads": (heads, cut)}
+    assert [shape[0] for shape in plan["qkv"].parameters[0].local_shapes] == [12 * cut[0]] * world  # with free places
+
+
+def test_what_has_no_free_places_is_not_dealt_out_so() -> None:
+    """Heads of one feature, which are no dimension of their own, and a bias per head."""
+    plan = tpk.make_plan(zoo.Attention(4, 4), 3, example_inputs=torch.zeros(2, 7, 4))
+    assert plan["qkv"].style == Column(gather_output=True)
+    plan = tpk.make_plan(Attention("bias", 4), 3, example_inputs=torch.zeros(2, 5, WIDTH))
+    assert plan["query"].style == plan["out"].style == Column(gather_output=True)
 
 
 class Squeezing(zoo.Attention):
@@ -88,7 +104,7 @@ def test_ranks_are_alike_that_have_as_many_pieces_of_everything() -> None:
     def alike(*pieces: int) -> list[int]:
         return replay.unlike_ranks({str(count): replay.Role("row", (8 * count,), 0, count) for count in pieces}, 4)
 
-    assert alike(0) == [0] and alike(10) == [0, 3] and alike(10, 6) == [0, 3] and alike(5, 10) == [0, 2, 3]
+    assert alike(0) == [0] and alike(10) == [0, 3] and alike(10, 6) == [0, 2, 3] and alike(5, 10) == [0, 1, 3]
 
 
 def one_head_off(kind: type[ParallelLinear] | None) -> list[str]:
@@ -108,6 +124,17 @@ def one_head_off(kind: type[ParallelLinear] | None) -> list[str]:
         out.square().sum().backward()
     problem = differs(outputs[0], outputs[1], LIMIT[False])
     return compare_tensors(model, plain, LIMIT[False]) + ([f"output: {problem}"] if problem else [])
+
+
+def verified() -> None:
+    torch.manual_seed(0)
+    for model, x in ((zoo.Attention(16, 4), torch.randn(2, 7, 16)), (Grouped("", 4), torch.randn(2, 5, WIDTH))):
+        tpk.verify(model.double(), tp_mesh(), x.double()).check()
+
+
+@pytest.mark.gloo
+def test_free_places_and_packed_copies_are_verified(ranks: Pools) -> None:
+    ranks(3).run(verified, timeout=LIMIT_S)
 
 
 def faults() -> list[list[str]]:

@@ -72,6 +72,25 @@ def test_a_cut_dimension_of_one_element_is_not_squeezed_away() -> None:
         assert parts.of(x.unsqueeze(0).squeeze(0)) == {Split(1, (1,))}
 
 
+def test_one_head_and_one_token_may_be_what_a_view_merged() -> None:
+    parts = Parts()
+    with parts:
+        x = features(2, 1, 1, 4)
+        parts.mark(x, frozenset([Split(2, (1,))]))
+        assert parts.of(x.view(2, 1, 4)) == {Split(1, (1,)), Split(2, (4,))}
+
+
+def test_what_is_repeated_for_each_head_is_written_into_parts() -> None:
+    parts = Parts()
+    with parts:
+        shared, keys = features(2, 1, 5, 4), features(2, 3, 5, 8)
+        parts.mark(keys, frozenset([Split(1, (3,))]))
+        keys[..., 4:].copy_(shared.expand(-1, 3, -1, -1))
+        assert parts.of(keys) == {Split(1, (3,))}
+        keys[..., 4:].copy_(features(2, 3, 5, 4))  # other values for each
+        assert parts.of(keys) == UNKNOWN
+
+
 def test_a_constant_of_local_size_is_a_part_of_a_larger_one() -> None:
     parts = Parts()
     with parts:

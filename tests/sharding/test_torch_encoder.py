@@ -88,7 +88,7 @@ def test_encoders_with_padding_give_what_the_unsharded_ones_give(ranks: Pools) -
 
 
 def attention_whole() -> list[str]:
-    """On 3 ranks, over which torch.chunk leaves one without any of 4 heads."""
+    """Under a plan of the layers behind it alone."""
     options: dict[str, Any] = {"batch_first": True, "norm_first": False, "norm": False}
     plain, model = encoder(**options), encoder(**options)
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

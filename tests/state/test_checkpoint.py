@@ -22,6 +22,7 @@ from tests.models.compare import held_bytes
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
 from tests.state.test_snapshots import pairs
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.state.originals import Part
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -76,13 +77,16 @@ def whole_states(cases: list[tuple[str, bool]]) -> dict[str, list[str]]:
     ("world", "cases"),
     [
         (2, [("gpt2", True), ("mistral", False), ("conv_lstm", False)]),
-        (3, [("bert 10", True), ("transformer 10", False), ("gpt2 10", False)]),
+        (3, [("bert 10", True), ("transformer 10", False), ("gpt2 10", False), ("gpt2", False)]),
     ],
 )
 def test_a_whole_state_dict_is_the_unsharded_models_and_loads_back(
     ranks: Pools, world: int, cases: list[tuple[str, bool]], full: bool
 ) -> None:
-    """Packed and transposed layers, tied heads, copied heads, torch's attention, buffers; the residual cut or not."""
+    """Packed and transposed layers, tied heads, copied heads, torch's attention, buffers; the residual cut or not.
+
+    Of gpt2's four heads three ranks have 2, 1 and 1, and places for two.
+    """
     if full:
         cases = [
             (name, sequence)
@@ -91,6 +95,15 @@ def test_a_whole_state_dict_is_the_unsharded_models_and_loads_back(
         ]
     for wrong in ranks(world).run(whole_states, cases, timeout=2 * LIMIT_S):
         assert not any(wrong.values()), wrong
+
+
+def test_units_are_found_in_the_places_that_a_rank_has() -> None:
+    """Also where FSDP2 has cut these again: a part of a rank's places has the first of its units, or later ones."""
+    part = Part(torch.arange(24.0).view(6, 2, 2), 0, 0, (2, 1, 1))
+    assert part.shape == (8, 2) and part.whole()[:, 0].tolist() == [0, 2, 4, 6, 8, 10, 16, 18]
+    assert [part._units_in(2 * rank, 2) for rank in range(3)] == [(0, 2), (2, 1), (3, 1)]
+    assert [part._units_in(place, 1) for place in range(6)] == [(0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (4, 0)]
+    assert part.placed(torch.ones(4, 2)).sum((1, 2)).tolist() == [4, 4, 0, 0, 0, 0]
 
 
 def reversed_parts() -> list[str]:

@@ -52,7 +52,8 @@ class ColumnParallelLinear(ParallelLinear):
         save_gathered: keep the gathered x for the backward pass instead of gathering it again.
         unit: features that stay together, for example a head's.  Where ``torch.chunk`` of the features would cut them,
             the units are cut as it cuts, and the parameters have a dimension for them: weight ``[units, unit, in]``,
-            bias ``[units, unit]`` (10 units over 4 ranks: 3, 3, 3, 1).
+            bias ``[units, unit]`` (10 units over 4 ranks: 3, 3, 3, 1).  Where that leaves a rank without any, they are
+            dealt out evenly (10 over 8: 2, 2, 1, ...), and every rank has places for as many as the first.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
     Examples:

@@ -5,7 +5,7 @@
     rows = weight rows of the heads that this rank's queries need
     y_r  = x @ weight[rows]^T + bias[rows],   dw = sum over ranks of what each rank's rows got
 
-There are ``copies`` heads in all, cut over the ranks as ``torch.chunk`` cuts; head i of them is head
+There are ``copies`` heads in all, dealt out as :func:`tpkernels.partition.unit_sizes` does; head i of them is head
 ``i * heads // copies`` of the model.
 """
 
@@ -24,17 +24,17 @@ from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_together
 from tpkernels.ops import copy_to_group
-from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.partition import offsets, unit_sizes
 
 __all__ = ["CopiedHeadsLinear", "check_copies"]
 
 
 def check_copies(name: str, out_features: int, heads: int, copies: int, world_size: int) -> None:
     """Refuse copies of heads that are no whole number of each, or leave a rank without any."""
-    if heads < 1 or out_features % heads or copies % heads or 0 in chunk_sizes(copies, world_size):
+    if heads < 1 or out_features % heads or copies % heads or copies < world_size:
         raise ValueError(
             f"{name}heads ({heads}) must divide out_features ({out_features}), and copies ({copies}) be a multiple of "
-            f"heads of which torch.chunk gives each of {world_size} ranks some"
+            f"heads, and at least one for each of {world_size} ranks"
         )
 
 
@@ -136,7 +136,7 @@ class CopiedHeadsLinear(nn.Module):
         if self.transposed and whole.dim() == 2:
             whole = whole.t()
         sizes, rank, features = (
-            chunk_sizes(self.copies, mesh.size()),
+            unit_sizes(self.copies, mesh.size()),
             mesh.get_local_rank(),
             self.out_features // self.heads,
         )

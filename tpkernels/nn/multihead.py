@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.column import ColumnParallelLinear
-from tpkernels.nn.packed import PackedParameter
+from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.random import sharded_rng
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.shared_input import run_together
 from tpkernels.ops import all_gather
-from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.partition import as_shard, offsets, unit_sizes
 
 __all__ = ["ParallelMultiheadAttention", "why_not_parallel"]
 
@@ -35,10 +35,10 @@ _PROJECTIONS = ("query", "key", "value")
 
 def why_not_parallel(attention: nn.MultiheadAttention, world_size: int) -> str | None:
     """Why the heads of ``attention`` cannot be cut over ``world_size`` ranks, or None."""
-    sizes = chunk_sizes(attention.num_heads, world_size)
-    if 0 in sizes:
-        each = "/".join(map(str, sizes))
-        return f"has {attention.num_heads} heads: over {world_size} ranks as torch.chunk cuts ({each}) some have none"
+    if attention.num_heads < world_size:
+        return f"has {attention.num_heads} heads, fewer than there are ranks ({world_size})"
+    if attention.head_dim == 1 and not as_shard(attention.num_heads, world_size):
+        return f"has {attention.num_heads} heads of one feature, which torch.chunk does not deal to {world_size} ranks"
     if not attention._qkv_same_embed_dim:
         return "has keys or values of another width"
     if attention.bias_k is not None or attention.add_zero_attn:
@@ -119,12 +119,13 @@ class ParallelMultiheadAttention(nn.Module):
     @property
     def heads(self) -> tuple[int, ...]:
         """Heads of each rank."""
-        return chunk_sizes(self.num_heads, self.mesh.size())
+        return unit_sizes(self.num_heads, self.mesh.size())
 
     @property
     def in_proj_weight(self) -> PackedParameter:
         """Shape, dtype and device of the packed weight, for ``get_model_state_dict``, which looks for its name."""
-        return PackedParameter.of("in_proj_weight", (3 * self.embed_dim, self.embed_dim), self.query.weight)
+        parts = [getattr(self, name).weight for name in _PROJECTIONS]
+        return PackedParameter.of("in_proj_weight", (3 * self.embed_dim, self.embed_dim), parts)
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """As :meth:`PackedColumnParallelLinear.packed_parameters`."""

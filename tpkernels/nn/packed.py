@@ -4,8 +4,9 @@
 
     y_r = [ part 0 of x @ W^T, this rank's features | part 1, this rank's features | ... ]
 
-The last parts may be *copied*: every rank computes all of them, and their gradients are summed.  So it is with the one
-key and value that all queries share (multi-query attention).
+The last parts may be *copied*: every rank has all of their weights, and their gradients are summed.  So it is with the
+one key and value that all queries share (multi-query attention), which every rank computes, and with heads of keys and
+values that do not divide as the queries do, of which a rank computes those that its queries need.
 
 There is one parameter per part, each an ordinary ``Shard`` DTensor, or a replicated one.  A single parameter, cut
 within its parts, cannot be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be
@@ -15,54 +16,23 @@ taken for consecutive features.  One gather, or one all-reduce of dx, serves all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import anywhere
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput
 from tpkernels.ops.same_bits import check_parts
 
 __all__ = ["PackedColumnParallelLinear"]
-
-
-class PackedParameter(Tensor):
-    """Stands for a parameter whose parts are parameters: it has a shape, a dtype and a device, and no values.
-
-    Raises:
-        TypeError: any op on it.
-    """
-
-    what: str
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, name: str, shape: Sequence[int], part: Tensor) -> Self:
-        """The one of ``shape`` whose parts are like ``part``."""
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
-        )
-        made.what = name
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        name = next(leaf.what for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedParameter))
-        raise TypeError(
-            f"{func} of a packed layer's {name}, which has no values of its own: it consists of parts (part0.{name}, "
-            f"part1.{name}, ...) that are cut over the ranks; call the layer, or keep it whole with an override"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedParameter({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 class PackedColumnParallelLinear(ColumnParallelLinears):
@@ -86,6 +56,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         segments: Sequence[int],
         units: Sequence[int] = (),
         copied: int = 0,
+        copied_heads: int = 1,
+        copies: int = 0,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         save_gathered: bool = False,
@@ -93,7 +65,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     ) -> Self:
         """The same layer, cut; ``linear`` as for :meth:`ColumnParallelLinear.from_linear`, ``units`` one per segment.
 
-        Every rank has the last ``copied`` segments whole.
+        Every rank has the last ``copied`` segments whole; of ``copied_heads`` each, if these are several, it computes
+        its part of ``copies``, as :class:`CopiedHeadsLinear` does.
 
         Raises:
             ValueError: ``segments`` do not add up to the output features, or are not made of ``units``; no segment is
@@ -106,7 +79,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
             raise ValueError(f"copied ({copied}) must be fewer than the segments {list(segments)}")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module.copied = copied
+        module.copied = 0 if copies else copied
         module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
         module.save_gathered, module.implementation = save_gathered, implementation
         mesh = tp_mesh(group, linear)
@@ -120,7 +93,9 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
                     part, mesh, unit=unit, save_gathered=save_gathered, **options
                 )
             else:
-                layer = CopiedHeadsLinear.from_linear(part, mesh, heads=1, copies=mesh.size(), **options)
+                layer = CopiedHeadsLinear.from_linear(
+                    part, mesh, heads=copied_heads, copies=copies or mesh.size(), **options
+                )
             module.add_module(f"part{index}", layer)
             start += size
         return module.train(linear.training)
@@ -130,7 +105,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     save_gathered: bool
     implementation: str
     copied: int
-    """How many segments, the last ones, every rank has whole."""
+    """How many segments, the last ones, every rank computes whole."""
     activation: str | None = None
     shared: SharedInput | None = None
     """The layers that read the same tensor as this one, and run with it."""
@@ -146,16 +121,17 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     @property
     def weight(self) -> PackedParameter:
-        """The weight's shape, dtype and device, for code that asks a layer for them."""
+        """What has the weight's shape, dtype and device, and can be merged with; see :class:`PackedParameter`."""
         first = self.layers[0]
         shape = sum(self.segments), first.in_features
-        return PackedParameter.of("weight", shape[::-1] if first.transposed else shape, first.weight)
+        parts = [layer.weight for layer in self.layers]
+        return PackedParameter.of("weight", shape[::-1] if first.transposed else shape, parts, int(first.transposed))
 
     @property
     def bias(self) -> PackedParameter | None:
-        """The bias's shape, dtype and device."""
-        bias = self.layers[0].bias
-        return None if bias is None else PackedParameter.of("bias", (sum(self.segments),), bias)
+        """The same for the bias."""
+        parts = [layer.bias for layer in self.layers if layer.bias is not None]
+        return PackedParameter.of("bias", (sum(self.segments),), parts) if parts else None
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """The parameters of the layer that was cut: along which dimension which of this one's make them up."""

@@ -25,10 +25,11 @@ from tpkernels.nn.parameters import (
     mesh_of,
     replicate_parameter,
     shard_parameter,
+    shard_units,
     tp_mesh,
 )
 from tpkernels.ops.main_grad import with_sink
-from tpkernels.partition import chunk_sizes
+from tpkernels.partition import as_shard, chunk_sizes
 
 __all__ = ["ParallelLinear", "features_of"]
 
@@ -95,9 +96,9 @@ class ParallelLinear(nn.Module):
 
     def _shard(self, full: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
         trained, full = full.requires_grad, full.detach()
-        return shard_parameter(
-            full.unflatten(dim, (-1, self.unit)) if self.by_unit else full, mesh, dim, requires_grad=trained
-        )
+        if self.by_unit:
+            return shard_units(full.unflatten(dim, (-1, self.unit)), mesh, dim, requires_grad=trained)
+        return shard_parameter(full, mesh, dim, requires_grad=trained)
 
     def parameters_by_unit(self) -> dict[str, int]:
         """Which parameters have a dimension for units, and the one before which dimension of the plain layer's."""
@@ -106,8 +107,22 @@ class ParallelLinear(nn.Module):
         weight = {"weight": self._stored(self.cut_dim)}
         return weight if self.bias is None or self.cut_dim == 1 else weight | {"bias": 0}
 
-    def _flat(self, tensor: Tensor, dim: int) -> Tensor:
-        return tensor.flatten(dim, dim + 1) if self.by_unit else tensor
+    def units_of_ranks(self) -> tuple[int, ...]:
+        """How many units each rank has."""
+        return tuple(size // self.unit for size in self.shard_sizes)
+
+    @property
+    def has_free_places(self) -> bool:
+        """Whether a rank's parameters have places for more units than it has."""
+        units = self.units_of_ranks()
+        return self.by_unit and not as_shard(sum(units), len(units))
+
+    def _flat(self, local: Tensor, dim: int, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+        """A rank's part of a parameter without the dimension for units, and without places that hold none."""
+        units = self.units_of_ranks()[mesh.get_local_rank()]
+        if units == local.shape[dim]:
+            return with_sink(local.flatten(dim, dim + 1), parameter)
+        return local.narrow(dim, 0, units).flatten(dim, dim + 1)  # its main_grad has another shape: autograd pads
 
     def _local_parts(self) -> tuple[DeviceMesh, Tensor, Tensor | None]:
         """The mesh, this rank's part of the weight, ``[out, in]``, and the bias that it adds: its part where it is cut.
@@ -119,8 +134,8 @@ class ParallelLinear(nn.Module):
         bias = parameters["bias"] if "bias" in parameters else self.bias
         mesh, matrix, vector = local_parts(weight, bias)
         if self.by_unit:
-            matrix = with_sink(self._flat(matrix, self._stored(self.cut_dim)), weight)
-            vector = vector if vector is None or self.cut_dim == 1 else self._flat(vector, 0)
+            matrix = self._flat(matrix, self._stored(self.cut_dim), weight, mesh)
+            vector = vector if vector is None or self.cut_dim == 1 else self._flat(vector, 0, cast(Tensor, bias), mesh)
         return mesh, matrix.t() if self.transposed else matrix, vector
 
     @property

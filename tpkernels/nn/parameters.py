@@ -5,7 +5,9 @@ It owns how a full tensor becomes this rank's part, and how ``forward`` gets a l
 Sharded sizes follow ``torch.chunk`` (10 over 4 ranks: 3, 3, 3, 1; 3 over 4: 1, 1, 1, 0), because that is what
 ``DTensor``'s ``Shard`` means: ``full_tensor()``, distributed checkpoints, optimizers and ``clip_grad_norm_`` are then
 exact for every size.  Where a cut in larger units differs from that, for example 10 heads of 64 features over 3 ranks
-by whole heads, the parameter has a dimension for the units, ``[10, 64, ...]``, and ``Shard`` cuts that one.
+by whole heads, the parameter has a dimension for the units, ``[10, 64, ...]``, and ``Shard`` cuts that one.  Where that
+would leave a rank without any (10 over 8), every rank has as many places, ``[16, 64, ...]``, and the last of some are
+zeros that nobody reads.
 
 Modules keep no mesh of their own: they ask their weight, so that ``copy.deepcopy``, ``.to()`` and FSDP2's replacement
 of parameters need no help.
@@ -25,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.nn.same_weights import equal_on_ranks
 from tpkernels.ops.main_grad import with_sink
-from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.partition import as_shard, chunk_sizes, offsets, unit_sizes
 
 __all__ = [
     "TP_AXES",
@@ -38,6 +40,7 @@ __all__ = [
     "mesh_of",
     "replicate_parameter",
     "shard_parameter",
+    "shard_units",
     "tp_axis",
     "tp_mesh",
 ]
@@ -107,6 +110,20 @@ def shard_parameter(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: 
     rank = mesh.get_local_rank()
     part = full.detach().narrow(dim, offsets(sizes)[rank], sizes[rank])
     return _parameter(_copy(part), mesh, [Shard(dim)], full.shape, requires_grad)
+
+
+def shard_units(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: bool = True) -> nn.Parameter:
+    """The same for a dimension of units, dealt out by :func:`unit_sizes`; what a rank has no unit for is zeros."""
+    sizes = unit_sizes(full.shape[dim], mesh.size())
+    if as_shard(full.shape[dim], mesh.size()):
+        return shard_parameter(full, mesh, dim, requires_grad=requires_grad)
+    full = equal_on_ranks(full, mesh).detach()
+    rank, places = mesh.get_local_rank(), list(full.shape)
+    places[dim] = sizes[0]
+    part = full.new_zeros(places)
+    part.narrow(dim, 0, sizes[rank]).copy_(full.narrow(dim, offsets(sizes)[rank], sizes[rank]))
+    places[dim] *= mesh.size()
+    return _parameter(part, mesh, [Shard(dim)], torch.Size(places), requires_grad)
 
 
 def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool = True) -> nn.Parameter:

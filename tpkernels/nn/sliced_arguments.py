@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.ops import shard
-from tpkernels.partition import chunk_sizes
+from tpkernels.partition import unit_sizes
 
 __all__ = ["named_arguments", "slice_arguments", "with_arguments"]
 
@@ -64,4 +64,4 @@ def _part(name: str, value: Any, dim: int, heads: int, mesh: DeviceMesh) -> Tens
         what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be a tensor with runs of {heads} heads in dimension {dim}, got {what}")
     runs = value.unflatten(dim, (-1, heads))
-    return shard(runs, mesh, dim=dim + 1, shard_sizes=chunk_sizes(heads, mesh.size())).flatten(dim, dim + 1)
+    return shard(runs, mesh, dim=dim + 1, shard_sizes=unit_sizes(heads, mesh.size())).flatten(dim, dim + 1)

@@ -16,6 +16,7 @@ from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.session import Scope, Shape
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import share
+from tpkernels.planning.styles import Column, CopiedHeads, Style
 from tpkernels.planning.trace import Recording
 
 __all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Whole"]
@@ -37,6 +38,19 @@ class Copies:
     total: int
     features: int
     """Of one head."""
+
+    def style(self, sizes: tuple[int, ...], unit: int) -> Style:
+        """Of a layer that gives copies alone, or copies behind queries that are cut in multiples of ``unit``."""
+        if len(sizes) == 1:
+            return CopiedHeads(self.heads, self.total)
+        first, rest = sizes[0], (self.heads * self.features,) * (len(sizes) - 1)
+        units = (unit, *(1,) * len(rest)) if unit > 1 else ()
+        return Column(
+            segments=(first, *rest), units=units, copied=len(rest), copied_heads=self.heads, copies=self.total
+        )
+
+    def reason(self, world_size: int) -> str:
+        return f"{self.heads} key-value heads for {world_size} ranks: whole on every rank"
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ class Proof:
         if not self.pieces:
             return f"{self.heads} heads, {self.heads // world_size} per rank{copies}"
         sizes = "/".join(map(str, share(self.heads, world_size, self.pieces)))
-        return f"{self.heads} heads, {sizes} per rank as torch.chunk cuts{copies}"
+        return f"{self.heads} heads, {sizes} per rank{copies}"
 
 
 class Hypotheses:
@@ -144,5 +158,10 @@ class Hypotheses:
                     if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
                         continue
                     found.setdefault((type(module), attribute, value), {})[name, attribute] = value
-        ranked = sorted(found, key=lambda key: ("head" not in key[1] or "dim" in key[1] or "size" in key[1], key[1]))
-        return [found[key] for key in ranked[:MAX_BITS]]
+
+        def unlikely(key: tuple[type, str, int]) -> tuple[bool, bool, str]:
+            """Features are what wrappers of layers note down, and no code of theirs reads (LoRA)."""
+            name = key[1]
+            return "head" not in name or "dim" in name or "size" in name, "features" in name, name
+
+        return [found[key] for key in sorted(found, key=unlikely)[:MAX_BITS]]

@@ -302,7 +302,10 @@ class _Planner:
         self._choose_slices()
         for name, other in self.decision.adapters.items():
             if nn.Linear not in self.by_itself:  # one that stays whole would take a part of the sequence
-                self.chosen.setdefault(name, Chosen(Replicate(), "data flow", f"small beside {other}, which is cut"))
+                half = Replicate(
+                    distributed=type(self.modules[name]) is nn.Linear
+                )  # mergers multiply it with the other
+                self.chosen.setdefault(name, Chosen(half, "data flow", f"small beside {other}, which is cut"))
         for group, proof in self.decision.proven.items():
             self.feeders |= {*group.feeders, *proof.feeders}
             self.attributes |= proof.attributes
@@ -320,9 +323,8 @@ class _Planner:
                 if self.layers[name].kind == "embedding":
                     style = Features()
                 if name in proof.copies:
-                    copies = proof.copies[name]
-                    style = CopiedHeads(copies.heads, copies.total)
-                    reason = f"{copies.heads} key-value heads for {self.world_size} ranks: whole on every rank"
+                    style, why = proof.copies[name].style(sizes, units[0]), proof.copies[name].reason(self.world_size)
+                    reason = why if isinstance(style, CopiedHeads) else f"{reason}; {why}"
                 self._choose(name, style, reason)
             for name in group.rows:
                 unit = self.layers[name].in_features // proof.pieces if proof.pieces else 1
@@ -380,7 +382,8 @@ class _Planner:
                 raise ValueError(f"the override of {name!r} conflicts with the data flow, where it {reason}")
             if isinstance(asked, Column) and isinstance(style, Column):
                 unit = style.unit if style.unit > 1 else asked.unit
-                style = replace(asked, segments=style.segments, unit=unit, units=style.units, copied=style.copied)
+                proven = ("segments", "units", "copied", "copied_heads", "copies")
+                style = replace(asked, unit=unit, **{option: getattr(style, option) for option in proven})
             elif isinstance(asked, Row):
                 style = replace(asked, unit=style.unit) if isinstance(style, Row) and style.unit > 1 else asked
             self.chosen[name] = Chosen(style, "override", f"asked for, and proven by data flow: {reason}")

@@ -256,7 +256,7 @@ class _Decider:
             )  # fmt: skip
             attributes |= proof.attributes
             whole |= proof.whole_attributes
-            widths |= {name: copies.total * copies.features for name, copies in proof.copies.items()}
+            widths |= {name: sum(proof.segments[name]) for name in proof.copies}
         for name, role in self.forced.items():
             roles.setdefault(name, replace(role, group=len(proofs)))
         ranks, count = unlike_ranks(roles, self.world_size), len(proofs)

@@ -288,7 +288,7 @@ class Replay(Gradients):
             answer = rule(call)
         except Unproven as error:
             told = Unproven(f"{event.packet}: {error.reason}", count=error.count)
-            told.layers, told.met = error.layers, error.met
+            told.layers, told.met, told.segmented = error.layers, error.met, error.segmented
             raise told from None
         answers: list[Split | None] = answer if isinstance(answer, list) else [answer] * len(event.outputs)
         first = answers[0]

@@ -4,14 +4,16 @@ A model's code may rely on sizes that a rank does not have: attributes such as `
 projections.  The values of such attributes on one rank, layouts of segments, and copies of key-value heads are guesses
 (:mod:`tpkernels.planning.hypotheses`).  The replay decides, so a wrong guess only costs time.
 
-Heads that do not divide over the ranks are cut as ``torch.chunk`` cuts, if each rank gets some; models rely on having
-at least one head.  Ranks then differ in their sizes and attributes, and a proof is one replay for each kind of rank.
+Heads that do not divide over the ranks are dealt out (:func:`tpkernels.partition.unit_sizes`), if there is one for each
+rank; models rely on having at least one head.  Ranks then differ in their sizes and attributes, and a proof is one
+replay for each kind of rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from math import lcm
 from types import MappingProxyType
 from typing import Any
@@ -19,8 +21,10 @@ from typing import Any
 from torch import Tensor
 
 from tpkernels.nn.sliced_arguments import named_arguments
+from tpkernels.partition import as_shard
 from tpkernels.planning.hypotheses import Attributes, Copies, Hypotheses, Proof, Whole
 from tpkernels.planning.layer_groups import Group
+from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import Shadow
@@ -97,7 +101,8 @@ class Search(Hypotheses):
             return proof
         counted = [failure for failure in failures if failure.count]
         known = dict(self._counts)
-        for heads in dict.fromkeys([failure.count for failure in counted] + [1]):
+        packed = self._named(scope) if len(group.columns) == 1 else []
+        for heads in dict.fromkeys([*(failure.count for failure in counted), *packed, 1]):
             proof = self._with_copies(group, scope, heads, lcm(heads, self.world_size))
             if proof is not None:
                 return proof
@@ -201,6 +206,8 @@ class Search(Hypotheses):
     def _dims(self, name: str, pieces: int) -> list[int]:
         """Dimensions in which a parameter can be cut as heads are."""
         shape = self._own[name].shape if name in self._own else ()
+        if pieces and not as_shard(pieces, self.world_size):
+            return []
         return [
             dim for dim, size in enumerate(shape)
             if (size == pieces if pieces else size >= self.world_size and size % self.world_size == 0)
@@ -225,15 +232,19 @@ class Search(Hypotheses):
         inside = [
             module for name, module in self.shadow.modules.items() if name == scope.name or name.startswith(prefix)
         ]
-        named = [(key, value) for module in inside for key, value in vars(module).items() if type(value) is int]
+        named = [
+            (key, value) for module in inside
+            for key, value in (vars(module) | config_numbers(module)).items() if type(value) is int
+        ]  # fmt: skip
         return [value for key, value in named if "heads" in key or key == "n_head"]
 
     def _uneven_copies(self, group: Group, scope: Scope) -> Proof | None:
         """As many copies of key-value heads as go evenly with the queries, and unevenly over the ranks."""
-        sizes = sorted({self.shadow.layers[name].out_features for name in group.columns})
-        for queries in [*self._counts] if len(sizes) == 2 else []:
-            heads = sizes[0] * queries // sizes[1]
-            if sizes[1] % queries or heads < 1 or sizes[0] * queries % sizes[1] or queries % heads:
+        found = [sorted({size for sizes in one.values() for size in sizes}) for one in self._grouped(group, scope)]
+        counts = dict.fromkeys([*self._counts, *(self._named(scope) if len(group.columns) == 1 else [])])
+        for (narrow, wide), queries in product([sizes for sizes in found if len(sizes) == 2], counts):
+            heads = narrow * queries // wide
+            if wide % queries or heads < 1 or narrow * queries % wide or queries % heads:
                 continue
             total = next((t for t in range(2 * heads, queries + 1, heads) if not queries % t and self.can_be_cut(t)), 0)
             proof = self._with_copies(group, scope, heads, total) if total else None
@@ -242,8 +253,8 @@ class Search(Hypotheses):
         return None
 
     def can_be_cut(self, pieces: int) -> bool:
-        """Whether ``torch.chunk`` gives every rank some of them, and not all the same."""
-        return pieces > 0 and pieces % self.world_size > 0 and 0 not in share(pieces, self.world_size)
+        """Whether every rank gets some of them, and not all the same."""
+        return pieces % self.world_size > 0 and pieces > self.world_size
 
     def hypotheses(
         self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, shared: bool = False
@@ -261,6 +272,8 @@ class Search(Hypotheses):
             for attributes in self.attribute_sets([scope], self.world_size, pieces):
                 before = len(failures)
                 yield segments, attributes
+                if any(failure.segmented for failure in failures[before:]):
+                    break
                 if any(failure.count for failure in failures[before:]):
                     for failure in failures[before:]:
                         self._counts.setdefault(failure.count or 0, failure)
@@ -278,6 +291,8 @@ class Search(Hypotheses):
         sizes = [size for some in segments.values() for size in some] + [
             layers[name].in_features for name in group.rows
         ]
+        if not as_shard(pieces, self.world_size) and (tables or min(sizes) <= pieces):
+            return False  # a dimension of heads alone has no free places
         return all(size % pieces == 0 for size in sizes) and all(size == pieces for size in tables)
 
     def roles(
@@ -337,17 +352,32 @@ class Search(Hypotheses):
         Copies of a head stand next to each other, as the model's own repetition of heads for its queries does; that it
         does is proven by cutting between key-value heads.
         """
-        sizes = {name: self.shadow.layers[name].out_features for name in group.columns}
-        widest, narrow = max(sizes.values()), [name for name in group.columns if sizes[name] < max(sizes.values())]
-        if not narrow or len({sizes[name] for name in narrow}) > 1 or sizes[narrow[0]] % heads:
+        for segments in self._grouped(group, scope) if heads > 1 or len(group.columns) > 1 else []:
+            proof = self._copied(group, scope, heads, total, segments)
+            if proof is not None:
+                return proof
+        return None
+
+    def _grouped(self, group: Group, scope: Scope) -> list[dict[str, tuple[int, ...]]]:
+        """Layouts of queries and fewer keys and values: layers of their own, or packed into one."""
+        if len(group.columns) > 1:
+            return [{name: (self.shadow.layers[name].out_features,) for name in group.columns}]
+        packed = [segments for segments, _ in self.layouts(group, scope)] if self.says_all else []
+        return [one for one in packed for first, *rest in one.values() if rest and max(rest) < first]
+
+    def _copied(
+        self, group: Group, scope: Scope, heads: int, total: int, segments: Mapping[str, tuple[int, ...]]
+    ) -> Proof | None:
+        widest = max(map(max, segments.values()))
+        narrow = {size for sizes in segments.values() for size in sizes if size < widest}
+        if len(narrow) != 1 or min(narrow) % heads:
             return None
-        features = sizes[narrow[0]] // heads
+        features = min(narrow) // heads
         queries = widest // features
-        if widest % features or queries % total or queries not in (self._queries, *self._counts):
-            return None  # where queries were not seen as so many heads, features would be taken for heads
-        segments = {name: (size,) for name, size in sizes.items()}
-        if heads > 1 and not self._provable(group, scope, segments, heads):
+        if widest % features or queries % total or (heads > 1 and not self._provable(group, scope, segments, heads)):
             return None
+        if queries not in (self._queries, *self._counts):
+            return None  # where queries were not seen as so many heads, features would be taken for heads
         module, pieces = self.shadow.modules[scope.name], total if total % self.world_size else 0
         whole: Whole = {}
         if getattr(module, "num_key_value_groups", None) == queries // heads:
@@ -355,22 +385,26 @@ class Search(Hypotheses):
         counted = getattr(module, "num_key_value_heads", None) == heads
         if counted:
             whole[scope.name, "num_key_value_heads"] = total
-        recording = Recording(self.shadow, whole, {name: total * features for name in narrow})
+        copied = {name for name, sizes in segments.items() if min(sizes) < widest}
+        segments = {
+            name: tuple(size if size == widest else total * features for size in sizes)
+            for name, sizes in segments.items()
+        }
+        recording = Recording(self.shadow, whole, {name: sum(segments[name]) for name in copied})
         try:
-            copied = recording.run_scope(scope, self.recording)
+            run = recording.run_scope(scope, self.recording)
         except (RuntimeError, ValueError, TypeError, AssertionError):
             return None
-        segments |= {name: (total * features,) for name in narrow}
         for chosen in self.attribute_sets([scope], self.world_size, pieces):
             attributes = {key: (value,) * self.world_size for key, value in whole.items()} | chosen
             if counted:
                 attributes[scope.name, "num_key_value_heads"] = share(total, self.world_size, total)
             try:
-                self._attempt(recording, copied, group, segments, attributes, self.world_size, pieces)
+                self._attempt(recording, run, group, segments, attributes, self.world_size, pieces)
             except Unproven:
                 continue
-            copies = dict.fromkeys(narrow, Copies(heads, total, features))
-            return Proof(segments, attributes, whole, copies, queries, pieces)
+            return Proof(segments, attributes, whole, dict.fromkeys(copied, Copies(heads, total, features)),
+                         queries, pieces)  # fmt: skip
         return None
 
     def _provable(self, group: Group, scope: Scope, segments: Mapping[str, tuple[int, ...]], world_size: int) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from tpkernels.partition import array_split_sizes, chunk_sizes
+from tpkernels.partition import array_split_sizes, chunk_sizes, unit_sizes
 
 __all__ = ["Split", "Unproven", "as_array_split", "group_of", "share", "through_view"]
 
@@ -44,7 +44,8 @@ class Unproven(Exception):
 
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
     whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from;
-    ``met``: how the whole tensor that met a part would have to be cut.
+    ``met``: how the whole tensor that met a part would have to be cut; ``segmented``: whether the segments alone are to
+    blame, whatever numbers a rank's code reads.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
@@ -53,6 +54,7 @@ class Unproven(Exception):
         self.parameters: frozenset[str] = frozenset()
         self.layers: frozenset[str] = frozenset()
         self.met: Split | None = None
+        self.segmented = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class Split:
             low = start - ends[-1] + local[-1]
             return Split(self.dim, (stop - start,), self.pieces, 1), low, low + stop - start
         if start not in ends or stop not in ends or start >= stop:
-            raise Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is not a number of parts")
+            error = Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is not a number of parts")
+            error.segmented = True
+            raise error
         first, last = ends.index(start), ends.index(stop)
         copied = max(0, last - len(self.cut_segments))
         return Split(self.dim, self.segments[first:last], self.pieces, copied), local[first], local[last]
@@ -115,7 +119,7 @@ def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
     unit = size // pieces if pieces else 1
     if _even.get():
         return tuple(unit * count for count in array_split_sizes(size // unit, world_size))
-    return chunk_sizes(size, world_size, unit)
+    return tuple(unit * count for count in unit_sizes(pieces, world_size)) if pieces else chunk_sizes(size, world_size)
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], world_size: int) -> Split:
@@ -167,18 +171,9 @@ def _unflatten(run: int, pieces: int, first: int, sizes: Sequence[int], world_si
         if pieces and count % pieces:
             raise Unproven(f"{count} heads are cut where {pieces} pieces are", count=count)
         if not pieces and count % world_size:
-            raise Unproven(
-                f"{count} heads do not divide over {world_size} ranks{_why_not(count, world_size)}", count=count
-            )
+            raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
         return Split(first + index, (count,) * (size * inner // run), pieces)
     raise Unproven(f"runs of {run} viewed as {list(sizes)} are not whole along one dimension")
-
-
-def _why_not(count: int, world_size: int) -> str:
-    """Why these heads cannot be cut unevenly either."""
-    sizes = share(count, world_size)
-    empty = 0 in sizes and count >= world_size
-    return f" ({'/'.join(map(str, sizes))}, as torch.chunk cuts, leaves some without any)" if empty else ""
 
 
 def group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from tpkernels.nn.cut_experts import ExpertsLayout
-from tpkernels.partition import chunk_sizes
+from tpkernels.partition import held_sizes
 
 __all__ = [
     "STYLES",
@@ -37,7 +37,8 @@ class Column:
 
     With ``segments`` (the sizes of query, key and value, say) by a
     :class:`tpkernels.nn.PackedColumnParallelLinear`; ``units`` are then what ``unit`` is otherwise, one per segment.
-    The last ``copied`` segments stay whole on every rank: the one key and value that all queries share.
+    The last ``copied`` segments stay whole on every rank: the one key and value that all queries share.  Where each
+    is ``copied_heads`` heads, a rank computes those that its queries need: its part of ``copies`` heads.
     """
 
     sequence_parallel: bool = False
@@ -48,6 +49,8 @@ class Column:
     segments: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
     copied: int = 0
+    copied_heads: int = 1
+    copies: int = 0
     implementation: str = "auto"
     sum_input_gradient: bool = True
     """Not where a layer before it has ``summed_gradient``, and sums for all that it gives to."""
@@ -55,7 +58,7 @@ class Column:
     """The gradient of what the layer gives is summed over the ranks, which work on parts of what is made of it."""
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
-        """Of the ``total`` output features, those of each rank."""
+        """Of the ``total`` output features, those that each rank has memory for."""
         sizes = self.segments or (total,)
         units = self.units or (self.unit,) * len(sizes)
         cut = len(sizes) - self.copied
@@ -116,7 +119,8 @@ class Heads:
     implementation: str = "auto"
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
-        """Of the ``total`` features of query, key and value, or of the output projection, those of each rank."""
+        """Of the ``total`` features of query, key and value, or of the output projection, those that each rank has
+        memory for."""
         sizes = (total,) if self.inner else (total // 3,) * 3
         return _shares(sizes, (self.unit,) * len(sizes), world_size)
 
@@ -149,11 +153,13 @@ class Replicate:
     """Keep a module of any kind whole on every rank, with everything in it; what a plan does not name is treated so.
 
     With ``sequence_parallel`` it works on this rank's part of the sequence, or of the heads, and the gradients of its
-    parameters are summed over the group.
+    parameters are summed over the group.  With ``distributed`` the weight of an ``nn.Linear`` reads as the replicated
+    DTensor that it is, so that code around the model can multiply it with one that is cut (:class:`WholeLinear`).
     """
 
     sequence_parallel: bool = False
     summed_gradient: bool = False
+    distributed: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,7 +249,7 @@ def as_style(key: str, value: object, *, embedding: bool = False) -> Style:
 
 
 def _shares(sizes: tuple[int, ...], units: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    cuts = [chunk_sizes(size, world_size, unit) for size, unit in zip(sizes, units, strict=True)]
+    cuts = [held_sizes(size, world_size, unit) for size, unit in zip(sizes, units, strict=True)]
     return tuple(map(sum, zip(*cuts, strict=True)))
 
 
@@ -299,7 +305,7 @@ def style_from_dict(value: object) -> Style:
             given[key] = tuple(item)
         elif type(item) is not wanted:
             raise ValueError(f"option {key!r} must be a {wanted.__name__}, got {item!r}")
-    missing = [name for name in ("heads", "copies", "parameters", "epsilon") if name in known and name not in given]
+    missing = [name for name, option in known.items() if option.default is MISSING and name not in given]
     if missing:
         raise ValueError(f"style {value['style']!r} lacks {missing}")
     style: Style = kind(**given)

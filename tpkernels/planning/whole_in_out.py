@@ -12,7 +12,7 @@ from dataclasses import asdict
 from torch import nn
 
 from tpkernels.nn.multihead import why_not_parallel
-from tpkernels.partition import chunk_sizes
+from tpkernels.partition import chunk_sizes, unit_sizes
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.layers import is_attention, unswappable
@@ -42,11 +42,11 @@ def attention_choices(
         if why is None and name in read:
             why = READ
         if why is None and not any(n in tied for n in (name, inner)) and inner not in chosen:
-            sizes, unit = chunk_sizes(module.num_heads, world_size), 1
+            sizes, unit = unit_sizes(module.num_heads, world_size), 1
             each = str(sizes[0])
             if len(set(sizes)) > 1:
                 each, unit = f"{'/'.join(map(str, sizes))}", module.head_dim
-            reason = f"{module.num_heads} heads, {each} per rank{' as torch.chunk cuts' if unit > 1 else ''}"
+            reason = f"{module.num_heads} heads, {each} per rank"
             found[name] = Chosen(Heads(unit=unit), "rule", reason)
             found[inner] = Chosen(Heads(inner=True, unit=unit), "rule", f"goes with {name}")
         elif why is not None:

@@ -42,6 +42,7 @@ from tpkernels.nn.sliced import check_slices, slice_parameters
 from tpkernels.nn.sliced_arguments import slice_arguments
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
+from tpkernels.nn.whole_linear import WholeLinear
 from tpkernels.planning.experts import Refused, check_layout
 from tpkernels.planning.hints import match
 from tpkernels.planning.layers import Layer, as_torchs, is_attention, layer_of, own_base, take_place, unswappable
@@ -182,6 +183,8 @@ def parallelize(
     for name, style in styles.items():
         if isinstance(style, Sliced):
             check_slices(modules[name], dict(style.parameters))
+        if isinstance(style, Replicate) and style.distributed:
+            WholeLinear.check(name, modules[name], style.sequence_parallel)
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
     for name, experts_style in experts_styles.items():
         _check_experts(name, modules[name], experts_style)
@@ -223,6 +226,8 @@ def parallelize(
     }.values():
         slice_parameters(sliced_module, dict(sliced.parameters), tp)
     replicate_parameters(model, tp, converted=converted)
+    for name in (name for name, style in styles.items() if isinstance(style, Replicate) and style.distributed):
+        modules[name].__class__ = WholeLinear
     if isinstance(plan, ShardingPlan):
         for key, (_, values) in plan.attributes.items():
             name, attribute = owner_of(key, modules)
@@ -318,7 +323,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
         raise ValueError(f"module {name!r} {why}")
     op = "all_reduce"
     if isinstance(style, Column):
-        _check_column(name, layer, style)
+        _check_column(name, layer, style, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Row):
         check_unit(f"{name}: in_features", layer.in_features, style.unit)
@@ -331,7 +336,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
     return layer
 
 
-def _check_column(name: str, layer: Layer, style: Column) -> None:
+def _check_column(name: str, layer: Layer, style: Column, world_size: int) -> None:
     check_unit(f"{name}: out_features", layer.out_features, style.unit)
     if style.segments:
         if sum(style.segments) != layer.out_features or min(style.segments) < 1:
@@ -343,11 +348,12 @@ def _check_column(name: str, layer: Layer, style: Column) -> None:
             raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
     if not 0 <= style.copied < max(1, len(style.segments)):
         raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
-    if style.units:
-        if len(style.units) != len(style.segments):
-            raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
-        for size, unit in zip(style.segments, style.units, strict=True):
-            check_unit(f"{name}: a segment", size, unit)
+    for size in style.segments[len(style.segments) - style.copied :] if style.copies else ():
+        check_copies(f"{name}: ", size, style.copied_heads, style.copies, world_size)
+    if style.units and len(style.units) != len(style.segments):
+        raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
+    for size, unit in zip(style.segments, style.units, strict=False):
+        check_unit(f"{name}: a segment", size, unit)
 
 
 def _check_sharing(
@@ -420,7 +426,7 @@ def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     sums = options.pop("sum_input_gradient", True)
     old = as_torchs(old)
     if isinstance(style, Column):
-        one = ("gather_output", "unit") if style.segments else ("segments", "units", "copied")
+        one = ("gather_output", "unit") if style.segments else ("segments", "units", "copied", "copied_heads", "copies")
         for option in one:
             del options[option]
         kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear

@@ -48,9 +48,8 @@ def _view(call: Call) -> set[Split]:
     places = [dim for dim in range(len(after)) if after[dim] == 1 and prod(after[:dim]) == outside]
     if len(ones) == len(places):
         return {Split(places[ones.index(split.dim)], (1,))}
-    if places:
-        return {Split(dim, (1,)) for dim in places}
-    return _same_runs(runs, run, after, range(len(after)), len(after))
+    merged = _same_runs(runs, run, after, range(len(after)), len(after)) if len(places) < len(ones) else set()
+    return {Split(dim, (1,)) for dim in places} | {cut for cut in merged if not places or len(cut.segments) == 1}
 
 
 def _same_runs(runs: int, run: int, after: Sequence[int], dims: range, last: int) -> set[Split]:
@@ -89,10 +88,14 @@ def _cat(call: Call) -> set[Split]:
 
 
 def _copy(call: Call) -> set[Split]:
-    """``target.copy_(source)``: what is written says how the target is cut."""
+    """``target.copy_(source)``: what is written says how the target is cut, or is the same for each head of a part."""
     target, source = call.whole[0], call.whole[1]
     if call.splits[1] is None:
-        raise Unproven("something whole is written over a part")
+        dim = call.cut().dim - len(target) + len(source)
+        if dim >= 0 and source[dim] != 1:
+            raise Unproven("something whole is written over a part")
+        call.mix(1)
+        return {call.cut()}
     split = call.cut(1).at(call.cut(1).dim + len(target) - len(source))
     if call.splits[0] not in (None, split):
         raise Unproven("a part is written in another layout")

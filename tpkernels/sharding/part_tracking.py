@@ -45,8 +45,8 @@ _COLUMN = {"copy_matmul": -1, "copy_grouped_matmul": -1, "all_gather_matmul": 7,
 _WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "matmul_all_reduce_norm", "add_norm",
           "scaled_matmul_all_reduce", "grouped_matmul_all_reduce"}  # fmt: skip
 _ATTENTION = [op for op, rule in RULES.items() if rule is RULES[aten._scaled_dot_product_flash_attention_for_cpu]]
-_SPREADS = {aten.baddbmm: (0,)} | dict.fromkeys(_ATTENTION, (3,))
-"""Arguments, such as masks, that are broadcast over the cut dimension: a constant counts as having size 1 there."""
+_SPREADS = {aten.baddbmm: (0,), aten.copy_: (1,)} | dict.fromkeys(_ATTENTION, (3,))
+"""Arguments, such as masks, that are broadcast over the cut dimension: what repeats there counts as having size 1."""
 _MOST_READINGS = 16
 """Of all arguments of an op together."""
 
@@ -104,6 +104,8 @@ class Parts(TorchDispatchMode):
         """The shape, with 1 for the dimensions along which a whole tensor repeats."""
         storage = _storage(tensor)
         same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
+        if storage is not None and 0 in tensor.stride() and self.of(tensor) is None:
+            same = frozenset([*same, *(dim for dim, step in enumerate(tensor.stride()) if step == 0)])
         return Shape(1 if dim in same else size for dim, size in enumerate(tensor.shape))
 
     def _note_uniform(self, func: Any, packet: Any, tensors: Sequence[Tensor], out: Any) -> None:

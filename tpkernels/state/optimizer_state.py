@@ -11,7 +11,7 @@ It refuses optimizers over other parameters than the model's, and slots that are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def _slots(name: str, original: Original, held: Sequence[Tensor]) -> list[Slot]:
     parameters = tuple(part.tensor for part in original.parts)
     key = f"optimizer.{original.name}.{name}"
     if all(tensor.shape == parameter.shape for tensor, parameter in zip(held, parameters, strict=True)):
-        parts = tuple(Part(tensor, part.start, part.units) for tensor, part in zip(held, original.parts, strict=True))
+        parts = tuple(replace(part, tensor=tensor) for tensor, part in zip(held, original.parts, strict=True))
         whole = Original(key, original.shape, held[0].dtype, original.dim, parts)
         return [Slot(name, original, parameters, whole)]
     if any(part.units is not None for part in original.parts):

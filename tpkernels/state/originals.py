@@ -3,8 +3,8 @@
 It owns original names and shapes, what they are made of, and where a rank's part lies in them.  A parameter that was
 cut is a DTensor of the original shape.  One that was packed (query, key and value in one) has become several, which its
 module names in ``packed_parameters()``.  One that is cut by heads that do not divide has a dimension for the heads,
-which its module names in ``parameters_by_unit()``.  Tied names stay tied: the first is the tensor's name, the others
-are its aliases.
+which its module names in ``parameters_by_unit()``, and perhaps places for more heads than there are.  Tied names stay
+tied: the first is the tensor's name, the others are its aliases.
 
 It assumes that all ranks hold the same model, cut alike.  It refuses models that were not parallelized, and state that
 is not a tensor.
@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 _AS_HELD: ContextVar[bool] = ContextVar("as_held", default=False)
+_Units = tuple[int | None, tuple[int, ...]]
+"""``units`` and ``held`` of a :class:`Part`."""
+_NONE: _Units = None, ()
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
 """Is part of the names of modules, and by torch's own hooks not of the names of state."""
 
@@ -67,11 +70,16 @@ class Part:
     start: int
     units: int | None = None
     """The dimension of the original for which the tensor has two, units and what is in them."""
+    held: tuple[int, ...] = ()
+    """How many units each rank of tensor parallelism has, where the tensor has more places: the first of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape, with the original's dimensions."""
-        return self._merged(self.tensor.shape)
+        shape = list(self.tensor.shape)
+        if self.units is not None and self.held:
+            shape[self.units] = sum(self.held)
+        return self._merged(shape)
 
     @property
     def box(self) -> Box:
@@ -81,19 +89,48 @@ class Part:
             return box
         unit = self.tensor.shape[self.units + 1]
         assert box.sizes[self.units + 1] == unit, "units are cut"
-        offsets = [offset * unit if dim == self.units else offset for dim, offset in enumerate(box.offsets)]
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[self.units], sizes[self.units] = self._units_in(offsets[self.units], sizes[self.units])
+        offsets[self.units] *= unit
         del offsets[self.units + 1]
-        return Box(tuple(offsets), self._merged(box.sizes))
+        return Box(tuple(offsets), self._merged(sizes))
+
+    def _units_in(self, start: int, places: int) -> tuple[int, int]:
+        """The first unit in ``places`` from ``start`` on, all of one rank, and how many are there."""
+        if not self.held or not places:
+            return start, places
+        assert self.units is not None
+        rank, place = divmod(start, self.tensor.shape[self.units] // len(self.held))
+        before = min(place, self.held[rank])
+        return sum(self.held[:rank]) + before, min(places, self.held[rank] - before)
 
     @property
     def local(self) -> Tensor:
         """This rank's share, with the original's dimensions."""
         mine = local_of(self.tensor)
+        if self.units is not None and self.held:
+            start, places = box_of(self.tensor).offsets[self.units], mine.shape[self.units]
+            mine = mine.narrow(self.units, 0, self._units_in(start, places)[1])
         return mine.reshape(self._merged(mine.shape))
+
+    def placed(self, values: Tensor) -> Tensor:
+        """``values`` for this rank's share, with the tensor's dimensions; zeros in places without a unit."""
+        shape = local_of(self.tensor).shape
+        if self.units is None or not self.held:
+            return values.view(shape)
+        units = values.shape[self.units] // shape[self.units + 1]
+        made = values.new_zeros(shape)
+        made.narrow(self.units, 0, units).copy_(values.unflatten(self.units, (units, shape[self.units + 1])))
+        return made
 
     def whole(self) -> Tensor:
         """A tensor of ``shape``, gathered from all ranks; on the only rank of a mesh it may be the very tensor."""
-        return gathered(self.tensor).reshape(self.shape)
+        whole = gathered(self.tensor)
+        if self.units is not None and self.held:
+            ranks = whole.chunk(len(self.held), self.units)
+            held = [one.narrow(self.units, 0, count) for one, count in zip(ranks, self.held, strict=True)]
+            whole = torch.cat(held, self.units)
+        return whole.reshape(self.shape)
 
     def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
         if self.units is None:
@@ -194,7 +231,7 @@ def _originals(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Original]
     held = {key: value for key, value in held.items() if isinstance(value, Tensor)}
     packed, inner, units = _packed(model)
     names: dict[tuple[int, ...], list[str]] = {}
-    parts: dict[tuple[int, ...], tuple[int, list[tuple[Tensor, int | None]]]] = {}
+    parts: dict[tuple[int, ...], tuple[int, list[tuple[Tensor, _Units]]]] = {}
     for key in held:
         name = inner.get(key, key)
         dim, keys = packed.get(name, (0, (key,)))
@@ -202,7 +239,7 @@ def _originals(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Original]
             tensors = [held[one] for one in keys]
             identity = tuple(id(tensor) for tensor in tensors)
             names.setdefault(identity, []).append(name)
-            parts[identity] = dim, [(tensor, units.get(one)) for tensor, one in zip(tensors, keys, strict=True)]
+            parts[identity] = dim, [(tensor, units.get(one, _NONE)) for tensor, one in zip(tensors, keys, strict=True)]
     made = {identity: _original(names[identity], *parts[identity]) for identity in names}
     by_name = {name: original for original in made.values() for name in original.names}
     order = dict.fromkeys(inner.get(key, key) for key in held)
@@ -221,11 +258,11 @@ def unique(originals: Mapping[str, Original]) -> list[Original]:
     return [original for name, original in originals.items() if name == original.name]
 
 
-def _original(names: list[str], dim: int, tensors: list[tuple[Tensor, int | None]]) -> Original:
+def _original(names: list[str], dim: int, tensors: list[tuple[Tensor, _Units]]) -> Original:
     parts: list[Part] = []
     start = 0
-    for tensor, units in tensors:
-        parts.append(Part(tensor, start, units))
+    for tensor, (units, held) in tensors:
+        parts.append(Part(tensor, start, units, held))
         start += parts[-1].shape[dim] if len(tensors) > 1 else 0
     shape = list(parts[0].shape)
     if len(parts) > 1:
@@ -233,17 +270,18 @@ def _original(names: list[str], dim: int, tensors: list[tuple[Tensor, int | None
     return Original(names[0], tuple(shape), tensors[0][0].dtype, dim, tuple(parts), tuple(names[1:]))
 
 
-def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], dict[str, str], dict[str, int]]:
+def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], dict[str, str], dict[str, _Units]]:
     """Packed originals: dimension and the keys that make them up; the original that such a key belongs to; and which
-    keys have a dimension for units."""
+    keys have a dimension for units, with those of each rank where there are more places."""
     packed: dict[str, tuple[int, tuple[str, ...]]] = {}
     inner: dict[str, str] = {}
-    units: dict[str, int] = {}
+    units: dict[str, _Units] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         tell = getattr(module, "packed_parameters", None)
         prefix = (f"{path}." if path else "").replace(_CHECKPOINT_WRAPPER, "")
         if isinstance(module, ParallelLinear | CutExperts):
-            units |= {prefix + name: dim for name, dim in module.parameters_by_unit().items()}
+            held = module.units_of_ranks() if isinstance(module, ParallelLinear) and module.has_free_places else ()
+            units |= {prefix + name: (dim, held) for name, dim in module.parameters_by_unit().items()}
         for name, (dim, keys) in (tell() if callable(tell) else {}).items():
             packed[prefix + name] = dim, tuple(prefix + key for key in keys)
             inner |= {prefix + key: prefix + name for key in keys}

@@ -140,9 +140,13 @@ class _Held:
         ]
 
     def _unchanged(self, optimizer: Optimizer, original: Original, names: Mapping[str, Any]) -> State:
-        """The values as the optimizer has them: tensors of one element stay tensors."""
+        """The values as the optimizer has them: tensors of one element stay tensors.
+
+        Those of several parts are copies, because a step that is loaded in place would reach one part alone.
+        """
         state = optimizer.state[original.parts[0].tensor]
-        return {name: gathered(state[name]) if isinstance(state[name], Tensor) else state[name] for name in names}
+        found = {name: gathered(state[name]) if isinstance(state[name], Tensor) else state[name] for name in names}
+        return found if len(original.parts) == 1 else {name: _own(value) for name, value in found.items()}
 
     def facts(self) -> str:
         tensors = [[slot.of.name, slot.name, slot.tensor.shape, str(slot.tensor.dtype)] for slot in self.slots]
@@ -227,10 +231,10 @@ def _parts(original: Original, value: Tensor) -> list[Tensor]:
     """What this rank holds of ``value``, in memory of its own."""
     first = original.parts[0].tensor
     if isinstance(value, DTensor) and original.is_held_whole and cut_alike(value, first):
-        return [as_real(first, local_of(value).clone())]
+        return [as_real(original.parts[0], local_of(value).clone())]
     whole = gathered(value)
     return [
-        as_real(part.tensor, whole[original.box(part).slices].to(local_of(part.tensor).device).clone().contiguous())
+        as_real(part, whole[original.box(part).slices].to(local_of(part.tensor).device).clone().contiguous())
         for part in original.parts
     ]
 

@@ -259,7 +259,7 @@ def _optimizer_state(plan: _Load, optimizer: Optimizer) -> dict[str, Any]:
     staged = {id(target.tensor): target.staged for _, target in plan.targets}
     for slot in plan.slots:
         for parameter, part in zip(slot.parameters, slot.tensor.parts, strict=True):
-            state.setdefault(index[id(parameter)], {})[slot.name] = as_real(part.tensor, staged[id(part.tensor)])
+            state.setdefault(index[id(parameter)], {})[slot.name] = as_real(part, staged[id(part.tensor)])
     groups, start = [], 0
     for group, saved in zip(optimizer.param_groups, plan.manifest["optimizer"]["groups"], strict=True):
         count = len(group["params"])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.nn.parameters import as_parameter
-from tpkernels.state.originals import Box, Original, local_of, meshes_of
+from tpkernels.state.originals import Box, Original, Part, local_of, meshes_of
 
 __all__ = ["Buffers", "Target", "as_real", "check_unseen", "commit", "computed_buffers", "device_of", "targets_of"]
 
@@ -33,10 +33,14 @@ Buffers = list[tuple[nn.Module, str, Tensor]]
 class Target:
     """A tensor of the model, where it lies in the original, and what it will hold."""
 
-    tensor: Tensor
+    part: Part
     original: Original
     box: Box
     staged: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.part.tensor
 
 
 def targets_of(originals: Sequence[Original], device: torch.device) -> list[Target]:
@@ -47,7 +51,7 @@ def targets_of(originals: Sequence[Original], device: torch.device) -> list[Targ
             box = original.box(part)
             where = device if part.tensor.is_meta else torch.device("cpu")
             staged = torch.empty(box.sizes, dtype=original.dtype, device=where)
-            targets.append(Target(part.tensor, original, box, staged))
+            targets.append(Target(part, original, box, staged))
     return targets
 
 
@@ -62,10 +66,9 @@ def commit(model: nn.Module, targets: Sequence[Target], buffers: Buffers) -> Non
     real: dict[int, Tensor] = {}
     for target in targets:
         if not target.tensor.is_meta:
-            local = local_of(target.tensor)
-            local.copy_(target.staged.view(local.shape))
+            local_of(target.tensor).copy_(target.part.placed(target.staged))
         elif isinstance(target.tensor, DTensor):
-            _materialise(target.tensor, target.staged)
+            _materialise(target.part, target.staged)
         else:
             real[id(target.tensor)] = target.staged
     for module in model.modules():
@@ -76,18 +79,19 @@ def commit(model: nn.Module, targets: Sequence[Target], buffers: Buffers) -> Non
         module._buffers[name] = value
 
 
-def as_real(like: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is cut as ``like`` is, of which this rank holds ``part`` (in the original's dimensions)."""
+def as_real(part: Part, values: Tensor) -> Tensor:
+    """A tensor like the part's, of which this rank holds ``values`` (in the original's dimensions)."""
+    like = part.tensor
     if not isinstance(like, DTensor):
-        return part
-    part = part.view(local_of(like).shape)
+        return values
     return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        part.placed(values), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def _materialise(parameter: DTensor, part: Tensor) -> None:
-    whole = as_parameter(cast(DTensor, as_real(parameter, part)), parameter.requires_grad)
+def _materialise(part: Part, values: Tensor) -> None:
+    parameter = part.tensor
+    whole = as_parameter(cast(DTensor, as_real(part, values)), parameter.requires_grad)
     vars(whole).update({key: value for key, value in vars(parameter).items() if not hasattr(whole, key)})
     torch.utils.swap_tensors(parameter, whole)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpkernels.state.originals import Part, originals_of
+from tpkernels.state.originals import originals_of
 from tpkernels.verification.bounds import Bound, bounds_of
 from tpkernels.verification.model_passes import Pass, is_state
 from tpkernels.verification.verdict import Row
@@ -161,11 +161,11 @@ def _gradient_rows(expected: Expected, model: nn.Module) -> list[Row]:
         for part in original.parts:
             gradient = part.tensor.grad
             if bound is None:
-                if gradient is not None and bool((Part(gradient, 0, part.units).local != 0).any()):
+                if gradient is not None and bool((replace(part, tensor=gradient).local != 0).any()):
                     ratio, problem = float("inf"), "has a gradient, the unsharded model's has none"
                 continue
             place = original.box(part).slices
-            mine = part.local.new_zeros(part.local.shape) if gradient is None else Part(gradient, 0, part.units).local
+            mine = part.local.new_zeros(part.local.shape) if gradient is None else replace(part, tensor=gradient).local
             worse = bound.ratio(mine, place)
             if gradient is None and not worse <= 1.0:
                 worse, problem = float("inf"), "there is none"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.partition import chunk_sizes, offsets, unit_sizes
 from tpkernels.planning.styles import Column, CopiedHeads, Features, Row, Style
 from tpkernels.state.originals import box_of, local_of
 
@@ -51,15 +51,16 @@ def _columns(style: Style | None, features: int, rank: int, world_size: int) -> 
         return [
             start + column
             for index, (start, size, unit) in enumerate(zip(starts, sizes, units, strict=False))
-            for column in (_chunk(size, unit, rank, world_size) if index < len(sizes) - style.copied else range(size))
-        ]
+            for column in (
+                _chunk(size, unit, rank, world_size) if index < len(sizes) - style.copied
+                else _of_copies(size, style.copied_heads, style.copies, rank, world_size) if style.copies
+                else range(size)
+            )
+        ]  # fmt: skip
     if isinstance(style, Features):
         return _chunk(features, 1, rank, world_size)
     if isinstance(style, CopiedHeads):
-        width = features // style.heads
-        copies = _chunk(style.copies, 1, rank, world_size)
-        heads = [copy * style.heads // style.copies for copy in copies]
-        return [head * width + column for head in heads for column in range(width)]
+        return _of_copies(features, style.heads, style.copies, rank, world_size)
     return None
 
 
@@ -68,6 +69,14 @@ def _rows(style: Style | None, features: int, rank: int, world_size: int) -> lis
     if isinstance(style, Row) and not style.split_input:
         return _chunk(features, style.unit, rank, world_size)
     return None
+
+
+def _of_copies(features: int, heads: int, copies: int, rank: int, world_size: int) -> list[int]:
+    """The features that a rank's part of ``copies`` of so many heads are copies of."""
+    width, counts = features // heads, unit_sizes(copies, world_size)
+    first = offsets(counts)[rank]
+    mine = [copy * heads // copies for copy in range(first, first + counts[rank])]
+    return [head * width + column for head in mine for column in range(width)]
 
 
 def _chunk(size: int, unit: int, rank: int, world_size: int) -> list[int]:

@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
 from tests.kept_mesh import once_per_pool
+from tests.models.compare import differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.nn.parameters import local
+from tpkernels.nn.whole_linear import WholeLinear
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -54,7 +57,7 @@ def fill(model: Any) -> None:
 
 
 def _like(values: Tensor, parameter: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
     if not isinstance(parameter, DTensor):
         return values
@@ -222,9 +225,84 @@ def test_an_adapter_of_which_peft_makes_a_part_of_a_part_is_refused(ranks: Pools
         assert "8 of the 32 features of" in said and "add adapters before prepare()" in said
 
 
-def test_the_name_of_peft_that_merging_needs_is_named_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(kind: str) -> Any:
+    """In fp64, with adapters: projections apart, or packed."""
+    import transformers
+
+    config: dict[str, Any] = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "GPT2":  # keeps [in, out], and its projections are packed
+        config |= {"n_embd": 24, "n_layer": 1, "n_head": 4}
+    else:
+        config |= {"hidden_size": 24, "intermediate_size": 38, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config |= {"num_key_value_heads": 2}
+    packed = {"Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "GPT2": ["c_attn", "c_fc", "c_proj"]}
+    names, head = packed.get(kind, TARGETS), "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    torch.manual_seed(7)
+    plain = getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**config)).double().eval()
+    model = peft.get_peft_model(plain, peft.LoraConfig(r=4, lora_alpha=8, target_modules=names)).double()
+    fill(model)
+    return model
+
+
+def merged_after_parallelize(kind: str, safe: bool) -> list[str]:
+    """What differs from merging before; ``safe`` after :func:`let_adapters_merge` alone."""
+    plain, model, tokens = small(kind), small(kind), ids() % 50
+    tpk.parallelize(model, tp_mesh(), example_inputs={"input_ids": tokens})
+    halves = [module for module in model.modules() if type(module) is WholeLinear]
+    half = halves[0].weight if halves else None
+    found = [] if isinstance(half, DTensor) and half.placements[0].is_replicate() else ["the whole half is plain"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in adapters.NAMES if safe else ():  # to be as it was for other tests of this process
+            patch.setattr(peft.tuners.lora.layer.Linear, name, getattr(peft.tuners.lora.layer.Linear, name))
+        if safe:
+            adapters.let_adapters_merge.__wrapped__()
+        model = model.merge_and_unload(safe_merge=safe)
+    plain = plain.merge_and_unload()
+    state = tpk.full_state_dict(model)
+    found += [name for name, value in plain.state_dict().items() if why_differs(state[name], value)]
+    with torch.no_grad():
+        logits = [one(tokens).logits for one in (model, plain)]
+    told = [one.generate(tokens, max_new_tokens=4, do_sample=False) for one in (model, plain)]
+    return found + [f"logits {why}" for why in [why_differs(*logits)] if why] + ["tokens"] * (not torch.equal(*told))
+
+
+def why_differs(found: Tensor, expected: Tensor) -> str | None:
+    return differs(found, expected, 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "safe"),
+    [
+        ("Llama", 3, False),
+        ("Phi3", 2, False),
+        ("Phi3", 2, True),
+        ("GPT2", 2, False),
+    ],
+)
+def test_adapters_merge_after_parallelize_alone(ranks: Pools, kind: str, world: int, safe: bool) -> None:
+    assert ranks(world).run(merged_after_parallelize, kind, safe, timeout=LIMIT_S) == [[]] * world
+
+
+def test_what_would_not_be_finite_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in adapters.NAMES:
+        monkeypatch.setattr(peft.tuners.lora.layer.Linear, name, getattr(peft.tuners.lora.layer.Linear, name))
+    adapters.let_adapters_merge.__wrapped__()
+    model = small("Phi3")
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    before = layer.base_layer.weight.clone()
+    with torch.no_grad():
+        layer.lora_A["default"].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="would not be finite"):
+        layer.merge(safe_merge=True)
+    assert torch.equal(layer.base_layer.weight, before) and not layer.merged
+
+
+@pytest.mark.parametrize("name", adapters.NAMES)
+def test_the_name_of_peft_that_merging_needs_is_named_where_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     from peft.tuners.lora import layer
 
-    monkeypatch.delattr(layer.Linear, "get_delta_weight")
-    with pytest.raises(ValueError, match=r"has no peft\.tuners\.lora\.layer\.Linear\.get_delta_weight"):
+    monkeypatch.delattr(layer.Linear, name)
+    with pytest.raises(ValueError, match=rf"has no peft\.tuners\.lora\.layer\.Linear\.{name}"):
         adapters.let_adapters_merge.__wrapped__()

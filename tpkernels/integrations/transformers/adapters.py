@@ -2,10 +2,12 @@
 
 PEFT cuts one half of an adapter as transformers cuts the layer below, and keeps the other half whole.  Its
 ``merge_and_unload`` multiplies the two, a DTensor and a plain tensor, which torch refuses ("got mixed torch.Tensor and
-DTensor") outside of ``implicit_replication()``.  :func:`let_adapters_merge` puts the product into that context.
+DTensor") outside of ``implicit_replication()``.  With ``safe_merge=True`` it assigns the sum to the ``data`` of a
+DTensor, which torch drops without a word.  :func:`let_adapters_merge` puts the product into that context, and the sum
+into its place.
 
-Assumes that PEFT is imported: it is what makes adapters.  It touches one name of PEFT's, listed in :data:`NAME`, and
-refuses a PEFT that does not have it.
+Assumes that PEFT is imported: it is what makes adapters.  It touches the names of PEFT's that :data:`NAMES` lists, and
+refuses a PEFT that does not have them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from tpkernels.packages import needed
 
 __all__ = ["check_half", "is_adapter", "let_adapters_merge"]
 
-NAME = "peft.tuners.lora.layer.Linear.get_delta_weight"
+NAMES = ("get_delta_weight", "merge")
+"""Of ``peft.tuners.lora.layer.Linear``."""
 
 
 def is_adapter(module_name: str) -> bool:
@@ -58,21 +61,42 @@ def check_half(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 @functools.lru_cache(maxsize=1)
 def let_adapters_merge() -> None:
-    """Let ``merge_and_unload`` multiply DTensors and plain tensors, in this process.
+    """Let ``merge_and_unload`` multiply DTensors and plain tensors, and keep what it made, in this process.
 
     Raises:
-        ValueError: this PEFT has no :data:`NAME`.
+        ValueError: this PEFT has not all of :data:`NAMES`.
     """
     with needed("peft", "merging adapters"):
         import peft
         from peft.tuners.lora import layer
-    real: Callable[[Any, str], Tensor] | None = getattr(layer.Linear, "get_delta_weight", None)
-    if real is None:
-        raise ValueError(f"peft {peft.__version__} has no {NAME}, which adapters on a model of register() need")
+    missing = [name for name in NAMES if name not in vars(layer.Linear)]
+    if missing:
+        raise ValueError(
+            f"peft {peft.__version__} has no peft.tuners.lora.layer.Linear.{missing[0]}, which adapters on a parallel "
+            "model need"
+        )
+    product: Callable[[Any, str], Tensor] = layer.Linear.get_delta_weight
+    real_merge: Callable[..., None] = layer.Linear.merge
 
-    @functools.wraps(real)
+    @functools.wraps(product)
     def get_delta_weight(self: Any, adapter: str) -> Tensor:
         with implicit_replication():  # the plain half is the same on all ranks
-            return real(self, adapter)
+            return product(self, adapter)
 
-    layer.Linear.get_delta_weight = get_delta_weight
+    @functools.wraps(real_merge)
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if not safe_merge:
+            return real_merge(self, False, adapter_names)
+        held = [
+            x for x in (self.get_base_layer().weight, getattr(self.get_base_layer(), "bias", None)) if x is not None
+        ]
+        before, merged = [x.data.clone() for x in held], list(self.merged_adapters)
+        real_merge(self, False, adapter_names)
+        if not all(bool(torch.isfinite(x.data).all()) for x in held):
+            for x, values in zip(held, before, strict=True):
+                x.data.copy_(values)
+            self.merged_adapters[:] = merged
+            raise ValueError(f"the merged weights would not be finite: one of the adapters {adapter_names} is broken")
+        return None
+
+    layer.Linear.get_delta_weight, layer.Linear.merge = get_delta_weight, merge
