@@ -25,9 +25,9 @@ LOOPS = ("flat", "nested")
 # A CTA is alone on its SM. Unasked, the assembler aims at two and spills for it (sm_100: 48 bytes at 128 registers).
 MAX_REGISTERS = 255
 STORED_COLUMNS = 64  # of a tile, at a time: what follows the product needs registers beside the sums
-# Chunks of all peers together: more hide no more, because what stays exposed is one of them, and each costs a copy and a
-# flag. On an H200 with 7 peers behind PCIe and a transfer as long as the GEMM, 2 of each shard took 1 to 3 % longer than
-# 1, 4 took 6 to 10 %, 8 took 20 % and more (the set `link` of benchmarks/one_gpu.py).
+# Of all peers together. More hide no more, because one chunk of one of them stays exposed, and each costs a copy and a
+# flag. On an H200 with 7 peers behind PCIe and a transfer as long as the GEMM, 2 of each shard took 4 % longer than 1,
+# 4 took 9 %, 8 took 20 % and more (the set `link` of benchmarks/one_gpu.py).
 MAX_CHUNKS = 8
 # A copy of less is dominated by its fixed cost: at 400 GB/s, 256 KiB take 0.7 us, starting the copy 1 to 2 us.
 MIN_CHUNK_BYTES = 256 * 1024
@@ -217,7 +217,7 @@ def _sizes(capability: int, shard: int, n: int, dtype: str, dual: bool, descript
 
 
 def _num_chunks(shard: int, n: int, block_m: int, block_n: int, num_programs: int, row_bytes: int, most: int) -> int:
-    """As many chunks of a shard (up to `most`) as feed whole waves of CTAs, so that a wave seldom waits for two of them.
+    """As many chunks of a shard, up to `most`, as feed whole waves of CTAs: then a wave seldom waits for two of them.
 
     A chunk must carry MIN_CHUNK_BYTES and have a tile for every CTA. Of those counts the largest is taken that leaves
     less than a tenth of the CTA time of its waves idle and adds less than a tenth to the number of tiles (a chunk ends
