@@ -26,6 +26,7 @@ pytest.importorskip("transformers", reason="the package transformers is missing:
 
 import tpkernels as tpk
 import tpkernels.integrations.transformers as tpk_transformers
+from tests.gpu import test_trainers as on_gpus
 from tests.integrations.transformers import scenarios
 from tests.integrations.transformers.scenarios import Scenario, ids
 from tpkernels.integrations.transformers import prepared, private_names
@@ -244,6 +245,22 @@ def test_the_first_private_name_that_changed_is_named(monkeypatch: pytest.Monkey
     monkeypatch.delattr(tensor_parallel, "EmbeddingParallel")
     with pytest.raises(ValueError, match=r"has no transformers\.distributed\.tensor_parallel\.EmbeddingParallel"):
         tpk_transformers.register()
+
+
+@pytest.mark.cpu
+def test_examples_skip_on_gpus_where_an_older_transformers_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.distributed import tensor_parallel
+
+    example = "transformers_trainer.py"
+    monkeypatch.setitem(on_gpus.EXAMPLES, example, "transformers")
+    monkeypatch.setattr(on_gpus, "version", lambda package: "5.22.1")
+    on_gpus.skip_what_cannot_run(example)  # it has all names
+    monkeypatch.delattr(tensor_parallel, "EmbeddingParallel")
+    with pytest.raises(pytest.skip.Exception, match=r"no .*EmbeddingParallel.*: this integration was tested"):
+        on_gpus.skip_what_cannot_run(example)
+    on_gpus.skip_what_cannot_run("parallelize_module.py")
+    monkeypatch.setattr(on_gpus, "version", lambda package: "6.0")
+    on_gpus.skip_what_cannot_run(example)  # a newer one is not excused
 
 
 @pytest.mark.cpu
