@@ -65,6 +65,7 @@ def steps(path: str, moe: str) -> dict[str, Any]:
         kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
         found["kinds"] = kinds == {nn.Linear, nn.Embedding}
         found["tokens"] = scenarios.tokens(model)
+    found["prepare counts"] = scenarios.step_counts(scenarios.load("prepare", path))
     return found
 
 
@@ -77,7 +78,7 @@ def test_every_module_of_the_plan_runs_an_op_of_ours_and_without_register_none_d
     expected, of_experts = (reference(model, partial(step, ids=ids())) for model in (plain, MIXTRAL.build()))
     said = scenarios.tokens(plain)
     for found in ranks(2).run(steps, path, moe, timeout=LIMIT_S):
-        assert found["register counts"] == OPS_OF_A_STEP
+        assert found["register counts"] == OPS_OF_A_STEP == found["prepare counts"]
         assert found["experts counts"] == OPS_OF_EXPERTS and of_experts.wrong(found["experts"]) == {}
         assert found["stock counts"] == {}, "register() without effect looks like this"
         assert found["kinds"], "layers keep their classes, which PEFT and the key-value cache look at"
