@@ -100,8 +100,9 @@ def test_the_page_about_trainers_has_the_tested_versions() -> None:
     page = ROOT.joinpath("docs", "trainers.md").read_text(encoding="utf-8")
     readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")
     for module, versions in packages.TESTED.items():
-        assert re.search(rf"\b{module}\S* {' and '.join(versions)}\b", readme, re.I), f"README: {module} {versions}"
-        pattern = rf"^\| (?:the )?{module}\S* \| {re.escape(', '.join(versions))} \|"
+        name = {"ray": "Ray Train"}.get(module, rf"{module}\S*")
+        assert re.search(rf"\b{name} {' and '.join(versions)}\b", readme, re.I), f"README: {module} {versions}"
+        pattern = rf"^\| (?:the )?{name} \| {re.escape(', '.join(versions))} \|"
         assert re.search(pattern, page, re.M | re.I), f"{module} {versions}"
 
 

@@ -382,6 +382,8 @@ def _extras() -> Iterator[Finding]:
         ("lightning", "Fabric and Lightning's Trainer, see docs/trainers.md"),
         ("megatron", "layers of Megatron-Core, see docs/trainers.md"),
         ("torchtitan", "blocks of torchtitan, see docs/trainers.md"),
+        ("trl", "SFTTrainer, see docs/trainers.md"),
+        ("ray", "Ray Train, see docs/trainers.md"),
     )
     for module, purpose in purposes:
         version = _version({"megatron": "megatron-core"}.get(module, module.replace("_", "-")))

@@ -28,6 +28,8 @@ PIP_LINES = {
     "lightning": "pip install lightning",
     "megatron": "pip install megatron-core",
     "torchtitan": "pip install torchtitan",
+    "trl": "pip install trl",
+    "ray": "pip install ray[train]",
     "pyroute2": "pip install pyroute2",
     "matplotlib": "pip install matplotlib",
 }
@@ -39,6 +41,8 @@ TESTED = {
     "lightning": ("2.6", "2.5"),
     "megatron": ("0.16", "0.15"),
     "torchtitan": ("0.3",),
+    "trl": ("1.16", "1.14"),
+    "ray": ("2.60",),
 }
 """Of the trainers that tpkernels runs in, the versions that its tests were run with, the newest first."""
 

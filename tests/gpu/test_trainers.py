@@ -8,9 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from tpkernels.integrations.transformers import private_names
+from tpkernels.packages import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
@@ -24,8 +28,27 @@ EXAMPLES = {
     "lightning_trainer.py": "lightning",
     "megatron_gpt.py": "megatron.core",
     "torchtitan_llama3.py": "torchtitan",
+    "trl_sft.py": "trl",
 }
 """And the package that it is about."""
+OF_TRANSFORMERS = ("transformers_trainer.py", "accelerate_loop.py", "peft_lora.py", "trl_sft.py")
+"""Those that need our integration into transformers, which refuses versions with other private names."""
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def skip_what_cannot_run(example: str) -> None:
+    """Where a package is missing, or transformers is so old that our integration refuses it, which is the reason."""
+    package = EXAMPLES[example]
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"the package {package} is missing")
+    if example in OF_TRANSFORMERS and numbers(version("transformers")) < numbers(TESTED["transformers"][-1]):
+        try:
+            private_names.check()
+        except ValueError as refusal:
+            pytest.skip(str(refusal))
 
 
 def losses(example: str, world: int, folder: Path) -> list[float]:
@@ -54,9 +77,7 @@ def losses(example: str, world: int, folder: Path) -> list[float]:
 )
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_of_a_trainer_learns_and_two_gpus_do_as_one(example: str, world: int, tmp_path: Path) -> None:
-    package = EXAMPLES[example]
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        pytest.skip(f"the package {package} is missing")
+    skip_what_cannot_run(example)
     alone = example != "accelerate_loop.py"
     if world == 1 and not alone:
         pytest.skip("needs two CUDA devices: accelerate wraps the model of one rank in DistributedDataParallel")

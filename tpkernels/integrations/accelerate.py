@@ -56,7 +56,7 @@ def save_whole(accelerator: Any) -> None:
             other parameters, a folder without the state of each optimizer.
     """
     if not isinstance(getattr(accelerator, "_optimizers", None), list):
-        raise ValueError("this accelerate has no Accelerator._optimizers: save_whole() was tested with 1.15")
+        raise ValueError("this accelerate has no Accelerator._optimizers: save_whole() was tested with 1.15 and 1.14")
     if accelerator.num_processes == 1 and accelerator.distributed_type == "MULTI_CPU":
         accelerator.state.distributed_type = type(accelerator.distributed_type).NO
     states = _States(accelerator)

@@ -22,7 +22,7 @@ from tests.integrations import causal_models
 from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, reference, step, weights_of
 from tests.integrations.curves import train as plain_train
 from tests.nn.reference import LIMIT_S, whole
-from tpkernels.testing.spawn import Pools
+from tpkernels.testing.spawn import Pools, RanksFailed
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 lightning = pytest.importorskip("lightning", reason="the package lightning is missing: pip install lightning")
@@ -234,6 +234,40 @@ def test_lightnings_trainer_trains_and_goes_on_as_one_process_does(
     expected = reference(MODELS["llama"](), run)
     results = ranks(world).run(in_trainer, "llama", str(tmp_path), expected, replicas, timeout=2 * LIMIT_S)
     assert results == [{}] * world
+
+
+def half(name: str, folder: str) -> dict[str, Tensor]:
+    """Writes a checkpoint after three steps; returns the weights that it must have."""
+    module = Module(name, 1)
+    with as_a_rank():
+        fit(module, f"{folder}/first", 3, None, [ModelCheckpoint(folder, "half", every_n_train_steps=3)])
+    return weights_of(module.model)
+
+
+def rest(name: str, folder: str, expected: Reference, replicas: int) -> dict[str, float]:
+    module = Module(name, replicas)
+    with as_a_rank():
+        fit(module, f"{folder}/rest-{dist.get_world_size()}", 6, f"{folder}/half.ckpt")
+    return expected.wrong(Curve(module.losses, module.norms, {}, weights_of(module.model)), first=3)
+
+
+@pytest.mark.full("checkpoints of transformers' Trainer go on so in the quick run")
+@pytest.mark.parametrize(("name", "world"), [("llama", 3), ("gpt2", 1)])
+def test_a_checkpoint_goes_on_at_another_number_of_ranks_and_is_the_unsharded_model(
+    ranks: Pools, tmp_path: Path, name: str, world: int
+) -> None:
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+
+    folder = str(tmp_path)
+    weights = ranks(2).run(half, name, folder, timeout=LIMIT_S)[0]
+    plain = Module(name, 0)
+    plain.load_state_dict(_load_distributed_checkpoint(tmp_path / "half.ckpt")["state_dict"])  # Lightning alone
+    assert all(torch.equal(value, weights[key].view_as(value)) for key, value in plain.model.named_parameters())
+    expected = reference(MODELS[name](), run)
+    assert ranks(world).run(rest, name, folder, expected, 1, timeout=LIMIT_S) == [{}] * world
+    if name == "gpt2":  # three ranks leave query, key and value in one weight, and two have three
+        with pytest.raises(RanksFailed, match="Missing key in checkpoint state_dict: optimizer"):
+            ranks(3).run(rest, name, folder, expected, 1, timeout=LIMIT_S)
 
 
 def compiled(folder: str) -> tuple[Curve, int]:

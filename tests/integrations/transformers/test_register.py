@@ -26,6 +26,7 @@ pytest.importorskip("transformers", reason="the package transformers is missing:
 
 import tpkernels as tpk
 import tpkernels.integrations.transformers as tpk_transformers
+from tests.gpu import test_trainers as on_gpus
 from tests.integrations.transformers import scenarios
 from tests.integrations.transformers.scenarios import Scenario, ids
 from tpkernels.integrations.transformers import prepared, private_names
@@ -64,6 +65,7 @@ def steps(path: str, moe: str) -> dict[str, Any]:
         kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
         found["kinds"] = kinds == {nn.Linear, nn.Embedding}
         found["tokens"] = scenarios.tokens(model)
+    found["prepare counts"] = scenarios.step_counts(scenarios.load("prepare", path))
     return found
 
 
@@ -76,7 +78,7 @@ def test_every_module_of_the_plan_runs_an_op_of_ours_and_without_register_none_d
     expected, of_experts = (reference(model, partial(step, ids=ids())) for model in (plain, MIXTRAL.build()))
     said = scenarios.tokens(plain)
     for found in ranks(2).run(steps, path, moe, timeout=LIMIT_S):
-        assert found["register counts"] == OPS_OF_A_STEP
+        assert found["register counts"] == OPS_OF_A_STEP == found["prepare counts"]
         assert found["experts counts"] == OPS_OF_EXPERTS and of_experts.wrong(found["experts"]) == {}
         assert found["stock counts"] == {}, "register() without effect looks like this"
         assert found["kinds"], "layers keep their classes, which PEFT and the key-value cache look at"
@@ -244,6 +246,22 @@ def test_the_first_private_name_that_changed_is_named(monkeypatch: pytest.Monkey
     monkeypatch.delattr(tensor_parallel, "EmbeddingParallel")
     with pytest.raises(ValueError, match=r"has no transformers\.distributed\.tensor_parallel\.EmbeddingParallel"):
         tpk_transformers.register()
+
+
+@pytest.mark.cpu
+def test_examples_skip_on_gpus_where_an_older_transformers_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.distributed import tensor_parallel
+
+    example = "transformers_trainer.py"
+    monkeypatch.setitem(on_gpus.EXAMPLES, example, "transformers")
+    monkeypatch.setattr(on_gpus, "version", lambda package: "5.22.1")
+    on_gpus.skip_what_cannot_run(example)  # it has all names
+    monkeypatch.delattr(tensor_parallel, "EmbeddingParallel")
+    with pytest.raises(pytest.skip.Exception, match=r"no .*EmbeddingParallel.*: this integration was tested"):
+        on_gpus.skip_what_cannot_run(example)
+    on_gpus.skip_what_cannot_run("parallelize_module.py")
+    monkeypatch.setattr(on_gpus, "version", lambda package: "6.0")
+    on_gpus.skip_what_cannot_run(example)  # a newer one is not excused
 
 
 @pytest.mark.cpu

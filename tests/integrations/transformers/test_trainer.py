@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.gloo
 
 MICRO = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 UNEVEN = {"intermediate_size": 57, "num_hidden_layers": 1}
+THREE = {"intermediate_size": 57, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 3,
@@ -45,7 +46,7 @@ QUICK = [Scenario("mixtral", "register", UNEVEN, MICRO)]
 FULL = [
     Scenario("llama", "prepare", {**UNEVEN, "tie_word_embeddings": True}),
     Scenario("llama", "register", trainer=MICRO),
-    Scenario("mixtral", "prepare", UNEVEN | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}),
+    Scenario("mixtral", "prepare", UNEVEN | THREE),
     Scenario("llama", "register", {**UNEVEN, "tie_word_embeddings": True}, {"gradient_checkpointing": True}),
     # Why this epsilon: see tests.integrations.curves.adamw.
     Scenario("llama", "register", trainer={"bf16": True, "adam_epsilon": 1e-2}),
@@ -132,7 +133,10 @@ def test_trainer_trains_saves_and_goes_on_as_on_one_process(
     chosen = [*QUICK, *FULL, *([GPT2] if world == 3 else [])] if full else QUICK
     for number, scenario in enumerate(chosen):
         if world == 3 and scenario.way == "register":
-            continue  # transformers' own plan does not cut two groups of keys over three ranks
+            if scenario.trainer.get("bf16"):
+                continue  # one gradient is at 1.1 times the bound, which is of one process's rounding
+            # transformers' own plan does not cut two groups of keys over three ranks.
+            scenario = replace(scenario, changes=scenario.changes | THREE)
         folder = tmp_path / str(number)
         reference = scenario.reference(folder)
         assert len(reference.numbers) == 2 * STEPS

@@ -9,6 +9,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ pytest.importorskip("accelerate", reason="the package accelerate is missing: pip
 if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "pyarrow")):
     pytest.skip("--full: only where trl and datasets, 150 MB, were installed by hand", allow_module_level=True)
 
+from tests.integrations.test_page import losses_of, run_examples
 from tests.integrations.transformers import scenarios, test_replicas
 from tests.integrations.transformers.running import Sentences, options, train
 from tests.integrations.transformers.scenarios import Scenario
@@ -63,6 +65,7 @@ def trained(scenario: Scenario, path: str, folder: str, expected: Reference) -> 
     [
         (2, LLAMA),
         pytest.param(3, replace(LLAMA, changes={"intermediate_size": 57}), marks=pytest.mark.full("three ranks")),
+        pytest.param(2, replace(LLAMA, way="register"), marks=pytest.mark.full("as prepare() does")),
     ],
 )
 def test_sft_trainer_trains_saves_and_goes_on_as_on_one_process(
@@ -101,3 +104,20 @@ def test_sft_trainer_gives_each_replica_its_own_rows(ranks: Pools, tmp_path: Pat
     expected, path = reference(scenario, tmp_path), scenarios.saved(scenario, tmp_path)
     assert ranks(4).run(on_replicas, path, folder, shard, expected, timeout=2 * LIMIT_S) == [[{}, {}]] * 4
     check_file(folder, expected)
+
+
+def example(folder: str) -> str:
+    arguments = ["--cpu", "--steps", "3", "--folder", f"{folder}/run"]
+    with mock.patch("datasets.arrow_dataset.generate_fingerprint", lambda data: "texts"):  # see sft
+        (printed,) = run_examples([("trl_sft.py", arguments)], folder)
+    return printed
+
+
+def test_the_example_prepares_texts_and_learns(ranks: Pools, tmp_path: Path) -> None:
+    first, _ = ranks(2).run(example, str(tmp_path), timeout=LIMIT_S)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (expected,) = ranks(1).run(example, str(alone), timeout=LIMIT_S)
+    losses = losses_of(first)
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert losses == pytest.approx(losses_of(expected), abs=2e-4)  # it prints four digits
