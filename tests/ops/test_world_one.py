@@ -16,6 +16,7 @@ import tpkernels as tpk
 from tests.ops.test_compile import op_arguments, opcheck
 from tpkernels.comm.groups import group_name
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.nn.parameters import local, shard_parameter, tp_mesh
 from tpkernels.testing import grouped
 from tpkernels.testing.cases import DTYPES, strided
 from tpkernels.testing.numeric import assert_bitwise_equal
@@ -261,3 +262,13 @@ def test_one_rank_of_an_op_with_experts_is_within_the_bound(group: Any, op: str,
     """Where more than one rank sends a partial sum, its rounding has a place in the bound; so it has before a bias."""
     case = grouped.GroupedCase(op, (12,), (10, 16), bias=True, dtype=dtype, implementation="unfused")
     grouped.judge(case, group)
+
+
+def test_the_gradient_of_a_part_lies_in_memory_as_the_part_does(group: Any) -> None:
+    """Fused optimizers read the two as if it did."""
+    weight = shard_parameter(payload((6, 4)), tp_mesh(group, "cpu"), 0)
+    dw = payload((4, 6), name="dw").t()
+    local(weight).backward(dw)
+    assert weight.grad.placements == weight.placements and weight.grad.stride() == weight.stride()
+    part = weight.grad.to_local()
+    assert part.stride() == weight.to_local().stride() and torch.equal(part, dw)

@@ -169,22 +169,26 @@ def local(parameter: Tensor | None) -> Tensor | None:
 
 
 class _Local(torch.autograd.Function):
-    """``parameter.to_local()``, whose gradient has the strides of the parameter.
+    """``parameter.to_local()``, whose gradient has the strides of the parameter, whole and here.
 
     That of ``to_local()`` has other ones where parts are uneven: those of parts that are all as large as this rank's.
-    Autograd makes a gradient of other strides anew, and torch before 2.13 gathers uneven parts for it, unasked.
+    Autograd makes a gradient of other strides anew, and torch before 2.13 gathers uneven parts for it, unasked.  That
+    copy is made here, where the part lies in memory otherwise than the parameter's: fused optimizers look at neither.
     """
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.set_materialize_grads(False)  # who adds to main_grad gives none
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
+        part = parameter._local_tensor
+        ctx.spec, ctx.strides = parameter._spec, part.stride()
+        return part.view_as(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
+        if gradient.stride() != ctx.strides:
+            gradient = gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
         mesh, placements = ctx.spec.mesh, ctx.spec.placements
         return DTensor.from_local(
             gradient, mesh, placements, run_check=False, shape=ctx.spec.shape, stride=ctx.spec.stride
