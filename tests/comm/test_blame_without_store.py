@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tpkernels.comm import meeting
 from tpkernels.comm.blame import blame
 from tpkernels.comm.bounded_store import StoreLost
 from tpkernels.comm.liveness import Identity
-from tpkernels.comm.meeting import _blame_meeting
+from tpkernels.comm.transport import TransportFailure
 
 pytestmark = pytest.mark.cpu
 
@@ -58,5 +60,28 @@ def test_the_host_of_a_lost_store_is_blamed_if_nobody_was_missing_before(
 
 
 def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:
-    error = _blame_meeting(_group(listened_ago=9.0), StoreLost("no answer"), [], TIMEOUT_S)
+    error = meeting._blame_meeting(_group(listened_ago=9.0), StoreLost("no answer"), [], TIMEOUT_S)
     assert error.ranks == (HOST,) and f"rank {HOST}" in str(error), error
+
+
+@pytest.mark.parametrize(("waited", "blamed"), [(0.1, [HOST]), (0.95 * TIMEOUT_S, [HOST, OTHER])])
+def test_whose_connection_broke_is_blamed_alone_while_others_may_still_come(
+    waited: float, blamed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 died before it left a note, and rank 2 is slow."""
+
+    class Looks:
+        lost = None
+
+        def __init__(self, group: Any) -> None: ...
+
+        def __call__(self, look: Callable[[Any], Any]) -> Any:
+            return look(None)
+
+    monkeypatch.setattr(meeting, "Looks", Looks)
+    here = {MINE: {"who": Identity.mine(), "failed": None}}
+    monkeypatch.setattr(meeting.presence, "present", lambda group, store: here)
+    monkeypatch.setattr(meeting.presence, "failures", lambda group, store: {})
+    error = TransportFailure("connection reset by peer", HOST)
+    found = meeting._blame_meeting(_group(listened_ago=0.0), error, [HOST, OTHER], waited)
+    assert list(found.ranks) == blamed, found
