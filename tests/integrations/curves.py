@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.nn.reference import whole
+from tpkernels.nn.parallel_linear import ParallelLinear
 from tpkernels.verification.bounds import FACTOR, Bound, bounds_of
 
 STEPS = 6
@@ -55,12 +56,23 @@ def _whole(model: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str,
     held = {name: of(parameter) for name, parameter in model.named_parameters()}
     found = {name: whole(value).detach().clone() for name, value in held.items() if value is not None}
     for path, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and module.has_free_places:
+            for key, dim in module.parameters_by_unit().items():
+                if (name := f"{path}.{key}") in found:
+                    found[name] = _units(found[name], dim, module.units_of_ranks())
+    for path, module in model.named_modules():
         packed = module.packed_parameters() if hasattr(module, "packed_parameters") else {}  # type: ignore[operator]
         for name, (dim, keys) in packed.items():
             parts = [found.pop(f"{path}.{key}", None) for key in keys]
             if None not in parts:
                 found[f"{path}.{name}"] = torch.cat(parts, dim)
     return found
+
+
+def _units(value: Tensor, dim: int, of_ranks: Sequence[int]) -> Tensor:
+    """Without the places that hold none: each rank has as many of them."""
+    parts = value.chunk(len(of_ranks), dim)
+    return torch.cat([part.narrow(dim, 0, units) for part, units in zip(parts, of_ranks, strict=True)], dim)
 
 
 def adamw(parameters: Any, eps: float = 1e-4) -> torch.optim.Optimizer:
