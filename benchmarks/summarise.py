@@ -179,6 +179,24 @@ def _origin(path: Path, content: dict[str, Any]) -> list[str]:
     ]
 
 
+def same_bits_section(path: Path, content: dict[str, Any]) -> list[str]:
+    """Two GEMMs of a layer, forward and backward."""
+    lines = [f"### The same bits at any number of ranks: two GEMMs, {content['setup']['world_size']} ranks of one host"]
+    lines += ["", *_origin(path, content), ""]
+    lines += [
+        "| dtype | rows x features x inner | off ms | on ms | on / off | quartiles |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for row in content["results"]:
+        low, high = row["ratio_quartiles"]
+        off, on = (_milliseconds(row["times"][name]) for name in ("off", "on"))
+        lines.append(
+            f"| {row['dtype']} | {row['rows']}x{row['width']}x{row['inner']} | {off} | {on} | {row['ratio']:.2f} | "
+            f"{low:.2f} to {high:.2f} |"
+        )
+    return [*lines, ""]
+
+
 def one_gpu_section(path: Path, content: dict[str, Any]) -> list[str]:
     """A line for each figure of each target: of how many problems, from lowest to highest, and what was modelled."""
     gpu = ", ".join(content["hardware"]["gpus"])
@@ -227,6 +245,7 @@ def sections() -> str:
         "never-slower": never_slower_section,
         "residual-norm": norm_section,
         "values": values_section,
+        "same-bits": same_bits_section,
         "one-gpu": one_gpu_section,
     }
     for kind, section in order.items():
