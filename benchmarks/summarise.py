@@ -199,10 +199,10 @@ def same_bits_section(path: Path, content: dict[str, Any]) -> list[str]:
 
 def one_gpu_section(path: Path, content: dict[str, Any]) -> list[str]:
     """A line for each figure of each target: of how many problems, from lowest to highest, and what was modelled."""
-    gpu = ", ".join(content["hardware"]["gpus"])
+    gpu, sets = (", ".join(names) for names in (content["hardware"]["gpus"], content["setup"]["sets"]))
     origin = _origin(path, {**content, "command": content["command"].partition(" --out")[0]})
     versions = [f"CUDA {content['versions']['cuda']}", *(f"Triton {found}" for found in _triton(content))]
-    lines = [f"### One GPU: {gpu}", "", f"{origin[0]}; {', '.join(versions)}", *origin[1:], ""]
+    lines = [f"### One GPU, {gpu}: {sets}", "", f"{origin[0]}; {', '.join(versions)}", *origin[1:], ""]
     lines += ["| | what | kind | problems | lowest | median | highest | target | met | modelled |"]
     lines += ["|---|---|---|---:|---:|---:|---:|---|---:|---:|"]
     found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}

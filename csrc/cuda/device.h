@@ -140,7 +140,7 @@ TPK_DEVICE float square_root(float a) { return __fsqrt_rn(a); }
 
 namespace tpk {
 
-constexpr int kStrip = 2;
+constexpr int kStrip = 2;  // as above; narrow, so that few threads already make several strips
 
 // What a thread is told before it runs a kernel; `vote` is a barrier that also ors (tests/cuda/simulator.h).
 struct SimulatedThread {

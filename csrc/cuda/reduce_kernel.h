@@ -31,14 +31,14 @@ constexpr int kReducePack = 16 / static_cast<int>(sizeof(In) < sizeof(Out) ? siz
 // Threads of a block, and strips that each of its warps works on at once: there are few blocks, so each must have many
 // loads on their way, and warps enough that some load while others add.  A block that waits leaves room for a warp of
 // another kernel (tests/cuda/test_residency.py); so 30 warps of 64 registers a thread, and not 32.  On an H200, of the
-// bandwidth of a copy: 512 threads with one pack each 40 to 72 %, 30 warps with two strips each 64 to 98 %
-// (benchmarks/README.md).
+// bandwidth of a copy: 512 threads with one pack each 40 to 72 % (benchmarks/results, first-reducer), 30 warps with two
+// strips each 64 to 98 % (benchmarks/README.md).
 constexpr int kSumThreads = 960;
 
 template <typename In, typename Out>
 constexpr int kReducePlaces = sizeof(Pack<In, kReducePack<In, Out>>) > 16 ? 1 : 2;
 
-// Where a thread's elements of one tile begin, if it has any there.
+// Where a thread's elements of one strip begin, if it has any there.
 struct Place {
     std::int64_t row, column;
     bool inside;

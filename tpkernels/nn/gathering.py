@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpkernels.ops import all_gather
+from tpkernels.ops import all_gather, all_reduce
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["gathered", "pieces_of"]
+__all__ = ["gathered", "pieces_of", "true_everywhere"]
 
 _BITS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
@@ -46,6 +46,23 @@ def gathered(tensor: Tensor) -> Tensor:
     for axis, dim, sizes in reversed(_cuts(tensor)):
         local = _gather(local, mesh.get_group(axis), dim, sizes)
     return local
+
+
+def true_everywhere(tensor: Tensor) -> bool:
+    """Whether all elements are true, on all ranks of the mesh; ``bool(tensor.all())`` tells of this rank's part alone.
+
+    All ranks of the mesh call it, and get the same answer.
+
+    Raises:
+        GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
+    """
+    if not isinstance(tensor, DTensor):
+        return bool(tensor.all())
+    mesh = tensor.device_mesh
+    wrong = tensor.to_local().logical_not().any().to(torch.float32).reshape(1)
+    for axis in range(mesh.ndim):
+        wrong = all_reduce(wrong, mesh.get_group(axis))
+    return not bool(wrong)
 
 
 def pieces_of(tensor: Tensor) -> tuple[int, int] | None:

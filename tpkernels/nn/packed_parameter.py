@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tpkernels.nn.gathering import true_everywhere
+
 __all__ = ["PackedParameter"]
 
 _PART_BY_PART = frozenset(
@@ -56,7 +58,7 @@ class PackedParameter(Tensor):
                 parts = [part.T for part in packed.parts]
                 return cls.of(packed.what, packed.shape[::-1], parts, 1 - packed.along)
             if packed is not None and func is Tensor.all and len(args) == 1:
-                return torch.tensor(all(bool(part.all()) for part in packed.parts), device=packed.device)
+                return torch.tensor(all(map(true_everywhere, packed.parts)), device=packed.device)
             if packed is not None and func == Tensor.data.__set__:  # type: ignore[attr-defined]
                 with torch.no_grad():
                     packed._each(Tensor.copy_, args, {})

@@ -297,6 +297,32 @@ def test_what_would_not_be_finite_is_not_merged(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(layer.base_layer.weight, before) and not layer.merged
 
 
+def merged_where_one_rank_is_broken(name: str) -> list[str]:
+    """What is wrong where rank 0 alone has a part that is not finite."""
+    model = small("Phi3")
+    tpk.parallelize(model, tp_mesh(), example_inputs={"input_ids": ids() % 50})
+    layer = model.base_model.model.model.layers[0].mlp.get_submodule(name)
+    weight = layer.base_layer.weight
+    parts = [part.to_local() for part in getattr(weight, "parts", [weight])]
+    if tp_mesh().get_local_rank() == 0:
+        with torch.no_grad():
+            parts[-1][0, 0] = float("nan")
+    before = [part.clone() for part in parts]
+    with pytest.MonkeyPatch.context() as patch:
+        for method in adapters.NAMES:
+            patch.setattr(peft.tuners.lora.layer.Linear, method, getattr(peft.tuners.lora.layer.Linear, method))
+        adapters.let_adapters_merge.__wrapped__()
+        with pytest.raises(ValueError, match="would not be finite"):
+            layer.merge(safe_merge=True)
+    same = all(torch.allclose(now, old, 0, 0, True) for now, old in zip(parts, before, strict=True))
+    return ["the weight has changed"] * (not same) + ["it says that it is merged"] * layer.merged
+
+
+@pytest.mark.parametrize("name", ["down_proj", "gate_up_proj"])
+def test_what_would_not_be_finite_on_one_rank_is_merged_on_none(ranks: Pools, name: str) -> None:
+    assert ranks(2).run(merged_where_one_rank_is_broken, name, timeout=LIMIT_S) == [[], []]
+
+
 @pytest.mark.parametrize("name", adapters.NAMES)
 def test_the_name_of_peft_that_merging_needs_is_named_where_it_has_changed(
     monkeypatch: pytest.MonkeyPatch, name: str

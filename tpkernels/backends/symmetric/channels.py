@@ -40,7 +40,7 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, GroupMismatch, PeerLost, UnsupportedProblem
 
-__all__ = ["MAX_LANES", "Channel", "SymmetricChannels", "lanes_of"]
+__all__ = ["MAX_LANES", "Channel", "SymmetricChannels"]
 
 # Side streams of a channel.  Up to four GPUs may be linked in pairs, and every pair wants its copy; more of them meet
 # at a switch or a bus, where two streams are enough to have one copy running while the next one starts.  Each costs
@@ -52,11 +52,6 @@ _MASK = 0xFFFFFFFF
 _ODD = 0x9E3779B1  # makes different words of different places, because it is odd
 _MAX_REMEMBERED = 4096
 _BEGIN, _JOIN = int(Steps.BEGIN), int(Steps.JOIN)
-
-
-def lanes_of(size: int) -> int:
-    """Side streams of a channel of so many ranks."""
-    return max(1, min(MAX_LANES, size - 1 if size <= 4 else _LANES_OF_MANY))
 
 
 class SymmetricChannels:
@@ -127,7 +122,7 @@ class Channel:
             max_blocks=waiting_blocks(device.num_sms), alarm=alarm.address,
         )  # fmt: skip
         self._how = self._raises = how
-        self.num_lanes = lanes_of(group.size)
+        self.num_lanes = max(1, min(MAX_LANES, group.size - 1 if group.size <= 4 else _LANES_OF_MANY))
         self.pull_lanes = 1 if one_link else self.num_lanes
         """Of them, those that fetch. Copies that share a link all come late. Those that leave share it as well, but
         each begins with a wait for the GEMM, which goes on beside another copy; benchmarks/README.md has the times."""

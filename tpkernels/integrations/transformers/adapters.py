@@ -4,7 +4,7 @@ PEFT cuts one half of an adapter as transformers cuts the layer below, and keeps
 ``merge_and_unload`` multiplies the two, a DTensor and a plain tensor, which torch refuses ("got mixed torch.Tensor and
 DTensor") outside of ``implicit_replication()``.  With ``safe_merge=True`` it assigns the sum to the ``data`` of a
 DTensor, which torch drops without a word.  :func:`let_adapters_merge` puts the product into that context, and the sum
-into its place.
+into its place.  A sum that is not finite on one rank is refused on all of them.
 
 Assumes that PEFT is imported: it is what makes adapters.  It touches the names of PEFT's that :data:`NAMES` lists, and
 refuses a PEFT that does not have them.
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
+from tpkernels.nn.gathering import true_everywhere
 from tpkernels.packages import needed
 
 __all__ = ["check_half", "is_adapter", "let_adapters_merge"]
@@ -92,7 +93,7 @@ def let_adapters_merge() -> None:
         ]
         before, merged = [x.data.clone() for x in held], list(self.merged_adapters)
         real_merge(self, False, adapter_names)
-        if not all(bool(torch.isfinite(x.data).all()) for x in held):
+        if not all(true_everywhere(torch.isfinite(x.data)) for x in held):
             for x, values in zip(held, before, strict=True):
                 x.data.copy_(values)
             self.merged_adapters[:] = merged
