@@ -22,6 +22,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -377,6 +379,24 @@ def write_rules(
     file.write_text("\n".join(lines) + "\n")
 
 
+@contextmanager
+def one_build_at_a_time() -> Iterator[None]:
+    """Two ninjas must not share a folder: a second build waits, and then finds its objects made.
+
+    The wait ends with the first build, each half of which ends within BUILD_TIMEOUT_S.
+    """
+    if not sys.platform.startswith("linux"):  # where nothing is built
+        yield
+        return
+    import fcntl
+
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    with folder.joinpath("setup.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def replace(target: Path, content: bytes) -> None:
     """Whole or not at all, and never in place: a running process may have the old module mapped."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -389,6 +409,11 @@ class BuildCore(build_ext):
     """`build_ext` that builds the core, and leaves a record of how that went where the module would be."""
 
     def run(self) -> None:
+        with one_build_at_a_time():
+            self.run_core()
+            self.run_cuda()
+
+    def run_core(self) -> None:
         record: dict[str, object] = {"built": False, "module": MODULE}
         module = None
         try:
@@ -400,7 +425,6 @@ class BuildCore(build_ext):
             record |= {"reason": error.reason, "advice": error.advice, "errors": error.errors}
             print(f"WARNING: tpkernels is installed WITHOUT its compiled core: {error}", file=sys.stderr)
         self.leave(MODULE, module, RECORD, record)
-        self.run_cuda()
 
     def run_cuda(self) -> None:
         record: dict[str, object] = {"built": False, "module": CUDA_MODULE}

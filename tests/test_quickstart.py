@@ -37,6 +37,9 @@ case "$*" in
     *torch==2.13.0|*torch\\>=2.11)
         while [ -e "$here/slow" ]; do sleep 0.02; done
         echo "['2.13.0+cpu']" > "$here/torch.txt" ;;
+    *build_ext*)
+        while [ -e "$here/building" ]; do sleep 0.02; done
+        echo "quickstart-build: setup.py build_ext has ended" >> {log} ;;
 esac
 case "$*" in *"{fails}"*) exit 1 ;; esac
 """
@@ -81,7 +84,12 @@ class Checkout:
         self.root.joinpath("tpkernels", "_native_build.json").write_text(json.dumps(fields))
 
     def calls(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
+        """What was called, but for the build that runs beside it."""
+        calls = self.log.read_text().splitlines() if self.log.exists() else []
+        return [call for call in calls if "quickstart-build" not in call]
+
+    def builds(self) -> list[str]:
+        return [call for call in self.log.read_text().splitlines() if "setup.py build_ext" in call]
 
     def start(self, *args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -289,6 +297,31 @@ def test_after_sigkill_the_next_run_waits_for_the_orphaned_pip(checkout: Checkou
     second.terminate()
     second.communicate(timeout=60)
     slow.unlink()
+
+
+def test_the_core_is_built_beside_the_downloads(checkout: Checkout) -> None:
+    checkout.make_environment()
+    building = checkout.bin / "building"
+    building.write_text("")
+    process = checkout.start("demo")
+    wait_for(checkout.log, "-qq torch==2.13.0")
+    assert len(checkout.builds()) == 1, "its end is not waited for"
+    process.communicate(timeout=60)
+    building.unlink()
+    assert process.returncode == 7
+    built = checkout.builds()
+    checkout.run("demo")
+    assert checkout.builds() == built, "the second run has nothing to build"
+
+
+def test_a_build_ends_with_the_installation_that_fails(checkout: Checkout) -> None:
+    checkout.make_environment(torch="2.13.0", fails=" -e ")
+    building = checkout.bin / "building"
+    building.write_text("")
+    assert checkout.run("demo")[0] == 2
+    building.unlink()
+    time.sleep(0.2)
+    assert len(checkout.builds()) <= 1, "a build that went on has said that it ended"
 
 
 def test_the_core_is_built_again_when_what_it_is_built_from_changes(
