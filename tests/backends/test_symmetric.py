@@ -71,7 +71,7 @@ def test_integers_are_exact_and_have_the_bits_of_unfused(
     for op in OPS:
         cases = [case for case in exact_cases(op, "symmetric", world) if case.dtype in DTYPES]
         if op not in COLLECTIVES and not full:  # interpreted: a sample, of other cases for each world
-            cases = cases[world % 3 :: {2: 32, 3: 48, 4: 96}[world]]
+            cases = cases[world % 3 :: {2: 64, 3: 48, 4: 96}[world]]
         pools(world).run(judge_all, settings, cases, "unfused", timeout=PATIENCE_S)
 
 

@@ -107,7 +107,7 @@ def check_mismatch(results: Sequence[Any], by_rank: Sequence[str], seconds: floa
         assert "First failure: GroupMismatch" in str(again)
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("pair", PAIRS, ids=" / ".join)
 def test_new_signatures_that_differ_are_found_before_anything_is_sent(

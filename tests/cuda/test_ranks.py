@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cpu
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 # Device functions of csrc/cuda are inline; -fno-builtin, because ThreadSanitizer does not see an expanded memcpy.
-FLAGS = "-std=c++20 -g -O0 -fsanitize=thread -fno-builtin -ffp-contract=off -Wall -Wextra -Wconversion -Werror".split()
+FLAGS = "-std=c++20 -g1 -O0 -fsanitize=thread -fno-builtin -ffp-contract=off -Wall -Wextra -Wconversion -Werror".split()
 DEVICE, PROTOCOL, NUMBERS = "csrc/cuda/device.h", "csrc/cuda/protocol.h", "csrc/cuda/numbers.h"
 SYNC = "csrc/cuda/sync_kernels.h"
 TWO_SHOT = "csrc/cuda/two_shot_kernels.h"

@@ -18,7 +18,7 @@ from tpkernels.testing.spawn import Pools
 pytestmark = pytest.mark.gloo
 
 SEED = 13
-SHARES = {2: (4, 1536), 3: (1, 384), 4: (1, 192)}
+SHARES = {2: (2, 1536), 3: (1, 384), 4: (1, 192)}
 """How many random models, by number of ranks, without and with --full: more ranks show little more, and cost more."""
 
 

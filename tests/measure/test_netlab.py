@@ -78,6 +78,7 @@ def _seconds_to_send_one_way() -> float:
     return sorted(times)[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 @pytest.mark.parametrize("rate", ["100mbit", "400mbit"])

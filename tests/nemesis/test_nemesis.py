@@ -90,7 +90,7 @@ def _compute_garbage() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sabotage", "found"),
     [

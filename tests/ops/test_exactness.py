@@ -23,7 +23,7 @@ WORLDS = [3, 2]
 COMMUNICATING = (GATHER, SCATTER, REDUCE)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("world", WORLDS)
 def test_integers_are_exact_at_any_chunk_count(ranks: Pools, world: int, num_chunks: int) -> None:

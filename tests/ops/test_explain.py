@@ -119,7 +119,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("machine", [None, *MACHINES])
 @pytest.mark.parametrize("world", [2, 3])
 def test_explain_names_what_a_call_runs(ranks: Pools, world: int, machine: str | None) -> None:

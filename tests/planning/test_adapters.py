@@ -40,6 +40,7 @@ def by_value() -> list[str]:
     return problems("adapters", Block(up=0.5), torch.randn(2, 5, WIDTH).double(), "out.base")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [3, 2])
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, world: int) -> None:

@@ -26,6 +26,7 @@ def opaque_in(model: nn.Module) -> list[str]:
     return [event.packet.name for event in observation.recording.events if isinstance(event.packet, Opaque)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["unique", "tolist", "reads"])
 def test_a_router_that_needs_values_is_traced_around(how: str) -> None:
@@ -97,7 +98,7 @@ class Around(nn.Module):
         return y
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["size", "writes", "leaks"])
 def test_the_module_around_takes_the_place_of_one_that_cannot_be_opaque(how: str) -> None:

@@ -81,6 +81,7 @@ def all_by_value(full: bool) -> list[str]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [3, 2])
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, world: int, full: bool) -> None:

@@ -57,7 +57,7 @@ def test_the_model_runs_after_a_plan_as_it_did_before(how: str, ran_before: bool
     assert not any(isinstance(tensor, FakeTensor) for tensor in asking.SEEN)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["class", "shared object", "closure"])
 def test_a_fake_tensor_that_cannot_be_taken_out_is_an_error_that_says_where(how: str) -> None:
     where = {"class": r"tests\.planning\.asking\.Keeping\.table", "shared object": r"an object of Scratch\.table"}
