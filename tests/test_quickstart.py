@@ -364,6 +364,21 @@ def test_a_core_that_is_gone_is_built_again_and_the_output_says_how_it_went(chec
     assert installs(calls) == [], "the same attempt would fail in the same way"
 
 
+def test_where_there_is_no_python3_the_newest_other_one_is_taken(checkout: Checkout, tmp_path: Path) -> None:
+    def start() -> subprocess.CompletedProcess[str]:
+        command = ["/bin/sh", checkout.root / "quickstart", "demo", "--tp", "3"]
+        return subprocess.run(command, env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60)
+
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    done = start()
+    assert done.returncode == 2 and "needs Python 3.11 or newer, and there is no python3" in done.stderr
+    for name in ("python3.11", "python3.13"):
+        programs.joinpath(name).write_text(f"#!/bin/sh\necho {name} $@\n")
+        programs.joinpath(name).chmod(0o755)
+    assert start().stdout == f"python3.13 {checkout.root / 'quickstart'} demo --tp 3\n"
+
+
 def test_too_old_a_python_is_told_what_it_needs(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     module = checkout.load()
     monkeypatch.setattr(module, "MIN_PYTHON", (3, 99))
