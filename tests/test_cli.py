@@ -82,7 +82,7 @@ def test_a_wrong_command_line_exits_with_2(argv: list[str], capsys: pytest.Captu
 def test_explain_shows_the_choice_and_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "matmul_reduce_scatter", "--m", "300", "--k", "96", "--n", "64", "--tp", "3"]) == 0
     text = capsys.readouterr().out
-    assert "m=300 n=64 k=96 bfloat16" in text and "world_size=3" in text
+    assert "m=300 k=96 n=64 bfloat16" in text and "world_size=3" in text
     assert "-> " in text and "unfused" in text and "chunked" in text
     assert "all_gather_matmul" not in text
 

@@ -178,7 +178,7 @@ def test_chunked_says_why_it_refuses() -> None:
 def test_the_explanation_is_a_table_of_what_was_weighed() -> None:
     _, explanation = dispatch.select(problem(), "auto", Costs(measured=True))
     text = str(explanation)
-    assert "all_gather_matmul  m=4096 n=8192 k=2048 bfloat16  world_size=2" in text
+    assert "all_gather_matmul  m=4096 k=2048 n=8192 bfloat16  world_size=2" in text
     assert f"-> {explanation.chosen}: " in text
     for name in ("unfused", "chunked"):
         assert f"   {name}" in text

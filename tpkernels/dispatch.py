@@ -87,8 +87,8 @@ Measured in bf16 on one core of an Intel Xeon with AMX, torch 2.13, 2026-11-24, 
 class Problem:
     """One call in rank-invariant terms.
 
-    ``m``, ``n`` and ``k`` are those of the GEMM over the whole group: ``all_gather_matmul`` runs m x n/W x k on each of
-    the W ranks, ``matmul_reduce_scatter`` and ``matmul_all_reduce`` run m x n x k/W.  Collectives without a GEMM move
+    ``m``, ``n`` and ``k`` are those of the GEMM over the whole group: ``all_gather_matmul`` runs m x k x n/W on each of
+    the W ranks, ``matmul_reduce_scatter`` and ``matmul_all_reduce`` run m x k/W x n.  Collectives without a GEMM move
     a whole of ``m`` rows of ``k`` (gather) or ``n`` (reduce) elements.  Of a grouped GEMM ``m`` are the tokens, each of
     which is multiplied with the matrices of ``top_k`` of ``experts`` experts.
     """
@@ -312,7 +312,7 @@ class Explanation:
         p = self.problem
         experts = f" experts={p.experts} top_k={p.top_k}" if p.facts.grouped else ""
         lines = [
-            f"{p.op}  m={p.m} n={p.n} k={p.k}{experts} {dtype_text(p.dtype, p.out_dtype)}  "
+            f"{p.op}  m={p.m} k={p.k} n={p.n}{experts} {dtype_text(p.dtype, p.out_dtype)}  "
             f"world_size={p.world_size} device={p.device} backend={p.backend} co_located={p.co_located}",
             f"-> {self.chosen}: {self.reason}",
         ]

@@ -112,11 +112,11 @@ def check_explained() -> None:
         right = torch.mm
 
         def counted(x: torch.Tensor, w: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
-            calls[f"{x.shape[0]} x {w.shape[1]} x {x.shape[1]}"] += 1
+            calls[f"{x.shape[0]}x{x.shape[1]}x{w.shape[1]}"] += 1
             return right(x, w, **options)
 
         patch.setattr(torch, "mm", counted)
-        for op, largest in ((GATHER, "512 x 130 x 64"), (REDUCE, "512 x 512 x 8")):
+        for op, largest in ((GATHER, "512x64x130"), (REDUCE, "512x8x512")):
             calls.clear()
             if op == GATHER:
                 rows = m // world

@@ -104,22 +104,22 @@ def check_threads() -> None:
 
 
 def describe(m: int, n: int, k: int, itemsize: int, world_size: int, same_bits: int, *, gathers: bool) -> str:
-    """What a call of m x n x k over the whole group is made of, and what that costs, in words.
+    """What a call of m x k x n over the whole group is made of, and what that costs, in words.
 
     ``gathers``: N is cut over the ranks, not K.
     """
     blocks, chunks = same_bits // world_size, -(-m // ROWS)
     wide = max(itemsize, torch.float32.itemsize)
     if gathers:
-        count, shape = blocks * chunks, (min(m, ROWS), n // same_bits, k)
+        count, shape = blocks * chunks, (min(m, ROWS), k, n // same_bits)
         then = "operands that are not dense are copied"
     else:
-        count, shape = blocks * chunks * -(-n // COLUMNS), (min(m, ROWS), min(n, COLUMNS), k // same_bits)
+        count, shape = blocks * chunks * -(-n // COLUMNS), (min(m, ROWS), k // same_bits, min(n, COLUMNS))
         more = f", {wide // itemsize} times the bytes" if wide > itemsize else ""
         then = f"{blocks - 1} more passes over the sums; partial sums travel in {8 * wide} bits{more}"
     return (
         f"same_bits={same_bits}: {blocks} of {same_bits} blocks of {'N' if gathers else 'K'} per rank, {count} library "
-        f"calls of at most {' x '.join(map(str, shape))}\n   instead of one; one thread; {then}"
+        f"calls of at most {'x'.join(map(str, shape))}\n   instead of one; one thread; {then}"
     )
 
 

@@ -393,7 +393,7 @@ def explain(
     problem = Problem(op, m, n, k, dtype, 1, device, "none", out_dtype=out_dtype, experts=experts, top_k=top_k)
     if group is None or group.size == 1:
         return dispatch.select(replace(problem, same_bits=group.same_bits if group else 0), "auto", Costs())[1]
-    sizes = f"m={m}, n={n}, k={k}" + (f", experts={experts}, top_k={top_k}" if problem.facts.grouped else "")
+    sizes = f"m={m}, k={k}, n={n}" + (f", experts={experts}, top_k={top_k}" if problem.facts.grouped else "")
     name = f"explain({op}, {sizes}, {dispatch.dtype_text(dtype, out_dtype)}, device={device})"
     _check(group, name, device)
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)

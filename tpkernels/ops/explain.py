@@ -20,8 +20,8 @@ def explain(
     op: str,
     *,
     m: int,
-    n: int,
     k: int,
+    n: int,
     dtype: torch.dtype,
     group: GroupLike,
     out_dtype: torch.dtype | None = None,
@@ -29,7 +29,7 @@ def explain(
     top_k: int | None = None,
     device: str | None = None,
 ) -> Explanation:
-    """Which implementation ``"auto"`` picks for a GEMM of m x n x k over the whole group, with every reason.
+    """Which implementation ``"auto"`` picks for a GEMM of m x k x n over the whole group, with every reason.
 
     Collective: the choice rests on costs that the ranks measure and agree on, so every rank must call it.
     ``print()`` the result for a table.
@@ -38,14 +38,14 @@ def explain(
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", one of the same with ``grouped_matmul``
             in the place of ``matmul``, "dispatch_grouped_matmul", "grouped_matmul_combine", or a collective's name.
         dtype: of the operands; float8_e4m3fn for the ops with a GEMM, which then return ``out_dtype`` (default bf16).
-        m, n, k: global sizes: each rank runs m x n/W x k when gathering and m x n x k/W when reducing.  Where experts
-            are dealt out, it runs n x k of its own experts, on m * top_k / W rows if they are chosen alike.
+        m, k, n: global sizes: each rank runs m x k x n/W when gathering and m x k/W x n when reducing.  Where experts
+            are dealt out, it runs k x n of its own experts, on m * top_k / W rows if they are chosen alike.
         experts, top_k: of a grouped op, whose ``m`` tokens each go to ``top_k`` of so many experts.
         device: where the tensors are, "cpu" or "cuda"; default: the mesh's device, or that of the group's own backend
             (CUDA if it has one for both).
 
     Examples:
-        >>> why = tpk.explain("all_gather_matmul", m=512, n=256, k=256, dtype=torch.float32, group=mesh["tp"])
+        >>> why = tpk.explain("all_gather_matmul", m=512, k=256, n=256, dtype=torch.float32, group=mesh["tp"])
         >>> why.chosen in [candidate.name for candidate in why.candidates]
         True
 
