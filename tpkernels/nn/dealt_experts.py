@@ -12,7 +12,7 @@ rank of ``ep`` then sends its share of them, and all get all results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -106,7 +106,9 @@ def run_dealt(
     h, whole = dispatch_grouped_matmul(x, first, routing, ep, bias=weights.biases, activation=activation, **options)
     if gate is not None:
         h = gate([h] if isinstance(h, Tensor) else h)
-    y = grouped_matmul_combine(h, weights.down, whole, ep, bias=_added_once(weights.down_bias, tp), **options)
+    y = grouped_matmul_combine(
+        cast(Tensor, h), weights.down, whole, ep, bias=_added_once(weights.down_bias, tp), **options
+    )
     if own_tokens:
         return y if tp is None else reduce_scatter(y, tp, shard_sizes=own_row)
     y = y if tp is None else all_reduce(y, tp)

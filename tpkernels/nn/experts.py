@@ -324,6 +324,7 @@ class ParallelExperts(nn.Module):
             tokens, first, routing, mesh, bias=biases, activation=self.activation, shard_sizes=shard_sizes,
             save_gathered=self.save_gathered, implementation=self.implementation,
         )  # fmt: skip
+        h = cast(Tensor, h)
         y = grouped_matmul_reduce_scatter(
             h, down, whole, mesh, bias=down_bias, shard_sizes=shard_sizes, implementation=self.implementation
         )

@@ -19,7 +19,7 @@ The weights of the routing are only passed on: their gradient is this rank's row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, GroupedMatmulReduceScatter
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
 from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
+from tpkernels.ops.options import GatedName, GroupedGatherKeywords, Products
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.routing import (
     Routing,
@@ -64,6 +65,41 @@ class _Gather(NamedTuple):
     implementation: str
 
 
+@overload
+def all_gather_grouped_matmul(
+    x_shard: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, activation: str | None = None,
+    return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
+) -> tuple[Tensor, Routing]: ...  # fmt: skip
+
+
+@overload
+def all_gather_grouped_matmul(  # type: ignore[overload-overlap]  # a str may be one of these
+    x_shard: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, activation: GatedName,
+    return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
+) -> tuple[Tensor, Routing]: ...  # fmt: skip
+
+
+@overload
+def all_gather_grouped_matmul(
+    x_shard: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, activation: str | None = None,
+    return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
+) -> tuple[list[Tensor], Routing]: ...  # fmt: skip
+
+
+@overload
+def all_gather_grouped_matmul(
+    x_shard: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, activation: str | None = None,
+    return_gathered: Literal[True], **keywords: Unpack[GroupedGatherKeywords],
+) -> tuple[Tensor, Routing, Tensor]: ...  # fmt: skip
+
+
+@overload
+def all_gather_grouped_matmul(
+    x_shard: Tensor, weights: Tensor | Sequence[Tensor], routing: Routing, group: GroupLike, *,
+    activation: str | None = None, return_gathered: bool = False, **keywords: Unpack[GroupedGatherKeywords],
+) -> tuple[Products, Routing] | tuple[Products, Routing, Tensor]: ...  # fmt: skip
+
+
 def all_gather_grouped_matmul(
     x_shard: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -76,7 +112,7 @@ def all_gather_grouped_matmul(
     return_gathered: bool = False,
     save_gathered: bool = False,
     implementation: str = "auto",
-) -> tuple[Any, ...]:
+) -> tuple[Products, Routing] | tuple[Products, Routing, Tensor]:
     """Gather tokens and their routing over the group, and multiply each token with the weights of its experts.
 
     Unfused equation, with the tokens of all ranks T = sum(shard_sizes)::

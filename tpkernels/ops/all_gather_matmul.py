@@ -18,7 +18,7 @@ Backward, with dz = dy * activation'(z)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ from tpkernels.ops.contract import (
 )
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
 from tpkernels.ops.main_grad import Sink, sinks_of
-from tpkernels.ops.options import GatedName, GatherKeywords
+from tpkernels.ops.options import GatedName, Gathered, GatherKeywords
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.scaled_matmul import ScaledGather, all_gather_scaled_matmul
 from tpkernels.ops.shapes import (
@@ -135,24 +135,38 @@ def all_gather_matmul(
 
 
 @overload
-def all_gather_matmul(
-    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
+def all_gather_matmul(  # type: ignore[overload-overlap]
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: None = None,
     activation: GatedName, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
-) -> tuple[Tensor, ...]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(  # type: ignore[overload-overlap]
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor,
+    activation: GatedName, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def all_gather_matmul(
-    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: None = None,
     activation: str | None = None, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
-) -> tuple[Any, ...]: ...  # fmt: skip
+) -> tuple[list[Tensor], Tensor]: ...  # fmt: skip
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor, weight: Sequence[Tensor], group: GroupLike, *, scale_x: Tensor,
+    activation: str | None = None, return_gathered: Literal[True], **keywords: Unpack[GatherKeywords],
+) -> tuple[list[Tensor], Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def all_gather_matmul(
     x_shard: Tensor, weight: Tensor | Sequence[Tensor], group: GroupLike, *, scale_x: Tensor | None = None,
     activation: str | None = None, return_gathered: bool, **keywords: Unpack[GatherKeywords],
-) -> Any: ...  # fmt: skip
+) -> Gathered: ...  # fmt: skip
 
 
 def all_gather_matmul(
@@ -170,7 +184,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     save_gathered: bool = False,
     implementation: str = "auto",
-) -> Tensor | list[Tensor] | tuple[Any, ...]:
+) -> Gathered:
     """Gather ``x`` over the group and multiply it with this rank's weight(s), the transfer hidden behind the GEMM.
 
     Unfused equation::
@@ -233,7 +247,7 @@ def all_gather_matmul(
         results = all_gather_scaled_matmul(x_shard, weights, biases, scale_x, scale_weight, scaled)
         count = _num_outputs(activation, len(weights))
         y = results[0] if single else results[:count]
-        return (y, *results[count:]) if return_gathered else y
+        return cast(Gathered, (y, *results[count:])) if return_gathered else y
     keeps_bits = same_bits_of(group) > 0
     if group_size(group) == 1 and not keeps_bits:
         check_common("all_gather_matmul", x_shard, implementation, activation)

@@ -21,7 +21,7 @@ rows h has follows from the experts that the tokens have: to a compiler it is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack, overload
 
 import torch
 from torch import SymInt, Tensor
@@ -37,6 +37,7 @@ from tpkernels.ops.contract import GATED, DispatchGroupedMatmul, GroupedMatmulCo
 from tpkernels.ops.expert_sizes import check_expert_sizes, dealt_signature, sizes_of_experts
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
 from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
+from tpkernels.ops.options import DispatchKeywords, GatedName, Products
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.routing import (
     Routing,
@@ -68,6 +69,34 @@ class _Dispatch(NamedTuple):
     implementation: str
 
 
+@overload
+def dispatch_grouped_matmul(
+    x: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, activation: str | None = None,
+    **keywords: Unpack[DispatchKeywords],
+) -> tuple[Tensor, Routing]: ...  # fmt: skip
+
+
+@overload
+def dispatch_grouped_matmul(  # type: ignore[overload-overlap]  # a str may be one of these
+    x: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, activation: GatedName,
+    **keywords: Unpack[DispatchKeywords],
+) -> tuple[Tensor, Routing]: ...  # fmt: skip
+
+
+@overload
+def dispatch_grouped_matmul(
+    x: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, activation: str | None = None,
+    **keywords: Unpack[DispatchKeywords],
+) -> tuple[list[Tensor], Routing]: ...  # fmt: skip
+
+
+@overload
+def dispatch_grouped_matmul(
+    x: Tensor, weights: Tensor | Sequence[Tensor], routing: Routing, group: GroupLike, *, activation: str | None = None,
+    **keywords: Unpack[DispatchKeywords],
+) -> tuple[Products, Routing]: ...  # fmt: skip
+
+
 def dispatch_grouped_matmul(
     x: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -79,7 +108,7 @@ def dispatch_grouped_matmul(
     activation: str | None = None,
     shard_sizes: Sequence[int] | None = None,
     implementation: str = "auto",
-) -> tuple[Any, Routing]:
+) -> tuple[Products, Routing]:
     """Send tokens to the ranks that have their experts, and multiply each with the weights of its experts there.
 
     The experts are dealt out over the group: this rank has ``expert_sizes[rank]`` whole ones, those that come after the

@@ -11,7 +11,18 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-__all__ = ["CopyKeywords", "GatedName", "GatherKeywords", "GroupedScatter", "Reduce", "Scatter"]
+__all__ = [
+    "CopyKeywords",
+    "DispatchKeywords",
+    "GatedName",
+    "GatherKeywords",
+    "Gathered",
+    "GroupedGatherKeywords",
+    "GroupedScatter",
+    "Products",
+    "Reduce",
+    "Scatter",
+]
 
 GatedName = Literal["swiglu", "geglu", "clamped_swiglu"]
 """Activations of two products, which make one output."""
@@ -56,3 +67,23 @@ class GatherKeywords(CopyKeywords, total=False):
     gather_dim: int
     shard_sizes: Sequence[int] | None
     save_gathered: bool
+
+
+class GroupedGatherKeywords(CopyKeywords, total=False):
+    """The same of a gather of tokens."""
+
+    shard_sizes: Sequence[int] | None
+    save_gathered: bool
+
+
+class DispatchKeywords(CopyKeywords, total=False):
+    """The same of an op that sends tokens to the experts of other ranks."""
+
+    expert_sizes: Sequence[int] | None
+    shard_sizes: Sequence[int] | None
+
+
+Products = Tensor | list[Tensor]
+"""One for one weight or a gated pair, else a list."""
+Gathered = Products | tuple[Products, Tensor] | tuple[Products, Tensor, Tensor]
+"""What a gather returns where a type checker cannot tell: with ``return_gathered`` also x, and of fp8 its scales."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -125,8 +125,14 @@ class MasterWeights(Optimizer):
             group |= {key: value for key, value in inner.items() if key != "params"}
         self.defaults = self.optimizer.defaults
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of the optimizer on the masters; the parameters follow."""
         loss = None
         if closure is not None:
