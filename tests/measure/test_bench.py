@@ -25,7 +25,7 @@ from tpkernels.comm.timeline import Event
 from tpkernels.gemm.native import native
 from tpkernels.launching import local_ranks
 from tpkernels.launching.local_ranks import LaunchError
-from tpkernels.measure import bench, bench_table, netlab, suites, usual_dtype
+from tpkernels.measure import bench, bench_table, fitting, netlab, suites, usual_dtype
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.report import CaseResult
 from tpkernels.measure.rivals import RIVALS, Problem, Rival
@@ -378,3 +378,34 @@ def test_cores_without_units_for_bf16_are_measured_in_fp32_and_the_ranks_agree(r
     assert "multiply bf16 at 67 GFLOP/s and fp32 at 268 GFLOP/s" in (slow[1][1] or "")
     assert ranks(2).run(dtype_where, {"bf16": 1e-3, "fp32": 1e-3}) == [("bf16", None, 2), ("bf16", None, 0)]
     assert usual_dtype.usual_dtype("cuda", None) == ("bf16", None)  # type: ignore[arg-type]
+
+
+def fit_at(gflops: float, **options: Any) -> tuple[fitting.Fit, float]:
+    """What is measured by ranks of this rate, with the seconds that it takes."""
+
+    def seconds_of(op: str, shape: Shape) -> float:
+        return 2e-9 * shape.m * shape.k * shape.n / gflops
+
+    asked = suites.problems("scorecard", ("all_gather_matmul", "matmul_reduce_scatter"))
+    given: dict[str, Any] = {
+        "repeats": 9, "warmup": 2, "groups": 1, "timeout_s": 1800.0, "limit_s": None, "divides": True, **options
+    }  # fmt: skip
+    found = fitting.fit(asked, seconds_of, **given)
+    return found, (found.repeats + 4) * sum(seconds_of(op, shape) for op, shape in found.problems)
+
+
+@pytest.mark.cpu
+def test_slow_ranks_measure_fewer_repeats_and_then_smaller_sizes_and_the_command_says_so() -> None:
+    fast, _ = fit_at(100)
+    assert (fast.divisor, fast.repeats, fast.limit_s, fast.says) == (1, 9, 300, ())
+    slow, seconds = fit_at(5)
+    assert (slow.divisor, slow.repeats) == (1, 7) and slow.limit_s > 300 and 800 < seconds <= 900
+    assert "7 repeats instead of 9, in about 14 min: what was asked for would take about 16 min" in slow.says[0]
+    assert slow.says[1] == f"a case may take {slow.limit_s / 60:.0f} min (--case-timeout)"
+    slowest, seconds = fit_at(0.1)
+    assert (slowest.divisor, slowest.repeats) == (4, 9) and seconds <= 900 and "sizes of the suite / 4" in slowest.says[0]
+    assert slowest.environment == {"repeats": 9, "case_timeout_s": slowest.limit_s, "sizes_divided_by": 4}
+    given, _ = fit_at(0.1, divides=False)
+    assert (given.divisor, given.repeats) == (1, 3) and "longer than --timeout 1800 allows" in given.says[1]
+    limited, _ = fit_at(5, limit_s=60.0)
+    assert (limited.divisor, limited.limit_s) == (2, 60)

@@ -25,7 +25,7 @@ import tpkernels as tpk
 from tpkernels import config, flags
 from tpkernels.comm import startup, timeline
 from tpkernels.comm.groups import resolve
-from tpkernels.measure import bench_table, compare, html_report, links, report, suites
+from tpkernels.measure import bench_table, compare, fitting, html_report, links, report, suites
 from tpkernels.measure.cases import DTYPES, FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.deadline import deadline
 from tpkernels.measure.gathered import from_all_ranks
@@ -54,7 +54,8 @@ _RIVAL_ERRORS = (AssertionError, AttributeError, ImportError, LookupError, NotIm
 class Plan:
     """What every rank measures; crosses process boundaries.
 
-    dtype: a name, or "auto" (:func:`usual_dtype`), which the ranks replace.
+    dtype: a name, or "auto" (:func:`usual_dtype`), which the ranks replace, as they do repeats and case_timeout_s, and
+    sizes where they may_divide them (`tpkernels.measure.fitting`).
     tp: sizes of the groups, each made of the first ranks; none: all ranks. json: file to which the results so far are
     written after every case, with what `environment` says. out: folder for the table and the figure, which are also
     drawn when a group of several is done, under `title`.
@@ -66,19 +67,27 @@ class Plan:
     repeats: int = 9
     warmup: int = 2
     trace: bool = False
-    timeout_s: float = 600.0
-    case_timeout_s: float = 600.0
+    timeout_s: float = 1800.0
+    case_timeout_s: float | None = None
+    may_divide: bool = False
     tp: tuple[int, ...] = ()
     json: str | None = None
     out: str | None = None
     title: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def limit_s(self) -> float:
+        """Of one case; until the ranks have chosen, the usual one."""
+        return self.case_timeout_s or min(self.timeout_s, fitting.USUAL_LIMIT_S)
+
 
 @dataclass
 class RankOutput:
     results: list[CaseResult] = field(default_factory=list)
     traces: list[RankTrace] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    """The plan's, with what the ranks have chosen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +135,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=flags.positive, default=1800.0, metavar="SECONDS", help="for the whole measurement"
     )
-    parser.add_argument("--case-timeout", type=flags.positive, default=300.0, metavar="SECONDS", help="for one case")
+    parser.add_argument(
+        "--case-timeout", type=flags.positive, metavar="SECONDS",
+        help=f"for one case (default {fitting.USUAL_LIMIT_S:g}, or more on slow ranks)",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -188,7 +200,8 @@ def make_plan(args: argparse.Namespace, nproc: int) -> Plan:
         warmup=args.warmup,
         trace=args.trace is not None or args.out is not None,
         timeout_s=args.timeout,
-        case_timeout_s=min(args.timeout, args.case_timeout),
+        case_timeout_s=args.case_timeout and min(args.timeout, args.case_timeout),
+        may_divide=not (args.shape or args.quick),
         tp=_group_sizes(args, nproc),
         json=args.json or (str(Path(args.out, "bench.json")) if args.out else None),
         out=args.out,
@@ -206,7 +219,13 @@ def _title(args: argparse.Namespace, nproc: int, device: str) -> str:
 def _titled(plan: Plan, results: Sequence[CaseResult]) -> str:
     """With the repeats that were timed, which are fewer where a case would have exceeded its time."""
     counts = {len(one.seconds) for result in results for one in result.times.values()}
-    return f"{plan.title}, n={min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "")
+    divisor = plan.environment.get("sizes_divided_by", 1) if plan.may_divide else 1
+    return (
+        plan.title
+        + (f", sizes / {divisor}" if divisor > 1 else "")
+        + f", n={min(counts)}"
+        + (f" to {max(counts)}" if len(counts) > 1 else "")
+    )
 
 
 def _group_sizes(args: argparse.Namespace, nproc: int) -> tuple[int, ...]:
@@ -222,7 +241,7 @@ def _group_sizes(args: argparse.Namespace, nproc: int) -> tuple[int, ...]:
 
 def run_rank(plan: Plan) -> RankOutput:
     """What one rank does; the entry point of every way of starting ranks."""
-    tpk.init(device=plan.device, timeout=plan.case_timeout_s)
+    tpk.init(device=plan.device, timeout=plan.limit_s)
     device = torch.device(plan.device, torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
     everybody = _store_group(dist.get_world_size(), plan.timeout_s)
     if plan.dtype == AUTO:
@@ -230,7 +249,8 @@ def run_rank(plan: Plan) -> RankOutput:
         plan = replace(plan, dtype=name)
         if why and dist.get_rank() == 0:
             print(f"measuring {why}", file=sys.stderr, flush=True)
-    output, count = RankOutput(), len(plan.problems)
+    plan = _fitted(plan, everybody)
+    output, count = RankOutput(environment=plan.environment), len(plan.problems)
     start, all_cases = time.monotonic(), count * max(1, len(plan.tp))
     for group, control in _groups(plan):
         for index, (op, shape) in enumerate(plan.problems):
@@ -238,7 +258,7 @@ def run_rank(plan: Plan) -> RankOutput:
             if group.rank() == 0:
                 left = remaining(len(output.results), all_cases, time.monotonic() - start)
                 print(what + left, file=sys.stderr, flush=True)
-            with torch.no_grad(), deadline(plan.case_timeout_s, f"rank {group.rank()}: {what}"):
+            with torch.no_grad(), deadline(plan.limit_s, f"rank {group.rank()}: {what}"):
                 case = TimedCase(op, shape, DTYPES[plan.dtype], group, device, seed=index)
                 output.results.append(time_case(case, plan, control))
                 if plan.trace:
@@ -251,10 +271,25 @@ def run_rank(plan: Plan) -> RankOutput:
     return output
 
 
+def _fitted(plan: Plan, everybody: dist.ProcessGroup) -> Plan:
+    """With what ends in time on these ranks; a collective call."""
+    found = fitting.fit(
+        plan.problems, fitting.seconds_on(everybody, plan.device, DTYPES[plan.dtype]), repeats=plan.repeats,
+        warmup=plan.warmup, groups=max(1, len(plan.tp)), timeout_s=plan.timeout_s, limit_s=plan.case_timeout_s,
+        divides=plan.may_divide,
+    )  # fmt: skip
+    if dist.get_rank() == 0 and found.says:
+        print("\n".join(found.says), file=sys.stderr, flush=True)
+    return replace(
+        plan, problems=found.problems, repeats=found.repeats, case_timeout_s=found.limit_s,
+        environment=plan.environment | found.environment,
+    )  # fmt: skip
+
+
 def _groups(plan: Plan) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     """This rank's groups, each with one of the same ranks on which Python objects are exchanged."""
     made = [
-        (size, startup.new_group(range(size), plan.device, plan.case_timeout_s), _store_group(size, plan.timeout_s))
+        (size, startup.new_group(range(size), plan.device, plan.limit_s), _store_group(size, plan.timeout_s))
         for size in plan.tp or (dist.get_world_size(),)
     ]
     yield from ((group, control) for size, group, control in made if dist.get_rank() < size)
@@ -274,7 +309,7 @@ def time_case(case: TimedCase, plan: Plan, control: dist.ProcessGroup | None = N
         calls_per_sample=_calls_per_sample(case),
         group=case.group,
         device=case.device,
-        budget_s=plan.case_timeout_s / 2,  # the other half is for the checks before and the timeline behind
+        budget_s=plan.limit_s / 2,  # the other half is for the checks before and the timeline behind
     )
     fewest = min(len(one.seconds) for one in times.values())
     if fewest < plan.repeats and case.group.rank() == 0:
@@ -387,6 +422,7 @@ def _run_in_netlab(plan: Plan, nproc: int, args: argparse.Namespace) -> list[Ran
 
 def _report(args: argparse.Namespace, plan: Plan, outputs: Sequence[RankOutput]) -> None:
     results, traces = outputs[0].results, [trace for output in outputs for trace in output.traces]
+    plan = replace(plan, environment=outputs[0].environment)
     title = _titled(plan, results)
     bench_table.print_results(results, title)
     if args.compare:

@@ -25,6 +25,7 @@ from tpkernels import config
 from tpkernels.launching.local_ranks import LaunchError, launch
 from tpkernels.launching.rank_process import RankStuck
 from tpkernels.measure import report
+from tpkernels.measure.fitting import USUAL_LIMIT_S
 from tpkernels.measure.suites import FIRST_NODE
 from tpkernels.selftest import first_node_steps as steps
 from tpkernels.selftest.first_node_steps import Setting
@@ -84,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     environment = report.describe_environment({"nproc": nproc, **asdict(setting)}) | {"topology": _topology(device)}
     outcomes: list[Outcome] = []
     for step in steps_of(setting):
-        outcomes.append(_run(step, setting, nproc, args.case_timeout))
+        outcomes.append(_run(step, setting, nproc, args.case_timeout or USUAL_LIMIT_S))
         _write(file, environment, outcomes, complete=False)
         print(_line(outcomes[-1]), flush=True)
     _write(file, environment, outcomes, complete=True)
