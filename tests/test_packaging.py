@@ -111,6 +111,18 @@ def test_pip_builds_the_core_under_build_isolation(source: Path, tmp_path: Path,
     assert record["built"], record
 
 
+def test_an_editable_installation_is_a_path_that_type_checkers_and_editors_read(source: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(source, checkout, ignore=shutil.ignore_patterns("build"))
+    code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    env = {**os.environ, "CXX": "/nonexistent", "TPKERNELS_CUDA": "0"}
+    subprocess.run([sys.executable, "-c", code], cwd=checkout, env=env, check=True, capture_output=True, timeout=60)
+    (wheel,) = tmp_path.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
+    assert archive.read(path).decode().strip() == str(checkout), "an import hook"
+
+
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for path in ROOT.joinpath("tpkernels").rglob("*.py")}
