@@ -200,6 +200,7 @@ def _communication() -> Iterator[Finding]:
         else:
             name = f"two local ranks over {'gloo' if trial.device == 'cpu' else 'nccl'}"
             yield Finding("communication", name, f"works: all-reduce of 8 bytes takes {trial.all_reduce_us:.0f} us")
+    yield _watchdog()
 
 
 def _interface_of(address: str) -> str | None:
@@ -255,7 +256,6 @@ def _core() -> Iterator[Finding]:
             yield Finding(area, name, ", ".join(facts))
     failures = [finding for name, attempt in SERVICES.items() if (finding := _service(name, attempt))]
     yield from failures or [Finding(area, "kernel services", "work: " + ", ".join(SERVICES))]
-    yield _watchdog()
 
 
 def _watchdog() -> Finding:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import shlex
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tests.forked_scripts import command_forked
 from tests.nn.reference import LIMIT_S, close_replicas, tp_mesh, whole
-from tpkernels import demo
+from tpkernels import cli, demo
 from tpkernels.demo import minilm, show, text, training
 from tpkernels.measure import gpt
 from tpkernels.measure.curves import Curve
@@ -179,6 +183,24 @@ def test_missing_weights_are_named_with_the_command_that_brings_them(
 def test_heads_that_cannot_be_shared_are_refused_before_ranks_start() -> None:
     with pytest.raises(ValueError, match="5 ranks cannot share 12 attention heads"):
         demo.main(arguments("--tp", "5"))
+
+
+@pytest.mark.cpu
+def test_the_commands_that_the_demo_ends_with_are_whole_and_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program is on PATH or named with its folder, and files among the arguments are there."""
+    for path in (os.environ["PATH"], "/nonexistent"):
+        monkeypatch.setenv("PATH", path)
+        demo.show_what_is_next(Console(width=80))
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+        assert len(lines) == 3
+        for line, command in zip(lines, ("plan", "bench", "train-demo"), strict=True):
+            program, *words = shlex.split(line)
+            assert shutil.which(program), program
+            if words[:2] == ["-m", "tpkernels"]:
+                words = words[2:]
+            assert cli.parse(words).command == command
 
 
 @pytest.mark.full("its parts are tested by themselves")

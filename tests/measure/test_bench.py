@@ -403,7 +403,9 @@ def test_slow_ranks_measure_fewer_repeats_and_then_smaller_sizes_and_the_command
     assert "7 repeats instead of 9, in about 14 min: what was asked for would take about 16 min" in slow.says[0]
     assert slow.says[1] == f"a case may take {slow.limit_s / 60:.0f} min (--case-timeout)"
     slowest, seconds = fit_at(0.1)
-    assert (slowest.divisor, slowest.repeats) == (4, 9) and seconds <= 900 and "sizes of the suite / 4" in slowest.says[0]
+    assert (
+        (slowest.divisor, slowest.repeats) == (4, 9) and seconds <= 900 and "sizes of the suite / 4" in slowest.says[0]
+    )
     assert slowest.environment == {"repeats": 9, "case_timeout_s": slowest.limit_s, "sizes_divided_by": 4}
     given, _ = fit_at(0.1, divides=False)
     assert (given.divisor, given.repeats) == (1, 3) and "longer than --timeout 1800 allows" in given.says[1]

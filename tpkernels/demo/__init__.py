@@ -7,9 +7,14 @@ started; rank 0 prints.  Exit code 1 when a bound does not hold, or when a part 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tpkernels import flags
@@ -17,7 +22,7 @@ from tpkernels import flags
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Options", "add_arguments", "main", "run_on_rank"]
+__all__ = ["Options", "add_arguments", "main", "run_on_rank", "show_what_is_next"]
 
 PARTS = ("swap", "train")
 HEAD_CUTS = (1, 2, 3, 4, 6, 12)
@@ -77,7 +82,31 @@ def main(args: argparse.Namespace) -> int:
         holds = all(on_rank)
     if missing and (job is None or job.rank == 0):
         console.print(f"\n[bold red]NOT RUN[/bold red]  the swap of a pretrained model: {missing}", soft_wrap=True)
+    if holds and not missing and (job is None or job.rank == 0):
+        show_what_is_next(console)
     return 0 if holds and not missing else 1
+
+
+def show_what_is_next(console: Console) -> None:
+    """Commands that work as printed: where the environment is not activated by their full path, and without root."""
+    from tpkernels.demo.minilm import Missing, weights_folder
+
+    beside = Path(sys.executable).with_name("tpkernels")
+    found = shutil.which("tpkernels")
+    if found and beside.exists() and Path(found).samefile(beside):
+        program = "tpkernels"
+    else:
+        program = shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m tpkernels"
+    commands = [
+        ("what overlap buys on this machine, op by op", f"{program} bench"),
+        ("train a GPT on text, with the ranks and sizes that you name", f"{program} train-demo --tp 2 --steps 40"),
+    ]
+    with contextlib.suppress(Missing):
+        model = shlex.quote(str(weights_folder()))
+        commands.insert(0, ("how a model would be cut over four ranks", f"{program} plan {model} --tp 4"))
+    console.print("\nWhat to try next:\n")
+    for meaning, command in commands:
+        console.print(f"  {meaning}\n    {command}", soft_wrap=True, markup=False, highlight=False)
 
 
 def run_on_rank(options: Options) -> bool:

@@ -41,7 +41,7 @@ def show_minilm(console: Console, report: MiniLMReport) -> None:
     console.print(Padding(table, (0, 0, 0, 2)))
     console.print()
     console.print("  Medians, interleaved. Ranks of one machine have no network to hide behind the GEMM;", style="dim")
-    console.print("  `tpkernels bench --netlab 1gbit` gives them one.\n", style="dim")
+    console.print("  `tpkernels bench --netlab 1gbit` gives them one (root).\n", style="dim")
     for question, answer, similarity in report.answers:
         console.print(f"  {question}  [dim]->[/dim]  {answer}  [dim]{similarity:.2f}[/dim]")
     console.print()
