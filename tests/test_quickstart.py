@@ -386,6 +386,16 @@ def test_too_old_a_python_is_told_what_it_needs(checkout: Checkout, monkeypatch:
         module.main(["demo"])
 
 
+def test_another_system_gets_a_sentence_and_no_environment(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # which Windows lacks
+    module = checkout.load()
+    for system in ("darwin", "win32"):
+        monkeypatch.setattr(sys, "platform", system)
+        with pytest.raises(module.Stop, match=rf"on Linux, and this is {system}: use a Linux machine, a container, or"):
+            module.main(["demo"])
+    assert not checkout.venv.exists()
+
+
 def test_the_script_still_parses_on_old_pythons_so_that_the_message_appears() -> None:
     ast.parse(ROOT.joinpath("quickstart").read_text(), feature_version=(3, 7))
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cpu
 def test_a_plan_names_the_inputs_for_which_it_counts_bytes() -> None:
     model = zoo.build("bert")
     guessed = tpk.make_plan(model, 2)
-    assert guessed.example == "input_ids 3x7 (a guess: pass example_inputs)"
+    assert guessed.example == "input_ids 3x7 (a guess: give example_inputs or --tokens)"
     assert f"sent per rank in one step of {guessed.example}: " in str(guessed)
     given = tpk.make_plan(model, 2, example_inputs={"input_ids": torch.zeros(6, 7, dtype=torch.long)})
     assert given.example == "input_ids 6x7" and given.wire_bytes > 1.8 * guessed.wire_bytes

@@ -82,7 +82,8 @@ class _Worker:
 
 
 _idle: list[_Worker] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
 
 
 def _start(request: _Request) -> None:

@@ -269,7 +269,8 @@ def _disown() -> None:
         )
 
 
-os.register_at_fork(after_in_child=_disown)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_disown)
 
 
 def all_groups() -> list[Group]:

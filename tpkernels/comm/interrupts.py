@@ -84,7 +84,8 @@ def _leave_to_the_parent() -> None:
     _pair = None
 
 
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def wake() -> None:

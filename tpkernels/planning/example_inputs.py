@@ -199,7 +199,7 @@ class Observation:
         if self.recording is None:
             return ""
         told = [self._told(model, self.calls[id(recording)]) for _, recording in self.firsts]
-        return "; and ".join(told) + (" (a guess: pass example_inputs)" if self.guessed else "")
+        return "; and ".join(told) + (" (a guess: give example_inputs or --tokens)" if self.guessed else "")
 
     @staticmethod
     def _told(model: nn.Module, call: Example) -> str:

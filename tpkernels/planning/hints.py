@@ -108,7 +108,7 @@ def _plan_file(model: nn.Module) -> Hints | None:
             for name in names
             if matches(name, pattern)
         }
-        return Hints("plan file", f"plans/{info.name}.py", styles)
+        return Hints("plan file", f"tpkernels/planning/plans/{info.name}.py", styles)
     return None
 
 

@@ -138,8 +138,8 @@ def _style(style: Style) -> str:
 
 def _totals(plan: ShardingPlan) -> list[str]:
     replicated = [entry for entry in plan.entries if entry.parameters and all(c.dim is None for c in entry.parameters)]
-    held = plan.bytes_per_rank
-    ranks = _bytes(held[0]) if len(set(held)) == 1 else "/".join(map(_bytes, held))
+    held = [_bytes(number) for number in sorted(plan.bytes_per_rank)]
+    ranks = held[0] if held[0] == held[-1] else f"{held[0]} to {held[-1]}"
     lines = [
         f"{plan.model} over {plan.world_size} ranks, sequence parallel {'on' if plan.sequence_parallel else 'off'}",
         f"parameters per rank: {ranks} of {_bytes(plan.full_bytes)}, of which {_bytes(plan.replicated_bytes)} "
@@ -152,7 +152,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
     if plan.random:
         pairs = [f"{row} and {norm}" for row, norm in _pairs(plan.random)]
         lines.append(f"dropout differs by rank between: {', '.join(pairs)}")
-    lines += [f"with its sum, {row} computes {norm}" for row, norm in _pairs([fused[:2] for fused in plan.fused])]
+    lines += [f"the sum of {row} is one op with {norm}" for row, norm in _pairs([fused[:2] for fused in plan.fused])]
     lines += [f"no norm is fused with {line}" for line in plan.unfused]
     return lines + [f"note: {note}" for note in plan.notes]
 

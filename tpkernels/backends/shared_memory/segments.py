@@ -11,7 +11,6 @@ import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
-from resource import RLIM_INFINITY, RLIMIT_FSIZE, getrlimit
 from types import TracebackType
 from typing import Any
 
@@ -292,8 +291,10 @@ def _why_not_here(group: Group) -> str | None:
         return f"shared memory serves CPU tensors in gloo groups, the backends of this one are {group.backends}"
     if not group.co_located:
         return "the ranks run on different hosts (or in different process-id namespaces)"
-    limit, needed = getrlimit(RLIMIT_FSIZE)[0], 2 * module.SLOT_BYTES
-    if limit != RLIM_INFINITY and limit < needed:
+    import resource  # Windows has none, and must be able to import this
+
+    limit, needed = resource.getrlimit(resource.RLIMIT_FSIZE)[0], 2 * module.SLOT_BYTES
+    if limit != resource.RLIM_INFINITY and limit < needed:
         return (
             f"this process may make files of {limit} bytes only, and a segment has addresses, not memory, for {needed} "
             "bytes: ulimit -f unlimited"
