@@ -19,7 +19,7 @@ from tpkernels.measure.gpt import Sizes
 from tpkernels.measure.netlab import Sample
 from tpkernels.measure.profile_report import Profile
 from tpkernels.measure.trace import RankTrace
-from tpkernels.measure.training import METHODS, RankResult, Training
+from tpkernels.measure.training import METHODS, RankResult, Training, affordable_steps
 from tpkernels.testing.spawn import Pools
 
 LIMIT_S = 180.0
@@ -136,3 +136,10 @@ def test_sizes_given_replace_those_of_a_quick_run() -> None:
     training = profile.make_training(options("--quick", "--width", "32", "--seed", "3", "--dtype", "fp32"))
     assert (training.sizes.width, training.sizes.layers, training.seed) == (32, 1, 3)
     assert training.dtype == torch.float32 and profile.make_training(options()).sizes == Sizes()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("first_s", "steps"), [(0.5, 10), (40.0, 5), (400.0, 3)])
+def test_slow_ranks_train_fewer_steps(first_s: float, steps: int) -> None:
+    training = Training(Sizes(), steps=10, warmup=2)
+    assert affordable_steps(training, first_s, 600.0) == 2 + steps

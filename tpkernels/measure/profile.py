@@ -123,7 +123,7 @@ def run_rank(training: Training, timeout_s: float) -> RankResult:
             if why and dist.get_rank() == 0:
                 print(f"training {why}", file=sys.stderr, flush=True)
         with deadline(timeout_s, f"rank {dist.get_rank()}: training"):
-            return train_in_turns(training, mesh, control)
+            return train_in_turns(training, mesh, control, timeout_s / 2)
     finally:
         dist.destroy_process_group(control)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -30,13 +31,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm import timeline
+from tpkernels.comm.groups import resolve
 from tpkernels.measure.curves import Curve, shifted
 from tpkernels.measure.gpt import GPT, ParallelGPT, Sizes
 from tpkernels.measure.memory import peak_bytes
 from tpkernels.measure.progress import remaining
+from tpkernels.measure.timing import LEAST_REPEATS
 from tpkernels.measure.trace import RankTrace
+from tpkernels.ops.agreed_call import exchange
 
-__all__ = ["METHODS", "RankResult", "Training", "train_in_turns"]
+__all__ = ["METHODS", "RankResult", "Training", "affordable_steps", "train_in_turns"]
 
 NO_TP, TP, OVERLAP = METHODS = ("no TP", "TP", "TP + overlap")
 LEARNING_RATE = 1e-3
@@ -91,8 +95,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGroup) -> RankResult:
-    """Train the three in turns; a collective call.  On `control` the ranks wait for each other before every step."""
+def train_in_turns(
+    training: Training, mesh: DeviceMesh, control: dist.ProcessGroup, budget_s: float = math.inf
+) -> RankResult:
+    """Train the three in turns; a collective call.  On `control` the ranks wait for each other before every step.
+
+    There are fewer steps than asked for, and rank 0 says so, where the first one tells that all would take longer than
+    `budget_s`.
+    """
     rank, device = mesh.get_local_rank(), torch.device(training.device)
     torch.manual_seed(training.seed)
     plain = GPT(training.sizes).to(device, training.dtype)
@@ -105,7 +115,8 @@ def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGr
         trainees[NO_TP] = _Trainee(plain)
     curves, count = {name: Curve() for name in METHODS}, training.warmup + training.steps
     start, work = time.monotonic(), count * len(METHODS) + count  # steps of each, and those of the shifted weights
-    for number in range(count):
+    number = 0
+    while number < count:
         if rank == 0:
             left = remaining(number * len(METHODS), work, time.monotonic() - start)
             print(f"[{number + 1}/{count}] a step of each{left}", file=sys.stderr, flush=True)
@@ -114,6 +125,10 @@ def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGr
         for name in METHODS[first:] + METHODS[:first]:
             dist.barrier(control)
             _timed(curves[name], trainees.get(name), data)
+        number += 1
+        if number == 1 and budget_s < math.inf:
+            count = _agreed_steps(training, time.monotonic() - start, budget_s, control)
+            work = count * len(METHODS) + count
     if moved is not None:
         print("the steps of one process with shifted weights: the bound", file=sys.stderr, flush=True)
         curves["shifted"] = Curve()
@@ -131,6 +146,27 @@ def train_in_turns(training: Training, mesh: DeviceMesh, control: dist.ProcessGr
         if name in works:
             traces.append(_recorded(f"{name}, step {number}", rank, works[name], device))
     return RankResult(curves, traces, training.dtype)
+
+
+def _agreed_steps(training: Training, first_s: float, budget_s: float, control: dist.ProcessGroup) -> int:
+    """As many as end in time after the first has taken rank 0 so long; rank 0 tells of fewer than were asked for."""
+    mine = affordable_steps(training, first_s, budget_s)
+    count = int(exchange(resolve(control), "profile: steps", {"count": mine})[0]["count"])
+    if count < training.warmup + training.steps and dist.get_rank() == 0:
+        print(
+            f"{count - training.warmup} steps instead of {training.steps}: a step of each takes {first_s:.1f} s, and "
+            f"half of --timeout {2 * budget_s:g} is taken at most",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return count
+
+
+def affordable_steps(training: Training, first_s: float, budget_s: float) -> int:
+    """Of those that were asked for, with warm-up, as many as end in time where a step of each takes so long."""
+    asked, fewest = training.warmup + training.steps, training.warmup + min(training.steps, LEAST_REPEATS)
+    behind = RECORDED + 1  # steps of each that are recorded, and one whose memory is watched
+    once_more = 1 / len(METHODS)  # one process repeats all of them from shifted weights
+    return max(fewest, min(asked, int((budget_s / first_s - behind) / (1 + once_more))))
 
 
 def _timed(curve: Curve, trainee: _Trainee | None, data: list[Tensor]) -> None:
