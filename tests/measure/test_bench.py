@@ -411,3 +411,17 @@ def test_slow_ranks_measure_fewer_repeats_and_then_smaller_sizes_and_the_command
     assert (given.divisor, given.repeats) == (1, 3) and "longer than --timeout 1800 allows" in given.says[1]
     limited, _ = fit_at(5, limit_s=60.0)
     assert (limited.divisor, limited.limit_s) == (2, 60)
+
+
+@pytest.mark.cpu
+def test_cases_that_would_not_end_in_time_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter((0.0, 0.0, 20.0, 60.0, 75.0))  # cases of 20, 40 and 15
+    monkeypatch.setattr(fitting, "time", mock.Mock(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(fitting, "resolve", lambda group: group)
+    monkeypatch.setattr(fitting, "exchange", lambda group, name, said: [said])
+    control = mock.Mock(**{"rank.return_value": 0})
+    watch = fitting.Watch(100.0)
+    assert [watch.allows_another(control, left=4) for _ in range(4)] == [True, True, False, False]
+    assert "4 cases left out: they would not end within --timeout" in capsys.readouterr().err

@@ -250,13 +250,16 @@ def run_rank(plan: Plan) -> RankOutput:
         if why and dist.get_rank() == 0:
             print(f"measuring {why}", file=sys.stderr, flush=True)
     plan = _fitted(plan, everybody)
-    output, count = RankOutput(environment=plan.environment), len(plan.problems)
-    start, all_cases = time.monotonic(), count * max(1, len(plan.tp))
+    output, count = RankOutput(environment=dict(plan.environment)), len(plan.problems)
+    watch, all_cases = fitting.Watch(plan.timeout_s), count * max(1, len(plan.tp))
     for group, control in _groups(plan):
         for index, (op, shape) in enumerate(plan.problems):
+            if not watch.allows_another(control, left=count - index):
+                output.environment["cases_left_out"] = all_cases - len(output.results)
+                break
             what = f"[{index + 1}/{count}] {op} {shape}, {group.size()} ranks"
             if group.rank() == 0:
-                left = remaining(len(output.results), all_cases, time.monotonic() - start)
+                left = remaining(len(output.results), all_cases, watch.elapsed_s())
                 print(what + left, file=sys.stderr, flush=True)
             with torch.no_grad(), deadline(plan.limit_s, f"rank {group.rank()}: {what}"):
                 case = TimedCase(op, shape, DTYPES[plan.dtype], group, device, seed=index)
@@ -428,7 +431,8 @@ def _report(args: argparse.Namespace, plan: Plan, outputs: Sequence[RankOutput])
     if args.compare:
         print("\n".join(compare.lines(args.compare, plan.environment, results)))
     if plan.json:
-        report.write_json(plan.json, {**plan.environment, "complete": True}, results)
+        complete = "cases_left_out" not in plan.environment
+        report.write_json(plan.json, {**plan.environment, "complete": complete}, results)
         print(f"samples: {plan.json}")
     if args.out:
         for written in bench_table.write_table_and_figure(args.out, results, title):

@@ -8,6 +8,8 @@ Repeats come first: sizes are divided only where the fewest repeats take too lon
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
+from tpkernels.comm.groups import resolve
 from tpkernels.measure.cases import Shape
 from tpkernels.measure.suites import scaled
 from tpkernels.measure.timing import LEAST_REPEATS
+from tpkernels.ops.agreed_call import exchange
 
-__all__ = ["USUAL_LIMIT_S", "Fit", "fit", "seconds_on"]
+__all__ = ["USUAL_LIMIT_S", "Fit", "Watch", "fit", "seconds_on"]
 
 USUAL_LIMIT_S = 300.0
 _MOST = 32
@@ -114,6 +118,33 @@ def seconds_on(group: dist.ProcessGroup, device: str, dtype: torch.dtype) -> Cal
         return 1e-6 * max(estimates) * (len(estimates) + _MORE_WAYS)
 
     return seconds_of
+
+
+class Watch:
+    """The clock of a whole measurement, which leaves out the cases that would not end in time."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._start = timeout_s, time.monotonic()
+        self._began_s: float | None = None
+        self._longest_s = 0.0
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def allows_another(self, control: dist.ProcessGroup, left: int) -> bool:
+        """Whether one more case ends in time if it takes as long as the longest; the same on all ranks of ``control``.
+
+        ``left``: how many cases are left out if not, for the sentence.
+        """
+        now_s = self.elapsed_s()
+        if self._began_s is not None:
+            self._longest_s = max(self._longest_s, now_s - self._began_s)
+        self._began_s = now_s
+        mine = now_s + self._longest_s < 0.95 * self._timeout_s
+        allowed = bool(exchange(resolve(control), "bench: time", {"allowed": mine})[0]["allowed"])
+        if not allowed and control.rank() == 0:
+            print(f"{left} cases left out: they would not end within --timeout", file=sys.stderr, flush=True)
+        return allowed
 
 
 def _rounded(seconds: float) -> str:
