@@ -36,7 +36,7 @@ CAPTION = (
     "GEMM only: the arithmetic alone. comm only: the payload once over the wire, point to point.\n"
     f"vs: baseline / this way; {NOISE} noise: the quartiles of the rounds' ratios lie on both sides of 1.\n"
     "overlap: (unfused - this) / (unfused - max(GEMM only, comm only)); '-': nothing could be won.\n"
-    "exposed: this - GEMM only."
+    "exposed: this - GEMM only; 0 where it was no slower."
 )
 _WIDTH = 98
 _LABELS = {"gemm": "GEMM only", "comm": "comm only"}
@@ -74,7 +74,7 @@ def rows(result: CaseResult) -> list[tuple[str, ...]]:
                 "" if roof else _ratio_cell(ratios[0]),
                 _rate(result, name) if roof else _ratio_cell(ratios[1]),
                 "" if roof else "-" if overlap is None or name in BASELINES else f"{overlap:.0%}",
-                "" if roof else "-" if exposed is None else duration(exposed),
+                "" if roof else "-" if exposed is None else "0" if exposed <= 0 else duration(exposed),
             )
         )
     return found
