@@ -49,7 +49,7 @@ def init(
             may choose otherwise, and their results differ in the last bits.  Holds for all groups of the process;
             equal on all ranks; None leaves it as it was.
         same_bits: the largest tensor-parallel degree, a power of two, that gives the same bits as this one; default:
-            ``TPKERNELS_SAME_BITS``, or none.  What cannot raises.  This process then computes with one thread.
+            ``TPKERNELS_SAME_BITS``, or none.  Calls that cannot give them raise.  The process computes with one thread.
 
     Examples:
         >>> mesh = tpk.init()
