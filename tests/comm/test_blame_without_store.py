@@ -23,6 +23,7 @@ TIMEOUT_S = 2.0
 
 class _Lost:
     is_silent = False
+    answered_at = 0.0
 
     def within(self, limit: float) -> _Lost:
         return self
@@ -39,6 +40,7 @@ def _group(*, listened_ago: float, silent_for: float = 0.0) -> Any:
         name="tp", rank=MINE, size=3, timeout=TIMEOUT_S, control=_Lost(), key="k", visits=(1, 1, 1), verdict=None,
         peers=tuple(Identity(f"host {rank}", 7, 7) for rank in range(3)), store_host=HOST, calls=4,
         heard={**beats, OTHER: ("1 2", now - listened_ago - silent_for)}, listened=now - listened_ago,
+        missed=(0, ()),
     )  # fmt: skip
 
 
@@ -56,6 +58,28 @@ def test_the_host_of_a_lost_store_is_blamed_if_nobody_was_missing_before(
 ) -> None:
     group = _group(listened_ago=listened_ago, silent_for=silent_for)
     error = blame(group, 3, "all_reduce(...)", "recv timed out", TIMEOUT_S, peer=peer)
+    assert error.ranks == (blamed,) and str(blamed) in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("missed", "waited", "blamed"),
+    [
+        ((3, (OTHER,)), TIMEOUT_S, OTHER),  # its time was up a moment before, and it left like anybody else
+        ((3, (OTHER,)), 0.5 * TIMEOUT_S, HOST),
+        ((3, (HOST, OTHER)), 0.5 * TIMEOUT_S, HOST),
+        ((2, (OTHER,)), TIMEOUT_S, HOST),  # of an earlier call
+        ((3, ()), TIMEOUT_S, HOST),
+    ],
+)
+def test_a_host_of_the_store_that_is_gone_is_blamed_if_nobody_was_missing_before(
+    missed: tuple[int, tuple[int, ...]], waited: float, blamed: int
+) -> None:
+    """Rank 0 left with its error about rank 2, and took the store with it: ranks said that rank 0 died."""
+    group = _group(listened_ago=0.3)
+    group.missed = missed
+    here = SimpleNamespace(is_local=True, is_dead=lambda: False, is_stopped=lambda: False)
+    group.peers = (SimpleNamespace(**{**vars(here), "is_dead": lambda: True}), here, here)
+    error = blame(group, 3, "save_pretrained: digests", "broken pipe", waited, suspects=[HOST])
     assert error.ranks == (blamed,) and str(blamed) in str(error), error
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
+from tpkernels.comm import job_store, startup
+from tpkernels.errors import PeerLost
 from tpkernels.launchers import job_of, meeting_of
 from tpkernels.testing.spawn import fork_server
 
@@ -174,3 +178,61 @@ def test_new_interpreters_join_the_job_of_their_environment() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(start, range(2))) == ["3.0 2\n"] * 2
+
+
+# ---------------------------------------------------------------- rank 0, which serves the store, is stopped meanwhile
+
+TIMEOUT_S = 1.0
+STAGES = {
+    "the store is reached": (startup, "meet_as_torchrun", pytorchjob),
+    "places are taken": (job_store, "_take_place", slurm),
+    "the group is made": (dist, "init_process_group", pytorchjob),
+    "its axes are made": (startup, "init_device_mesh", slurm),
+}
+
+
+def meet_and_wait(connection: object, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    tpk.init(timeout=LIMIT_S)
+    time.sleep(LIMIT_S)
+
+
+def stop_rank_0(connection: object, environ: dict[str, str], stage: str, rank_0: int) -> None:
+    """Rank 1, which stops rank 0 when it comes to the stage."""
+    os.environ.update(environ)
+    module, name, _ = STAGES[stage]
+    original, start = getattr(module, name), 0.0
+
+    def with_rank_0_stopped(*given: object, **options: object) -> object:
+        nonlocal start
+        while "rank 0 is not there yet":
+            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(environ["MASTER_PORT"]))):
+                break
+        os.kill(rank_0, signal.SIGSTOP)
+        start = time.monotonic()
+        return original(*given, **options)
+
+    setattr(module, name, with_rank_0_stopped)
+    try:
+        tpk.init(timeout=TIMEOUT_S)
+        said = "joined"
+    except PeerLost as error:
+        said = f"{error.ranks}: {error}"
+    connection.send((said, time.monotonic() - start))  # type: ignore[attr-defined]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_0_that_is_stopped_while_the_ranks_meet_is_named_in_time(stage: str) -> None:
+    """Others waited for its store for ever."""
+    *_, launcher = STAGES[stage]
+    port = {"MASTER_PORT": str(free_port())}
+    environs = [launcher(rank, 2, "7") | port | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    process = fork_server().Process(target=meet_and_wait, args=(None, environs[0]), daemon=True)
+    process.start()
+    try:
+        ((said, seconds),) = started([environs[1]], partial(stop_rank_0, stage=stage, rank_0=process.pid))
+    finally:
+        process.kill()
+    assert said.startswith("(0,)") and "rank 1" in said and "store" in said, said
+    assert seconds < 1.1 * TIMEOUT_S + 0.5, seconds  # tests run beside this one

@@ -65,6 +65,7 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
     """
     start = time.monotonic()
     place, store = f"{group.key}/{part}/{call}", group.control
+    group.missed = call, ()
     try:
         publish(group, call, record, part=part)
         if store.add(f"{place}/count", 1) == group.size:
@@ -121,6 +122,8 @@ def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks
     if any(peer.is_dead() for peer in group.peers) or looks(lambda store: presence.failures(group, store)):
         return True
     present = looks(lambda store: recorded(group, f"{part}/{call}", store))
+    if looks.lost is None:
+        group.missed = call, tuple(rank for rank in range(group.size) if rank not in present)
     now = time.monotonic()
     if not group.co_located and now - group.listened > heartbeats.LISTEN_EVERY:  # the monitor listens later, in calls
         beats = looks(lambda store: read(group, "beat", store))

@@ -70,6 +70,8 @@ def blame(
         dead = [rank for rank in gone if rank not in notes]
         if looks.lost is not None and group.store_host not in dead:
             dead = []  # they may have left because the store is lost, which they could not say
+        if dead and looks.lost is not None and not set(missed := _missed(group, call, start, waited)) <= set(dead):
+            return _missed_before(group, head, missed, looks.lost, symptom)  # its host left when its time was up
         if dead:
             return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
         records = looks(lambda store: recorded(group, f"call/{call}", store))
@@ -93,11 +95,9 @@ def blame(
     heard_until = time.monotonic() if looks.lost is None else group.listened
     silent = heartbeats.silent(group, [rank for rank in remote if rank != group.rank], heard_until)
     if looks.lost is not None and not silent:
-        accused = suspects or (() if peer is None else (peer,))
-        if accused and waited > 0.9 * group.timeout and start - group.listened < 0.5 * waited:
-            # The store still answered when this had lasted for long: its host has left since, and is not the cause.
-            what = f"{head}rank(s) {list(accused)} did not answer within {group.timeout:g} s, and now the store is lost"
-            return PeerLost(f"{what}: {looks.lost}. {symptom}", ranks=accused)
+        missed = _missed(group, call, start, waited) or list(suspects or (() if peer is None else (peer,)))
+        if missed and _was_long(group, start, waited):
+            return _missed_before(group, head, missed, looks.lost, symptom)
         return _store_lost(group, head, looks.lost, symptom, suspects)
     if silent:
         return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
@@ -118,6 +118,26 @@ def blame(
     return CollectiveTimeout(
         f"{head}every rank is alive{what} within {group.timeout:g} s. {symptom}", ranks=stopped or late or suspects
     )
+
+
+def _was_long(group: Group, start: float, waited: float) -> bool:
+    """Whether the store, which is lost now, still answered when the call had waited for most of its time."""
+    answered_at = max(group.listened, group.control.answered_at)
+    return waited > 0.9 * group.timeout and start - answered_at < 0.5 * waited
+
+
+def _missed(group: Group, call: int, start: float, waited: float) -> list[int]:
+    """Ranks that had not come to such a call when the store was last read."""
+    at, ranks = group.missed
+    return list(ranks) if at == call and _was_long(group, start, waited) else []
+
+
+def _missed_before(
+    group: Group, head: str, ranks: Sequence[int], lost: RuntimeError, symptom: str
+) -> CommunicationError:
+    """The error of a rank whose store was lost after others had not come: its host may have left like anybody else."""
+    what = f"{head}rank(s) {list(ranks)} did not answer within {group.timeout:g} s, and now the store is lost"
+    return PeerLost(f"{what}: {lost}. {symptom}", ranks=ranks)
 
 
 def _store_lost(

@@ -16,11 +16,8 @@ Assumes: c10d's clients release Python's lock while they wait.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,6 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tpkernels.comm.job_identity import Foreign, Seal
+from tpkernels.comm.store_sockets import port_of, root, serves
 from tpkernels.comm.transport import TransportFailure
 
 __all__ = ["BoundedStore", "StoreLost", "StoreSilent"]
@@ -173,6 +171,7 @@ class BoundedStore:
         self._limit = limit
         self._seal = seal or Seal("")
         self._reported: set[str] = set()
+        self._answered_at = [0.0]
 
     def within(self, limit: float) -> BoundedStore:
         """The same client for requests that have less time."""
@@ -188,8 +187,19 @@ class BoundedStore:
 
     def _like_this(self, client: _Client, limit: float) -> BoundedStore:
         view = BoundedStore.__new__(BoundedStore)
-        view._client, view._limit, view._seal, view._reported = client, limit, self._seal, self._reported
+        view._client, view._limit, view._seal = client, limit, self._seal
+        view._reported, view._answered_at = self._reported, self._answered_at
         return view
+
+    def _ask(self, question: Callable[[Any], Any], about: Hashable = None) -> Any:
+        answer = self._client.ask(question, self._limit, about)
+        self._answered_at[0] = time.monotonic()
+        return answer
+
+    @property
+    def answered_at(self) -> float:
+        """When this store last answered a thread of this process (``time.monotonic``)."""
+        return self._answered_at[0]
 
     @property
     def is_silent(self) -> bool:
@@ -199,26 +209,26 @@ class BoundedStore:
     @property
     def is_served_here(self) -> bool:
         """Whether this process serves the store to the others: whether it listens at the store's port."""
-        port = getattr(_root(self._client.store), "port", None)
-        return port is not None and any(_listens(int(name), int(port)) for name in os.listdir("/proc/self/fd"))
+        port = port_of(self._client.store)
+        return port is not None and serves(port)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._client.ask(lambda store: store.check(list(keys)), self._limit, about=tuple(keys)))
+        return bool(self._ask(lambda store: store.check(list(keys)), about=tuple(keys)))
 
     def check_in_root(self, keys: Sequence[str]) -> bool:
         """The same of keys that are not this group's, but the store's."""
-        return bool(self._client.ask(lambda store: _root(store).check(list(keys)), self._limit))
+        return bool(self._ask(lambda store: root(store).check(list(keys))))
 
     def set(self, key: str, value: str) -> None:
         sealed = self._seal.close(key, value)
-        self._client.ask(lambda store: store.set(key, sealed), self._limit)
+        self._client.ask(lambda store: store.set(key, sealed), self._limit)  # does not wait for an answer
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._client.ask(lambda store: store.add(key, amount), self._limit))
+        return int(self._ask(lambda store: store.add(key, amount)))
 
     def texts(self, keys: Sequence[str]) -> dict[str, str]:
         """What ranks of this job have stored under these keys, all of which exist."""
-        stored = self._client.ask(lambda store: store.multi_get(list(keys)), self._limit) if keys else []
+        stored = self._ask(lambda store: store.multi_get(list(keys))) if keys else []
         found: dict[str, str] = {}
         for key, value in zip(keys, stored, strict=True):
             try:
@@ -252,24 +262,3 @@ class BoundedStore:
             _start(_Request(lambda: leave(store)))
             raise StoreSilent("the group's store still owes an earlier answer")
         self._client.ask(leave, min(wait, self._limit))
-
-
-def _root(store: Any) -> Any:
-    return getattr(store, "_underlying_non_prefix_store", store)
-
-
-def _listens(descriptor: int, port: int) -> bool:
-    """Whether a descriptor of this process is a socket that listens at the port.
-
-    libc is asked: Python's sockets may change what they are made of, and to read the kernel's table of connections
-    took 17 ms for each group on a busy machine of 24 GiB, where this takes 0.3.
-    """
-    libc = ctypes.CDLL(None)
-    listens, name, size = ctypes.c_int(), ctypes.create_string_buffer(128), ctypes.c_uint32(4)
-    if libc.getsockopt(descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size)):
-        return False  # no socket
-    size.value = len(name)
-    if not listens.value or libc.getsockname(descriptor, name, ctypes.byref(size)):
-        return False
-    (family,), (at,) = struct.unpack_from("=H", name), struct.unpack_from("!H", name, 2)
-    return family in (socket.AF_INET, socket.AF_INET6) and at == port

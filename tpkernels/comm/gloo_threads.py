@@ -8,7 +8,7 @@ get the same share of a core but never take it on waking, which ends this: an ex
 took 1.8 (mean of 300, two ranks pinned to two cores, torch 2.13).
 
 Assumes: gloo's threads bear the name they have in torch 2.13. Those of 2.11 have none and are left alone, as is
-everything where the system has no such class.
+everything where the system has no such class, or no ``/proc`` that shows the threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def settle() -> None:
     _settled.clear()
     if not hasattr(os, "SCHED_BATCH") or not config.load().batch_gloo:
         return
-    for task in Path("/proc/self/task").iterdir():
+    try:
+        tasks = list(Path("/proc/self/task").iterdir())
+    except FileNotFoundError:  # no /proc, or another namespace's
+        return
+    for task in tasks:
         with suppress(FileNotFoundError, ProcessLookupError):  # threads come and go
             if task.joinpath("comm").read_text().strip() != _NAME:
                 continue

@@ -101,6 +101,8 @@ class Group:
     """The last heartbeat of each rank and when it was first read; see :mod:`tpkernels.comm.heartbeats`."""
     listened: float = 0.0
     """When they were last read."""
+    missed: tuple[int, tuple[int, ...]] = (0, ())
+    """A call that waits, and the ranks that had not come to it when the store was last read."""
     store_host: int | None = None
     """The rank whose process serves the store; None where that is nobody's."""
     links: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -14,6 +14,7 @@ default, as c10d's own.
 from __future__ import annotations
 
 import datetime
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -21,9 +22,11 @@ import torch.distributed as dist
 from tpkernels import config
 from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.job_identity import Foreign, JobIdentity
+from tpkernels.comm.store_sockets import answering
+from tpkernels.errors import PeerLost
 from tpkernels.launchers import Job, Meeting
 
-__all__ = ["has_clashed", "meet_as_torchrun", "meet_at"]
+__all__ = ["has_clashed", "in_time", "meet_as_torchrun", "meet_at"]
 
 _JOB, _CLASH = "tpkernels/job", "tpkernels/job/clash"
 
@@ -31,6 +34,8 @@ _ADVICE = "export MASTER_PORT=<a free port> before the launch"
 TIMEOUT = datetime.timedelta(minutes=5)
 TORCHRUN_TIMEOUT = datetime.timedelta(minutes=30)
 """c10d's own for ``env://``."""
+_LATER = 1.05
+"""Of its own time-outs c10d has more to say."""
 _met: dict[Meeting, tuple[Any, int]] = {}
 """Stores of this process, and how often a group was made with each: a job may leave its group and make another one."""
 
@@ -41,6 +46,7 @@ def meet_at(place: Meeting, job: Job, timeout: datetime.timedelta | None) -> Any
     Raises:
         ValueError: the port is taken, or serves another job.
         RuntimeError: rank 0 did not come within the timeout.
+        PeerLost: it came, and its store did not answer.
     """
     store, times = _met.get(place, (None, 0))
     if store is None:
@@ -55,15 +61,18 @@ def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | Non
     Raises:
         ValueError: rank 0 at that port belongs to another job.
         RuntimeError: the store was not reached within the timeout.
+        PeerLost: it was, and did not answer.
     """
     limit = timeout or TORCHRUN_TIMEOUT
     store, times = _met.get(place, (None, 0))
     if store is None:
         rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
-        store, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=limit))
+        with in_time(place.port, job.rank, limit):
+            store, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=limit))
         store.set_timeout(limit)
         if not config.agent_serves_store():
-            _take_place(store, job, f"{place.host}:{place.port}", f"a job of {job.world_size} ranks", _ADVICE)
+            with in_time(place.port, job.rank, limit):
+                _take_place(store, job, f"{place.host}:{place.port}", f"a job of {job.world_size} ranks", _ADVICE)
     store.set_timeout(limit)
     _met[place] = store, times + 1
     return store if times == 0 else dist.PrefixStore(f"tpkernels/group/{times}", store)  # type: ignore[attr-defined]
@@ -76,9 +85,12 @@ def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
         advice = f"the port was derived from {place.derived_from}; {advice}"
     first = job.rank == 0
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            place.host, place.port, job.world_size, is_master=first, wait_for_workers=False, timeout=limit
-        )
+        with in_time(place.port, job.rank, limit):
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                place.host, place.port, job.world_size, is_master=first, wait_for_workers=False, timeout=limit
+            )
+    except PeerLost:
+        raise
     except RuntimeError as error:
         if first:
             raise ValueError(f"rank 0 cannot serve the ranks at {where} ({error}): {advice}") from error
@@ -87,8 +99,28 @@ def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
             f"{error}; {advice}"
         ) from error
     name = f"{place.derived_from or f'{job.launcher}, {job.name}'}, {job.world_size} ranks"
-    _take_place(store, job, where, name, advice)
+    with in_time(place.port, job.rank, limit):
+        _take_place(store, job, where, name, advice)
     return store
+
+
+def in_time(port: int | None, rank: int, limit: datetime.timedelta) -> AbstractContextManager[None]:
+    """Have what c10d asks the job's store for end a little after c10d's own time-outs, which need its answers.
+
+    Raises:
+        PeerLost: the store did not answer; names rank 0, where that serves it.
+    """
+
+    def silent() -> PeerLost:
+        agent = config.agent_serves_store()
+        whose = "torchrun's agent, or the ranks' parent, serves" if agent else "rank 0 serves"
+        return PeerLost(
+            f"rank {rank}: the job's store at port {port}, which {whose}, did not answer within "
+            f"{limit.total_seconds():g} s while the ranks met: its process is stopped, or its host cut off",
+            ranks=() if agent else (0,),
+        )
+
+    return answering(port, _LATER * limit.total_seconds(), silent)
 
 
 def _take_place(store: Any, job: Job, where: str, name: str, advice: str) -> None:

@@ -223,6 +223,9 @@ class _Watch:
             # All sides of a disagreement are worth a moment's wait: the message then blames the right ranks.
             if len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS:
                 verdict = verdict or agreement.mismatch(group, call, records)
+        # Of the last one, which waits. Ranks that have what they need of it go on, and say so with their beats.
+        came = heartbeats.calls(agreement.read(group, "beat", self.store))
+        group.missed = call, tuple(one for one in range(group.size) if one not in records and came.get(one, -1) < call)
         return verdict, verdict is not None or self._knows_of_a_loss()
 
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpkernels import config
 from tpkernels.comm.groups import resolve
-from tpkernels.comm.job_store import meet_as_torchrun, meet_at
+from tpkernels.comm.job_store import TORCHRUN_TIMEOUT, in_time, meet_as_torchrun, meet_at
+from tpkernels.comm.store_sockets import port_of
 from tpkernels.gemm import canonical
 from tpkernels.launchers import Job
 from tpkernels.packages import check_platform
@@ -59,6 +60,7 @@ def init(
     Raises:
         ValueError: ``dp * tp`` is not the number of ranks; variables of launchers that contradict each other, or do not
             say where the ranks meet; ``same_bits`` is no power of two or no multiple of ``tp``, or ``dp`` is not 1.
+        PeerLost: the store at which the ranks meet does not answer; names rank 0, where that serves it.
         UnsupportedPlatform: this is not Linux.
     """
     check_platform()
@@ -109,7 +111,16 @@ def _make_mesh(
     # Each has options of its own, into which c10d writes the group's name.
     own = device == "cuda" and dp > 1 and tp > 1
     override: Any = {axis: ("nccl", _nccl_options(timeout)) for axis in ("dp", "tp")} if own else None
-    return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"), backend_override=override)
+    meeting = dist.distributed_c10d._get_default_store()
+    with in_time(port_of(meeting), dist.get_rank(), _limit(timeout)):
+        return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"), backend_override=override)
+
+
+def _limit(timeout: float | datetime.timedelta | None) -> datetime.timedelta:
+    """How long c10d itself waits for a rank."""
+    if timeout is None:
+        return TORCHRUN_TIMEOUT
+    return timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
 
 
 def new_group(ranks: Sequence[int], device: str, timeout: float) -> dist.ProcessGroup:
@@ -160,7 +171,9 @@ def _init_process_group(
         if place is not None:
             store = meet(place, environment, timeout)
             options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+    rank = 0 if environment is None else environment.rank
+    with in_time(port_of(options.get("store")), rank, _limit(timeout)):
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
 
 
 def _own_gpu(local_rank: int) -> int:

@@ -207,7 +207,7 @@ def _set_up(memory: SharedMemory, group: Group, call: int) -> None:
             reason = f"cannot listen for the other ranks: {error}"
     facts = {
         "refusal": reason,
-        "network": os.stat("/proc/self/ns/net").st_ino,
+        "network": None if reason is not None else os.stat("/proc/self/ns/net").st_ino,  # there may be no /proc
         "uid": os.getuid(),
         "abi": ABI,
         "address": None if hub is None else [hub.address, hub.token],

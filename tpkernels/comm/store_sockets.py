@@ -1,0 +1,112 @@
+"""The sockets of this process that belong to a store: whether it serves one, and an end to waits for one.
+
+c10d's clients wait for an answer without a limit, and so does all that c10d asks a store for by itself: when it
+connects, makes a process group, or the groups of a mesh.  :func:`answering` gives such a stretch of code a limit: it
+shuts down the connections to the store, and c10d raises.  What this library asks a store for has limits of its own
+(:mod:`tpkernels.comm.bounded_store`).
+
+libc is asked, because Python's sockets may change what they are made of, and a descriptor is never ours to close.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["answering", "port_of", "root", "serves"]
+
+_libc = ctypes.CDLL(None)
+_LOOK_AGAIN_S = 0.02
+# Without /proc, every number that may be one is tried: the kernel gives out the lowest that is free.
+_MOST_DESCRIPTORS = 1 << 12
+
+
+def root(store: Any) -> Any:
+    """The store behind the prefixes."""
+    return getattr(store, "_underlying_non_prefix_store", store)
+
+
+def port_of(store: Any) -> int | None:
+    """Where a store is served; None for one that is in this process alone."""
+    port = getattr(root(store), "port", None)
+    return None if port is None else int(port)
+
+
+def serves(port: int) -> bool:
+    """Whether this process listens at the port.
+
+    To read the kernel's table of connections took 17 ms for each group on a busy machine of 24 GiB, where this takes
+    0.3.
+    """
+    return any(_listens(descriptor) and _port(descriptor, "getsockname") == port for descriptor in _descriptors())
+
+
+@contextmanager
+def answering(port: int | None, limit: float, silent: Callable[[], Exception]) -> Iterator[None]:
+    """End what waits for the store at ``port`` after ``limit`` seconds, and raise what ``silent`` gives.
+
+    Other connections of this process to such a port would end as well.
+    """
+    if port is None:
+        yield
+        return
+    done, is_late = threading.Event(), threading.Event()
+
+    def end() -> None:
+        if not done.wait(limit):
+            is_late.set()
+            _shut(port)
+            while not done.wait(_LOOK_AGAIN_S):  # c10d may have connected again
+                _shut(port)
+
+    thread = threading.Thread(target=end, name="tpkernels-store-limit", daemon=True)
+    thread.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if is_late.is_set():
+            raise silent() from error
+        raise
+    finally:
+        done.set()
+        thread.join()
+    if is_late.is_set():
+        raise silent()
+
+
+def _shut(port: int) -> None:
+    for descriptor in _descriptors():
+        if _port(descriptor, "getpeername") == port:
+            _libc.shutdown(descriptor, socket.SHUT_RDWR)
+
+
+def _descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return list(range(_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)))
+
+
+def _listens(descriptor: int) -> bool:
+    listens, size = ctypes.c_int(), ctypes.c_uint32(4)
+    failed = _libc.getsockopt(
+        descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size)
+    )
+    return not failed and bool(listens.value)
+
+
+def _port(descriptor: int, which: str) -> int | None:
+    """The port of this end of a TCP socket, or of the other one; None for anything else."""
+    name, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
+    if getattr(_libc, which)(descriptor, name, ctypes.byref(size)):
+        return None
+    (family,), (port,) = struct.unpack_from("=H", name), struct.unpack_from("!H", name, 2)
+    return int(port) if family in (socket.AF_INET, socket.AF_INET6) else None
