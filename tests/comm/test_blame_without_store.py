@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tpkernels.backends.shared_memory import rendezvous, segments
 from tpkernels.comm import meeting
 from tpkernels.comm.blame import blame
 from tpkernels.comm.bounded_store import StoreLost
@@ -86,6 +87,16 @@ def test_a_host_of_the_store_that_is_gone_is_blamed_if_nobody_was_missing_before
 def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:
     error = meeting._blame_meeting(_group(listened_ago=9.0), StoreLost("no answer"), [], TIMEOUT_S)
     assert error.ranks == (HOST,) and f"rank {HOST}" in str(error), error
+
+
+@pytest.mark.parametrize("served_by", [None, HOST])
+def test_rank_0_that_leaves_the_set_up_of_shared_memory_for_want_of_the_store_is_not_blamed(
+    served_by: int | None,
+) -> None:
+    group = _group(listened_ago=9.0)
+    group.store_host = served_by
+    error = segments._culprit(group, 3, rendezvous.Lost("rank 0 went away", (HOST,)), 0.5 * TIMEOUT_S)
+    assert error.ranks == (() if served_by is None else (HOST,)) and "store" in str(error), error
 
 
 @pytest.mark.parametrize(("waited", "blamed"), [(0.1, [HOST]), (0.95 * TIMEOUT_S, [HOST, OTHER])])

@@ -239,6 +239,30 @@ def test_a_request_waits_for_the_answer_to_an_earlier_one_as_long_as_it_has_time
     slow.open = True
 
 
+class _Broken:
+    """c10d's client when the connection has ended: the first request says so, the next one may last for seconds."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        if self.asked > 1:
+            time.sleep(0.5)
+        raise dist.DistNetworkError("broken pipe")
+
+
+@pytest.mark.cpu
+def test_a_connection_that_has_failed_is_not_asked_again() -> None:
+    """A rank of a lost store raised after 1.5 time-outs."""
+    broken = _Broken()
+    store = BoundedStore(broken, 5.0)
+    for _ in range(3):
+        with pytest.raises(StoreLost, match="broken pipe") as raised:
+            store.within(0.2).check(["a"])
+        assert not isinstance(raised.value, StoreSilent)
+    assert broken.asked == 1 and not store.is_silent
+
+
 class _FarAway:
     """A store that takes a while for each answer."""
 

@@ -34,6 +34,7 @@ from tpkernels.comm.records import Record, announce, mismatch, publish, raise_if
 from tpkernels.errors import CommunicationError
 
 __all__ = [
+    "Looks",
     "Record",
     "announce",
     "blame",

@@ -25,6 +25,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch.distributed as dist
+
 from tpkernels.comm.job_identity import Foreign, Seal
 from tpkernels.comm.store_sockets import port_of, root, serves
 from tpkernels.comm.transport import TransportFailure
@@ -101,6 +103,7 @@ class _Client:
         self._lock = threading.Lock()
         self._unanswered: _Request | None = None
         self._cloning: _Request | None = None
+        self._failed: str | None = None
 
     @property
     def is_silent(self) -> bool:
@@ -113,6 +116,8 @@ class _Client:
         if not self._lock.acquire(timeout=limit):
             raise StoreSilent(f"the group's store did not answer another thread within {limit:.3g} s")
         try:
+            if self._failed is not None:
+                raise StoreLost(self._failed)
             request = self._asked(about)
             if request is None:
                 if self.is_silent and not self._is_answered(limit):
@@ -125,13 +130,19 @@ class _Client:
             except Empty:
                 raise StoreSilent(f"the group's store did not answer within {limit:.3g} s") from None
             request.taken = True
+            if error is not None:
+                raise error
+            return value
+        except dist.DistNetworkError as failed:
+            # c10d does not connect again, and the next request on such a connection took it up to two seconds.
+            self._failed = f"the connection to the group's store failed: {failed}"
+            raise StoreLost(self._failed) from failed
+        except TransportFailure:
+            raise
+        except RuntimeError as failed:  # what else c10d raises
+            raise StoreLost(f"the group's store failed: {failed}") from failed
         finally:
             self._lock.release()
-        if isinstance(error, RuntimeError):  # what c10d raises
-            raise StoreLost(f"the connection to the group's store failed: {error}") from error
-        if error is not None:
-            raise error
-        return value
 
     def _asked(self, about: Hashable) -> _Request | None:
         """The last request, if nobody has heard its answer and it is about the same."""
@@ -160,7 +171,7 @@ class _Client:
         self._cloning = None
         if error is not None:
             raise StoreLost(f"no second connection to the group's store: {error}") from error
-        self.store, self._unanswered = clone, None
+        self.store, self._unanswered, self._failed = clone, None, None
 
 
 class BoundedStore:

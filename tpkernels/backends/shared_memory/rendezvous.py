@@ -39,16 +39,25 @@ class Lost(RuntimeError):
 
 @dataclass
 class Limits:
-    """When to give up: at ``deadline`` (``time.monotonic``), or when a rank ``is_gone``: it died, or failed."""
+    """When to give up: at ``deadline`` (``time.monotonic``), or when ranks are ``gone``: they died, or failed.
+
+    They are looked for every 20 ms, however many messages come meanwhile: to look after each of 64 ranks whenever
+    another one's message had come took 2,000 requests to the group's store.
+    """
 
     deadline: float
-    is_gone: Callable[[int], bool] = field(default=lambda rank: False)
+    gone: Callable[[Sequence[int]], list[int]] = field(default=lambda ranks: [])
+    """Which of these ranks."""
+    _next_look: float = 0.0
 
     def check(self, missing: Sequence[int]) -> None:
-        gone = [rank for rank in missing if self.is_gone(rank)]
-        if gone:
-            raise Lost(f"rank(s) {gone} died or failed while the group set up shared memory", gone)
-        if time.monotonic() > self.deadline:
+        now = time.monotonic()
+        if missing and now >= self._next_look:
+            self._next_look = now + _POLL_S
+            gone = self.gone(missing)
+            if gone:
+                raise Lost(f"rank(s) {gone} died or failed while the group set up shared memory", gone)
+        if now > self.deadline:
             raise Lost(f"rank(s) {list(missing)} did not come to set up shared memory in time", missing)
 
 

@@ -216,7 +216,7 @@ def _set_up(memory: SharedMemory, group: Group, call: int) -> None:
         records = agreement.exchange_records(group, call, agreement.Record("shared memory", facts), part="shared")
         memory.no_memory = _common_refusal([record.facts for record in records])
         if memory.no_memory is None:
-            limits = rendezvous.Limits(time.monotonic() + group.timeout, lambda rank: _is_gone(group, rank))
+            limits = rendezvous.Limits(time.monotonic() + group.timeout, lambda ranks: _gone(group, ranks))
             if hub is not None:
                 memory.no_memory = _as_hub(memory, group, hub, limits)
             else:
@@ -264,22 +264,17 @@ def _rates(segments: SharedSegments, link_gbytes: float) -> dict[str, float]:
 
 
 def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> CommunicationError:
-    """Whom to blame: a rank whose connection ended may have left because another died, and says so in the store."""
-    try:
-        own = agreement.recorded(group, f"call/{call}").get(group.rank)
-        if own is not None:
-            return agreement.blame(group, call, own.signature, str(lost), waited)
-    except RuntimeError as error:
-        lost.add_note(f"the store could not be asked: {error}")
-    return PeerLost(f"rank {group.rank}, call {call} on group {group.name!r}: {lost}", ranks=lost.ranks)
+    """Whom to blame: a rank whose connection ended may have left because another died, or because the store did."""
+    own = agreement.Looks(group)(lambda store: agreement.recorded(group, f"call/{call}", store)).get(group.rank)
+    what = "shared memory" if own is None else own.signature
+    return agreement.blame(group, call, what, str(lost), waited, peer=lost.ranks[0] if lost.ranks else None)
 
 
-def _is_gone(group: Group, rank: int) -> bool:
-    """Whether a rank will not come any more: its process is dead, or it has failed and said so."""
-    try:
-        return group.peers[rank].is_dead() or rank in presence.failures(group)
-    except RuntimeError:  # the store's host died; who that was shows in the processes
-        return False
+def _gone(group: Group, ranks: Sequence[int]) -> list[int]:
+    """Those that will not come any more: their processes are dead, or they have failed and said so."""
+    dead = [rank for rank in ranks if group.peers[rank].is_dead()]
+    failed = {} if dead else agreement.Looks(group)(lambda store: presence.failures(group, store))
+    return dead or [rank for rank in ranks if rank in failed]
 
 
 def _why_not_here(group: Group) -> str | None:
