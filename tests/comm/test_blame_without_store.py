@@ -8,13 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tpkernels.backends.shared_memory import rendezvous, segments
 from tpkernels.comm import meeting
 from tpkernels.comm.blame import blame
 from tpkernels.comm.bounded_store import StoreLost
+from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.liveness import Identity
 from tpkernels.comm.transport import TransportFailure
+from tpkernels.errors import PeerLost
 
 pytestmark = pytest.mark.cpu
 
@@ -23,7 +26,7 @@ TIMEOUT_S = 2.0
 
 
 class _Lost:
-    is_silent = False
+    is_silent, is_served_here = False, False
     answered_at = 0.0
 
     def within(self, limit: float) -> _Lost:
@@ -120,3 +123,25 @@ def test_whose_connection_broke_is_blamed_alone_while_others_may_still_come(
     error = TransportFailure("connection reset by peer", HOST)
     found = meeting._blame_meeting(_group(listened_ago=0.0), error, [HOST, OTHER], waited)
     assert list(found.ranks) == blamed, found
+
+
+def test_a_peer_that_is_gone_keeps_no_other_one_from_getting_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 had died, and rank 2 waited for this one's card, with no store to learn from, and blamed it."""
+    sent: list[int] = []
+
+    def exchange(group: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
+        peers = [peer for peer, _ in (*recvs, *sends)]  # in this order, see transport
+        if HOST in peers:
+            raise TransportFailure("connection closed", HOST)
+        sent.extend(peer for peer, _ in sends)
+        return [], []
+
+    monkeypatch.setattr(meeting.transport, "exchange", exchange)
+    monkeypatch.setattr(meeting.presence, "come", lambda group: None)
+    group = _group(listened_ago=9.0)
+    group.backends = SimpleNamespace(meeting_device=lambda device: device, waits_in_streams=lambda kind: False)
+    group.key, group.unsent, group.card = None, [], None
+    group.job = JobIdentity("job")
+    with pytest.raises(PeerLost) as raised:
+        meeting.meet(group, 1, torch.device("cpu"))
+    assert sent == [OTHER] and raised.value.ranks == (HOST,), (sent, raised.value)

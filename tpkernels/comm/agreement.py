@@ -104,7 +104,7 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
                 break
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)
-    return recorded(group, f"{part}/{call}", group.control.within(1.0))
+    return recorded(group, f"{part}/{call}", looks.store)
 
 
 def _is_there(group: Group, key: str) -> bool:

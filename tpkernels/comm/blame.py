@@ -167,13 +167,13 @@ class Looks:
 
     def __init__(self, group: Group, store: BoundedStore | None = None) -> None:
         # An error that names ranks has to come within 1.1 timeouts, and the first look that fails ends all others.
-        self._store = (store or group.control).within(min(1.0, max(0.1, 0.07 * group.timeout)))
+        self.store = (store or group.control).within(min(1.0, max(0.1, 0.07 * group.timeout)))
         self.lost: RuntimeError | None = None
         """Why the last one has found nothing."""
 
     def __call__(self, look: Callable[[BoundedStore], dict[int, _T]]) -> dict[int, _T]:
         try:
-            found = look(self._store)
+            found = look(self.store)
         except RuntimeError as error:
             self.lost = error
             return {}

@@ -55,12 +55,12 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     try:
         if group.backends.waits_in_streams(device.type):
             _await_company(group)
-        sent, received = transport.exchange(group, tag, 0, sends, [(peer, cards[peer]) for peer in others])
+        sent, received = _exchange(group, tag, device, sends, {peer: cards[peer] for peer in others})
         # One after the other, each might take the whole timeout.
         until = None if group.backends.waits_in_streams(device.type) else start + group.timeout
         transport.wait_all(received, until=until)
         _await_device(group)
-        said = _read_cards(group, call, cards)
+        said = _read_cards(group, call, cards, start + group.timeout)
         group.peers = tuple(one["who"] for one in said)
         group.visits = tuple(one["visit"] for one in said)
         group.watch = watchdog.guard(group, before, _CARD_BYTES)
@@ -72,6 +72,33 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     except transport.TransportFailure as error:
         silent = [rank for rank, card in enumerate(cards) if not card.any()]
         raise _blame_meeting(group, error, silent, time.monotonic() - start) from error
+
+
+def _exchange(
+    group: Group,
+    tag: int,
+    device: torch.device,
+    sends: Sequence[tuple[int, torch.Tensor]],
+    cards: dict[int, torch.Tensor],
+) -> tuple[list[transport.Transfer], list[transport.Transfer]]:
+    """Post all cards.  A peer that is gone keeps no other one from getting ours: it would wait for it in vain."""
+    if group.backends.waits_in_streams(device.type):  # one operation, which all ranks make alike
+        return transport.exchange(group, tag, 0, sends, list(cards.items()))
+    sent: list[transport.Transfer] = []
+    received: list[transport.Transfer] = []
+    failure: transport.TransportFailure | None = None
+    given = dict(sends)
+    for peer, card in cards.items():
+        try:
+            out, into = transport.exchange(group, tag, 0, [(peer, given[peer])] if given else [], [(peer, card)])
+        except transport.TransportFailure as error:
+            failure = failure or error
+        else:
+            sent, received = [*sent, *out], [*received, *into]
+    if failure is not None:
+        group.unsent += sent  # gloo forgets a send whose handle is gone
+        raise failure
+    return sent, received
 
 
 def _await_company(group: Group) -> None:
@@ -165,8 +192,8 @@ def card_of(group: Group, device: torch.device, refused_call: int | None = None,
     return torch.frombuffer(bytearray(sealed.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8).to(device)
 
 
-def _read_cards(group: Group, call: int, cards: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-    """What the ranks' cards say.
+def _read_cards(group: Group, call: int, cards: Sequence[torch.Tensor], until: float) -> list[dict[str, Any]]:
+    """What the ranks' cards say; asks the store until then.
 
     Raises:
         GroupMismatch: some are those of another job, as ranks of two jobs that came to one port.
@@ -192,7 +219,7 @@ def _read_cards(group: Group, call: int, cards: Sequence[torch.Tensor]) -> list[
             ranks=tuple(strangers),
         )
     group.store_host = next((rank for rank, one in enumerate(said) if one["serves_store"]), None)
-    if has_clashed(group.control, group.job):
+    if has_clashed(group.control.within(max(0.2, until - time.monotonic())), group.job):
         raise GroupMismatch(f"{head}{TWO_JOBS}")
     if len(jobs) > 1:
         listing = "; ".join(f"rank(s) {ranks} of {name or 'a job without a name'}" for name, ranks in jobs.items())
