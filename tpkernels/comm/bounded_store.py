@@ -203,13 +203,16 @@ class BoundedStore:
         return view
 
     def _ask(self, question: Callable[[Any], Any], about: Hashable = None) -> Any:
-        answer = self._client.ask(question, self._limit, about)
-        self._answered_at[0] = time.monotonic()
-        return answer
+        def noted(store: Any) -> Any:
+            answer = question(store)
+            self._answered_at[0] = time.monotonic()
+            return answer
+
+        return self._client.ask(noted, self._limit, about)
 
     @property
     def answered_at(self) -> float:
-        """When this store last answered a thread of this process (``time.monotonic``)."""
+        """When this store last answered this process (``time.monotonic``), even if nobody waited any more."""
         return self._answered_at[0]
 
     @property
