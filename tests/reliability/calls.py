@@ -60,11 +60,20 @@ def _known(name: str, rank: int, size: int, salt: int) -> tuple[Case, Operands, 
     return case, parts, exact[0]
 
 
-def _make(name: str, group: Any, rank: int, size: int, salt: int, implementation: str) -> None:
+def prepared(
+    name: str, rank: int, size: int, salt: int, implementation: str
+) -> tuple[Callable[[Any], torch.Tensor], torch.Tensor]:
+    """The call on a group, with nothing else to do but to make it, and the right result."""
     case, parts, expected = _known(name, rank, size, salt % SALTS)
     if case.op in COLLECTIVES and implementation == "chunked":  # nothing to overlap with
         implementation = "unfused"
-    (result,), _ = call(case.but(implementation=implementation), parts.of(rank), group)
+    case, mine = case.but(implementation=implementation), parts.of(rank)
+    return lambda group: call(case, mine, group)[0][0], expected
+
+
+def _make(name: str, group: Any, rank: int, size: int, salt: int, implementation: str) -> None:
+    make, expected = prepared(name, rank, size, salt, implementation)
+    result = make(group)
     if result.shape != expected.shape or not torch.equal(result, expected):
         raise WrongOutput(
             f"{name} on rank {rank}, salt {salt}: got {result.flatten()[:4].tolist()}..., "

@@ -102,7 +102,9 @@ def blame(
     if silent:
         return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
     if broken:
-        return PeerLost(f"{head}every process is alive, but they cannot reach each other. {symptom}")
+        ranks = () if peer is None else (peer,)
+        whom = f"rank {peer} cannot be reached" if ranks else "they cannot reach each other"
+        return PeerLost(f"{head}every process is alive, but {whom}. {symptom}", ranks=ranks)
     # Ranks whose operations run on a device do not stay in their calls: they say how far they have come.
     reached = looks(lambda store: told(group, "order", lambda note: int(note["call"]), store))
     # Ranks that have what they need of this call go on, and may wait in a later one.

@@ -267,7 +267,8 @@ def _culprit(group: Group, call: int, lost: rendezvous.Lost, waited: float) -> C
     """Whom to blame: a rank whose connection ended may have left because another died, or because the store did."""
     own = agreement.Looks(group)(lambda store: agreement.recorded(group, f"call/{call}", store)).get(group.rank)
     what = "shared memory" if own is None else own.signature
-    return agreement.blame(group, call, what, str(lost), waited, peer=lost.ranks[0] if lost.ranks else None)
+    peer = lost.ranks[0] if lost.ranks else None
+    return agreement.blame(group, call, what, str(lost), waited, broken=waited < 0.9 * group.timeout, peer=peer)
 
 
 def _gone(group: Group, ranks: Sequence[int]) -> list[int]:
