@@ -235,4 +235,4 @@ def test_a_rank_0_that_is_stopped_while_the_ranks_meet_is_named_in_time(stage: s
     finally:
         process.kill()
     assert said.startswith("(0,)") and "rank 1" in said and "store" in said, said
-    assert seconds < 1.1 * TIMEOUT_S + 0.5, seconds  # tests run beside this one
+    assert seconds < 1.1 * TIMEOUT_S + 2.0, seconds  # c10d writes stacks of its errors, and tests run beside this one
