@@ -13,26 +13,50 @@ them by these names.
 With ``empty_init`` the model has no values when it is cut, and Lightning would then call ``reset_parameters`` of each
 module and leave everything else, such as the buffers of rotary positions, as it finds the memory.  A model like that is
 therefore loaded from a checkpoint here, or refused.
+
+Lightning's checkpoints have a model's weights by the names of the unsharded one, and ask torch for the state of its
+optimizers, which torch names as the weights are held: a packed projection in its parts, which other numbers of ranks do
+not have.  While Lightning writes or reads a checkpoint, the state of such an optimizer has the unsharded model's names,
+too (:mod:`tpkernels.state.plain_optimizer`).  Lightning's single files (``save_distributed_checkpoint=False``) number
+the parameters instead, and are left alone.
+
+All that this touches of Lightning is listed in :data:`METHODS`; the first that is not there is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.sharding import apply
 from tpkernels.sharding.data_parallel import DP_AXES, data_parallel
 from tpkernels.state.checkpoint import load_pretrained
+from tpkernels.state.originals import is_held_otherwise
+from tpkernels.state.plain_optimizer import load_optimizer_state_dict, optimizer_state_dict
 
-__all__ = ["parallelize"]
+__all__ = ["first_missing", "parallelize"]
 
 M = TypeVar("M", bound=nn.Module)
+
+METHODS = {
+    "lightning.fabric": ("save_checkpoint", "load_checkpoint"),
+    "lightning_fabric": ("save_checkpoint", "load_checkpoint"),
+    "lightning.pytorch": ("optimizer_state", "load_checkpoint"),
+    "pytorch_lightning": ("optimizer_state", "load_checkpoint"),
+}
+"""Of a package's ``strategies.model_parallel.ModelParallelStrategy``: where it asks torch for the optimizers' state."""
 
 
 def parallelize(
@@ -52,10 +76,12 @@ def parallelize(
         shard: with several replicas, cut parameters over them (:func:`tpkernels.data_parallel`).
 
     Raises (the function):
-        ValueError: a model on the meta device without ``checkpoint``; and whatever these functions refuse.
+        ValueError: a model on the meta device without ``checkpoint``; a Lightning with other names; and whatever these
+            functions refuse.
     """
 
     def apply_plan(model: M, mesh: DeviceMesh) -> M:
+        _let_checkpoints_have_original_names()
         empty = [name for name, x in chain(model.named_parameters(), model.named_buffers()) if x.is_meta]
         if empty and checkpoint is None:
             raise ValueError(
@@ -71,3 +97,74 @@ def parallelize(
         return model
 
     return apply_plan
+
+
+def first_missing() -> str | None:
+    """The first name that a Lightning which is in use does not have, as a sentence; None where it has all."""
+    for package, names in METHODS.items():
+        if package in sys.modules:
+            try:
+                strategy = _strategy(package)
+            except (ImportError, AttributeError) as error:
+                return f"{package} has no strategies.model_parallel.ModelParallelStrategy ({error})"
+            for name in names:
+                if not hasattr(strategy, name):
+                    return f"{package} has no strategies.model_parallel.ModelParallelStrategy.{name}"
+    return None
+
+
+def _strategy(package: str) -> type[Any]:
+    found: type[Any] = importlib.import_module(f"{package}.strategies.model_parallel").ModelParallelStrategy
+    return found
+
+
+def _let_checkpoints_have_original_names() -> None:
+    """Of models that hold other tensors than the unsharded one; once in a process for each Lightning in use."""
+    missing = first_missing()
+    if missing is not None:
+        raise ValueError(f"{missing}: this integration was tested with Lightning 2.6 and 2.5")
+    for package, names in METHODS.items():
+        if package in sys.modules:
+            strategy = _strategy(package)
+            for name in names:
+                theirs = getattr(strategy, name)
+                if not hasattr(theirs, "_has_original_names"):
+                    setattr(strategy, name, _in_original_names(theirs))
+
+
+def _in_original_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        with _optimizers_speak_originals():
+            return method(*args, **options)
+
+    vars(call)["_has_original_names"] = True
+    return call
+
+
+@contextmanager
+def _optimizers_speak_originals() -> Iterator[None]:
+    """Within it, torch's two functions for the state of optimizers, which Lightning imports where it calls them, are
+    ours for models that hold other tensors than the unsharded one."""
+    get, load = torch_states.get_optimizer_state_dict, torch_states.set_optimizer_state_dict
+
+    def is_ours(model: nn.Module, optimizers: object, options: Any) -> bool:
+        whole = options is not None and options.full_state_dict
+        return not whole and isinstance(optimizers, Optimizer) and is_held_otherwise(model)
+
+    def get_ours(model: nn.Module, optimizers: Any, *, options: Any = None, **more: Any) -> dict[str, Any]:
+        if not is_ours(model, optimizers, options):
+            return get(model, optimizers, options=options, **more)
+        return optimizer_state_dict(model, optimizers)
+
+    def load_ours(model: nn.Module, optimizers: Any, optim_state_dict: Any, *, options: Any = None) -> None:
+        if not is_ours(model, optimizers, options):
+            load(model, optimizers, optim_state_dict, options=options)
+        else:
+            load_optimizer_state_dict(model, optimizers, optim_state_dict)
+
+    torch_states.get_optimizer_state_dict, torch_states.set_optimizer_state_dict = get_ours, load_ours
+    try:
+        yield
+    finally:
+        torch_states.get_optimizer_state_dict, torch_states.set_optimizer_state_dict = get, load

@@ -35,6 +35,7 @@ __all__ = [
     "box_of",
     "check_real",
     "holds_as_held",
+    "is_held_otherwise",
     "keys_of",
     "local_of",
     "meshes_of",
@@ -220,6 +221,12 @@ def keys_of(module: nn.Module) -> tuple[dict[str, Original], dict[str, tuple[str
         for name in dict.fromkeys(inner.get(key, key) for key, value in held.items() if isinstance(value, Tensor))
     }
     return _originals(module, held), keys, [key for key, value in held.items() if not isinstance(value, Tensor)]
+
+
+def is_held_otherwise(module: nn.Module) -> bool:
+    """Whether a rank holds other tensors than the originals' own parts, or by other names."""
+    originals, keys, _ = keys_of(module)
+    return any(not one.is_held_whole or keys[name] != (name,) for name, one in originals.items())
 
 
 def _held(model: nn.Module) -> dict[str, Any]:

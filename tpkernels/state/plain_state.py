@@ -31,7 +31,16 @@ from tpkernels.nn.gathering import gathered
 from tpkernels.nn.parameters import as_parameter
 from tpkernels.state.checkpoint import full_state_dict
 from tpkernels.state.collective_errors import Ranks
-from tpkernels.state.originals import Original, Part, as_held, holds_as_held, keys_of, local_of, meshes_of
+from tpkernels.state.originals import (
+    Original,
+    Part,
+    as_held,
+    holds_as_held,
+    is_held_otherwise,
+    keys_of,
+    local_of,
+    meshes_of,
+)
 from tpkernels.state.staging import as_real, device_of
 
 __all__ = ["cut_alike", "speak_originals"]
@@ -47,9 +56,7 @@ def speak_originals(model: M) -> M:
         module.register_load_state_dict_pre_hook(_cut)
         if id(module) in parts:
             continue
-        originals, keys, _ = keys_of(module) if _may_differ(module) else ({}, {}, [])
-        differing = [name for name, one in originals.items() if not one.is_held_whole or keys[name] != (name,)]
-        if differing:
+        if _may_differ(module) and is_held_otherwise(module):
             module.register_state_dict_post_hook(_gather)
             parts |= {id(child) for child in module.modules()}
     model.__class__ = _speaking(type(model))  # type: ignore[assignment,arg-type]

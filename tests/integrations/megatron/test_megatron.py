@@ -9,7 +9,7 @@ import io
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.integrations import counting
 from tests.integrations.megatron import models
 from tests.integrations.megatron.exact import Expected, Given, Results, column, row
 from tests.nn.reference import LIMIT_S
@@ -37,19 +38,8 @@ STEPS = 6
 OPS = ("all_gather_matmul", "copy_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "cross_entropy")
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[collections.Counter[str]]:
-    counts: collections.Counter[str] = collections.Counter()
-    with contextlib.ExitStack() as stack:
-        for name in OPS:
-            real: Callable[..., Any] = getattr(tpk_megatron, name)
-
-            def call(*args: Any, real: Callable[..., Any] = real, name: str = name, **options: Any) -> Any:
-                counts[name] += 1
-                return real(*args, **options)
-
-            stack.enter_context(mock.patch.object(tpk_megatron, name, functools.wraps(real)(call)))
-        yield counts
+def counted() -> contextlib.AbstractContextManager[collections.Counter[str]]:
+    return counting.counted([(tpk_megatron.__name__, name) for name in OPS])
 
 
 # ---------------------------------------------------------------- whole models

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +15,7 @@ from torchtitan.models.common.attention import QKVLinear, ScaledDotProductAttent
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
+from tests.integrations import counting
 from tpkernels.integrations import torchtitan as tpk_torchtitan
 
 VOCABULARY, LENGTH, STEPS = 66, 12, 6
@@ -89,16 +88,5 @@ def build(model: Any) -> Any:
     return made
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[collections.Counter[str]]:
-    counts: collections.Counter[str] = collections.Counter()
-    with contextlib.ExitStack() as stack:
-        for name in ("all_gather_matmul", "matmul_reduce_scatter"):
-            real = getattr(tpk_torchtitan, name)
-
-            def call(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
-                counts[name] += 1
-                return real(*args, **options)
-
-            stack.enter_context(mock.patch.object(tpk_torchtitan, name, call))
-        yield counts
+def counted() -> contextlib.AbstractContextManager[collections.Counter[str]]:
+    return counting.counted([(tpk_torchtitan.__name__, name) for name in ("all_gather_matmul", "matmul_reduce_scatter")])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +14,7 @@ from torch import Tensor, nn
 import tpkernels as tpk
 import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations import causal_models
+from tests.integrations.counting import counted
 from tests.integrations.curves import VOCABULARY, Curve, Reference
 from tests.integrations.transformers.running import train
 from tests.nn.reference import plan_once, tp_mesh, whole
@@ -77,32 +74,6 @@ def _plan(model: nn.Module, path: str) -> tpk.ShardingPlan:
         _plans.clear()
         _plans[key] = plan_once(model, tp_mesh())
     return _plans[key]
-
-
-OPS = (
-    ("tpkernels.nn.column", "copy_matmul"),
-    ("tpkernels.nn.shared_input", "copy_matmul"),
-    ("tpkernels.nn.row", "matmul_all_reduce"),
-    ("tpkernels.nn.embedding", "all_reduce"),
-    ("tpkernels.nn.cut_experts", "copy_grouped_matmul"),
-    ("tpkernels.nn.cut_experts", "grouped_matmul_all_reduce"),
-)
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[collections.Counter[str]]:
-    """How often each op of ours is called by our layers."""
-    counts: collections.Counter[str] = collections.Counter()
-    with contextlib.ExitStack() as stack:
-        for module, name in OPS:
-            real: Callable[..., Any] = getattr(importlib.import_module(module), name)
-
-            def call(*args: Any, real: Callable[..., Any] = real, name: str = name, **options: Any) -> Any:
-                counts[name] += 1
-                return real(*args, **options)
-
-            stack.enter_context(mock.patch(f"{module}.{name}", functools.wraps(real)(call)))
-        yield counts
 
 
 def ids() -> Tensor:
