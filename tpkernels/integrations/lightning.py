@@ -105,8 +105,8 @@ def first_missing() -> str | None:
         if package in sys.modules:
             try:
                 strategy = _strategy(package)
-            except (ImportError, AttributeError) as error:
-                return f"{package} has no strategies.model_parallel.ModelParallelStrategy ({error})"
+            except (ImportError, AttributeError):
+                return f"{package} has no strategies.model_parallel.ModelParallelStrategy"
             for name in names:
                 if not hasattr(strategy, name):
                     return f"{package} has no strategies.model_parallel.ModelParallelStrategy.{name}"

@@ -17,12 +17,14 @@ Assumes sequence parallelism, as torchtitan's ``dist_gemm`` does, and no type ch
 our ops.  Refuses ``"full_dtensor"``, a sequence that does not divide, and a bias behind a reduction.  Without tensor
 parallelism the blocks are torchtitan's.
 
-All that this touches of torchtitan is imported here; an import that fails names what has changed.
+All that this touches of torchtitan is imported here, where an import that fails names what has changed, or listed in
+:data:`FIELDS`, of which a factory names the first that is not there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -54,8 +56,18 @@ __all__ = [
     "ScatteringLinear",
     "attention",
     "feed_forward",
+    "first_missing",
 ]
 
+FIELDS: dict[type[Any], tuple[str, ...]] = {
+    FeedForward.Config: ("w1", "w2", "w3", "sharding_config"),
+    GQAttention.Config: ("qkv_linear", "wo", "sharding_config"),
+    QKVLinear.Config: ("wq", "wkv", "head_dim"),
+    FusedQKVLinear.Config: ("wqkv", "n_heads", "n_kv_heads", "head_dim"),
+    Linear.Config: ("bias", "sharding_config"),
+    ShardingConfig: ("state_shardings", "in_src_shardings"),
+}
+"""What our blocks read and replace of torchtitan's configurations."""
 BACKENDS = ("spmd_types", "partial_dtensor")
 SEQUENCE, HEADS = 1, 2
 """The dimensions of ``[batch, sequence, features]`` and ``[batch, sequence, heads, features]`` that ranks share."""
@@ -215,6 +227,15 @@ def attention(cfg: Any) -> Any:
     return replace(cfg, sharding_config=None, qkv_linear=derive(cfg.qkv_linear, kind), wo=output)
 
 
+def first_missing() -> str | None:
+    """The first field that the installed torchtitan does not have, as a sentence; None where it has all."""
+    for kind, names in FIELDS.items():
+        missing = sorted(set(names) - {field.name for field in fields(kind)}, key=names.index)
+        if missing:
+            return f"torchtitan {version('torchtitan')} has no {kind.__module__}.{kind.__qualname__}.{missing[0]}"
+    return None
+
+
 def _states(cfg: Any) -> ShardingConfig:
     """How a layer's parameters are cut, without what torchtitan does to its output."""
     return ShardingConfig(state_shardings=cfg.sharding_config.state_shardings)
@@ -225,6 +246,9 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _check(what: str, cfg: Any, argument: str, last: Any) -> None:
+    missing = first_missing()
+    if missing is not None:
+        raise ValueError(f"{missing}: this integration was tested with 0.3")
     backend, given = get_spmd_backend(), cfg.sharding_config
     if backend not in BACKENDS:
         raise ValueError(f"our {what} needs a parallelism.spmd_backend of {BACKENDS}, got {backend!r}")

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -331,3 +332,18 @@ def test_lightnings_variations_train_as_on_one_process(ranks: Pools, tmp_path: P
     for found in ranks(2).run(varied, str(tmp_path / "parallel"), variation, 1, timeout=2 * LIMIT_S):
         assert expected.wrong(found) == {}
         assert (len(found.losses), len(found.norms)) == (MICRO * 6 if variation == "micro-batches" else 6, 6)
+
+
+def test_the_first_name_of_lightning_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tpk_lightning.first_missing() is None
+    strategy = "lightning.pytorch.strategies.model_parallel.ModelParallelStrategy"
+    for there, said in (
+        (SimpleNamespace(load_checkpoint=None), r"lightning\.pytorch has no .*ModelParallelStrategy\.optimizer_state"),
+        (None, r"lightning\.pytorch has no .*ModelParallelStrategy: this integration was tested with"),
+    ):
+        if there is None:
+            monkeypatch.delattr(strategy)
+        else:
+            monkeypatch.setattr(strategy, there)
+        with pytest.raises(ValueError, match=said):
+            tpk_lightning.parallelize()(nn.Linear(2, 2), None)  # type: ignore[arg-type]

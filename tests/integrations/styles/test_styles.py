@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import importlib.util
 from typing import Any
 from unittest import mock
 
@@ -230,3 +232,20 @@ def test_dropout_differs_on_parts_and_each_rank_may_bring_its_own_data(ranks: Po
     (mask, after, own), (other, other_after, other_own) = ranks(2).run(_dropout, timeout=LIMIT_S)
     assert not torch.equal(mask, other) and torch.equal(after, other_after)
     assert bool((own == 0).all()) and bool((other_own == 1).all())
+
+
+@pytest.mark.cpu
+def test_a_method_that_torchs_styles_call_by_another_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``_apply`` is all that they have of torch's private names, and abstract there."""
+
+    class Other(abc.ABC):
+        @abc.abstractmethod
+        def _cut(self, module: nn.Module, mesh: Any) -> nn.Module: ...
+
+    monkeypatch.setattr("torch.distributed.tensor.parallel.ParallelStyle", Other)
+    spec = importlib.util.find_spec(styles.__name__)
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    with pytest.raises(TypeError, match="abstract class ColumnParallel .*'?_cut"):
+        again.ColumnParallel()

@@ -46,7 +46,7 @@ def in_micro_batches(model: nn.Module) -> Curve:
 
 
 def compiled(model: nn.Module) -> Curve:
-    if not isinstance(next(model.parameters()), nn.Parameter) or not dist.is_initialized():
+    if not dist.is_initialized():  # the reference
         return train(model, batches(), loss_of=loss_of)
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import runpy
@@ -35,6 +36,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
 
 from tests.integrations.torchtitan.models import IMPORTS, LENGTH, STEPS, VOCABULARY, Attention, build, config, counted
+from tpkernels.integrations import torchtitan as tpk_torchtitan
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = "torchtitan_llama3.py"
@@ -233,3 +235,23 @@ def test_what_our_blocks_do_not_have_is_refused() -> None:
         refused("needs a parallelism.spmd_backend of .*, got 'full_dtensor'", model)
     finally:
         set_spmd_backend("spmd_types")
+
+
+@pytest.mark.cpu
+def test_the_first_name_of_torchtitan_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.models.common.feed_forward import FeedForward
+
+    assert tpk_torchtitan.first_missing() is None
+    with monkeypatch.context() as patch:
+        patch.delattr("torchtitan.config.derive")
+        with pytest.raises(ImportError, match=r"cannot import name 'derive' from 'torchtitan\.config'"):
+            importlib.reload(tpk_torchtitan)
+
+    @dataclass
+    class Config:
+        w1: int
+
+    model = config()
+    monkeypatch.setattr(tpk_torchtitan, "FIELDS", {Config: tpk_torchtitan.FIELDS[FeedForward.Config]})
+    with pytest.raises(ValueError, match=r"torchtitan \S+ has no .*Config\.w2: this integration was tested with 0\.3"):
+        overridden(model)

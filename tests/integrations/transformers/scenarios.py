@@ -15,11 +15,13 @@ import tpkernels as tpk
 import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations import causal_models
 from tests.integrations.counting import counted
-from tests.integrations.curves import VOCABULARY, Curve, Reference
+from tests.integrations.curves import VOCABULARY, Curve, Reference, in_parts
 from tests.integrations.transformers.running import train
 from tests.nn.reference import plan_once, tp_mesh, whole
 
 Options = dict[str, Any]
+ROWS = ("o_proj", "down_proj")
+"""Of a Llama, the layers that are cut by the features that they sum."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,14 @@ class Scenario:
     def build(self) -> Any:
         return getattr(causal_models, self.model)(**self.changes)
 
-    def reference(self, folder: Path) -> Reference:
-        """The same trainer on one process, in fp64 and in fp32."""
-        exact, plain = self.build().double(), self.build()
+    def reference(self, folder: Path, world: int = 1) -> Reference:
+        """The same trainer on one process, in fp64 and in fp32, or in bf16 and there in ``world`` parts, too."""
+        exact, plain = self.build().double(), [self.build()]
         precise = {key: value for key, value in self.trainer.items() if key != "bf16"}
-        return Reference.of(train(exact, folder / "exact", **precise), train(plain, folder / "plain", **self.trainer))
+        if "bf16" in self.trainer and world > 1:
+            plain.append(in_parts(self.build(), world, ROWS))
+        runs = [train(model, folder / f"plain-{number}", **self.trainer) for number, model in enumerate(plain)]
+        return Reference.of(train(exact, folder / "exact", **precise), *runs)
 
 
 def saved(scenario: Scenario, folder: Path) -> str:
