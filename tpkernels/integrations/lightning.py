@@ -18,7 +18,7 @@ Lightning's checkpoints have a model's weights by the names of the unsharded one
 optimizers, which torch names as the weights are held: a packed projection in its parts, which other numbers of ranks do
 not have.  While Lightning writes or reads a checkpoint, the state of such an optimizer has the unsharded model's names,
 too (:mod:`tpkernels.state.plain_optimizer`).  Lightning's single files (``save_distributed_checkpoint=False``) number
-the parameters instead, and are left alone.
+the weights that are held instead, and are refused for such a model when they are written.
 
 All that this touches of Lightning is listed in :data:`METHODS`; the first that is not there is named.
 """
@@ -39,7 +39,10 @@ from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from tpkernels.nn.parameters import tp_mesh
 from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.planner import make_plan
+from tpkernels.planning.whole_layers import name_whole_layers
 from tpkernels.sharding import apply
 from tpkernels.sharding.data_parallel import DP_AXES, data_parallel
 from tpkernels.state.checkpoint import load_pretrained
@@ -64,6 +67,7 @@ def parallelize(
     plan: str | ShardingPlan | Mapping[str, object] = "auto",
     checkpoint: str | Path | None = None,
     shard: bool = False,
+    strict: bool = False,
     verify: bool = False,
     example_inputs: object = None,
 ) -> Callable[[M, DeviceMesh], M]:
@@ -74,10 +78,12 @@ def parallelize(
         checkpoint: a folder or file as for :func:`tpkernels.load_pretrained`, which each rank reads its part of once
             the model is cut; what ``empty_init`` needs.
         shard: with several replicas, cut parameters over them (:func:`tpkernels.data_parallel`).
+        strict: with ``plan="auto"``, a linear layer or experts that would stay whole raise; otherwise one line names
+            them, with the reason.
 
     Raises (the function):
-        ValueError: a model on the meta device without ``checkpoint``; a Lightning with other names; and whatever these
-            functions refuse.
+        ValueError: a model on the meta device without ``checkpoint``; a Lightning with other names; with ``strict``, a
+            layer that would stay whole; and whatever these functions refuse.
     """
 
     def apply_plan(model: M, mesh: DeviceMesh) -> M:
@@ -88,7 +94,11 @@ def parallelize(
                 f"{empty[0]} has no values (empty_init=True), and Lightning would train on what the memory holds: say "
                 "parallelize(checkpoint=...) with the folder of its weights, or make the model with empty_init=False"
             )
-        apply.parallelize(model, mesh, plan, verify=verify, example_inputs=example_inputs)
+        chosen = plan
+        if chosen == "auto":
+            chosen = make_plan(model, tp_mesh(mesh, model), example_inputs=example_inputs)
+            name_whole_layers(chosen, model, strict=strict)
+        apply.parallelize(model, mesh, chosen, verify=verify, example_inputs=example_inputs)
         if checkpoint is not None:
             load_pretrained(model, checkpoint)
         axis = next((name for name in DP_AXES if name in (mesh.mesh_dim_names or ())), None)
@@ -148,17 +158,18 @@ def _optimizers_speak_originals() -> Iterator[None]:
     ours for models that hold other tensors than the unsharded one."""
     get, load = torch_states.get_optimizer_state_dict, torch_states.set_optimizer_state_dict
 
-    def is_ours(model: nn.Module, optimizers: object, options: Any) -> bool:
-        whole = options is not None and options.full_state_dict
-        return not whole and isinstance(optimizers, Optimizer) and is_held_otherwise(model)
-
-    def get_ours(model: nn.Module, optimizers: Any, *, options: Any = None, **more: Any) -> dict[str, Any]:
-        if not is_ours(model, optimizers, options):
+    def get_ours(model: nn.Module, optimizers: Any, *, options: Any = None, **more: Any) -> Any:
+        if not isinstance(optimizers, Optimizer) or not is_held_otherwise(model):
             return get(model, optimizers, options=options, **more)
+        if options is not None and options.full_state_dict:
+            raise ValueError(
+                "a single file (save_distributed_checkpoint=False) numbers the weights as ranks hold them, and this "
+                "model's have other names or shapes than the unsharded model's: leave save_distributed_checkpoint=True"
+            )
         return optimizer_state_dict(model, optimizers)
 
     def load_ours(model: nn.Module, optimizers: Any, optim_state_dict: Any, *, options: Any = None) -> None:
-        if not is_ours(model, optimizers, options):
+        if not isinstance(optimizers, Optimizer) or not is_held_otherwise(model):
             load(model, optimizers, optim_state_dict, options=options)
         else:
             load_optimizer_state_dict(model, optimizers, optim_state_dict)

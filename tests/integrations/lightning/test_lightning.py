@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.integrations import causal_models
 from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, reference, step, weights_of
 from tests.integrations.curves import train as plain_train
-from tests.nn.reference import LIMIT_S, whole
+from tests.nn.reference import LIMIT_S, tp_mesh, whole
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
@@ -133,7 +133,11 @@ def empty(folder: str) -> dict[str, Any]:
                 found[key] = float(model(input_ids=ids, labels=ids).loss.detach())
             except ValueError as error:
                 found[key] = str(error)
-    return found
+    hooked = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    hooked[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError) as caught:
+        tpk_lightning.parallelize(strict=True)(hooked, tp_mesh())
+    return {**found, "whole": str(caught.value)}
 
 
 def test_a_model_without_values_is_loaded_or_refused(ranks: Pools, tmp_path: Path) -> None:
@@ -144,6 +148,7 @@ def test_a_model_without_values_is_loaded_or_refused(ranks: Pools, tmp_path: Pat
     for found in ranks(2).run(empty, str(tmp_path), timeout=LIMIT_S):
         assert "has no values (empty_init=True)" in found["refused"]
         assert expected.right(found["loaded"])
+        assert found["whole"].startswith("0 does not run an op of tpkernels, each rank does all of its work: ")
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
@@ -188,13 +193,15 @@ def fit(
     resume: str | None,
     callbacks: Sequence[Any] = (),
     given: Sequence[Tensor] = (),
+    single: bool = False,
     **more: Any,
 ) -> Any:
     options: dict[str, Any] = {"devices": 1, **more}
     if module.replicas:
         world = dist.get_world_size()
         sizes = {"data_parallel_size": module.replicas, "tensor_parallel_size": world // module.replicas}
-        options |= {"devices": world, "strategy": TrainerStrategy(**sizes), "use_distributed_sampler": False}
+        strategy = TrainerStrategy(**sizes, save_distributed_checkpoint=not single)
+        options |= {"devices": world, "strategy": strategy, "use_distributed_sampler": False}
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=limit,
@@ -245,6 +252,12 @@ def half(name: str, folder: str) -> dict[str, Tensor]:
     return weights_of(module.model)
 
 
+def single_file(folder: str) -> str:
+    with as_a_rank(), pytest.raises(ValueError) as caught:
+        fit(Module("gpt2", 1), folder, 1, None, [ModelCheckpoint(folder, "single", every_n_train_steps=1)], single=True)
+    return str(caught.value)
+
+
 def rest(name: str, folder: str, expected: Reference, replicas: int) -> dict[str, float]:
     module = Module(name, replicas)
     with as_a_rank():
@@ -267,6 +280,8 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks_and_is_the_unsharded_mo
     expected = reference(MODELS[name](), run)
     for world in worlds:
         assert ranks(world).run(rest, name, folder, expected, 1, timeout=LIMIT_S) == [{}] * world
+    for said in ranks(2).run(single_file, folder, timeout=LIMIT_S) if name == "gpt2" else ():
+        assert "leave save_distributed_checkpoint=True" in said
 
 
 def compiled(folder: str) -> tuple[Curve, int]:

@@ -247,5 +247,5 @@ def test_a_method_that_torchs_styles_call_by_another_name_is_named(monkeypatch: 
     assert spec is not None and spec.loader is not None
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    with pytest.raises(TypeError, match="abstract class ColumnParallel .*'?_cut"):
+    with pytest.raises(TypeError, match=r"abstract class ColumnParallel .*_cut"):
         again.ColumnParallel()

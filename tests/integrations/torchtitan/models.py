@@ -89,4 +89,5 @@ def build(model: Any) -> Any:
 
 
 def counted() -> contextlib.AbstractContextManager[collections.Counter[str]]:
-    return counting.counted([(tpk_torchtitan.__name__, name) for name in ("all_gather_matmul", "matmul_reduce_scatter")])
+    ops = ("all_gather_matmul", "matmul_reduce_scatter")
+    return counting.counted([(tpk_torchtitan.__name__, name) for name in ops])

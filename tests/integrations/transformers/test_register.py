@@ -144,6 +144,13 @@ def registrations(path: str, moe: str) -> list[Any]:
         found.append("strict did not raise")
     with mock.patch.object(modeling_mixtral, "MixtralExperts", Odd):
         load(MixtralForCausalLM, moe, tpk_transformers.register())
+        whole = MixtralForCausalLM.from_pretrained(moe)
+        with pytest.raises(ValueError) as refused:
+            tpk_transformers.prepare(whole, tp_mesh(), strict=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tpk_transformers.prepare(whole, tp_mesh())
+        found.append((str(refused.value), [str(one.message) for one in caught if "op of" in str(one.message)]))
     experts = modeling_mixtral.MixtralExperts(MixtralForCausalLM.config_class.from_pretrained(moe))
     whole = experts.gate_up_proj.detach()  # cut in two, the gate is on one rank, and up on the other
     experts.gate_up_proj = nn.Parameter(distribute_tensor(whole, tp_mesh(), [Shard(1)]))
@@ -157,8 +164,8 @@ def test_a_module_that_runs_no_op_of_ours_is_named_with_the_reason_and_strict_ra
 ) -> None:
     path, moe = scenarios.saved(LLAMA, tmp_path), scenarios.saved(MIXTRAL, tmp_path / "moe")
     first, _ = ranks(2).run(registrations, path, moe, timeout=LIMIT_S)
-    assert len(first) == 3, first
-    (used, not_used, said), (moe_used, moe_not_used, moe_said), cut_otherwise = first
+    assert len(first) == 4, first
+    (used, not_used, said), (moe_used, moe_not_used, moe_said), (refused, kept), cut_otherwise = first
     assert set(used) == {"model.embed_tokens"}
     assert not_used["model.layers.*.mlp.down_proj"] == "it is a Loud with a forward of its own"
     assert (
@@ -169,6 +176,7 @@ def test_a_module_that_runs_no_op_of_ours_is_named_with_the_reason_and_strict_ra
     assert moe_used["model.layers.0.self_attn.q_proj"] == "ColumnParallelLinear (column)"
     assert list(moe_not_used) == ["model.layers.*.mlp.experts"] and len(moe_said) == 1
     assert "its forward computes something else than experts with a known gate" in moe_said[0]
+    assert kept == [refused] and refused.startswith("model.layers.*.mlp.experts does not run an op of tpkernels, each ")
     assert "its gate_up_proj is cut as (Shard(dim=1),)" in cut_otherwise
 
 

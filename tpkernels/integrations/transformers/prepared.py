@@ -24,6 +24,8 @@ from tpkernels.integrations.transformers.experts import hold_apart
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.packages import needed
 from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.planner import make_plan
+from tpkernels.planning.whole_layers import name_whole_layers
 from tpkernels.sharding.apply import parallelize
 from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.state.collective_errors import Ranks
@@ -40,6 +42,7 @@ def prepare(
     plan: str | ShardingPlan | Mapping[str, object] = "auto",
     *,
     shard: bool = False,
+    strict: bool = False,
     verify: bool = False,
     example_inputs: object = None,
 ) -> M:
@@ -50,13 +53,16 @@ def prepare(
             becomes data-parallel over it, too (:func:`tpkernels.data_parallel`).
         plan, verify, example_inputs: as for :func:`tpkernels.parallelize`.
         shard: with several replicas, cut parameters over them.
+        strict: with ``plan="auto"``, a linear layer or experts that would stay whole raise; otherwise one line names
+            them, with the reason.
 
     The ranks of a replica train on the same batches, and Trainer gives each replica its own; ``save_pretrained`` writes
     the unsharded model.  Adapters of PEFT are added before.
 
     Raises:
         ValueError: not a model of transformers, a rank that would hold nothing of a parameter, a transformers with
-            other private names; and whatever ``parallelize`` and ``data_parallel`` refuse.
+            other private names; with ``strict``, a layer that would stay whole; and whatever ``parallelize`` and
+            ``data_parallel`` refuse.
     """
     private_names.check()
     with needed("transformers", "prepare()"):
@@ -68,6 +74,9 @@ def prepare(
     replicas = mesh.size() // tp.size()
     if any(is_adapter(name) for name, _ in model.named_modules()):
         let_adapters_merge()
+    if plan == "auto":
+        plan = make_plan(model, tp, example_inputs=example_inputs)
+        name_whole_layers(plan, model, strict=strict)
     parallelize(model, tp, plan, verify=verify, example_inputs=example_inputs)
     Ranks.of(model).step("prepare", lambda: _check_parts(model))
     if replicas > 1:
