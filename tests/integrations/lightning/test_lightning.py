@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.integrations import causal_models
-from tests.integrations.curves import CLIP, Curve, Reference, adamw, batches, gradients_of, reference, step, weights_of
+from tests.integrations.counting import counted
+from tests.integrations.curves import CLIP, STEPS, Curve, Reference, adamw, batches, gradients_of, reference, step, weights_of
 from tests.integrations.curves import train as plain_train
 from tests.nn.reference import LIMIT_S, tp_mesh, whole
 from tpkernels.testing.spawn import Pools
@@ -224,24 +225,32 @@ def joined(first: Module, rest: Module) -> Curve:
     return Curve(first.losses + rest.losses, first.norms + rest.norms, first.seen, weights_of(rest.model))
 
 
-def in_trainer(name: str, folder: str, expected: Reference, replicas: int) -> dict[str, Any]:
-    with as_a_rank():
+def in_trainer(name: str, folder: str, expected: Reference, replicas: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """What is wrong, and how often each of our ops was called."""
+    with as_a_rank(), counted() as counts:
         first, rest = Module(name, replicas), Module(name, replicas)
         callback = ModelCheckpoint(folder, "half", every_n_train_steps=3)
         fit(first, f"{folder}/first", 3, None, [callback])
         fit(rest, f"{folder}/rest", 6, f"{folder}/half.ckpt")
-    return expected.wrong(joined(first, rest))
+    return expected.wrong(joined(first, rest)), dict(counts)
 
 
 @pytest.mark.parametrize(
-    ("world", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.full("more than two ranks"))]
+    ("world", "replicas"),
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.full("more than two ranks")),
+        pytest.param(4, 2, marks=pytest.mark.full("more than two ranks")),
+    ],
 )
 def test_lightnings_trainer_trains_and_goes_on_as_one_process_does(
     ranks: Pools, tmp_path: Path, world: int, replicas: int
 ) -> None:
     expected = reference(MODELS["llama"](), run)
     results = ranks(world).run(in_trainer, "llama", str(tmp_path), expected, replicas, timeout=2 * LIMIT_S)
-    assert results == [{}] * world
+    # In each of two layers an op for query, key and value, one for gate and up, and two rows; the head; the table.
+    counts = {name: STEPS * count for name, count in (("copy_matmul", 5), ("matmul_all_reduce", 4), ("all_reduce", 1))}
+    assert results == [({}, counts)] * world
 
 
 def half(name: str, folder: str) -> dict[str, Tensor]:

@@ -64,6 +64,7 @@ with _stand_ins():
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import utils as distributed
+    from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
@@ -75,9 +76,11 @@ class Batches(BaseDataLoader):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
         vocabulary: int
+        micro: int
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
         self.vocabulary, self.replicas, self.replica, self.step = config.vocabulary, dp_world_size, dp_rank, 0
+        self.micro = config.micro
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
@@ -86,7 +89,8 @@ class Batches(BaseDataLoader):  # type: ignore[misc]
             labels = ids[:, 1:].clone()
             labels[0, : self.step] = -100  # replicas have different numbers of tokens
             self.step += 1
-            yield {"input": self.mine(ids)[:, :-1]}, self.mine(labels)
+            for rows, of_rows in zip(self.mine(ids).chunk(self.micro), self.mine(labels).chunk(self.micro), strict=True):
+                yield {"input": rows[:, :-1]}, of_rows
 
     def mine(self, rows: Tensor) -> Tensor:
         return rows.chunk(self.replicas)[self.replica]
@@ -165,6 +169,10 @@ class Way:
     eps: float = 1e-4
     """See :func:`tests.integrations.curves.adamw`."""
     compiled: bool = False
+    micro: int = 1
+    """Batches of each step."""
+    checkpoints: bool = False
+    """Whether blocks are computed once more in the backward pass."""
     saved_at: int = 0
     """The step whose checkpoint is kept; from one that is there the run goes on."""
 
@@ -179,12 +187,12 @@ def configuration(folder: str, options: Options, way: Way) -> Any:
         optimizer=replace(default_adamw(lr=3e-3, eps=way.eps), implementation="for-loop"),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         tokenizer=NoTokenizer.Config(),
-        dataloader=Batches.Config(vocabulary=spec.model.vocab_size),
+        dataloader=Batches.Config(vocabulary=spec.model.vocab_size, micro=way.micro),
         metrics=MetricsProcessor.Config(log_freq=1),
         checkpoint=CheckpointManager.Config(
             enable=bool(way.saved_at), interval=way.saved_at or STEPS, last_save_model_only=False
         ),
-        activation_checkpoint=None,
+        activation_checkpoint=FullAC.Config() if way.checkpoints else None,
         compile=CompileConfig(enable=way.compiled, components=["model"], backend="aot_eager"),
         parallelism=ParallelismConfig(
             tensor_parallel_degree=dist.get_world_size() // batches,
@@ -193,7 +201,8 @@ def configuration(folder: str, options: Options, way: Way) -> Any:
             spmd_backend=way.backend,
         ),
         training=TrainingConfig(
-            local_batch_size=ROWS // batches,
+            local_batch_size=ROWS // batches // way.micro,
+            global_batch_size=ROWS,
             seq_len=LENGTH,
             max_norm=CLIP,
             steps=STEPS,

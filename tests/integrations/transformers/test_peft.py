@@ -99,17 +99,23 @@ def reference(scenario: Scenario, run: Callable[[Any], Curve]) -> Reference:
     return Reference.of(*map(run, models))
 
 
-def adapted(path: str, folder: str) -> dict[str, Any]:
-    """Adapters after ``register()``: a step, the files, the merged model; and with a partial gradient."""
+def adapted(path: str, folder: str, trained: bool) -> dict[str, Any]:
+    """Adapters after ``register()``: a step, the files, the merged model; with a partial gradient; and a run of
+    Trainer."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     tp_mesh()
-    with tpk_transformers.register(strict=True) as registration:
-        config = DistributedConfig(tp_size=dist.get_world_size())
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = with_adapters(AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options))
-    fill(model)
+
+    def registered_model() -> tuple[Any, tpk_transformers.Registration]:
+        with tpk_transformers.register(strict=True) as registration:
+            config = DistributedConfig(tp_size=dist.get_world_size())
+            options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+            model = with_adapters(AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options))
+        fill(model)
+        return model, registration
+
+    model, registration = registered_model()
     found: dict[str, Any] = {"step": step(model, ids())}
     found["used"] = sorted(name for name in registration.used if "lora" in name)
     real = registered._Forward.__call__
@@ -123,6 +129,8 @@ def adapted(path: str, folder: str) -> dict[str, Any]:
     model.merge_and_unload().save_pretrained(f"{folder}-merged")  # halves of an adapter: a DTensor and a plain tensor
     with torch.no_grad():
         found["merged"] = float(model.base_model.model(input_ids=ids(), labels=ids()).loss)
+    if trained:
+        found["run"] = train(registered_model()[0], f"{folder}-run")
     return found
 
 
@@ -134,17 +142,22 @@ def adapted(path: str, folder: str) -> dict[str, Any]:
     ],
 )
 def test_adapters_on_a_model_that_runs_our_ops(
-    ranks: Pools, tmp_path: Path, world: int, changes: dict[str, Any]
+    ranks: Pools, tmp_path: Path, world: int, changes: dict[str, Any], full: bool
 ) -> None:
     scenario = replace(LLAMA, changes=changes)
     expected, folder = reference(scenario, partial(step, ids=ids())), str(tmp_path / "adapter")
-    for found in ranks(world).run(adapted, scenarios.saved(scenario, tmp_path), folder, timeout=LIMIT_S):
+    results = ranks(world).run(adapted, scenarios.saved(scenario, tmp_path), folder, full, timeout=LIMIT_S)
+    for found in results:
         assert expected.wrong(found["step"]) == {}
         assert len(found["used"]) == 2 * len(TARGETS), "B of columns and A of rows run our ops, too"
         assert expected.right(found["merged"])
         wrong = expected.wrong(found["partial"])
         assert wrong and all(name.startswith("gradient ") for name in wrong)
     check_files(scenario, folder, expected)
+    if full:
+        curve = reference(scenario, partial(train, folder=tmp_path / "plain"))
+        for found in results:
+            assert curve.wrong(found["run"]) == {}
 
 
 def check_files(scenario: Scenario, folder: str, expected: Reference) -> None:

@@ -41,6 +41,7 @@ BEST = {
     "save_strategy": "steps",
     "save_steps": 3,
 }
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 GPT2 = Scenario("gpt2", "prepare")
 QUICK = [Scenario("mixtral", "register", UNEVEN, MICRO)]
 FULL = [
@@ -52,12 +53,16 @@ FULL = [
     Scenario("llama", "register", trainer={"bf16": True, "adam_epsilon": 1e-2}),
     Scenario("llama", "prepare", {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}, MICRO),
     Scenario("gpt2", "prepare", trainer={"gradient_checkpointing": True}),
+    Scenario("llama", "register", UNEVEN, COMPILED),
+    Scenario("llama", "prepare", UNEVEN, COMPILED),
 ]
 
 
 def trained(scenario: Scenario, path: str, folder: str, reference: Reference) -> dict[str, Any]:
     """A run, and a second one from its third step: what is wrong, and whether the second is the first, bit by bit."""
     said: dict[str, torch.Tensor] = {}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     first = scenarios.run(scenario, path, folder, ask=lambda model: said.update(scenarios.answers(model, scenario.way)))
     again = scenarios.run(scenario, path, f"{folder}-resumed", resume=f"{folder}/checkpoint-3")
     same = [name for name, weight in first.weights.items() if not torch.equal(weight, again.weights[name])]
@@ -66,6 +71,7 @@ def trained(scenario: Scenario, path: str, folder: str, reference: Reference) ->
         "resumed": (same, again.losses == first.losses[3:], again.norms == first.norms[3:]),
         "weights": first.weights if dist.get_rank() == 0 else None,
         "said": said,
+        "graphs": {name: dict(torch._dynamo.utils.counters[name]) for name in ("stats", "graph_break")},
     }
 
 
@@ -118,6 +124,8 @@ def gpt2(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def check(scenario: Scenario, folder: str, results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["wrong"] == {} and result["resumed"] == ([], True, True), (scenario, result)
+        graphs = result["graphs"]["stats"].get("unique_graphs", 0)
+        assert result["graphs"]["graph_break"] == {} and (graphs > 0) == ("torch_compile" in scenario.trainer), scenario
     said = [result["said"] for result in results]
     check_file(f"{folder}/checkpoint-{STEPS}", scenario, results[0]["weights"], said)
 
