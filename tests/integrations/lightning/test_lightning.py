@@ -21,7 +21,18 @@ from torch.distributed.tensor import DTensor
 
 from tests.integrations import causal_models
 from tests.integrations.counting import counted
-from tests.integrations.curves import CLIP, STEPS, Curve, Reference, adamw, batches, gradients_of, reference, step, weights_of
+from tests.integrations.curves import (
+    CLIP,
+    STEPS,
+    Curve,
+    Reference,
+    adamw,
+    batches,
+    gradients_of,
+    reference,
+    step,
+    weights_of,
+)
 from tests.integrations.curves import train as plain_train
 from tests.nn.reference import LIMIT_S, tp_mesh, whole
 from tpkernels.testing.spawn import Pools

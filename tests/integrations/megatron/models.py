@@ -39,12 +39,20 @@ class _NoTracker:
 def on_cpu(tp: int) -> Iterator[None]:
     """Megatron's groups with ``tp`` ranks in each, and a CPU where it takes a CUDA device for granted."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    def take_random_state(cpu: Tensor, *of_cuda: Any) -> None:
+        torch.set_rng_state(cpu)
 
     with contextlib.ExitStack() as stack:
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
                 stack.enter_context(mock.patch.object(module, "get_cuda_rng_tracker", lambda *a, **k: _NoTracker()))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: "cpu"))
+        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *device: None))
+        # Blocks that are computed once more ask for them.
+        stack.enter_context(mock.patch.object(random, "_get_all_rng_states", lambda: (torch.get_rng_state(), None, {})))
+        stack.enter_context(mock.patch.object(random, "_set_all_rng_states", take_random_state))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
@@ -141,13 +149,19 @@ def mean_of_replicas(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def train(model: Any, steps: int) -> dict[str, Tensor]:
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-2)  # see tests.integrations.curves.adamw
+
+
+def train(
+    model: Any, steps: int, *, first: int = 0, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
     """Losses, the first step's gradients and the last weights, by name, as this rank holds them."""
     from megatron.core import parallel_state
 
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-2)  # see tests.integrations.curves.adamw
+    optimizer = optimizer or adamw(model)
     found: dict[str, Tensor] = {}
-    for step in range(steps):
+    for step in range(first, steps):
         loss = loss_of(model, step)
         loss.backward()
         found[f"loss {step}"] = mean_of_replicas(loss.detach())

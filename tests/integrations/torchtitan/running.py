@@ -89,7 +89,8 @@ class Batches(BaseDataLoader):  # type: ignore[misc]
             labels = ids[:, 1:].clone()
             labels[0, : self.step] = -100  # replicas have different numbers of tokens
             self.step += 1
-            for rows, of_rows in zip(self.mine(ids).chunk(self.micro), self.mine(labels).chunk(self.micro), strict=True):
+            batches = (self.mine(whole).chunk(self.micro) for whole in (ids, labels))
+            for rows, of_rows in zip(*batches, strict=True):
                 yield {"input": rows[:, :-1]}, of_rows
 
     def mine(self, rows: Tensor) -> Tensor:
