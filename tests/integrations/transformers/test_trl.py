@@ -24,6 +24,7 @@ pytest.importorskip("accelerate", reason="the package accelerate is missing: pip
 if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "pyarrow")):
     pytest.skip("--full: only where trl and datasets, 150 MB, were installed by hand", allow_module_level=True)
 
+import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations.test_page import losses_of, run_examples
 from tests.integrations.transformers import scenarios, test_replicas
 from tests.integrations.transformers.running import Sentences, options, train
@@ -46,7 +47,7 @@ def sft(*, model: Any, args: Any, train_dataset: Sentences, eval_dataset: None, 
     data = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows)), fingerprint="sentences")
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(67)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2")
-    taken = ("save_strategy", "save_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+    taken = ("save_strategy", "save_steps", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
     given = options(args.output_dir, **{name: getattr(args, name) for name in taken})
     own = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None, "gradient_checkpointing": False}
     config = SFTConfig(**given, **own, bf16=False)
@@ -75,6 +76,26 @@ def test_sft_trainer_trains_saves_and_goes_on_as_on_one_process(
     given = scenario, scenarios.saved(scenario, tmp_path), folder, expected
     assert ranks(world).run(trained, *given, timeout=2 * LIMIT_S) == [[{}, {}]] * world
     check_file(folder, expected)
+
+
+def told(path: str, folder: str) -> tuple[str, list[str]]:
+    """What is said of the head, whose weight trl reads, with ``strict`` and without."""
+    model = scenarios.load("prepare", path)
+    with pytest.raises(ValueError) as caught:
+        train(model, folder, callbacks=[tpk_transformers.Snapshots(strict=True)], trained_by=sft)
+    model = scenarios.load("prepare", path)
+    with mock.patch("tpkernels.integrations.transformers.snapshots.warnings.warn") as warn:
+        train(model, folder, callbacks=[tpk_transformers.Snapshots()], trained_by=sft, max_steps=2)
+    said = [str(call.args[0]) for call in warn.call_args_list]
+    return str(caught.value), [line for line in said if "op of" in line]
+
+
+def test_the_head_whose_weight_is_read_instead_is_named_in_one_line_and_strict_raises(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    line = "lm_head does not run an op of tpkernels: the trainer reads its weight, which each step gathers"
+    path = scenarios.saved(LLAMA, tmp_path)
+    assert ranks(2).run(told, path, str(tmp_path / "run"), timeout=LIMIT_S) == [(line, [line]), (line, [])]
 
 
 def reference(scenario: Scenario, folder: Path) -> Reference:

@@ -32,7 +32,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DistributedMixin._tp_size",
     ),
     "transformers.distributed": ("DistributedConfig.dp_size",),
-    "transformers.trainer_callback": ("TrainerCallback.on_save", "TrainerCallback.on_train_begin"),
+    "transformers.trainer_callback": (
+        "TrainerCallback.on_pre_optimizer_step",
+        "TrainerCallback.on_save",
+        "TrainerCallback.on_train_begin",
+    ),
 }
 """Module, and names in it."""
 

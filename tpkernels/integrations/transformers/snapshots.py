@@ -5,18 +5,24 @@ Trainer would write the optimizer of rank 0 alone, which is a part of it.  :clas
 rank, because the ranks of a replica share them and Trainer gives all replicas one seed.  The model is there as Trainer
 writes it, too, in the unsharded model's names and shapes.
 
-Refuses to go on from a checkpoint without a snapshot, on every rank.
+Refuses to go on from a checkpoint without a snapshot, on every rank.  A trainer that puts a forward of its own into the
+model, and computes the loss from the head's weight without calling the head (trl's SFTTrainer), is named in its first
+step.
 """
 
 from __future__ import annotations
 
 import random
+import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tpkernels.integrations.transformers.prepared import speak_for_trainer
 from tpkernels.packages import needed
@@ -34,15 +40,19 @@ class Snapshots:
     Args:
         resume_from: the checkpoint that the run goes on from, where it is not ``output_dir/checkpoint-STEP``: Trainer
             does not tell its callbacks.
+        strict: a trainer that reads the weight of a head that is cut, which each step then gathers, raises in its first
+            step, before any weight changes; otherwise one line says so.
 
     The arguments say ``save_only_model=True``: Trainer writes the model, and this the rest.
 
     Raises:
-        ValueError: they do not; the checkpoint has no snapshot, or one of another model or optimizer; on every rank.
+        ValueError: they do not; the checkpoint has no snapshot, or one of another model or optimizer; with ``strict``,
+            the head runs no op of ours; on every rank.
     """
 
-    def __init__(self, resume_from: str | Path | None = None) -> None:
-        self.resume_from = resume_from
+    def __init__(self, resume_from: str | Path | None = None, *, strict: bool = False) -> None:
+        self.resume_from, self.strict = resume_from, strict
+        self._head: _Head | None = None
         self._random: dict[str, Any] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -51,6 +61,7 @@ class Snapshots:
         speak_for_trainer(given["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._head = _Head.of(given["model"])
         if state.global_step == 0:
             return
         folder = self._checkpoint(args, state) / FOLDER
@@ -63,6 +74,11 @@ class Snapshots:
             _set_random(self._random)
             self._random = None
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self._head is not None:
+            self._head.tell(self.strict)
+            self._head = None
+
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
         extra = {"step": state.global_step, "scheduler": given["lr_scheduler"].state_dict(), "random": _get_random()}
@@ -73,6 +89,37 @@ class Snapshots:
         if isinstance(named, str | Path):
             return Path(named)
         return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+class _Head:
+    """Whether a head that is cut is called by the forward that somebody has put into its model."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.called = name, False
+        self._handle = module.register_forward_pre_hook(self._note)
+
+    @classmethod
+    def of(cls, model: Any) -> _Head | None:
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        head = inner.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        cut = isinstance(weight, DTensor) and any(placement.is_shard() for placement in weight.placements)
+        if not cut or "forward" not in vars(inner):
+            return None
+        return cls(next(name for name, module in model.named_modules() if module is head), head)
+
+    def _note(self, *_: Any) -> None:
+        self.called = True
+
+    def tell(self, strict: bool) -> None:
+        self._handle.remove()
+        if self.called:
+            return
+        why = f"{self.name} does not run an op of tpkernels: the trainer reads its weight, which each step gathers"
+        if strict:
+            raise ValueError(why)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(why, stacklevel=2)
 
 
 @lru_cache(maxsize=1)
