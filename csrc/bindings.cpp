@@ -18,6 +18,7 @@
 #include "cpu/few_rows.h"
 #include "cpu/reduce.h"
 #include "cpu/residual_norm.h"
+#include "cpu/tree_sum.h"
 #include "cpu/watchdog.h"
 
 namespace py = pybind11;
@@ -26,7 +27,7 @@ using namespace tpk;
 namespace {
 
 // Ranks compare this when they meet; change it with the layout of the control segment or the protocol.
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 // Below this many bytes a sum or copy takes less time than giving up the GIL may cost.
 constexpr std::int64_t kKeepGilBytes = 64 * 1024;
 
@@ -117,6 +118,39 @@ void bind_reduce(py::module_& m) {
                         [&] { copy_rows(pointer(from), from_stride, pointer(to), to_stride, rows, row_bytes); });
         },
         "Copy `rows` rows of `row_bytes` bytes; strides in bytes.");
+}
+
+std::vector<ConstRows> rows_at(const std::vector<std::pair<std::uintptr_t, std::int64_t>>& places) {
+    std::vector<ConstRows> found;
+    found.reserve(places.size());
+    for (const auto& [address, stride] : places) found.push_back({pointer(address), stride});
+    return found;
+}
+
+void bind_tree_sum(py::module_& m) {
+    using Places = std::vector<std::pair<std::uintptr_t, std::int64_t>>;
+    m.def(
+        "tree_of_products",
+        [](Dtype dtype, const Places& parts, int terms, std::uintptr_t sums, std::int64_t sums_stride,
+           std::int64_t rows, std::int64_t columns) {
+            const std::vector<ConstRows> from = rows_at(parts);
+            without_gil(rows * columns * static_cast<std::int64_t>(size_of(dtype)), [&] {
+                tree_of_products(dtype, from.data(), static_cast<int>(from.size()), terms, pointer(sums), sums_stride,
+                                 rows, columns);
+            });
+        },
+        "sums[i, j] = tree over blocks of parts, (address, stride) each, in fp32; a block has `terms` parts.");
+    m.def(
+        "tree_of_sums",
+        [](Dtype dtype, const Places& parts, std::uintptr_t bias, std::uintptr_t out, std::int64_t out_stride,
+           std::int64_t rows, std::int64_t columns) {
+            const std::vector<ConstRows> from = rows_at(parts);
+            without_gil(rows * columns * static_cast<std::int64_t>(size_of(dtype)), [&] {
+                tree_of_sums(dtype, from.data(), static_cast<int>(from.size()), pointer(bias), pointer(out), out_stride,
+                             rows, columns);
+            });
+        },
+        "out[i, j] = tree over fp32 parts, (address, stride) each, + bias[j], rounded once.");
 }
 
 // A product reads its weight, which a core does at some ten bytes per nanosecond.
@@ -300,6 +334,7 @@ PYBIND11_MODULE(_native, m) {
     bind_reduce(m);
     bind_few_rows(m);
     bind_residual_norm(m);
+    bind_tree_sum(m);
     bind_channel(m);
     bind_watchdog(m);
     m.def(

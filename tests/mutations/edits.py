@@ -379,12 +379,12 @@ EDITS = (
     Edit("gemm/fp8.py", "mul_(256.0)", "mul_(255.0)", "tests/ops/test_fp8.py"),
     Edit("gemm/fp8.py", "        start = stop\n", "        start = k\n", "tests/ops/test_fp8.py"),
     # the same bits at every degree
-    Edit(CANONICAL, "while kept and kept[-1][0] == height:", "while kept:", f"{BITS} -k every_op"),
+    Edit(CANONICAL, 'place=f"leaf {len(parts)}"', 'place="leaf"', f"{BITS} -k every_op"),
     Edit(
-        CANONICAL,
+        "gemm/tree_sum.py",
         "zip(parts[::2], parts[1::2], strict=True)",
         "zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)",
-        f"{BITS} -k every_op",
+        "tests/csrc/test_tree_sum.py -k without",
     ),
     Edit(CANONICAL, " and x.data_ptr() % _ALIGNMENT == 0:", ":", f"{BITS} -k strides"),
     Edit(

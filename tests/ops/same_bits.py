@@ -152,11 +152,9 @@ def run_all(
         return [run(of, group, implementation) for of in draws]
 
 
-def left_to_right(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    total = parts[0]
-    for part_of_sum in parts[1:]:
-        total = total + part_of_sum
-    return out.copy_(total)
+def left_to_right(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None) -> None:
+    total = sum(parts[1:], parts[0])
+    out.copy_(total if bias is None else total + bias)
 
 
 def _one_block(tree: Any, xs: Any, matrices: Any, blocks: int, sums: Any = None) -> None:
@@ -169,11 +167,11 @@ def _wide_panels(x: Tensor, matrix: Tensor, bias: Tensor | None, blocks: int) ->
 
 _whole_subtree, _by_blocks = canonical.Subtree.__init__, canonical.columns_of_product
 FAULTS: dict[str, tuple[object, str, object]] = {
-    "tree order": (canonical, "tree_sum", left_to_right),
+    "tree order": (canonical, "top_of_tree", left_to_right),
     "a rank sums its part of K in one call": (canonical.Subtree, "__init__", _one_block),
     "panel shape": (canonical, "columns_of_product", _wide_panels),
     "chunk rows": (canonical, "ROWS", 96),
-    "rows of the operand not dense": (canonical, "dense", lambda x: x),
+    "rows of the operand not dense": (canonical, "dense", lambda x, place="": x),
 }
 
 

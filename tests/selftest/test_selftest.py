@@ -188,11 +188,11 @@ def test_another_tree_at_one_degree_is_named(ranks: Pools) -> None:
 
 def check_with_another_tree() -> Verdict:
     """Two ranks round what they send, as an all-reduce in bf16 would."""
-    right = canonical.tree_sum
+    right = canonical.top_of_tree
 
-    def wrong(parts: Any, out: torch.Tensor) -> torch.Tensor:
-        return right([part.bfloat16().to(part.dtype) for part in parts] if len(parts) == 2 else parts, out)
+    def wrong(parts: Any, *out: Any) -> None:
+        right([part.bfloat16().to(part.dtype) for part in parts] if len(parts) == 2 else parts, *out)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(canonical, "tree_sum", wrong)
+        patch.setattr(canonical, "top_of_tree", wrong)
         return run_rank(8, ["float32"], True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from tpkernels.backends.row_gemms import Epilogue, take_rows, whole_like
@@ -54,21 +53,22 @@ class _Columns(Epilogue):
 
     def fill_chunk(self, x: Tensor, start: int) -> None:
         """``x``: one chunk of :func:`~tpkernels.gemm.canonical.row_chunks`, from row ``start`` on."""
-        x, call = canonical.dense(x), self.call
+        x, call = canonical.dense(x, "rows"), self.call
         rows = slice(start, start + x.shape[0])
         if call.gated:
             assert call.activation is not None
             for block, panel in enumerate(self._panels[0]):
-                gate, up = (self._product(i, block, x, rows) for i in range(2))
+                gate, up = (self._product(i, block, x, rows, f"product {i}") for i in range(2))
                 self.outs[0][rows, panel] = activation_forward(GATED[call.activation], gate) * up
             return
         for i, panels in enumerate(self._panels):
             for block, panel in enumerate(panels):
                 self.outs[i][rows, panel] = activation_forward(call.activation, self._product(i, block, x, rows))
 
-    def _product(self, i: int, block: int, x: Tensor, rows: slice) -> Tensor:
+    def _product(self, i: int, block: int, x: Tensor, rows: slice, place: str = "product") -> Tensor:
         panel, bias = self._panels[i][block], self.call.biases[i]
-        found = canonical.product(x, self._blocks[i][block], None if bias is None else canonical.dense(bias[panel]))
+        part = None if bias is None else canonical.dense(bias[panel])
+        found = canonical.product(x, self._blocks[i][block], part, place)
         if self.preactivations:
             self.preactivations[i][rows, panel] = found
         return found
@@ -146,8 +146,4 @@ def partial_of(tree: Subtree, layout: Layout, owner: int, start: int, stop: int)
 def combine(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None) -> None:
     """out = the top of the tree over the ranks' parts, in rank order, + bias; rounded once, also with one rank."""
     with timeline.span("reduce", "reduce"):
-        if bias is None:
-            canonical.tree_sum(parts, out)
-        else:
-            total = canonical.tree_sum(parts, parts[0].new_empty(out.shape))
-            torch.add(total, bias.to(total.dtype), out=out)
+        canonical.top_of_tree(parts, out, bias)

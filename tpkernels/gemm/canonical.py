@@ -44,12 +44,15 @@ import torch
 from torch import Tensor
 
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.gemm import tree_sum
+from tpkernels.gemm.room import room
 
 __all__ = [
     "COLUMNS",
     "ROWS",
     "Subtree",
     "by_panels",
+    "LEAVES",
     "columns_of_product",
     "check_blocks",
     "check_job",
@@ -61,7 +64,7 @@ __all__ = [
     "product",
     "row_chunks",
     "sum_of_rows",
-    "tree_sum",
+    "top_of_tree",
     "weight_gradient",
     "weight_gradient_of_row",
 ]
@@ -73,6 +76,8 @@ with 2048 rows and blocks of 512 columns, CPU time over that of whole GEMMs (202
 problems."""
 COLUMNS = 512
 """Columns of a call whose contraction is cut; 1024 were no faster."""
+LEAVES = 8
+"""Blocks whose products are kept until one pass adds them."""
 _ALIGNMENT = 64
 
 
@@ -143,35 +148,45 @@ def row_chunks(rows: int) -> Iterator[tuple[int, int]]:
         yield low, min(rows, low + ROWS)
 
 
-def dense(x: Tensor) -> Tensor:
-    """A matrix or vector as the library sees it at every degree: without gaps, aligned to a cache line."""
+def dense(x: Tensor, place: str = "") -> Tensor:
+    """A matrix or vector as the library sees it at every degree: without gaps, aligned to a cache line.
+
+    ``place``: in the thread's room (:func:`tpkernels.gemm.room.room`), of a copy that nobody keeps.
+    """
     strides = (x.shape[1], 1) if x.dim() == 2 else (1,)
     if x.stride() == strides and x.data_ptr() % _ALIGNMENT == 0:
         return x
+    if place:
+        return room(place, x.shape, x.dtype).copy_(x)
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def matrix_block(matrix: Tensor) -> Tensor:
+def matrix_block(matrix: Tensor, place: str = "") -> Tensor:
     """A ``[contraction, columns]`` block of a weight or of its transpose, dense in the one or in the other form.
 
     Which one follows from the block's sizes and strides, so that the same block is given in the same form everywhere.
+    ``place`` as for :func:`dense`.
     """
     is_weight = 1 in matrix.shape or matrix.stride(0) == 1
-    return dense(matrix.t()).t() if is_weight else dense(matrix)
+    return dense(matrix.t(), place).t() if is_weight else dense(matrix, place)
 
 
-def product(x: Tensor, block: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ block + bias`` in one call; ``x`` has the rows of one chunk, ``block`` is a :func:`matrix_block`."""
-    return torch.mm(x, block) if bias is None else torch.addmm(bias, x, block)
+def product(x: Tensor, block: Tensor, bias: Tensor | None = None, place: str = "product") -> Tensor:
+    """``x @ block + bias`` in one call, until the thread's next one; ``x`` has the rows of one chunk.
+
+    ``block`` is a :func:`matrix_block`; ``place``: in the thread's room, where the result is.
+    """
+    out = room(place, (x.shape[0], block.shape[1]), x.dtype)
+    return torch.mm(x, block, out=out) if bias is None else torch.addmm(bias, x, block, out=out)
 
 
 def columns_of_product(x: Tensor, matrix: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
     """``x @ matrix + bias``, a call for each of the ``blocks`` blocks of columns and each chunk of rows."""
     out = x.new_empty(x.shape[0], matrix.shape[1])
     for panel in panels(matrix.shape[1], blocks):
-        block, part = matrix_block(matrix[:, panel]), None if bias is None else dense(bias[panel])
+        block, part = matrix_block(matrix[:, panel], "panel"), None if bias is None else dense(bias[panel])
         for low, high in row_chunks(x.shape[0]):
-            out[low:high, panel] = product(dense(x[low:high]), block, part)
+            out[low:high, panel] = product(dense(x[low:high], "rows"), block, part)
     return out
 
 
@@ -179,7 +194,7 @@ def weight_gradient(dz: Tensor, x: Tensor, blocks: int) -> Tensor:
     """dz^T x, a call for each of the ``blocks`` blocks of dz's columns."""
     out, x = x.new_empty(dz.shape[1], x.shape[1]), dense(x)
     for panel in panels(dz.shape[1], blocks):
-        torch.mm(dense(dz[:, panel]).t(), x, out=out[panel])
+        torch.mm(dense(dz[:, panel], "panel").t(), x, out=out[panel])
     return out
 
 
@@ -187,13 +202,13 @@ def weight_gradient_of_row(dy: Tensor, x: Tensor, blocks: int) -> Tensor:
     """dy^T x, a call for each of the ``blocks`` blocks of x's columns."""
     out, dy = x.new_empty(dy.shape[1], x.shape[1]), dense(dy)
     for panel in panels(x.shape[1], blocks):
-        out[:, panel] = torch.mm(dy.t(), dense(x[:, panel]))
+        out[:, panel] = product(dy.t(), dense(x[:, panel], "panel"))
     return out
 
 
 def sum_of_rows(dz: Tensor, blocks: int) -> Tensor:
     """The sum over rows, a call for each of the ``blocks`` blocks of columns."""
-    return torch.cat([dense(dz[:, panel]).sum(0) for panel in panels(dz.shape[1], blocks)])
+    return torch.cat([dense(dz[:, panel], "panel").sum(0) for panel in panels(dz.shape[1], blocks)])
 
 
 def by_panels(function: Callable[..., Sequence[Tensor]], blocks: int, *operands: Tensor) -> list[Tensor]:
@@ -209,11 +224,9 @@ def by_panels(function: Callable[..., Sequence[Tensor]], blocks: int, *operands:
     return [torch.cat(of_one, 1) for of_one in zip(*parts, strict=True)]
 
 
-def tree_sum(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """``out`` = the sum of a power of two of tensors, neighbours first, rounded once; none of them is changed."""
-    while len(parts) > 2:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return torch.add(*parts, out=out) if len(parts) == 2 else out.copy_(parts[0])
+def top_of_tree(parts: Sequence[Tensor], out: Tensor, bias: Tensor | None = None) -> None:
+    """``out`` = the sum of the ranks' subtrees, neighbours first, plus ``bias``; rounded once."""
+    tree_sum.of_sums(parts, out, bias)
 
 
 class Subtree:
@@ -226,13 +239,16 @@ class Subtree:
         self, xs: Sequence[Tensor], matrices: Sequence[Tensor], blocks: int, sums: Tensor | None = None
     ) -> None:
         """``sums``: where the result goes; by default it is made."""
-        self._wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
         shape = xs[0].shape[0], matrices[0].shape[1]
-        self.sums = xs[0].new_empty(shape, dtype=self._wide) if sums is None else sums
+        self.sums = xs[0].new_empty(shape, dtype=tree_sum.wide(xs[0].dtype)) if sums is None else sums
         self._xs = xs
         self._columns = [panels(x.shape[1], blocks) for x in xs]
         self._blocks = [
-            [matrix_block(matrix[panel]) for panel in panels(matrix.shape[0], blocks)] for matrix in matrices
+            [
+                matrix_block(matrix[panel], f"matrix {i} {block}")
+                for block, panel in enumerate(panels(len(matrix), blocks))
+            ]
+            for i, matrix in enumerate(matrices)
         ]
         self._missing = dict.fromkeys(row_chunks(shape[0]))
 
@@ -250,26 +266,23 @@ class Subtree:
 
     def _compute(self, low: int, high: int) -> None:
         operands = [
-            [dense(x[low:high, panel]) for panel in columns] for x, columns in zip(self._xs, self._columns, strict=True)
+            [dense(x[low:high, panel], f"rows {i} {b}") for b, panel in enumerate(columns)]
+            for i, (x, columns) in enumerate(zip(self._xs, self._columns, strict=True))
         ]
         for left in range(0, self.sums.shape[1], COLUMNS):
             place = slice(left, min(self.sums.shape[1], left + COLUMNS))
-            self.sums[low:high, place] = self._tree(operands, place)
+            self._tree(operands, place, range(len(operands[0])), self.sums[low:high, place])
 
-    def _tree(self, operands: Sequence[Sequence[Tensor]], place: slice) -> Tensor:
-        """Adds a block to the one before it as soon as both are of one height, so that few sums are kept."""
-        kept: list[tuple[int, Tensor]] = []
-        for block in range(len(operands[0])):
-            height, total = 0, self._leaf(operands, block, place)
-            while kept and kept[-1][0] == height:
-                total, height = kept.pop()[1].add_(total), height + 1
-            kept.append((height, total))
-        return kept[0][1]
-
-    def _leaf(self, operands: Sequence[Sequence[Tensor]], block: int, place: slice) -> Tensor:
-        total: Tensor | None = None
-        for x, blocks in zip(operands, self._blocks, strict=True):
-            found = torch.mm(x[block], blocks[block][:, place]).to(self._wide)
-            total = found if total is None else total.add_(found)
-        assert total is not None
-        return total
+    def _tree(self, operands: Sequence[Sequence[Tensor]], place: slice, blocks: range, sums: Tensor) -> None:
+        if len(blocks) > LEAVES:
+            middle = len(blocks) // 2
+            halves = [room(f"half {side} of {len(blocks)}", sums.shape, sums.dtype) for side in range(2)]
+            for half, of in zip(halves, (blocks[:middle], blocks[middle:]), strict=True):
+                self._tree(operands, place, of, half)
+            tree_sum.of_sums(halves, sums)
+            return
+        parts: list[Tensor] = []
+        for block in blocks:
+            for x, matrices in zip(operands, self._blocks, strict=True):
+                parts.append(product(x[block], matrices[block][:, place], place=f"leaf {len(parts)}"))
+        tree_sum.of_products(parts, sums, len(operands))

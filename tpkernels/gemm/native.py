@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ABI", "BuildRecord", "build_record", "how_to_rebuild", "native", "native_dtype", "outdated", "why_not"]
 
 # Equal to kAbi in csrc/bindings.cpp; both change whenever Python and native code must change together.
-ABI = 5
+ABI = 6
 PACKAGE = Path(__file__).resolve().parents[1]
 RECORD = PACKAGE / "_native_build.json"
 SOURCES = (".cpp", ".h", ".inc")
