@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +23,7 @@ from tpkernels.nn.gathering import gathered
 from tpkernels.selftest import same_bits as selftest
 from tpkernels.selftest.same_bits import Case, Run
 from tpkernels.selftest.small_decoder import Shape
-from tpkernels.sharding import block_masks
+from tpkernels.sharding import block_masks, sequence_blocks
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -32,8 +34,8 @@ Step = Callable[[nn.Module, Tensor], Tensor]
 
 def gpt(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
     """GELU, LayerNorm, biases, fused attention; the loss is the model's own, and so is the plan."""
-    model = GPT(Sizes(layers=1, width=64, heads=4, d_ff=256, vocabulary=96, length=24, batch=3)).to(dtype)
-    tokens = torch.zeros(3, 24, dtype=torch.long)
+    model = GPT(Sizes(layers=1, width=64, heads=8, d_ff=256, vocabulary=96, length=24, batch=4)).to(dtype)
+    tokens = torch.zeros(4, 24, dtype=torch.long)
     return model, {"example_inputs": (tokens, tokens)}, lambda of, ids: cast(Tensor, of(ids[:, :-1], ids[:, 1:]))
 
 
@@ -41,7 +43,7 @@ def llama(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
     """SwiGLU, RMSNorm, two query heads per key-value head, a head tied to the embedding; a plan by hand."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
+        hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=8,
         vocab_size=96, max_position_embeddings=64, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(dtype)
@@ -60,15 +62,24 @@ def llama(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
 MODELS = {"gpt": gpt, "llama": llama}
 
 
-def train(name: str, dtype: torch.dtype, same_bits: int | None) -> dict[str, Tensor]:
-    """Losses, norms and gradients of each step, and the parameters afterwards; whole, on every rank."""
+def train(name: str, dtype: torch.dtype, same_bits: int | None, along: bool = False) -> dict[str, Tensor]:
+    """Losses, norms and gradients of each step, and the parameters afterwards; whole, on every rank.
+
+    ``along``: with sequence parallelism.
+    """
     torch.manual_seed(7)
     model, options, step = MODELS[name](dtype)
     found: dict[str, Tensor] = {}
-    model = tpk.parallelize(model, own_group(same_bits), same_bits=same_bits, **options)
+    group = own_group(same_bits)
+    if along:
+        inputs = options.get("example_inputs", {"input_ids": torch.zeros(4, 24, dtype=torch.long)})
+        plan = tpk.make_plan(model, group.size(), sequence_parallel=True, example_inputs=inputs)
+        assert plan.sequence_blocks and plan.local_blocks
+        options = {"example_inputs": inputs, "plan": plan}
+    model = tpk.parallelize(model, group, same_bits=same_bits, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for number in range(STEPS):
-        ids = torch.randint(96, (3, 25), generator=torch.Generator().manual_seed(number))
+        ids = torch.randint(96, (4, 25), generator=torch.Generator().manual_seed(number))
         loss = step(model, ids)
         loss.backward()
         found[f"loss {number}"] = loss.detach()
@@ -102,12 +113,13 @@ CASES = [("gpt", torch.float32), ("gpt", torch.bfloat16), ("llama", torch.bfloat
 
 
 @pytest.mark.full("plans take longer than training; explicit ones stand for them")
+@pytest.mark.parametrize("along", [False, True], ids=["whole", "sequence_parallel"])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype) -> None:
+def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype, along: bool) -> None:
     """Of models that `plan="auto"` cuts, and of transformers' Llama."""
-    (expected,) = ranks(1).run(train, name, dtype, SAME_BITS, timeout=300.0)
+    (expected,) = ranks(1).run(train, name, dtype, SAME_BITS, along, timeout=300.0)
     for world in (2, 4):
-        assert not differing(ranks(world).run(train, name, dtype, SAME_BITS, timeout=300.0), expected)
+        assert not differing(ranks(world).run(train, name, dtype, SAME_BITS, along, timeout=300.0), expected)
 
 
 @pytest.mark.sample(1)
@@ -212,6 +224,102 @@ def check_dropout(fault: str | None) -> tuple[list[str], float]:
         if torch.equal(*kept.chunk(SAME_BITS, 1)[:2]):
             wrong.append("masks repeat")
     return wrong, float(kept.float().mean())
+
+
+class Block(nn.Module):
+    """Works on parts of the sequence but for its two layers, between which it drops out hidden features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.hidden, self.behind = nn.LayerNorm(64), nn.Dropout(0.25), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, x + self.behind(self.down(self.hidden(F.gelu(self.up(self.norm(x)))))))
+
+
+class DropsByItself(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.1, self.training))
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([kind()])
+
+    recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x
+
+
+FAULTS_OF_SEQUENCES: dict[str, tuple[str, object]] = {
+    "masks are numbered from each rank's first block": ("_mix", lambda seed, number: number % 4),
+    "blocks of a norm's gradient are added in order": (
+        "tree_sum",
+        SimpleNamespace(wide=lambda dtype: dtype, of_products=lambda parts, out: out.copy_(sum(parts))),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS_OF_SEQUENCES])
+def test_a_sequence_that_is_cut_has_the_same_norms_and_masks_at_every_degree(
+    ranks: Pools, full: bool, fault: str | None
+) -> None:
+    for wrong in ranks(4 if full else 2).run(check_sequence, fault, timeout=120.0):
+        assert bool(wrong) == (fault is not None), wrong
+
+
+def check_sequence(fault: str | None) -> list[str]:
+    wrong: list[str] = []
+    expected: list[Tensor] = []
+    for degree, group in small_groups(SAME_BITS).items():
+        torch.manual_seed(5)
+        x = torch.randn(2, 16, 64)
+        plan = tpk.make_plan(Stack(), degree, sequence_parallel=True, example_inputs=x)
+        model = tpk.parallelize(Stack(), group, plan, example_inputs=x, same_bits=SAME_BITS)
+        for model.recomputes in (False, True):
+            torch.manual_seed(6)
+            with seeded(fault if degree > 1 else None):
+                y = model(x)
+                y.square().sum().backward()
+            found = [y.detach(), *(gathered(cast(Tensor, p.grad)) for p in model.parameters()), torch.rand(2)]
+            model.zero_grad()
+            expected = expected or found
+            wrong += [
+                f"result {i} on {degree} ranks, recomputed {model.recomputes}"
+                for i, (one, other) in enumerate(zip(found, expected, strict=True))
+                if not torch.equal(one, other)
+            ]
+    return wrong
+
+
+@contextmanager
+def seeded(fault: str | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            name, wrong = FAULTS_OF_SEQUENCES[fault]
+            patch.setattr(sequence_blocks, name, wrong)
+        yield
+
+
+def test_what_a_cut_sequence_cannot_keep_is_refused(ranks: Pools) -> None:
+    ranks(2).run(check_refusals_of_sequences)
+
+
+def check_refusals_of_sequences() -> None:
+    x = torch.randn(2, 16, 64)
+    for kind, given, why in (
+        (DropsByItself, x, "something draws random numbers for a part of the sequence"),
+        (Block, x[:, :12], "cuts a sequence into blocks of one length, got 12"),
+    ):
+        plan = tpk.make_plan(Stack(kind), 2, sequence_parallel=True, example_inputs=x)
+        model = tpk.parallelize(Stack(kind), small_groups(SAME_BITS)[2], plan, example_inputs=x, same_bits=SAME_BITS)
+        with pytest.raises(ValueError, match=why):
+            model(given)
 
 
 def test_without_the_mode_bits_differ_and_the_first_difference_is_named(ranks: Pools) -> None:

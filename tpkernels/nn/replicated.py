@@ -23,7 +23,10 @@ from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.ops import copy_to_group
 
-__all__ = ["Converted", "replicate_parameters", "show_local"]
+__all__ = ["BY_BLOCKS", "Converted", "replicate_parameters", "show_local"]
+
+BY_BLOCKS = "_tpkernels_sequence_blocks"
+"""Of a module that runs block by block of a sequence: who knows the block (``copy_of``)."""
 
 
 Converted = dict[int, tuple[nn.Parameter, nn.Parameter]]
@@ -95,6 +98,8 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         tensor = parameter.to_local()
         if not sum_gradients or not tensor.requires_grad:
             return tensor
+        if BY_BLOCKS in self.__dict__:
+            return cast(Tensor, self.__dict__[BY_BLOCKS].copy_of(parameter, tensor))
         refuse(mesh_of(parameter), "a module with sequence_parallel", "its gradients are sums over each rank's part")
         if parameter.device_mesh.size() == 1:
             return tensor

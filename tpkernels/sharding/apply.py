@@ -169,7 +169,11 @@ def parallelize(
             advice = "pass example_inputs if it runs with other inputs than those that were tried"
             warnings.warn(f"{plan.model}: {plan.fallback}; {advice}", FallbackPlanWarning, stacklevel=2)
         if same_bits:
-            check_plan(plan, make_plan(model, same_bits, example_inputs=example_inputs, experts=experts))
+            along = plan.sequence_parallel
+            widest = make_plan(
+                model, same_bits, example_inputs=example_inputs, experts=experts, sequence_parallel=along
+            )
+            check_plan(plan, widest)
         styles, idle = plan.styles, set(plan.idle_ties)
     else:
         styles, idle = _explicit(plan, model, modules), set()
@@ -240,7 +244,7 @@ def parallelize(
         share_inputs(plan.shared, model, modules)
         if fused_norm:
             fuse_norms(plan.fused, modules, tp, always=fused_norm != "auto")
-        forks = run_sequence_parallel(plan, modules, tp)
+        forks = run_sequence_parallel(plan, modules, tp, same_bits)
         if same_bits:
             drop_by_blocks(model, modules, plan.random, tp, same_bits)
         else:

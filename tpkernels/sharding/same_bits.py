@@ -47,16 +47,26 @@ def check_plan(plan: ShardingPlan, widest: ShardingPlan) -> None:
             f"same_bits ({largest}): layers that share an input are {plan.shared} on {plan.world_size} ranks and "
             f"{widest.shared} on {largest}"
         )
-    check_styles(plan.styles, largest)
-
-
-def check_styles(styles: Mapping[str, Style], same_bits: int) -> None:
-    """Refuse styles that no blocks are known for."""
-    for name, style in styles.items():
-        if getattr(style, "sequence_parallel", False):
+    for what in ("sequence_blocks", "whole_blocks", "local_blocks", "sequence_random"):
+        mine, others = getattr(plan, what), getattr(widest, what)
+        if mine != others:
             raise ValueError(
-                f"same_bits ({same_bits}): module {name!r} works on a part of the sequence, and sums over the sequence "
-                "(a norm's gradient) are those of whole ranks: use sequence_parallel=False"
+                f"same_bits ({largest}): the sequence is cut in another way, {what} are {mine} on {plan.world_size} "
+                f"ranks and {others} on {largest}"
+            )
+    check_styles(plan.styles, largest, by_hand=False)
+
+
+def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool = True) -> None:
+    """Refuse styles that no blocks are known for.
+
+    ``by_hand``: nobody has proven where the sequence is whole and where a part.
+    """
+    for name, style in styles.items():
+        if by_hand and getattr(style, "sequence_parallel", False):
+            raise ValueError(
+                f"same_bits ({same_bits}): module {name!r} works on a part of the sequence, and a plan by hand does "
+                "not say what else does: use make_plan(..., sequence_parallel=True), or sequence_parallel=False"
             )
         if not isinstance(style, KEPT):
             raise ValueError(f"same_bits ({same_bits}): module {name!r} is cut as {style}, which is in no blocks")

@@ -26,6 +26,7 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.styles import Column, CopiedHeads, Row
 from tpkernels.sharding.randomness import Fork
+from tpkernels.sharding.sequence_blocks import SequenceBlocks
 
 __all__ = ["run_sequence_parallel"]
 
@@ -33,10 +34,11 @@ __all__ = ["run_sequence_parallel"]
 class _Stack:
     """One list of blocks while its residual is cut."""
 
-    def __init__(self, mesh: DeviceMesh, random: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, random: bool, same_bits: int) -> None:
         self.mesh = mesh
         self.shape: tuple[int, ...] = ()
-        self.fork = Fork() if random else None
+        self.blocks = SequenceBlocks(mesh, same_bits, random) if same_bits else None
+        self.fork = Fork() if random and mesh.size() > 1 and not same_bits else None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -66,6 +68,16 @@ class _Stack:
         """
         return (cast(DTensor, x.view(*self.shape[:2], *x.shape[1:])) if self.is_flat(x) else x).to_local()
 
+    def hold(self, module: nn.Module) -> None:
+        """With same_bits, from here on nobody draws random numbers."""
+        if self.blocks is not None and module.training:
+            self.blocks.hold()
+
+    def release(self, module: nn.Module) -> None:
+        """Up to here nobody did; what comes next keeps the rules of its own."""
+        if self.blocks is not None and module.training:
+            self.blocks.release()
+
     def is_flat(self, x: Tensor) -> bool:
         """Whether ``x`` is rows ``[B * S, ...]``."""
         return tuple(x.shape[:2]) != self.shape[:2]
@@ -79,14 +91,16 @@ class _Stack:
         return whole.reshape(x.shape)
 
 
-def run_sequence_parallel(plan: ShardingPlan, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> list[Fork]:
+def run_sequence_parallel(
+    plan: ShardingPlan, modules: Mapping[str, nn.Module], mesh: DeviceMesh, same_bits: int = 0
+) -> list[Fork]:
     """Install the hooks of a plan whose layers are swapped already; the regions with random numbers of a rank's own."""
     forks: list[Fork] = []
     stacks: dict[str, list[str]] = {}
     for block in plan.sequence_blocks:
         stacks.setdefault(block.rpartition(".")[0], []).append(block)
     for blocks in stacks.values():
-        stack = _Stack(mesh, plan.sequence_random and mesh.size() > 1)
+        stack = _Stack(mesh, plan.sequence_random, same_bits)
         modules[blocks[0]].register_forward_pre_hook(_enter(stack), with_kwargs=True)
         inside = tuple(f"{block}." for block in blocks)
         for entry in plan.entries:
@@ -110,9 +124,12 @@ def _enter(stack: _Stack) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
         stack.shape = tuple(x.shape)
+        if stack.blocks is not None:
+            stack.blocks.enter(x)
         part = stack.cut(x)
         if stack.fork is not None and module.training:
             stack.fork.enter(x.device, stack.mesh.get_local_rank())
+        stack.hold(module)
         return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
 
     return hook
@@ -122,6 +139,7 @@ def _leave(stack: _Stack) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if stack.fork is not None and module.training:
             stack.fork.leave()
+        stack.release(module)
         if isinstance(output, tuple):
             return (stack.gather(output[0]), *output[1:])
         return stack.gather(output)
@@ -137,6 +155,7 @@ def _join(stack: _Stack, layer: nn.Module) -> None:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal flat
         (x,) = args
+        stack.release(module)
         extra = {"shard_sizes": stack.sizes} | ({} if is_row else {"source": x})
         flat = x.dim() == 2
         if isinstance(x, DTensor):
@@ -146,6 +165,8 @@ def _join(stack: _Stack, layer: nn.Module) -> None:
         return (x,), {**kwargs, **extra}
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        if is_row:
+            stack.hold(module)
         y: Tensor = stack.wrap(output) if is_row and not isinstance(output, PendingSum) else output
         return y.reshape(-1, y.shape[-1]) if flat else y
 
@@ -181,6 +202,8 @@ def _keep_local(stack: _Stack, module: nn.Module) -> None:
 
         return output if was_flat is None else tree_map_only(Tensor, whole, output)
 
+    if stack.blocks is not None:
+        stack.blocks.install(module)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True)
 
@@ -199,6 +222,7 @@ def _make_whole(stack: _Stack, module: nn.Module) -> None:
 
         args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
         depth.append(bool(found))
+        stack.release(module)
         if found and stack.fork is not None and module.training:
             stack.fork.pause()
         return args, kwargs
@@ -208,6 +232,7 @@ def _make_whole(stack: _Stack, module: nn.Module) -> None:
             return output
         if stack.fork is not None and module.training:
             stack.fork.resume()
+        stack.hold(module)
         if isinstance(output, tuple):
             return (stack.cut(output[0]), *output[1:])
         return stack.cut(output)
