@@ -180,19 +180,23 @@ def _origin(path: Path, content: dict[str, Any]) -> list[str]:
 
 
 def same_bits_section(path: Path, content: dict[str, Any]) -> list[str]:
-    """Two GEMMs of a layer, forward and backward."""
-    lines = [f"### The same bits at any number of ranks: two GEMMs, {content['setup']['world_size']} ranks of one host"]
-    lines += ["", *_origin(path, content), ""]
+    """A layer's GEMMs, the block of P3 and a training step, with the mode and without."""
+    rate, world = content["setup"].get("rate"), content["setup"]["world_size"]
+    where = f"{world} hosts in the network lab at {rate}" if rate else f"{world} ranks of one host"
+    lines = [f"### The same bits at any number of ranks: what they cost, {where}", "", *_origin(path, content), ""]
     lines += [
-        "| dtype | rows x features x inner | off ms | on ms | on / off | quartiles |",
-        "|---|---|---:|---:|---:|---|",
+        "| dtype | what | rows x features x inner | off ms | on ms | on / off | quartiles | under a GEMM: off, on |",
+        "|---|---|---|---:|---:|---:|---|---|",
     ]
     for row in content["results"]:
         low, high = row["ratio_quartiles"]
         off, on = (_milliseconds(row["times"][name]) for name in ("off", "on"))
+        what, shares = row.get("what", "ops"), row.get("under_gemm")
+        sizes = f"{row['rows']}x{row['width']}x{row['inner']}" if row["rows"] else "-"
+        hidden = f"{shares['off']:.0%}, {shares['on']:.0%}" if shares else "-"
         lines.append(
-            f"| {row['dtype']} | {row['rows']}x{row['width']}x{row['inner']} | {off} | {on} | {row['ratio']:.2f} | "
-            f"{low:.2f} to {high:.2f} |"
+            f"| {row['dtype']} | {what} | {sizes} | {off} | {on} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} | "
+            f"{hidden} |"
         )
     return [*lines, ""]
 

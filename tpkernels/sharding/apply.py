@@ -169,11 +169,7 @@ def parallelize(
             advice = "pass example_inputs if it runs with other inputs than those that were tried"
             warnings.warn(f"{plan.model}: {plan.fallback}; {advice}", FallbackPlanWarning, stacklevel=2)
         if same_bits:
-            along = plan.sequence_parallel
-            widest = make_plan(
-                model, same_bits, example_inputs=example_inputs, experts=experts, sequence_parallel=along
-            )
-            check_plan(plan, widest)
+            check_plan(plan, model, same_bits, example_inputs, experts)
         styles, idle = plan.styles, set(plan.idle_ties)
     else:
         styles, idle = _explicit(plan, model, modules), set()

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.planner import make_plan
 from tpkernels.planning.styles import Column, Replicate, Row, Style, Vocabulary
 
 __all__ = ["check_plan", "check_styles"]
@@ -23,13 +26,15 @@ __all__ = ["check_plan", "check_styles"]
 KEPT = (Column, Row, Vocabulary, Replicate)
 
 
-def check_plan(plan: ShardingPlan, widest: ShardingPlan) -> None:
-    """Refuse a plan that is another one for ``widest.world_size`` ranks, or has what no blocks are known for.
+def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_inputs: object, experts: str) -> None:
+    """Refuse a plan that is another one for ``largest`` ranks, or has what no blocks are known for.
 
     Raises:
         ValueError: names the module.
     """
-    largest = widest.world_size
+    widest = make_plan(
+        model, largest, sequence_parallel=plan.sequence_parallel, example_inputs=example_inputs, experts=experts
+    )
     for name, style in plan.styles.items():
         other = widest.styles.get(name)
         if other != style:
