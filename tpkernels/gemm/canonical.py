@@ -121,7 +121,7 @@ def describe(m: int, n: int, k: int, itemsize: int, world_size: int, same_bits: 
     else:
         count, shape = blocks * chunks * -(-n // COLUMNS), (min(m, ROWS), k // same_bits, min(n, COLUMNS))
         more = f", {wide // itemsize} times the bytes" if wide > itemsize else ""
-        then = f"{blocks - 1} more passes over the sums; partial sums travel in {8 * wide} bits{more}"
+        then = f"a pass over the products of {blocks} blocks; partial sums travel in {8 * wide} bits{more}"
     return (
         f"same_bits={same_bits}: {blocks} of {same_bits} blocks of {'N' if gathers else 'K'} per rank, {count} library "
         f"calls of at most {'x'.join(map(str, shape))}\n   instead of one; one thread; {then}"
