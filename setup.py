@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,7 @@ CUDA_FLAGS = """
 # Machine code for the GPUs of data centres; the drivers of other GPUs compile the PTX of the first one.
 ARCHITECTURES = ("80", "90a", "100a")
 USUAL_CUDA = "/usr/local/cuda"
+Build = Callable[[], tuple[Path, dict[str, object]]]
 OLDEST_NVCC = (12, 0)  # the first that knows sm_90a wherever it knows sm_90: only the latter is in its list
 
 
@@ -381,19 +382,15 @@ def write_rules(
 
 @contextmanager
 def one_build_at_a_time() -> Iterator[None]:
-    """Two ninjas must not share a folder: a second build waits, and then finds its objects made.
-
-    The wait ends with the first build, each half of which ends within BUILD_TIMEOUT_S.
-    """
-    if not sys.platform.startswith("linux"):  # where nothing is built
+    """Two ninjas must not share a folder: a second build waits for the first, and then finds its objects made."""
+    if not sys.platform.startswith("linux"):  # nothing is built there
         yield
         return
     import fcntl
 
-    folder = ROOT / "build"
-    folder.mkdir(exist_ok=True)
-    with folder.joinpath("setup.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with ROOT.joinpath("build", "setup.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # each half of a build ends within BUILD_TIMEOUT_S
         yield
 
 
@@ -410,34 +407,21 @@ class BuildCore(build_ext):
 
     def run(self) -> None:
         with one_build_at_a_time():
-            self.run_core()
-            self.run_cuda()
+            self.run_part(build_core, MODULE, RECORD, "TPKERNELS_REQUIRE_NATIVE", "its compiled core")
+            self.run_part(build_cuda, CUDA_MODULE, CUDA_RECORD, "TPKERNELS_CUDA", "its CUDA kernels")
 
-    def run_core(self) -> None:
-        record: dict[str, object] = {"built": False, "module": MODULE}
-        module = None
+    def run_part(self, build: Build, name: str, record_name: str, required: str, what: str) -> None:
+        """What cannot be built fails the installation where the variable `required` is 1."""
+        record, module = dict[str, object](built=False, module=name), None
         try:
-            module, facts = build_core()
+            module, facts = build()
             record |= {"built": True, **facts}
         except CannotBuild as error:
-            if os.environ.get("TPKERNELS_REQUIRE_NATIVE") == "1":
-                raise CompileError(f"TPKERNELS_REQUIRE_NATIVE=1, but there is no compiled core: {error}") from error
+            if os.environ.get(required) == "1":
+                raise CompileError(f"{required}=1, but {what} cannot be built: {error}") from error
             record |= {"reason": error.reason, "advice": error.advice, "errors": error.errors}
-            print(f"WARNING: tpkernels is installed WITHOUT its compiled core: {error}", file=sys.stderr)
-        self.leave(MODULE, module, RECORD, record)
-
-    def run_cuda(self) -> None:
-        record: dict[str, object] = {"built": False, "module": CUDA_MODULE}
-        module = None
-        try:
-            module, facts = build_cuda()
-            record |= {"built": True, **facts}
-        except CannotBuild as error:
-            if os.environ.get("TPKERNELS_CUDA") == "1":
-                raise CompileError(f"TPKERNELS_CUDA=1, but the CUDA kernels cannot be built: {error}") from error
-            record |= {"reason": error.reason, "advice": error.advice, "errors": error.errors}
-            print(f"tpkernels is installed without its CUDA kernels: {error}", file=sys.stderr)
-        self.leave(CUDA_MODULE, module, CUDA_RECORD, record)
+            print(f"WARNING: tpkernels is installed WITHOUT {what}: {error}", file=sys.stderr)
+        self.leave(name, module, record_name, record)
 
     def leave(self, name: str, built: Path | None, record_name: str, record: dict[str, object]) -> None:
         """The module, if there is one, and its record where the package is; that of an earlier build fits no longer."""

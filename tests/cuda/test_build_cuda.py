@@ -214,8 +214,8 @@ def test_a_failing_nvcc_is_recorded_removes_the_library_and_fails_only_who_requi
     toolkit(home, "13.0.2", option="--no-such-option")
     output = tree.build(CUDA_HOME=str(home))
     assert record_of(tree)["reason"].startswith("compilation failed with nvcc 13.0.2"), "another version compiles anew"
-    assert not tree.package.joinpath("_cuda.so").exists() and "installed without its CUDA kernels: comp" in output
-    with pytest.raises(RuntimeError, match="TPKERNELS_CUDA=1, but the CUDA kernels cannot be built: compilation fail"):
+    assert not tree.package.joinpath("_cuda.so").exists() and "installed WITHOUT its CUDA kernels: comp" in output
+    with pytest.raises(RuntimeError, match="TPKERNELS_CUDA=1, but its CUDA kernels cannot be built: compilation fail"):
         tree.build(CUDA_HOME=str(home), TPKERNELS_CUDA="1")
 
 

@@ -66,7 +66,7 @@ EDITS = (
     Edit("comm/monitor.py", "    _end_calls_of_daemons()\n", "", f"{INTERRUPTS} -k daemon"),
     Edit(
         "backends/shared_memory/segments.py",
-        "if limit != RLIM_INFINITY and limit < needed:",
+        "if limit != resource.RLIM_INFINITY and limit < needed:",
         "if limit == needed:",
         "tests/backends/test_shared_memory.py -k limit_on",
     ),
