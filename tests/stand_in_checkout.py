@@ -27,6 +27,7 @@ case "$*" in
         while [ -e "$here/slow" ]; do sleep 0.02; done
         echo "['2.13.0+cpu']" > "$here/torch.txt" ;;
     *build_ext*)
+        echo "$PATH" > "$here/path.txt"
         while [ -e "$here/building" ]; do sleep 0.02; done
         echo "quickstart-build: setup.py build_ext has ended" >> {log} ;;
 esac

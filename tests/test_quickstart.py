@@ -214,6 +214,7 @@ def test_the_core_is_built_beside_the_downloads(checkout: Checkout) -> None:
     building.write_text("")
     process = checkout.start("demo")
     wait_for(checkout.log, "-qq torch==2.13.0")
+    wait_for(checkout.bin / "path.txt", f"{checkout.venv}/quickstart-build/bin:")
     assert len(checkout.builds()) == 1, "its end is not waited for"
     process.communicate(timeout=60)
     building.unlink()
