@@ -266,9 +266,7 @@ def test_what_is_missing_is_recorded_and_the_build_succeeds(tree: Tree, case: st
 
 
 def test_a_required_core_that_cannot_be_built_fails_the_installation(tree: Tree) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"_NATIVE=1, but its compiled core cannot be built: no C\+\+ com"
-    ):
+    with pytest.raises(RuntimeError, match=r"_NATIVE=1, but its compiled core cannot be built: no C\+\+ com"):
         tree.build(TPKERNELS_REQUIRE_NATIVE="1", **NO_PROGRAMS)
     tree.build(TPKERNELS_REQUIRE_NATIVE="0", **NO_PROGRAMS)
 
