@@ -396,7 +396,7 @@ def test_a_norm_that_computes_in_fp32_is_not_fused_in_a_model_of_fp64() -> None:
 
 def test_plans_print_what_is_fused_and_why_the_rest_is_not() -> None:
     text = str(plan_with(nn.LayerNorm(WIDTH), dropout=0.5))
-    assert "with its sum, blocks.1.out computes blocks.1.middle" in text
+    assert "the sum of blocks.1.out is one op with blocks.1.middle" in text
     assert "no norm is fused with blocks.0.out: what takes its sum is a LayerNorm, not a norm with one weight" in text
     assert "no norm is fused with blocks.0.down: its result goes into 2 ops, not into one addition" in text
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import socket
 import struct
 import threading
@@ -91,6 +90,8 @@ def _descriptors() -> list[int]:
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
+        import resource  # Windows has none, and must be able to import this
+
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return list(range(_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)))
 

@@ -34,8 +34,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed.checkpoint.state_dict as torch_states
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
