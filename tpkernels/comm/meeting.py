@@ -50,7 +50,8 @@ def meet(group: Group, call: int, device: torch.device) -> None:
     if group.card is None:
         group.card = card_of(group, device)
         sends = [(peer, group.card) for peer in others]
-    cards = [group.card if rank == group.rank else torch.empty_like(group.card) for rank in range(group.size)]
+    # Zeros say that a rank's card has not come.
+    cards = [group.card if rank == group.rank else torch.zeros_like(group.card) for rank in range(group.size)]
     before = connections.received()
     try:
         if group.backends.waits_in_streams(device.type):
