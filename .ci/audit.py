@@ -88,8 +88,8 @@ def main() -> int:
     environment = os.environ | {"PYTHONPATH": str(given.tools.resolve())}
 
     def tool(*command: str) -> subprocess.CompletedProcess[str]:
-        done = [sys.executable, "-m", *command]
-        return subprocess.run(done, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        argv = [sys.executable, "-m", *command]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
     # Of this interpreter's packages, without the tools.
     installed = {canonicalize_name(one.name): one.version for one in metadata.distributions()}

@@ -230,13 +230,19 @@ def test_every_import_is_declared_and_optional_ones_are_deferred() -> None:
 
 
 IMPORT_AS_ON_WINDOWS = """
-import os, sys, torch.distributed
+import ctypes, os, sys, torch.distributed
+opens = ctypes.CDLL
+def opens_files_alone(name, *rest, **more):
+    if name is None:
+        raise TypeError("Windows has no library without a name")
+    return opens(name, *rest, **more)
+ctypes.CDLL = opens_files_alone
 there = {name: sys.modules.get(name) for name in ("fcntl", "grp", "pwd", "resource", "termios")}
 fork = os.register_at_fork
 del os.register_at_fork
 sys.modules.update(dict.fromkeys(there))  # with None there, an import raises
 import tpkernels
-os.register_at_fork = fork
+os.register_at_fork, ctypes.CDLL = fork, opens
 for name, module in there.items():
     if module is None:
         del sys.modules[name]

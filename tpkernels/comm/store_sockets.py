@@ -17,14 +17,19 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 __all__ = ["answering", "port_of", "root", "serves"]
 
-_libc = ctypes.CDLL(None)
 _LOOK_AGAIN_S = 0.02
 # Without /proc, every number that may be one is tried: the kernel gives out the lowest that is free.
 _MOST_DESCRIPTORS = 1 << 12
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)  # Windows refuses that, and must be able to import this
 
 
 def root(store: Any) -> Any:
@@ -83,7 +88,7 @@ def answering(port: int | None, limit: float, silent: Callable[[], Exception]) -
 def _shut(port: int) -> None:
     for descriptor in _descriptors():
         if _port(descriptor, "getpeername") == port:
-            _libc.shutdown(descriptor, socket.SHUT_RDWR)
+            _libc().shutdown(descriptor, socket.SHUT_RDWR)
 
 
 def _descriptors() -> list[int]:
@@ -98,7 +103,7 @@ def _descriptors() -> list[int]:
 
 def _listens(descriptor: int) -> bool:
     listens, size = ctypes.c_int(), ctypes.c_uint32(4)
-    failed = _libc.getsockopt(
+    failed = _libc().getsockopt(
         descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size)
     )
     return not failed and bool(listens.value)
@@ -107,7 +112,7 @@ def _listens(descriptor: int) -> bool:
 def _port(descriptor: int, which: str) -> int | None:
     """The port of this end of a TCP socket, or of the other one; None for anything else."""
     name, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
-    if getattr(_libc, which)(descriptor, name, ctypes.byref(size)):
+    if getattr(_libc(), which)(descriptor, name, ctypes.byref(size)):
         return None
     (family,), (port,) = struct.unpack_from("=H", name), struct.unpack_from("!H", name, 2)
     return int(port) if family in (socket.AF_INET, socket.AF_INET6) else None
