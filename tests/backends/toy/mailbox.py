@@ -96,10 +96,14 @@ class Mailbox(Resource):
 
     def _wait(self, number: int, fingerprint: int, rank: int) -> bytes:
         key, deadline = self._key(number, fingerprint, rank), time.monotonic() + self._timeout
-        while not self._store.check([key]):
+        while True:
+            # Asked in this order: a rank may send this message and fail in its next call between the two questions.
+            has_failed = self._store.check([f"{self._prefix}/failed"])
+            if self._store.check([key]):
+                break
             if self._aborted:
                 raise TransportFailure(f"the wait for message {number} was ended", rank)
-            if self._store.check([f"{self._prefix}/failed"]):
+            if has_failed:
                 said = self._store.get(f"{self._prefix}/failed").decode()
                 raise TransportFailure(f"message {number} will not come: {said}", rank)
             if time.monotonic() > deadline:
