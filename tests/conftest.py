@@ -25,7 +25,8 @@ from tpkernels.testing.spawn import Pools, fork_server
 
 pytest_plugins = ["pytester"]  # for the tests of this file
 
-# For a run of many tests: what `fork_server` imports, and what many ranks would import themselves.
+# For a run of many tests: what `fork_server` imports, so that no rank imports it again. A rank that does takes long: an
+# import sets off collections of garbage, and each of them writes to all objects of the fork and so copies its memory.
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -37,6 +38,15 @@ PRELOADED = [
     "torch._dynamo.backends.common",
     "torch._inductor.pattern_matcher",
     "torch._decomp.decompositions_for_jvp",
+    # What the modules of tests import: it was a third of the CPU time of those that use the ranks of `ranks`.
+    "pytest",
+    "tpkernels.testing.cases",
+    "tpkernels.testing.references",
+    "torch.distributed.tensor.debug",  # what `spawn` clears
+    "tests.integrations.keras",  # chooses the backend of
+    "keras",
+    "peft",
+    "transformers.trainer",
 ]
 
 UNMEASURED = {"TPKERNELS_CALIBRATE": "0"}

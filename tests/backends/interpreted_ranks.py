@@ -19,7 +19,10 @@ __all__ = ["InterpretedPools"]
 # The product of a row with a matrix must not depend on the row's place (tests/kernels/interpreter.py).
 # Its threads would spin while they wait for work, of which such small products give them none.
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Prescott", "OPENBLAS_NUM_THREADS": "1"}
-PRELOADED = ["torch", "torch.distributed", "tpkernels", "tpkernels.sharding", "tpkernels.kernels", spawn.__name__]
+PRELOADED = [
+    *("torch", "torch.distributed", "tpkernels", "tpkernels.sharding", "tpkernels.kernels", spawn.__name__),
+    *("pytest", "tpkernels.testing.cases", "tpkernels.testing.references", "torch.distributed.tensor.debug"),
+]
 _server = forkserver.ForkServer()
 
 
