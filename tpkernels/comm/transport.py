@@ -119,8 +119,7 @@ def exchange(
     Returns:
         The transfers of ``sends`` and of ``recvs``.
     """
-    if not 0 <= chunk < MAX_CHUNKS_PER_CALL:
-        raise ValueError(f"chunk ({chunk}) must be below {MAX_CHUNKS_PER_CALL}")
+    assert 0 <= chunk < MAX_CHUNKS_PER_CALL, chunk
     sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
     recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
     if not sends and not recvs:
