@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import tpkernels as tpk
-from tpkernels.measure import bench, report
+from tpkernels.measure import bench_rank, report
 from tpkernels.measure.cases import FUSED_OPS, Shape
 from tpkernels.measure.netlab import NetlabUnavailable, run_in_netlab
 from tpkernels.measure.report import CaseResult
@@ -98,7 +98,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_rank(repeats: int, limit: int) -> list[CaseResult]:
-    return bench.run_rank(bench.Plan(problems()[:limit], repeats=repeats, timeout_s=_LIMIT_S)).results
+    return bench_rank.run_rank(bench_rank.Plan(problems()[:limit], repeats=repeats, timeout_s=_LIMIT_S)).results
 
 
 def measured(place: str, world_size: int, args: argparse.Namespace) -> list[CaseResult]:

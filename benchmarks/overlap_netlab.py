@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import tpkernels as tpk
-from tpkernels.measure import bench, bench_table, report
+from tpkernels.measure import bench_rank, bench_table, report
 from tpkernels.measure.cases import DTYPES, Shape
 from tpkernels.measure.netlab import NetlabUnavailable, run_in_netlab
 from tpkernels.measure.report import CaseResult
@@ -36,8 +36,8 @@ TARGETS = {"P1": 1.05, "P2": 1.10, "P3": 1.08}
 
 def run_rank(names: list[str], dtype: str, repeats: int) -> list[CaseResult]:
     problems = tuple(OPS[name] for name in names if name in OPS)
-    plan = bench.Plan(problems, dtype=dtype, repeats=repeats)
-    results = bench.run_rank(plan).results
+    plan = bench_rank.Plan(problems, dtype=dtype, repeats=repeats)
+    results = bench_rank.run_rank(plan).results
     return results + ([_time_block(dtype, repeats)] if "P3" in names else [])
 
 

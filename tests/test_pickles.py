@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_architecture import PACKAGE, REPOSITORY, called_name, house, modules
+from tests.source_tree import PACKAGE, called_name, modules
+from tests.test_architecture import REPOSITORY, house
 
 pytestmark = pytest.mark.cpu
 

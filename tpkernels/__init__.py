@@ -36,8 +36,7 @@ from tpkernels.partition import array_split
 
 if TYPE_CHECKING:
     from tpkernels import nn, optim
-
-    keras: Any  # its module imports from here
+    from tpkernels.integrations import keras  # of a floor above, and imported when it is asked for
     from tpkernels.sharding import (
         ShardingPlan,
         Verification,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 import tpkernels as tpk
+from tests.source_tree import modules
 
 pytestmark = pytest.mark.cpu
 
@@ -28,7 +29,6 @@ TELLERS = ("refuse", "_refuse", "warn", "cls")
 """Functions that raise, or warn of, what they are given; and classes of errors that are chosen at run time."""
 SEEN = {*tpk.errors.__all__, *BUILT_IN, *OWN, *OF_COMMANDS, *TELLERS}
 """Where a user sees the text.  What other exceptions say is caught in the package, and is put into one of these."""
-MAKES_ONE = re.compile(rf"\b({'|'.join(SEEN)})\(")  # other files need no parser
 UNSEEN = {
     "tpkernels/kernels": "operands are checked by the ops before a kernel gets them",
     "tpkernels/testing": "for the tests of this project and of backends",
@@ -88,20 +88,19 @@ def read(node: ast.AST, names: Names, found: list[tuple[int, str]]) -> None:
             found += [(node.lineno, text) for text in texts if any(map(str.isalpha, text))]
 
 
-def messages_of(source: str, file: str) -> list[Message]:
+def messages_of(tree: ast.Module, file: str) -> list[Message]:
     found: list[tuple[int, str]] = []
-    read(ast.parse(source), {}, found)
+    read(tree, {}, found)
     return [Message(f"{file}:{line}", text) for line, text in found]
 
 
 @functools.cache
 def messages() -> tuple[Message, ...]:
     found: list[Message] = []
-    for path in sorted(ROOT.glob("tpkernels/**/*.py")):
-        file = path.relative_to(ROOT).as_posix()
-        source = path.read_text(encoding="utf-8")
-        if MAKES_ONE.search(source) and not any(file == place or file.startswith(f"{place}/") for place in UNSEEN):
-            found += messages_of(source, file)
+    for path, _, tree in modules(ROOT):
+        file = path.as_posix()
+        if not any(file == place or file.startswith(f"{place}/") for place in UNSEEN):
+            found += messages_of(tree, file)
     return tuple(found)
 
 
@@ -133,7 +132,7 @@ def test_every_message_has_an_entry() -> None:
 
 def test_a_message_without_an_entry_is_found() -> None:
     source = "def f(x):\n  what = f'the moon is {x}'\n  if x:\n    what = 'it is dark'\n  raise ValueError(what)"
-    said = messages_of(source, "f.py")
+    said = messages_of(ast.parse(source), "f.py")
     assert said == [Message("f.py:5", "the moon is …"), Message("f.py:5", "it is dark")]
     assert without_entry("- `the moon is …`: Look up.\n- `dark`: Wait.\n", said) == said[1:]
 

@@ -25,7 +25,7 @@ from tpkernels.comm.timeline import Event
 from tpkernels.gemm.native import native
 from tpkernels.launching import local_ranks
 from tpkernels.launching.local_ranks import LaunchError
-from tpkernels.measure import bench, bench_table, fitting, netlab, suites, usual_dtype
+from tpkernels.measure import bench, bench_rank, bench_table, fitting, netlab, suites, usual_dtype
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase
 from tpkernels.measure.report import CaseResult
 from tpkernels.measure.rivals import RIVALS, Problem, Rival
@@ -215,14 +215,14 @@ def _wrong_on(rank: int) -> Rival:
     return Rival("wrong", lambda case: None, make)  # type: ignore[arg-type]
 
 
-def _with_bad_company(path: str) -> bench.RankOutput:
-    bench.RIVALS = (_broken(), _wrong_on(1))  # type: ignore[misc]
+def _with_bad_company(path: str) -> bench_rank.RankOutput:
+    bench_rank.RIVALS = (_broken(), _wrong_on(1))  # type: ignore[misc]
     ours = TimedCase.ours
     TimedCase.ours = lambda case, name: (  # type: ignore[method-assign]
         (lambda: _corrupt(ours(case, name)(), 0)) if name == "chunked" else ours(case, name)
     )
-    plan = bench.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), repeats=1, json=path, environment={"setup": {}})
-    return bench.run_rank(plan)
+    plan = bench_rank.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), repeats=1, json=path, environment={"setup": {}})
+    return bench_rank.run_rank(plan)
 
 
 @pytest.mark.usefixtures("forked")
@@ -240,13 +240,13 @@ def test_what_is_wrong_on_one_rank_is_timed_on_none_and_each_says_why(tmp_path: 
     assert content["complete"] is False and len(content["results"]) == 1, "written after the case"
 
 
-def _stuck(case: TimedCase, plan: bench.Plan, control: object) -> None:
+def _stuck(case: TimedCase, plan: bench_rank.Plan, control: object) -> None:
     threading.Event().wait()
 
 
 def _never_ends() -> None:
-    bench.time_case = _stuck  # type: ignore[assignment]
-    bench.run_rank(bench.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), case_timeout_s=0.5))
+    bench_rank.time_case = _stuck  # type: ignore[assignment]
+    bench_rank.run_rank(bench_rank.Plan((("matmul_all_reduce", Shape(8, 16, 24)),), case_timeout_s=0.5))
 
 
 @pytest.mark.gloo
@@ -320,7 +320,7 @@ def _record_calls(op: str, shape: Shape) -> list[RankTrace]:
     # fp32: with AMX a bf16 GEMM would be over before the link has moved its bytes, and would hide little.
     case = TimedCase(op, shape, torch.float32, mesh["tp"].get_group(), torch.device("cpu"))
     with torch.no_grad():
-        return [bench.record_call(case, name) for _ in range(RECORDED) for name in ("unfused", "chunked")]
+        return [bench_rank.record_call(case, name) for _ in range(RECORDED) for name in ("unfused", "chunked")]
 
 
 @pytest.mark.sample(1)
@@ -357,7 +357,7 @@ def _is_complete(events: list[Event]) -> bool:
 def test_a_title_has_the_repeats_that_were_timed(counts: tuple[int, int], said: str) -> None:
     times = [{"torch": Measurement("torch", (1.0,) * count)} for count in counts]
     results = [CaseResult("all_gather_matmul", "8x16x32", "bf16", 2, one, 64, "chunked", 4) for one in times]
-    assert bench._titled(bench.Plan((), title="2 ranks"), results) == said
+    assert bench_rank.titled(bench_rank.Plan((), title="2 ranks"), results) == said
 
 
 def dtype_where(seconds: dict[str, float]) -> tuple[str, str | None, int]:

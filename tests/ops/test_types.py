@@ -1,4 +1,4 @@
-"""What a type checker knows of the results of ops: mypy reads the first function, the second asks the annotations."""
+"""What a type checker knows of results: mypy reads the first functions, the test asks the annotations."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def judged_by_mypy(x: Tensor, w: Tensor, routing: tpk.Routing, group: Any) -> No
     assert_type(tpk.dispatch_grouped_matmul(x, [w, w], routing, group), tuple[list[Tensor], tpk.Routing])
     assert_type(tpk.matmul_all_reduce(x, w, group), Tensor)
     assert_type(tpk.matmul_all_reduce(x, w, group, residual=x, norm_weight=w), tuple[Tensor, Tensor])
+
+
+def judged_of_keras(model: Any, x: Any) -> None:
+    parallel = tpk.keras.TensorParallel(model)
+    assert_type(parallel, tpk.keras.TensorParallel)
+    assert_type(parallel.tensor_parallel_plan, tpk.keras.KerasPlan)
+    assert_type(parallel.stop_training, Any)  # of the model's own class
+    assert_type(tpk.keras.make_plan(model, 2), tpk.keras.KerasPlan)
+    assert_type(tpk.keras.array_split(x, 2), list[Any])
+    tpk.keras.tensor_parallel(model)  # type: ignore[attr-defined]
 
 
 @pytest.mark.cpu

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tpkernels.dispatch import OPS, implementations
 from tpkernels.measure import gathered
-from tpkernels.measure.bench import Plan, time_case
+from tpkernels.measure.bench_rank import Plan, time_case
 from tpkernels.measure.cases import FUSED_OPS, Shape, TimedCase, torch_all_gather
 from tpkernels.measure.report import CaseResult, measurement_to_json
 from tpkernels.measure.rivals import RIVALS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -114,6 +114,10 @@ class TensorParallel:
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the model is made already
         pass
 
+    if TYPE_CHECKING:  # it is also an instance of the model's own class, for which types have no word
+
+        def __getattr__(self, name: str) -> Any: ...
+
     @property
     def tensor_parallel_plan(self) -> KerasPlan:
         """What was cut, and why."""
@@ -136,7 +140,7 @@ class TensorParallel:
             optimizer = call.arguments["optimizer"] = optimizers.agreed(optimizer, state.shards.pg)
         state.kind.compile(*call.args, **call.kwargs)  # type: ignore[attr-defined]
         if optimizer is not None and state.shards.world_size > 1:
-            made: Any = self.optimizer  # type: ignore[attr-defined]
+            made: Any = self.optimizer
             optimizers.check_optimizer(made)  # what "auto" of KerasHub's models has become, too
             optimizers.prepare(made, state.shards, slice_slots=state.shard_optimizer_states)
 
@@ -193,8 +197,8 @@ class TensorParallel:
         state = state_of(self)
         optimizer: Any = getattr(self, "optimizer", None)
         if optimizer is not None and not optimizer.built:
-            optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
-        variables = [*self.variables, *(optimizer.variables if optimizer is not None else ())]  # type: ignore[attr-defined]
+            optimizer.build(self.trainable_variables)
+        variables = [*self.variables, *(optimizer.variables if optimizer is not None else ())]
         loaded(state, self, "load_weights", state.kind.load_weights, variables, filepath, *args, **kwargs)  # type: ignore[attr-defined]
         state.unloaded = False
 
