@@ -25,7 +25,7 @@ __all__ = [
 
 
 class TpKernelsError(RuntimeError):
-    """Base class of every error that tpkernels raises besides ``ValueError``."""
+    """Base class of the errors of tpkernels; what Python or torch has a class for, such as ``ValueError``, is that."""
 
 
 class UnsupportedPlatform(TpKernelsError):
