@@ -40,10 +40,13 @@ def show_minilm(console: Console, report: MiniLMReport) -> None:
         table.add_row(label, f"{seconds * 1e3:.0f} ms", f"{report.seconds['unfused'] / seconds:.2f}x")
     console.print(Padding(table, (0, 0, 0, 2)))
     console.print()
-    console.print("  Medians, interleaved. Ranks of one machine have no network to hide behind the GEMM;", style="dim")
-    console.print("  `tpkernels bench --netlab 1gbit` gives them one (root).\n", style="dim")
+    _indented(
+        console,
+        "[dim]Medians, interleaved. Ranks of one machine have no network to hide behind the GEMM; "
+        "`tpkernels bench --netlab 1gbit` gives them one (root).[/dim]\n",
+    )
     for question, answer, similarity in report.answers:
-        console.print(f"  {question}  [dim]->[/dim]  {answer}  [dim]{similarity:.2f}[/dim]")
+        _indented(console, f"{question}  [dim]->[/dim]  {answer}  [dim]{similarity:.2f}[/dim]")
     console.print()
     _verdict(
         console,
@@ -86,7 +89,7 @@ def show_training(console: Console, report: TrainingReport) -> None:
         report.holds,
         f"largest difference of the two curves {report.difference:.2e}, bound {report.bound:.2e}",
         f"{FACTOR:g} x (what moving each weight by its last bit does to one process, "
-        f"{report.sensitivity:.2e},\n      and the rounding of the loss itself)",
+        f"{report.sensitivity:.2e}, and the rounding of the loss itself)",
     )
 
 
@@ -113,11 +116,16 @@ def plot(reference: Sequence[float], parallel: Sequence[float]) -> Text:
     return text
 
 
+def _indented(console: Console, text: str, columns: int = 2) -> None:
+    """Print markup whose further lines, where it does not fit into one, begin below the first."""
+    console.print(Padding(Text.from_markup(text), (0, 0, 0, columns), expand=False))
+
+
 def _verdict(console: Console, holds: bool, what: str, why: str) -> None:
     mark = "[bold green]OK[/bold green]  " if holds else "[bold red]FAILED[/bold red]  "
     console.print(f"{mark}{what}")
     if why:
-        console.print(f"      {why}", style="dim")
+        _indented(console, f"[dim]{why}[/dim]", 6)
 
 
 def _table(*columns: str) -> Table:
