@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tpkernels.backends.shared_memory import rendezvous, segments
-from tpkernels.comm import meeting
+from tpkernels.comm import meeting, presence
 from tpkernels.comm.blame import blame
-from tpkernels.comm.bounded_store import StoreLost
+from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.liveness import Identity
 from tpkernels.comm.transport import TransportFailure
@@ -87,6 +87,51 @@ def test_a_host_of_the_store_that_is_gone_is_blamed_if_nobody_was_missing_before
     assert error.ranks == (blamed,) and str(blamed) in str(error), error
 
 
+@pytest.mark.parametrize(
+    ("peer", "waited", "lost", "blamed"),
+    [
+        (OTHER, 0.9, StoreLost("reset"), (OTHER, HOST)),
+        (HOST, 0.9, StoreLost("reset"), (HOST,)),
+        (OTHER, 0.9, StoreSilent("no answer"), (HOST,)),
+        (OTHER, 1.0, StoreLost("reset"), (HOST,)),  # of a time-out nobody is told apart by whose connection ended it
+    ],
+)
+def test_a_peer_is_named_whose_connection_broke_like_that_to_the_store(
+    peer: int, waited: float, lost: StoreLost, blamed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 died, rank 0 left with its error, and rank 1 said that rank 0 was lost."""
+
+    def check(store: _Lost, keys: list[str]) -> bool:
+        raise lost
+
+    monkeypatch.setattr(_Lost, "check", check)
+    group = _group(listened_ago=TIMEOUT_S)
+    error = blame(group, 3, "all_gather(...)", "connection reset by peer", waited * TIMEOUT_S, peer=peer)
+    assert error.ranks == blamed and all(str(one) in str(error) for one in blamed), error
+
+
+@pytest.mark.parametrize(
+    ("host", "blamed", "looks"), [(MINE, HOST, 3), (HOST, OTHER, 0), (MINE, MINE, 0)], ids=["serves", "other", "own"]
+)
+def test_the_host_of_the_store_stays_until_others_have_failed_too(
+    host: int, blamed: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its notes go with it; nobody waits for a rank that is blamed, nor for others to hear of an error of its own."""
+    said = [{}, {}, {OTHER: {}}]
+    looked: list[Any] = []
+
+    def failures(group: Any) -> Any:
+        looked.append(group)
+        return said[len(looked) - 1]
+
+    monkeypatch.setattr(presence, "failures", failures)
+    monkeypatch.setattr(presence, "_AWAIT_READERS", 60.0)
+    group = _group(listened_ago=0.1)
+    group.store_host, group.co_located, group.timeout = host, False, 1e4
+    presence.stay(group, PeerLost("died", ranks=(blamed,)))
+    assert len(looked) == looks
+
+
 def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:
     error = meeting._blame_meeting(_group(listened_ago=9.0), StoreLost("no answer"), [], TIMEOUT_S)
     assert error.ranks == (HOST,) and f"rank {HOST}" in str(error), error
@@ -102,11 +147,8 @@ def test_rank_0_that_leaves_the_set_up_of_shared_memory_for_want_of_the_store_is
     assert error.ranks == (() if served_by is None else (HOST,)) and "store" in str(error), error
 
 
-@pytest.mark.parametrize(("waited", "blamed"), [(0.1, [HOST]), (0.95 * TIMEOUT_S, [HOST, OTHER])])
-def test_whose_connection_broke_is_blamed_alone_while_others_may_still_come(
-    waited: float, blamed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 died before it left a note, and rank 2 is slow."""
+def _see(monkeypatch: pytest.MonkeyPatch, *ranks: int) -> None:
+    """These ranks have come to the meeting, live, and have said no more."""
 
     class Looks:
         lost = None
@@ -117,12 +159,40 @@ def test_whose_connection_broke_is_blamed_alone_while_others_may_still_come(
             return look(None)
 
     monkeypatch.setattr(meeting, "Looks", Looks)
-    here = {MINE: {"who": Identity.mine(), "failed": None}}
-    monkeypatch.setattr(meeting.presence, "present", lambda group, store: here)
+    there = {rank: {"who": Identity.mine(), "failed": None} for rank in ranks}
+    monkeypatch.setattr(meeting.presence, "present", lambda group, store: there)
     monkeypatch.setattr(meeting.presence, "failures", lambda group, store: {})
+
+
+@pytest.mark.parametrize(
+    ("waited", "blamed"),
+    [
+        (0.1, [HOST]),
+        (0.95 * TIMEOUT_S, [HOST, OTHER]),
+        (1.7 * TIMEOUT_S, [MINE]),  # stopped itself: the others' time was up before its own
+    ],
+)
+def test_whose_connection_broke_is_blamed_alone_while_others_may_still_come(
+    waited: float, blamed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 died before it left a note, and rank 2 is slow."""
+    _see(monkeypatch, MINE)
     error = TransportFailure("connection reset by peer", HOST)
     found = meeting._blame_meeting(_group(listened_ago=0.0), error, [HOST, OTHER], waited)
     assert list(found.ranks) == blamed, found
+
+
+def _meet(monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., Any]) -> PeerLost:
+    """What a first meeting raises whose transfers are these."""
+    monkeypatch.setattr(meeting.transport, "exchange", exchange)
+    monkeypatch.setattr(meeting.presence, "come", lambda group: None)
+    group = _group(listened_ago=9.0)
+    group.backends = SimpleNamespace(meeting_device=lambda device: device, waits_in_streams=lambda kind: False)
+    group.key, group.unsent, group.card = None, [], None
+    group.job = JobIdentity("job")
+    with pytest.raises(PeerLost) as raised:
+        meeting.meet(group, 1, torch.device("cpu"))
+    return raised.value
 
 
 def test_a_peer_that_is_gone_keeps_no_other_one_from_getting_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +206,25 @@ def test_a_peer_that_is_gone_keeps_no_other_one_from_getting_a_card(monkeypatch:
         sent.extend(peer for peer, _ in sends)
         return [], []
 
-    monkeypatch.setattr(meeting.transport, "exchange", exchange)
-    monkeypatch.setattr(meeting.presence, "come", lambda group: None)
-    group = _group(listened_ago=9.0)
-    group.backends = SimpleNamespace(meeting_device=lambda device: device, waits_in_streams=lambda kind: False)
-    group.key, group.unsent, group.card = None, [], None
-    group.job = JobIdentity("job")
-    with pytest.raises(PeerLost) as raised:
-        meeting.meet(group, 1, torch.device("cpu"))
-    assert sent == [OTHER] and raised.value.ranks == (HOST,), (sent, raised.value)
+    error = _meet(monkeypatch, exchange)
+    assert sent == [OTHER] and error.ranks == (HOST,), (sent, error)
+
+
+def test_what_memory_held_is_no_card_of_a_rank_that_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 had not come, and rank 0, whose connection failed, was blamed: rank 2's card seemed to be there."""
+
+    def wait() -> None:
+        raise TransportFailure("timed out", HOST)
+
+    def exchange(group: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
+        ((peer, card),) = recvs
+        if peer == HOST:
+            card.fill_(1)  # it came
+        return [], [SimpleNamespace(wait=wait)]
+
+    _see(monkeypatch, HOST, MINE)
+    monkeypatch.setattr(meeting, "HEARTBEAT_PATIENCE", 0.0)
+    monkeypatch.setattr(torch, "empty", torch.ones)
+    monkeypatch.setattr(torch, "empty_like", torch.ones_like)
+    error = _meet(monkeypatch, exchange)
+    assert error.ranks == (OTHER,), error

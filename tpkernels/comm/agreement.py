@@ -164,4 +164,5 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
             resource.poison(group.poison)
         presence.come(group)
         presence.tell(group, error, group.control)
+        presence.stay(group, error)
     return error

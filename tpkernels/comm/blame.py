@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tpkernels.comm import heartbeats, presence, transport
-from tpkernels.comm.bounded_store import BoundedStore
+from tpkernels.comm.bounded_store import BoundedStore, StoreSilent
 from tpkernels.comm.groups import Group
 from tpkernels.comm.records import Record, mismatch, read, recorded, told
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
@@ -98,7 +98,8 @@ def blame(
         missed = _missed(group, call, start, waited) or list(suspects or (() if peer is None else (peer,)))
         if missed and _was_long(group, start, waited):
             return _missed_before(group, head, missed, looks.lost, symptom)
-        return _store_lost(group, head, looks.lost, symptom, suspects)
+        broke = None if waited > 0.9 * group.timeout or isinstance(looks.lost, StoreSilent) else peer
+        return _store_lost(group, head, looks.lost, symptom, suspects, broke)
     if silent:
         return PeerLost(f"{head}no sign of life from rank(s) {silent}. {symptom}", ranks=silent)
     if broken:
@@ -143,14 +144,20 @@ def _missed_before(
 
 
 def _store_lost(
-    group: Group, head: str, lost: RuntimeError, symptom: str, suspects: Sequence[int]
+    group: Group, head: str, lost: RuntimeError, symptom: str, suspects: Sequence[int], broke: int | None
 ) -> CommunicationError:
-    """The error of a rank that the store does not answer any more, so that it learns nothing of its peers."""
+    """The error of a rank that the store does not answer any more, so that it learns nothing of its peers.
+
+    ``broke``: a peer whose connection was closed as well. Its rank, or the store's host, may have left because of the
+    other, and nothing tells which.
+    """
     if group.store_host is None:
-        whom, ranks = "", tuple(suspects)
-    else:
-        whom, ranks = f", which rank {group.store_host} serves", (group.store_host,)
-    return PeerLost(f"{head}the group's store{whom} is lost: {lost}. {symptom}", ranks=ranks)
+        return PeerLost(f"{head}the group's store is lost: {lost}. {symptom}", ranks=tuple(suspects))
+    host = group.store_host
+    what = f"the group's store, which rank {host} serves, is lost"
+    if broke in (None, host):
+        return PeerLost(f"{head}{what}: {lost}. {symptom}", ranks=(host,))
+    return PeerLost(f"{head}the connection to rank {broke} broke, and {what}: {lost}. {symptom}", ranks=(broke, host))
 
 
 def failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> CommunicationError:

@@ -9,6 +9,7 @@ failed.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CommunicationError
 
-__all__ = ["come", "everybody", "existing", "failures", "present", "say", "tell", "understood"]
+__all__ = ["come", "everybody", "existing", "failures", "present", "say", "stay", "tell", "understood"]
 
 _T = TypeVar("_T")
 
@@ -27,6 +28,8 @@ _MEETING = "tpkernels/meeting"
 _ALARM = f"{_MEETING}/alarm"
 # Seconds that an error waits for the store to take its note: one on the other side of the earth answers in a third.
 _AWAIT_STORE = 0.5
+# Seconds that an error of the rank which serves the store waits for the others to leave notes of their own.
+_AWAIT_READERS = 0.25
 
 
 def come(group: Group) -> None:
@@ -129,3 +132,17 @@ def tell(group: Group, error: CommunicationError, store: BoundedStore) -> None:
         )
     except StoreLost as lost:  # the store's host may be the very rank that died
         error.add_note(f"the store could not be told: {lost}")
+
+
+def stay(group: Group, error: CommunicationError) -> None:
+    """Where this process serves the store, give the ranks of other hosts a moment to read why this one has failed.
+
+    Its note goes when the process goes, and they would take this rank for the one that failed first.
+    """
+    if group.store_host != group.rank or group.co_located or group.rank in error.ranks:
+        return
+    others = set(range(group.size)) - {group.rank, *error.ranks}
+    deadline = time.monotonic() + min(_AWAIT_READERS, 0.08 * group.timeout)
+    with suppress(StoreLost):
+        while not others <= failures(group).keys() and time.monotonic() < deadline:
+            time.sleep(0.01)
