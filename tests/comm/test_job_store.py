@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -183,6 +184,10 @@ def test_new_interpreters_join_the_job_of_their_environment() -> None:
 # ---------------------------------------------------------------- rank 0, which serves the store, is stopped meanwhile
 
 TIMEOUT_S = 1.0
+WAITS_S = 0.3
+"""So long a rank waits until Ctrl-C comes."""
+INTERRUPT_S = 3.0
+"""Of an idle machine it takes 0.05 s."""
 STAGES = {
     "the store is reached": (startup, "meet_as_torchrun", pytorchjob),
     "places are taken": (job_store, "_take_place", slurm),
@@ -197,42 +202,84 @@ def meet_and_wait(connection: object, environ: dict[str, str]) -> None:
     time.sleep(LIMIT_S)
 
 
-def stop_rank_0(connection: object, environ: dict[str, str], stage: str, rank_0: int) -> None:
-    """Rank 1, which stops rank 0 when it comes to the stage."""
+def join_late(
+    connection: object, environ: dict[str, str], stage: str | None, rank_0: int | None, interrupted: bool = False
+) -> None:
+    """A rank which stops rank 0, if there is one, when it comes to the stage, and may get Ctrl-C soon after."""
     os.environ.update(environ)
-    module, name, _ = STAGES[stage]
-    original, start = getattr(module, name), 0.0
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    start = time.monotonic()
 
-    def with_rank_0_stopped(*given: object, **options: object) -> object:
+    def strike() -> None:
         nonlocal start
-        while "rank 0 is not there yet":
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(environ["MASTER_PORT"]))):
-                break
-        os.kill(rank_0, signal.SIGSTOP)
+        if rank_0 is not None:
+            while "rank 0 is not there yet":
+                with (
+                    suppress(ConnectionRefusedError),
+                    socket.create_connection(("127.0.0.1", int(environ["MASTER_PORT"]))),
+                ):
+                    break
+            os.kill(rank_0, signal.SIGSTOP)
         start = time.monotonic()
-        return original(*given, **options)
+        if interrupted:
+            start += WAITS_S
+            threading.Timer(WAITS_S, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    setattr(module, name, with_rank_0_stopped)
+    if stage is None:
+        strike()
+    else:
+        module, name, _ = STAGES[stage]
+        original = getattr(module, name)
+
+        def with_rank_0_stopped(*given: object, **options: object) -> object:
+            strike()
+            return original(*given, **options)
+
+        setattr(module, name, with_rank_0_stopped)
     try:
-        tpk.init(timeout=TIMEOUT_S)
+        tpk.init(timeout=LIMIT_S if interrupted else TIMEOUT_S)
         said = "joined"
     except PeerLost as error:
         said = f"{error.ranks}: {error}"
+    except KeyboardInterrupt:
+        said = "interrupted"
     connection.send((said, time.monotonic() - start))  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_0_that_is_stopped_while_the_ranks_meet_is_named_in_time(stage: str) -> None:
-    """Others waited for its store for ever."""
+def joined_late(stage: str, interrupted: bool) -> tuple[str, float]:
+    """What rank 1 says beside a rank 0 that is stopped at the stage, and after how many seconds."""
     *_, launcher = STAGES[stage]
     port = {"MASTER_PORT": str(free_port())}
     environs = [launcher(rank, 2, "7") | port | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
     process = fork_server().Process(target=meet_and_wait, args=(None, environs[0]), daemon=True)
     process.start()
     try:
-        ((said, seconds),) = started([environs[1]], partial(stop_rank_0, stage=stage, rank_0=process.pid))
+        run = partial(join_late, stage=stage, rank_0=process.pid, interrupted=interrupted)
+        (answer,) = started([environs[1]], run)
+        return answer  # type: ignore[return-value]
     finally:
         process.kill()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_0_that_is_stopped_while_the_ranks_meet_is_named_in_time(stage: str) -> None:
+    """Others waited for its store for ever."""
+    said, seconds = joined_late(stage, interrupted=False)
     assert said.startswith("(0,)") and "rank 1" in said and "store" in said, said
     assert seconds < 1.1 * TIMEOUT_S + 2.0, seconds  # c10d writes stacks of its errors, and tests run beside this one
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_ends_the_wait_for_a_rank_0_that_is_stopped(stage: str) -> None:
+    said, seconds = joined_late(stage, interrupted=True)
+    assert said == "interrupted" and seconds < INTERRUPT_S, (said, seconds)
+
+
+@pytest.mark.parametrize("launcher", [slurm, pytorchjob])
+def test_ctrl_c_ends_the_wait_for_ranks_that_are_not_there(launcher: Callable[[int, int, str], dict[str, str]]) -> None:
+    """Each rank waits alone: rank 0 for the others, and rank 1 for a rank 0 that is not there."""
+    ranks = [launcher(rank, 2, "7") | {"MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"} for rank in (0, 1)]
+    for said, seconds in started(ranks, partial(join_late, stage=None, rank_0=None, interrupted=True)):  # type: ignore[misc]
+        assert said == "interrupted" and seconds < INTERRUPT_S, (said, seconds)

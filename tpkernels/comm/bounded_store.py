@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -31,11 +31,12 @@ from tpkernels.comm.job_identity import Foreign, Seal
 from tpkernels.comm.store_sockets import port_of, root, serves
 from tpkernels.comm.transport import TransportFailure
 
-__all__ = ["BoundedStore", "StoreLost", "StoreSilent"]
+__all__ = ["BoundedStore", "StoreLost", "StoreSilent", "interruptible"]
 
 # So many keys with foreign records are reported, each once.
 _MAX_REPORTED = 100
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class StoreLost(TransportFailure):
@@ -92,6 +93,19 @@ def _start(request: _Request) -> None:
     except IndexError:
         worker = _Worker()
     worker.requests.put(request)
+
+
+def interruptible(work: Callable[[], _T]) -> _T:
+    """What ``work`` returns or raises; another thread does it, so that Ctrl-C ends the wait for it.
+
+    c10d connects again and again until its time is up, and takes no signal meanwhile. The thread goes on.
+    """
+    request = _Request(work)
+    _start(request)
+    value, error = request.answer.get()
+    if error is not None:
+        raise error
+    return cast(_T, value)
 
 
 class _Client:

@@ -3,7 +3,7 @@
 Python runs a signal's handler in the main thread, between two steps of the interpreter.  A main thread that waits for a
 peer inside of gloo takes none until the peer comes.  So the interpreter's wake-up descriptor leads to the monitor
 thread: on SIGINT it ends the wait of a call that the main thread is in, and the handler raises ``KeyboardInterrupt``
-there.
+there.  :func:`ending` does the same for waits outside of calls.
 
 A wait in our own compiled core takes Python's lock only when a signal has come; this module tells it.
 
@@ -21,15 +21,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tpkernels.comm import resources, transport
 from tpkernels.comm.groups import Group
 from tpkernels.gemm.native import native
 
-__all__ = ["end_call_of_main_thread", "listen", "wait", "wake"]
+__all__ = ["end_call_of_main_thread", "ending", "listen", "wait", "wake"]
 
 # The main thread has so long to take the signal by itself.
 _MOMENT = 0.02
@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _pair: tuple[socket.socket, socket.socket] | None = None
 """The end that this process reads, and the one that signals write to."""
+_enders: list[Callable[[], None]] = []
+"""What ends the wait that the main thread is in, outside of a call."""
 
 
 def _ends() -> tuple[socket.socket, socket.socket]:
@@ -114,11 +116,29 @@ def wait(seconds: float) -> bool:
     return False  # other signals may come a thousand times a second, as those of profilers do
 
 
+@contextmanager
+def ending(end: Callable[[], None]) -> Iterator[None]:
+    """While this lasts in the main thread, SIGINT calls ``end``, from another thread; it makes the wait fail.
+
+    Only where the monitor runs, which hears of the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _enders.append(end)
+    try:
+        yield
+    finally:
+        _enders.remove(end)
+
+
 def end_call_of_main_thread() -> None:
     """After SIGINT: make the wait fail that the main thread is in, unless it has taken the signal by itself."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     time.sleep(_MOMENT)
+    for end in list(_enders):
+        end()
     for group in {id(group): group for group in _groups_of_main_thread()}.values():
         for resource in resources.held(group):
             resource.abort()

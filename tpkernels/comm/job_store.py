@@ -14,13 +14,15 @@ default, as c10d's own.
 from __future__ import annotations
 
 import datetime
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from tpkernels import config
-from tpkernels.comm.bounded_store import BoundedStore
+from tpkernels.comm import interrupts
+from tpkernels.comm.bounded_store import BoundedStore, interruptible
 from tpkernels.comm.job_identity import Foreign, JobIdentity
 from tpkernels.comm.store_sockets import answering
 from tpkernels.errors import PeerLost
@@ -68,7 +70,7 @@ def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | Non
     if store is None:
         rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
         with in_time(place.port, job.rank, limit):
-            store, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=limit))
+            store, _, _ = interruptible(lambda: next(rendezvous("env://", job.rank, job.world_size, timeout=limit)))
         store.set_timeout(limit)
         if not config.agent_serves_store():
             with in_time(place.port, job.rank, limit):
@@ -86,8 +88,9 @@ def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
     first = job.rank == 0
     try:
         with in_time(place.port, job.rank, limit):
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                place.host, place.port, job.world_size, is_master=first, wait_for_workers=False, timeout=limit
+            options = {"is_master": first, "wait_for_workers": False, "timeout": limit}
+            store = interruptible(
+                lambda: dist.TCPStore(place.host, place.port, job.world_size, **options)  # type: ignore[attr-defined]
             )
     except PeerLost:
         raise
@@ -104,8 +107,11 @@ def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
     return store
 
 
-def in_time(port: int | None, rank: int, limit: datetime.timedelta) -> AbstractContextManager[None]:
+@contextmanager
+def in_time(port: int | None, rank: int, limit: datetime.timedelta) -> Iterator[None]:
     """Have what c10d asks the job's store for end a little after c10d's own time-outs, which need its answers.
+
+    It ends at once where SIGINT comes meanwhile.
 
     Raises:
         PeerLost: the store did not answer; names rank 0, where that serves it.
@@ -120,7 +126,8 @@ def in_time(port: int | None, rank: int, limit: datetime.timedelta) -> AbstractC
             ranks=() if agent else (0,),
         )
 
-    return answering(port, _LATER * limit.total_seconds(), silent)
+    with answering(port, _LATER * limit.total_seconds(), silent) as end, interrupts.ending(end):
+        yield
 
 
 def _take_place(store: Any, job: Job, where: str, name: str, advice: str) -> None:

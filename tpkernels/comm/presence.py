@@ -29,7 +29,7 @@ _ALARM = f"{_MEETING}/alarm"
 # Seconds that an error waits for the store to take its note: one on the other side of the earth answers in a third.
 _AWAIT_STORE = 0.5
 # Seconds that an error of the rank which serves the store waits for the others to leave notes of their own.
-_AWAIT_READERS = 0.25
+_AWAIT_READERS = 0.5
 
 
 def come(group: Group) -> None:
@@ -142,7 +142,7 @@ def stay(group: Group, error: CommunicationError) -> None:
     if group.store_host != group.rank or group.co_located or group.rank in error.ranks:
         return
     others = set(range(group.size)) - {group.rank, *error.ranks}
-    deadline = time.monotonic() + min(_AWAIT_READERS, 0.08 * group.timeout)
+    deadline = time.monotonic() + min(_AWAIT_READERS, 0.1 * group.timeout)
     with suppress(StoreLost):
         while not others <= failures(group).keys() and time.monotonic() < deadline:
             time.sleep(0.01)

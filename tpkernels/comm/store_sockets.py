@@ -53,33 +53,35 @@ def serves(port: int) -> bool:
 
 
 @contextmanager
-def answering(port: int | None, limit: float, silent: Callable[[], Exception]) -> Iterator[None]:
+def answering(port: int | None, limit: float, silent: Callable[[], Exception]) -> Iterator[Callable[[], None]]:
     """End what waits for the store at ``port`` after ``limit`` seconds, and raise what ``silent`` gives.
 
-    Other connections of this process to such a port would end as well.
+    Gives what another thread may call to end it at once; c10d's own error is then raised.  Other connections of this
+    process to such a port would end as well.
     """
     if port is None:
-        yield
+        yield lambda: None
         return
-    done, is_late = threading.Event(), threading.Event()
+    done, is_over, is_late = threading.Event(), threading.Event(), threading.Event()
 
     def end() -> None:
-        if not done.wait(limit):
+        if not is_over.wait(limit):
             is_late.set()
+        while not done.is_set():  # again, for c10d may have connected again
             _shut(port)
-            while not done.wait(_LOOK_AGAIN_S):  # c10d may have connected again
-                _shut(port)
+            done.wait(_LOOK_AGAIN_S)
 
     thread = threading.Thread(target=end, name="tpkernels-store-limit", daemon=True)
     thread.start()
     try:
-        yield
+        yield is_over.set
     except RuntimeError as error:
         if is_late.is_set():
             raise silent() from error
         raise
     finally:
         done.set()
+        is_over.set()
         thread.join()
     if is_late.is_set():
         raise silent()
