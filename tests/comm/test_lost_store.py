@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 import tpkernels as tpk
 from tests.reliability.crew import Crew, Link, Raised, caught, group_of
-from tpkernels.comm import agreement, bounded_store
+from tpkernels.comm import agreement, bounded_store, presence
 from tpkernels.comm.bounded_store import BoundedStore, StoreLost, StoreSilent
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.transport import TransportFailure
+from tpkernels.errors import PeerLost
 from tpkernels.measure import links, netlab
 from tpkernels.testing.spawn import MASTER_ADDR
 
@@ -137,7 +138,17 @@ def test_an_interrupt_ends_a_wait_for_a_store_that_is_stopped() -> None:
         (said,) = crew.expect("returned", SETTLE_S, [1])
     error, at = said.value
     assert error is not None and error.kind == "KeyboardInterrupt", error
-    assert at - sent < 0.7, at - sent  # half a second of it: the peers could not be told
+    assert at - sent < 0.7, at - sent  # a tenth of a second of it: the peers could not be told
+
+
+@pytest.mark.cpu
+def test_an_error_of_its_own_waits_less_for_the_store_than_one_that_blames_others() -> None:
+    waits: list[float] = []
+    store: Any = SimpleNamespace(post=lambda notes, wait: waits.append(wait))
+    group: Any = SimpleNamespace(rank=1, timeout=60.0, visits=(1, 1))
+    for blamed in (1, 0):
+        presence.tell(group, PeerLost("KeyboardInterrupt()", ranks=(blamed,)), store)
+    assert waits == [0.1, 0.5]
 
 
 def _cut_off() -> list[tuple[str, Raised | None, float, int | None]] | None:

@@ -162,7 +162,6 @@ def fail(group: Group, error: CommunicationError) -> CommunicationError:
         group.verdict = None
         for resource in resources.held(group):
             resource.poison(group.poison)
-        presence.come(group)
         presence.tell(group, error, group.control)
         presence.stay(group, error)
     return error

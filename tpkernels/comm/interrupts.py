@@ -1,21 +1,21 @@
 """Ctrl-C ends a call that waits in compiled code, at once.
 
 Python runs a signal's handler in the main thread, between two steps of the interpreter.  A main thread that waits for a
-peer inside of gloo takes none until the peer comes.  So the interpreter's wake-up descriptor leads to the monitor
-thread: on SIGINT it ends the wait of a call that the main thread is in, and the handler raises ``KeyboardInterrupt``
-there.  :func:`ending` does the same for waits outside of calls.
+peer inside of gloo takes none until the peer comes.  So the interpreter's wake-up descriptor leads to a thread of this
+module: on SIGINT it ends the wait of a call that the main thread is in, and the handler raises ``KeyboardInterrupt``
+there.  :func:`ending` does the same for waits outside of calls.  The monitor has other things to do: while it asked the
+store of a busy job, Ctrl-C took up to half a second.
 
 A wait in our own compiled core takes Python's lock only when a signal has come; this module tells it.
 
-Owns: the wake-up descriptor, where nobody else has it (asyncio's event loops do, while they run), and only while SIGINT
-has Python's own handler: another one may let the call go on.
+Owns: that thread, and the wake-up descriptor, where nobody else has it (asyncio's event loops do, while they run), and
+only while SIGINT has Python's own handler: another one may let the call go on.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -29,15 +29,15 @@ from tpkernels.comm import resources, transport
 from tpkernels.comm.groups import Group
 from tpkernels.gemm.native import native
 
-__all__ = ["end_call_of_main_thread", "ending", "listen", "wait", "wake"]
+__all__ = ["end_call_of_main_thread", "ending", "listen"]
 
 # The main thread has so long to take the signal by itself.
 _MOMENT = 0.02
-_WAKE = 0  # no signal's number
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _pair: tuple[socket.socket, socket.socket] | None = None
 """The end that this process reads, and the one that signals write to."""
+_thread: threading.Thread | None = None
 _enders: list[Callable[[], None]] = []
 """What ends the wait that the main thread is in, outside of a call."""
 
@@ -47,15 +47,18 @@ def _ends() -> tuple[socket.socket, socket.socket]:
     with _lock:
         if _pair is None:
             _pair = socket.socketpair()
-            for end in _pair:
-                end.setblocking(False)
+            _pair[1].setblocking(False)  # as Python demands of it
         return _pair
 
 
 def listen() -> None:
-    """Have signals wake :func:`wait`; does nothing in other threads than the main one."""
+    """Have SIGINT end the waits of the main thread; does nothing in other threads than that one."""
+    global _thread
     if threading.current_thread() is not threading.main_thread():
         return
+    if _thread is None:
+        _thread = threading.Thread(target=_attend, name="tpkernels-interrupts", daemon=True)
+        _thread.start()
     mine = _ends()[1].fileno()
     before = signal.set_wakeup_fd(mine, warn_on_full_buffer=False)
     is_ours = before in (-1, mine)
@@ -72,8 +75,8 @@ def _tell_core(whether: bool) -> None:
 
 def _leave_to_the_parent() -> None:
     """A forked child's signals are not its parent's, and it has ends of its own if it needs some."""
-    global _pair, _lock
-    _lock = threading.Lock()
+    global _pair, _lock, _thread
+    _lock, _thread = threading.Lock(), None
     if _pair is None:
         return
     with suppress(ValueError):  # this is not the main thread of an interpreter
@@ -90,41 +93,24 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-def wake() -> None:
-    """Have :func:`wait` return."""
-    with suppress(BlockingIOError):  # then it is full of reasons to wake
-        _ends()[1].send(bytes([_WAKE]))
-
-
-def wait(seconds: float) -> bool:
-    """Return after so many seconds, at :func:`wake` or at SIGINT; whether it was SIGINT."""
-    end, deadline = _ends()[0], time.monotonic() + seconds
-    poller = select.poll()  # select() knows descriptors below 1024 alone
-    poller.register(end, select.POLLIN)
-    while poller.poll(1000 * max(0.0, deadline - time.monotonic())):
-        try:
-            numbers = end.recv(4096)
-        except BlockingIOError:
-            continue  # another thread that waits has read it
+def _attend() -> None:
+    """What the thread does: tell the compiled core of every signal, and end waits at SIGINT."""
+    end = _ends()[0]
+    while numbers := end.recv(4096):
         core: Any = native()
-        if core is not None and set(numbers) != {_WAKE}:
+        if core is not None:
             core.signals_have_come()
         if signal.SIGINT in numbers:
-            return True
-        if _WAKE in numbers:
-            return False
-    return False  # other signals may come a thousand times a second, as those of profilers do
+            end_call_of_main_thread()
 
 
 @contextmanager
 def ending(end: Callable[[], None]) -> Iterator[None]:
-    """While this lasts in the main thread, SIGINT calls ``end``, from another thread; it makes the wait fail.
-
-    Only where the monitor runs, which hears of the signal.
-    """
+    """While this lasts in the main thread, SIGINT calls ``end``, from another thread; it makes the wait fail."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    listen()
     _enders.append(end)
     try:
         yield

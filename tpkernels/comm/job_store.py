@@ -88,7 +88,7 @@ def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
     first = job.rank == 0
     try:
         with in_time(place.port, job.rank, limit):
-            options = {"is_master": first, "wait_for_workers": False, "timeout": limit}
+            options: dict[str, Any] = {"is_master": first, "wait_for_workers": False, "timeout": limit}
             store = interruptible(
                 lambda: dist.TCPStore(place.host, place.port, job.world_size, **options)  # type: ignore[attr-defined]
             )

@@ -64,7 +64,6 @@ def ensure_running() -> None:
 def _shut_down() -> None:
     _end_calls_of_daemons()
     _stop.set()
-    interrupts.wake()
     if _thread is not None:
         _thread.join(timeout=2 * PERIOD)
 
@@ -241,9 +240,7 @@ def _margin(group: Group) -> float:
 
 def _run() -> None:
     watches: dict[int, _Watch] = {}
-    while not _stop.is_set():
-        if interrupts.wait(PERIOD):
-            interrupts.end_call_of_main_thread()
+    while not _stop.wait(PERIOD):
         _look_at_all(watches)
 
 

@@ -28,18 +28,20 @@ _MEETING = "tpkernels/meeting"
 _ALARM = f"{_MEETING}/alarm"
 # Seconds that an error waits for the store to take its note: one on the other side of the earth answers in a third.
 _AWAIT_STORE = 0.5
+# An exception of this rank's own, as that of Ctrl-C, waits only for so long.
+_AWAIT_STORE_FOR_OWN = 0.1
 # Seconds that an error of the rank which serves the store waits for the others to leave notes of their own.
 _AWAIT_READERS = 0.5
 
 
-def come(group: Group) -> None:
-    """Say who this rank is, once, in the place where all ranks of the group look, met or not."""
+def come(group: Group, limit: float = 2.0) -> None:
+    """Say who this rank is, once, in the place where all ranks of the group look, met or not; waits for the store."""
     if group.visits:
         return
     visit = 0
     # The store's host may have died or be stopped: the data path, and its time-out, will tell.
     with suppress(StoreLost):
-        store = group.control.within(min(2.0, max(0.2, 0.15 * group.timeout)))
+        store = group.control.within(min(limit, max(0.2, 0.15 * group.timeout)))
         visit = store.add(f"{_MEETING}/visits/{group.rank}", 1)
         say(group, visit, None, store)
     # Until the cards say better: ranks that make their groups together have come as often as this one.
@@ -124,14 +126,20 @@ def tell(group: Group, error: CommunicationError, store: BoundedStore) -> None:
 
     Waits a moment for the store to take it, so that a peer which sees us gone from here on finds the note.
     """
+    come(group, _patience(group, error))
     failed = {"kind": type(error).__name__, "message": str(error), "ranks": list(error.ranks)}
     note = _note(group.visits[group.rank], failed)
     try:
-        store.post(
-            {f"{_MEETING}/{group.rank}": note, _ALARM: ""}, wait=min(_AWAIT_STORE, max(0.1, 0.08 * group.timeout))
-        )
+        store.post({f"{_MEETING}/{group.rank}": note, _ALARM: ""}, wait=_patience(group, error))
     except StoreLost as lost:  # the store's host may be the very rank that died
         error.add_note(f"the store could not be told: {lost}")
+
+
+def _patience(group: Group, error: CommunicationError) -> float:
+    """How long an error waits for the store to take a note."""
+    if error.ranks == (group.rank,):
+        return _AWAIT_STORE_FOR_OWN
+    return min(_AWAIT_STORE, max(0.1, 0.08 * group.timeout))
 
 
 def stay(group: Group, error: CommunicationError) -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpkernels import config
-from tpkernels.comm import monitor
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.job_store import TORCHRUN_TIMEOUT, in_time, meet_as_torchrun, meet_at
 from tpkernels.comm.store_sockets import port_of
@@ -91,8 +90,6 @@ def _join(
     same_bits = config.load().same_bits if same_bits is None else same_bits
     if same_bits is not None:
         canonical.check_job(same_bits, dp, tp, device)
-    if world_size > 1:
-        monitor.ensure_running()  # it hears of Ctrl-C
     with config.nccl_failures_raise() if device == "cuda" else nullcontext():
         mesh = _make_mesh(device, environment, dp, tp, timeout)
     if same_bits is not None:
