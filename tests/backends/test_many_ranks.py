@@ -5,14 +5,15 @@ The ranks share the cores of one machine, so this shows that results are right, 
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.backends.contract import BASE, judge_all
 from tests.reliability.crew import Link, together
-from tpkernels.backends.shared_memory.rendezvous import Limits
+from tpkernels.backends.shared_memory import rendezvous
 from tpkernels.gemm.native import native, why_not
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.cases import COLLECTIVES, GATHER, REDUCE, SCATTER, Case
@@ -54,10 +55,18 @@ def test_eight_ranks_and_more_get_right_results_from_every_op(full: bool) -> Non
         assert together(world, on_rank, within=WITHIN_S, timeout=WITHIN_S) == [NUM_CASES] * world
 
 
-def test_who_is_gone_is_not_looked_for_at_each_message() -> None:
+def test_who_is_gone_is_not_looked_for_at_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 asked the store 2,000 times while 63 ranks told it of their memory."""
-    looks: list[int] = []
-    limits = Limits(time.monotonic() + 60.0, lambda ranks: looks.extend(ranks) or [])
+    now, looks = 100.0, 0
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def gone(ranks: Sequence[int]) -> list[int]:
+        nonlocal looks
+        looks += 1
+        return []
+
+    limits = rendezvous.Limits(now + 60.0, gone)
     for arrived in range(63):
         limits.check(range(1 + arrived, 64))
-    assert 63 <= len(looks) < 5 * 63, len(looks)
+        now += 0.001
+    assert looks == 4  # in 63 ms, one every 20 ms

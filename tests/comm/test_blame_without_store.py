@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tpkernels.backends.shared_memory import rendezvous, segments
-from tpkernels.comm import meeting, presence
-from tpkernels.comm.blame import blame
+from tpkernels.comm import agreement, meeting, presence
+from tpkernels.comm.blame import blame, diagnose
 from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.liveness import Identity
 from tpkernels.comm.transport import TransportFailure
-from tpkernels.errors import PeerLost
+from tpkernels.errors import CollectiveTimeout, PeerLost
 
 pytestmark = pytest.mark.cpu
 
@@ -130,6 +130,38 @@ def test_the_host_of_the_store_stays_until_others_have_failed_too(
     group.store_host, group.co_located, group.timeout = host, False, 1e4
     presence.stay(group, PeerLost("died", ranks=(blamed,)))
     assert len(looked) == looks
+
+
+@pytest.mark.parametrize(("late", "blamed"), [(OTHER, HOST), (HOST, HOST)])
+def test_a_stopped_rank_is_blamed_for_one_that_waits_for_its_store(late: int, blamed: int) -> None:
+    """Rank 0 was stopped, rank 2 waited for its store, and rank 1, which waited for rank 2 in memory, blamed that."""
+    group = _group(listened_ago=0.1)
+    here = SimpleNamespace(is_stopped=lambda: False)
+    group.peers = (SimpleNamespace(is_stopped=lambda: True), here, here)
+    failure = TransportFailure(f"rank {late} did not reach signal 1", verdict=CollectiveTimeout, ranks=(late,))
+    error = diagnose(group, 3, "all_gather(...)", failure)
+    assert error.ranks == (blamed,) and f"rank {late} did not" in str(error), error
+
+
+@pytest.mark.parametrize(("lasted", "blamed"), [(1.0, (OTHER,)), (1.7, (MINE,))])
+def test_a_rank_that_was_stopped_while_others_gave_up_names_itself(
+    lasted: float, blamed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was stopped for longer than the time-out, and said that the others had not come."""
+
+    def poll(group: Any, call: int, part: str, start: float) -> dict[int, Any]:
+        monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: start + lasted * TIMEOUT_S))
+        return {}
+
+    late = CollectiveTimeout(f"rank(s) {[OTHER]} did not come", ranks=(OTHER,))
+    monkeypatch.setattr(agreement, "publish", lambda *given, **options: None)
+    monkeypatch.setattr(agreement, "blame", lambda *given, **options: late)
+    monkeypatch.setattr(agreement, "_poll", poll)
+    group = _group(listened_ago=0.1)
+    group.control = SimpleNamespace(add=lambda key, amount: 1)
+    with pytest.raises(CollectiveTimeout) as raised:
+        agreement.exchange_records(group, 3, agreement.Record("all_reduce(...)", {}))
+    assert raised.value.ranks == blamed and str(blamed[0]) in str(raised.value), raised.value
 
 
 def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:

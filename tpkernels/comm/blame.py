@@ -12,10 +12,12 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.records import Record, mismatch, read, recorded, told
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
 
-__all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first"]
+__all__ = ["HEARTBEAT_PATIENCE", "STOOD_STILL", "Looks", "blame", "diagnose", "failed_first", "stood_still"]
 
 # A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
 HEARTBEAT_PATIENCE = 3.0
+# A wait that ends at the time-out, and has lasted for so many of them, is that of a process that was stopped meanwhile.
+STOOD_STILL = 1.5
 _T = TypeVar("_T")
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
@@ -27,7 +29,11 @@ def diagnose(group: Group, call: int, signature: str, error: transport.Transport
     if group.verdict is not None:
         return group.verdict
     if error.verdict is not None:
-        return error.verdict(f"{_head(group, call, signature)}{error}", ranks=error.ranks)
+        head, stopped = _head(group, call, signature), _stopped(group)
+        if error.verdict is CollectiveTimeout and stopped and not set(stopped) & set(error.ranks):
+            # Whoever is late may wait for the store that a stopped rank serves.
+            return CollectiveTimeout(f"{head}rank(s) {stopped} are stopped. {error}", ranks=stopped)
+        return error.verdict(f"{head}{error}", ranks=error.ranks)
     waited = time.monotonic() - group.in_flight.since if group.in_flight is not None else 0.0
     return blame(group, call, signature, str(error), waited, peer=error.peer)
 
@@ -112,7 +118,7 @@ def blame(
     beats = looks(lambda store: read(group, "beat", store))
     came = {rank for rank, at in heartbeats.calls(beats).items() if at >= call}
     late = [rank for rank in range(group.size) if rank not in {*records, *came} and reached.get(rank, -1) < call]
-    stopped = [rank for rank, peer in enumerate(group.peers) if peer.is_stopped()]
+    stopped = _stopped(group)
     what = f", but rank(s) {late} did not come to this call" if late else ""
     if stopped:
         what = f", but rank(s) {stopped} are stopped and did not come"
@@ -121,6 +127,10 @@ def blame(
     return CollectiveTimeout(
         f"{head}every rank is alive{what} within {group.timeout:g} s. {symptom}", ranks=stopped or late or suspects
     )
+
+
+def _stopped(group: Group) -> list[int]:
+    return [rank for rank, peer in enumerate(group.peers) if peer.is_stopped()]
 
 
 def _was_long(group: Group, start: float, waited: float) -> bool:
@@ -165,6 +175,11 @@ def failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> Communica
     rank, note = next(iter(notes.items()))
     cls = _ERRORS.get(note["kind"], PeerLost)
     return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
+
+
+def stood_still(group: Group, waited: float) -> str:
+    """Why a rank blames itself that has waited for more than `STOOD_STILL` time-outs and heard of no other cause."""
+    return f"rank {group.rank} stood still for some of {waited:.3g} s, and the others gave up"
 
 
 def _head(group: Group, call: int, signature: str) -> str:
