@@ -197,18 +197,21 @@ def _see(monkeypatch: pytest.MonkeyPatch, *ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waited", "blamed"),
+    ("waited", "came", "blamed"),
     [
-        (0.1, [HOST]),
-        (0.95 * TIMEOUT_S, [HOST, OTHER]),
-        (1.7 * TIMEOUT_S, [MINE]),  # stopped itself: the others' time was up before its own
+        (0.1, [MINE], [HOST]),
+        (0.1, [HOST, MINE, OTHER], [HOST]),
+        (0.95 * TIMEOUT_S, [MINE], [HOST, OTHER]),
+        (0.95 * TIMEOUT_S, [HOST, MINE, OTHER], [HOST, OTHER]),
+        (1.7 * TIMEOUT_S, [MINE], [MINE]),  # stopped itself: the others' time was up before its own
     ],
 )
 def test_whose_connection_broke_is_blamed_alone_while_others_may_still_come(
-    waited: float, blamed: list[int], monkeypatch: pytest.MonkeyPatch
+    waited: float, came: list[int], blamed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 died before it left a note, and rank 2 is slow."""
-    _see(monkeypatch, MINE)
+    """Rank 0 died before it left a note, or before its card came, and rank 2 is slow."""
+    _see(monkeypatch, *came)
+    monkeypatch.setattr(meeting, "HEARTBEAT_PATIENCE", 0.0)
     error = TransportFailure("connection reset by peer", HOST)
     found = meeting._blame_meeting(_group(listened_ago=0.0), error, [HOST, OTHER], waited)
     assert list(found.ranks) == blamed, found

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from safetensors.torch import save
 
 import tpkernels as tpk
 from tpkernels.backends.shared_memory import rendezvous
+from tpkernels.comm import call_order, presence
+from tpkernels.comm.job_identity import Seal
+from tpkernels.comm.records import Record
 from tpkernels.nn.digests import json_digest
 from tpkernels.state.safetensors_files import DIGESTS, INDEX, SafetensorsFiles
 from tpkernels.state.snapshot_files import FORMAT, MANIFEST, VERSION, read_manifest
@@ -35,6 +39,7 @@ __all__ = ["PARSERS", "Parser", "check", "fuzz"]
 
 DEEP = "[" * 100_000
 ODD_TEXTS = (b"", b"\xff\xfe", b"\x80\x04\x95", DEEP.encode(), b"NaN", b'{"a": 1e999}', b"null")
+_FAILED = {"kind": "PeerLost", "message": "rank 1 died", "ranks": [1]}
 ODD = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from([10**400, -1, 2**63, 1e308, math.nan, math.inf, "", [], {}, [[]], ["a"], {"a": {}}, [0] * 50]),
@@ -112,6 +117,23 @@ def _read_index(folder: Path) -> object:
     return SafetensorsFiles(folder)
 
 
+def _stored(read: Callable[[Any], object]) -> Callable[[bytes, Path], object]:
+    """How ranks read a record from the store: what is none is reported and left out."""
+
+    def work(content: bytes, _: Path) -> object:
+        store: Any = SimpleNamespace(report=lambda key, why: None)
+        found = presence.understood(store, {0: "key"}, {0: Seal("").open("key", content)}, read)
+        if not found:
+            raise ValueError("no record")
+        return found
+
+    return work
+
+
+def _dumped(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
 PARSERS: dict[str, Parser] = {
     "plan": Parser(
         _plan, lambda one: _renewed(one, "plan"), lambda text, _: str(tpk.ShardingPlan.from_json(text.decode()))
@@ -119,15 +141,22 @@ PARSERS: dict[str, Parser] = {
     "manifest": Parser(_manifest, lambda one: _renewed(one, "snapshot"), _in_folder(MANIFEST, read_manifest)),
     "index": Parser(
         lambda: {"metadata": {}, "weight_map": dict.fromkeys("ab", "model-00001-of-00001.safetensors")},
-        lambda one: json.dumps(one).encode(),
+        _dumped,
         _in_folder(INDEX, _read_index),
     ),
     "safetensors": Parser(_header, _file, _in_folder("model.safetensors", SafetensorsFiles)),
     "snapshot file": Parser(_header, _file, _in_folder("shard-00001.safetensors", SnapshotTensors)),
     "message": Parser(
         lambda: {"rank": 1, "token": "t", "error": None},
-        lambda one: json.dumps(one).encode(),
+        _dumped,
         lambda text, _: rendezvous._parse(text),
+    ),
+    "who has come": Parser(lambda: json.loads(presence._note(1, _FAILED)), _dumped, _stored(presence._note_of)),
+    "record of a call": Parser(lambda: json.loads(Record("op", {"a": 1}).to_json()), _dumped, _stored(Record.of)),
+    "order of calls": Parser(
+        lambda: {"place": 3, "call": 7, "digest": 5, "steps": [[3, 5, 7, 0]], "words": ["op"]},
+        _dumped,
+        _stored(lambda said: (call_order._note_of(said), int(said["call"]))),
     ),
 }
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 pytest.importorskip("safetensors", reason="the package safetensors is missing")
 
 from tests.fuzzing.parsers import ODD_TEXTS, PARSERS, _base, changed, check, fuzz
+from tpkernels.comm import heartbeats
 
 pytestmark = pytest.mark.cpu
 
@@ -35,3 +36,19 @@ def test_a_change_of_any_part_is_a_value_error_or_is_read(name: str, full: bool)
         check(name, content)
 
     run()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("order of calls", b'{"place": Infinity, "call": 7, "digest": 5, "steps": [], "words": []}'),
+        ("order of calls", b'{"place": 3, "call": 1e999, "digest": 5, "steps": [], "words": []}'),
+    ],
+)
+def test_what_fuzzing_has_found(name: str, content: bytes) -> None:
+    """Each raised something else: an OverflowError took the place of the error that a call was about to raise."""
+    check(name, content)
+
+
+def test_a_heartbeat_may_be_any_text() -> None:
+    assert heartbeats.calls({0: "1 " + "9" * 5000, 1: "1 7", 2: "x", 3: "1 -1"})[1] == 7

@@ -17,6 +17,8 @@ __all__ = ["LISTEN_EVERY", "beat", "calls", "every", "listen", "silence", "silen
 LISTEN_EVERY = 0.25
 # Longer between two looks, and nobody can be said to have been silent meanwhile: it was not listened to.
 _LONGEST_GAP = 1.0
+_MOST_DIGITS = 18
+"""Of a call's number. Where the job has no secret anybody may write one, and Python converts no very long ones."""
 
 
 def every(group: Group) -> float:
@@ -31,7 +33,8 @@ def beat(group: Group, number: int) -> str:
 
 def calls(said: Mapping[int, str]) -> dict[int, int]:
     """The last call of each rank, from its last beat."""
-    return {rank: int(last) for rank, text in said.items() if (last := text.partition(" ")[2]).isdecimal()}
+    last = {rank: text.partition(" ")[2][:_MOST_DIGITS] for rank, text in said.items()}
+    return {rank: int(number) for rank, number in last.items() if number.isdecimal()}
 
 
 def silence(group: Group) -> float:

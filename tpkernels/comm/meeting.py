@@ -168,7 +168,7 @@ def _blame_meeting(
         if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
             # A rank that is here was slower than the connection that failed; one that is not may still come in time.
             absent = [rank for rank in silent if rank not in present]
-            if error.peer is not None and never_came and waited < 0.9 * group.timeout:
+            if error.peer is not None and (never_came or not absent) and waited < 0.9 * group.timeout:
                 absent = [error.peer]
             ranks = absent or list(silent) or ([] if error.peer is None else [error.peer])
             if not ranks and isinstance(error, StoreLost) and group.store_host is not None:

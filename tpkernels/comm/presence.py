@@ -96,7 +96,7 @@ def understood(
     for rank, text in texts.items():
         try:
             found[rank] = read(json.loads(text))
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             store.report(keys[rank], f"{type(error).__name__}: {error}")
     return found
 
