@@ -6,6 +6,8 @@ New inputs of the core go to ``build/fuzzing``; what crashes it is left in the w
 from __future__ import annotations
 
 import argparse
+import random
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,9 @@ from tests.fuzzing.parsers import PARSERS, fuzz
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__)
-    parser.add_argument("--seconds", type=int, default=3600, help="for the core, and again for all parsers together")
+    parser.add_argument("--seconds", type=int, default=3600, help="for the core, and for each parser")
     parser.add_argument("--only", choices=["core", "parsers"])
+    parser.add_argument("--seed", type=int, help="of the parsers' inputs (by default a fresh one, which is printed)")
     given = parser.parse_args()
     failed = 0
     if given.only != "parsers":
@@ -30,8 +33,11 @@ def main() -> int:
         limits = [f"-max_total_time={given.seconds}", "-max_len=6000", "-timeout=20"]
         failed |= subprocess.run([str(program), str(new), str(CORPUS), *limits]).returncode
     if given.only != "core":
+        seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
+        print(f"--seed {seed} repeats these inputs", flush=True)
         for name in PARSERS:
-            tried = fuzz(name, given.seconds / len(PARSERS))
+            random.seed(f"{seed} {name}")
+            tried = fuzz(name, given.seconds)
             print(f"{name}: {tried} inputs, none but ValueError", flush=True)
     return int(failed != 0)
 
