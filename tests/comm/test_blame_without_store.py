@@ -132,15 +132,27 @@ def test_the_host_of_the_store_stays_until_others_have_failed_too(
     assert len(looked) == looks
 
 
-@pytest.mark.parametrize(("late", "blamed"), [(OTHER, HOST), (HOST, HOST)])
-def test_a_stopped_rank_is_blamed_for_one_that_waits_for_its_store(late: int, blamed: int) -> None:
-    """Rank 0 was stopped, rank 2 waited for its store, and rank 1, which waited for rank 2 in memory, blamed that."""
+@pytest.mark.parametrize(
+    ("late", "stopped", "answered_ago", "blamed"),
+    [
+        (OTHER, HOST, 0.1, HOST),
+        (HOST, HOST, TIMEOUT_S, HOST),
+        (OTHER, None, TIMEOUT_S, None),  # the store has been silent for as long as the call waits
+        (OTHER, None, 0.1, OTHER),
+    ],
+)
+def test_a_rank_that_waits_for_a_stopped_one_or_for_the_store_is_not_blamed(
+    late: int, stopped: int | None, answered_ago: float, blamed: int | None
+) -> None:
+    """Rank 0, or the store, was stopped, and rank 1 blamed rank 2, for which it waited in memory."""
     group = _group(listened_ago=0.1)
-    here = SimpleNamespace(is_stopped=lambda: False)
-    group.peers = (SimpleNamespace(is_stopped=lambda: True), here, here)
+    group.store_host, group.in_flight = None, SimpleNamespace(since=time.monotonic() - TIMEOUT_S)
+    group.control.answered_at = time.monotonic() - answered_ago
+    group.peers = tuple(SimpleNamespace(is_stopped=lambda rank=rank: rank == stopped) for rank in range(3))
     failure = TransportFailure(f"rank {late} did not reach signal 1", verdict=CollectiveTimeout, ranks=(late,))
     error = diagnose(group, 3, "all_gather(...)", failure)
-    assert error.ranks == (blamed,) and f"rank {late} did not" in str(error), error
+    assert f"rank {late} did not" in str(error), error
+    assert error.ranks == (() if blamed is None else (blamed,)) and ("store" in str(error)) == (blamed is None), error
 
 
 @pytest.mark.parametrize(("lasted", "blamed"), [(1.0, (OTHER,)), (1.7, (MINE,))])

@@ -28,13 +28,11 @@ def diagnose(group: Group, call: int, signature: str, error: transport.Transport
     """Turn a transport error into one that names its culprit; waits at most a few seconds for evidence."""
     if group.verdict is not None:
         return group.verdict
-    if error.verdict is not None:
-        head, stopped = _head(group, call, signature), _stopped(group)
-        if error.verdict is CollectiveTimeout and stopped and not set(stopped) & set(error.ranks):
-            # Whoever is late may wait for the store that a stopped rank serves.
-            return CollectiveTimeout(f"{head}rank(s) {stopped} are stopped. {error}", ranks=stopped)
-        return error.verdict(f"{head}{error}", ranks=error.ranks)
     waited = time.monotonic() - group.in_flight.since if group.in_flight is not None else 0.0
+    if error.verdict is not None:
+        head = _head(group, call, signature)
+        cause = _cause(group, head, error, waited) if error.verdict is CollectiveTimeout else None
+        return cause or error.verdict(f"{head}{error}", ranks=error.ranks)
     return blame(group, call, signature, str(error), waited, peer=error.peer)
 
 
@@ -127,6 +125,20 @@ def blame(
     return CollectiveTimeout(
         f"{head}every rank is alive{what} within {group.timeout:g} s. {symptom}", ranks=stopped or late or suspects
     )
+
+
+def _cause(group: Group, head: str, error: transport.TransportFailure, waited: float) -> CommunicationError | None:
+    """What a rank may wait for that did not come: one that is stopped, or the store; None if it is late by itself."""
+    stopped = _stopped(group)
+    if stopped:
+        if set(stopped) & set(error.ranks):
+            return None
+        return CollectiveTimeout(f"{head}rank(s) {stopped} are stopped. {error}", ranks=stopped)
+    if time.monotonic() - group.control.answered_at < 0.5 * waited:  # the monitor asks it while calls wait
+        return None
+    looks = Looks(group)
+    looks(lambda store: presence.failures(group, store))
+    return None if looks.lost is None else _store_lost(group, head, looks.lost, str(error), (), None)
 
 
 def _stopped(group: Group) -> list[int]:

@@ -152,7 +152,7 @@ def _blame_meeting(
         f"(timeout {group.timeout:g} s): "
     )
     start, looks = time.monotonic(), Looks(group)
-    patience = 0.0 if waited > 0.9 * group.timeout else min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2))
+    patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2), max(0.0, group.timeout - waited))
     while True:
         present = looks(lambda store: presence.present(group, store))
         gone = [rank for rank, one in present.items() if one["who"].is_dead()]
