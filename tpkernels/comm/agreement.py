@@ -79,10 +79,10 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
     missing = [rank for rank in range(group.size) if rank not in found]
     if missing:
         waited = time.monotonic() - start
-        error = blame(group, call, record.signature, f"no word from rank(s) {missing}", waited, suspects=missing)
-        if waited > STOOD_STILL * group.timeout and isinstance(error, CollectiveTimeout):
-            error = CollectiveTimeout(f"{stood_still(group, waited)}. {error}", ranks=(group.rank,))
-        raise error
+        cause = blame(group, call, record.signature, f"no word from rank(s) {missing}", waited, suspects=missing)
+        if waited > STOOD_STILL * group.timeout and isinstance(cause, CollectiveTimeout):
+            cause = CollectiveTimeout(f"{stood_still(group, waited)}. {cause}", ranks=(group.rank,))
+        raise cause
     raise_if(mismatch(group, call, found))
     return [found[rank] for rank in range(group.size)]
 
