@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tpkernels.backends.shared_memory import rendezvous, segments
-from tpkernels.comm import agreement, meeting, presence
+from tpkernels.comm import meeting, presence
 from tpkernels.comm.blame import blame, diagnose
 from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.job_identity import JobIdentity
@@ -153,27 +153,6 @@ def test_a_rank_that_waits_for_a_stopped_one_or_for_the_store_is_not_blamed(
     error = diagnose(group, 3, "all_gather(...)", failure)
     assert f"rank {late} did not" in str(error), error
     assert error.ranks == (() if blamed is None else (blamed,)) and ("store" in str(error)) == (blamed is None), error
-
-
-@pytest.mark.parametrize(("lasted", "blamed"), [(1.0, (OTHER,)), (1.7, (MINE,))])
-def test_a_rank_that_was_stopped_while_others_gave_up_names_itself(
-    lasted: float, blamed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 was stopped for longer than the time-out, and said that the others had not come."""
-
-    def poll(group: Any, call: int, part: str, start: float) -> dict[int, Any]:
-        monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: start + lasted * TIMEOUT_S))
-        return {}
-
-    late = CollectiveTimeout(f"rank(s) {[OTHER]} did not come", ranks=(OTHER,))
-    monkeypatch.setattr(agreement, "publish", lambda *given, **options: None)
-    monkeypatch.setattr(agreement, "blame", lambda *given, **options: late)
-    monkeypatch.setattr(agreement, "_poll", poll)
-    group = _group(listened_ago=0.1)
-    group.control = SimpleNamespace(add=lambda key, amount: 1)
-    with pytest.raises(CollectiveTimeout) as raised:
-        agreement.exchange_records(group, 3, agreement.Record("all_reduce(...)", {}))
-    assert raised.value.ranks == blamed and str(blamed[0]) in str(raised.value), raised.value
 
 
 def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:

@@ -26,12 +26,12 @@ import time
 import torch
 
 from tpkernels.comm import heartbeats, presence, resources, transport
-from tpkernels.comm.blame import STOOD_STILL, Looks, blame, diagnose, stood_still
+from tpkernels.comm.blame import Looks, blame, diagnose
 from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.groups import Group
 from tpkernels.comm.meeting import LOOK_EVERY, card_of, meet
 from tpkernels.comm.records import Record, announce, mismatch, publish, raise_if, read, recorded, told
-from tpkernels.errors import CollectiveTimeout, CommunicationError
+from tpkernels.errors import CommunicationError
 
 __all__ = [
     "Looks",
@@ -79,10 +79,7 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
     missing = [rank for rank in range(group.size) if rank not in found]
     if missing:
         waited = time.monotonic() - start
-        cause = blame(group, call, record.signature, f"no word from rank(s) {missing}", waited, suspects=missing)
-        if waited > STOOD_STILL * group.timeout and isinstance(cause, CollectiveTimeout):
-            cause = CollectiveTimeout(f"{stood_still(group, waited)}. {cause}", ranks=(group.rank,))
-        raise cause
+        raise blame(group, call, record.signature, f"no word from rank(s) {missing}", waited, suspects=missing)
     raise_if(mismatch(group, call, found))
     return [found[rank] for rank in range(group.size)]
 

@@ -12,12 +12,10 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.records import Record, mismatch, read, recorded, told
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
 
-__all__ = ["HEARTBEAT_PATIENCE", "STOOD_STILL", "Looks", "blame", "diagnose", "failed_first", "stood_still"]
+__all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first"]
 
 # A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
 HEARTBEAT_PATIENCE = 3.0
-# A wait that ends at the time-out, and has lasted for so many of them, is that of a process that was stopped meanwhile.
-STOOD_STILL = 1.5
 _T = TypeVar("_T")
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
@@ -187,11 +185,6 @@ def failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> Communica
     rank, note = next(iter(notes.items()))
     cls = _ERRORS.get(note["kind"], PeerLost)
     return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
-
-
-def stood_still(group: Group, waited: float) -> str:
-    """Why a rank blames itself that has waited for more than `STOOD_STILL` time-outs and heard of no other cause."""
-    return f"rank {group.rank} stood still for some of {waited:.3g} s, and the others gave up"
 
 
 def _head(group: Group, call: int, signature: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tpkernels.comm import connections, presence, transport, watchdog
-from tpkernels.comm.blame import HEARTBEAT_PATIENCE, STOOD_STILL, Looks, failed_first, stood_still
+from tpkernels.comm.blame import HEARTBEAT_PATIENCE, Looks, failed_first
 from tpkernels.comm.bounded_store import StoreLost
 from tpkernels.comm.groups import Group
 from tpkernels.comm.job_identity import Foreign
@@ -26,6 +26,8 @@ __all__ = ["LOOK_EVERY", "TWO_JOBS", "card_of", "meet"]
 LOOK_EVERY = 0.02
 # A rank that closes its connection and has never come to the meeting is gone; one that has may be about to say why.
 AWAIT_EVIDENCE = 0.02
+# Waits end at the time-out. A meeting that has lasted for so many of them is that of a process that was stopped.
+_STOOD_STILL = 1.5
 _CARD_BYTES = 4096
 _CARD_KEYS = ("token", "visit", "serves_store", "refused_call", "refused")
 _ADVICE = (
@@ -162,8 +164,6 @@ def _blame_meeting(
             return PeerLost(f"{head}rank(s) {dead} died. {error}", ranks=dead)
         if notes:
             return failed_first(head, notes)
-        if waited > STOOD_STILL * group.timeout:
-            return PeerLost(f"{head}{stood_still(group, waited)}: {error}", ranks=[group.rank])
         never_came = error.peer is not None and error.peer not in present
         if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
             # A rank that is here was slower than the connection that failed; one that is not may still come in time.
@@ -175,6 +175,9 @@ def _blame_meeting(
                 ranks = [group.store_host]
             whom = "a rank" if not ranks else f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
             stopped = [rank for rank, one in present.items() if one["who"].is_stopped()]
+            if not stopped and waited > _STOOD_STILL * group.timeout:
+                why = f"this process stood still for some of {waited:.3g} s, and the others gave up"
+                return PeerLost(f"{head}{why}: {error}", ranks=[group.rank])
             what = f"rank(s) {stopped} are stopped" if stopped else f"no word from {whom}"
             store = "" if looks.lost is None else f"; {looks.lost}"
             return PeerLost(f"{head}{what}: {error}{store}", ranks=stopped or ranks)
