@@ -16,7 +16,9 @@ What runs no op of ours is named in one line of rank 0 with the reason, or refus
 the layers of Transformer Engine.  A layer of ours refuses options that it would have to ignore.
 
 All that this touches of Megatron is listed in :data:`NAMES` and :data:`ATTRIBUTES`; the first that is not there is
-named.  Bits: with two ranks in fp32 losses and gradients are those of stock Megatron.
+named.  Bits: with two ranks in fp32 losses and gradients are those of stock Megatron, the loss of a cut vocabulary
+included, which does Megatron's own arithmetic.  (:func:`tpkernels.nn.vocab_parallel_cross_entropy` asks the ranks once
+where that has to ask twice, and rounds otherwise.)
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.nn.cross_entropy import vocab_parallel_cross_entropy as cross_entropy
+from tpkernels.comm import agreement
+from tpkernels.comm.groups import resolve
+from tpkernels.nn.cross_entropy import check_labels, check_target
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.collectives import all_gather, shard
 from tpkernels.ops.copy_matmul import copy_matmul
@@ -80,6 +85,8 @@ ARGUMENTS = {
     "RowParallelLinear": ["self", "input_"],
 }
 """Of its ``forward``."""
+IGNORED = -100
+"""The label of a token without a loss."""
 
 
 @lru_cache(maxsize=1)
@@ -318,12 +325,74 @@ def _loss(labels: Tensor, logits: Tensor) -> Tensor:
     return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
 
 
+def _loss(labels: Tensor, logits: Tensor) -> Tensor:
+    """The loss of each token, ``[batch, sequence]``, from logits ``[sequence, batch, columns of this rank]``."""
+    return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Megatron's loss of each token, one operation of torch's after the other, so that two ranks have its bits::
+
+        m = max_r max_v l_v,    Z = sum_r sum_v exp(l_v - m),    t = sum_r (l_target - m where this rank has it, else 0)
+        loss = log Z - t,    dl_v = dloss (exp(l_v - m) / Z - [v = target])
+
+    in fp32, as there.  The ranks exchange m with their labels, and then Z with t.  Megatron writes over fp32 logits and
+    keeps the softmax for the backward pass; this leaves them alone and computes it once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> Tensor:
+        columns, labels = logits.shape[-1], target.reshape(-1)
+        shifted = logits.float().contiguous()
+        largest = shifted.max(-1)[0]
+        everyone = _of_ranks([largest.view(-1), labels.float()], group)
+        ignored = labels == IGNORED
+        check_labels(everyone[:, 1], labels, ignored, columns * group.size(), group.rank())
+        largest = everyone[:, 0].amax(0).view_as(largest)
+        shifted = shifted - largest.unsqueeze(-1)
+        column = labels.long() - group.rank() * columns
+        own = (column >= 0) & (column < columns)
+        index = column.clamp(0, columns - 1)
+        predicted = shifted.view(-1, columns).gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
+        z = shifted.exp_().sum(-1)
+        z, predicted = reduce(torch.add, _of_ranks([z.view(-1), predicted], group))  # in the order of the ranks
+        losses = (z.log() - predicted).masked_fill(ignored, 0)
+        ctx.save_for_backward(logits, largest, z.view_as(largest), index, own, ignored)
+        return losses.view_as(target)
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, largest, z, index, own, ignored = ctx.saved_tensors
+        dl = (logits.float().contiguous() - largest.unsqueeze(-1)).exp_().div_(z.unsqueeze(-1))
+        rows = dl.view(-1, dl.shape[-1])
+        rows[torch.arange(len(rows), device=rows.device), index] -= own.float()
+        dl.mul_(grads.masked_fill(ignored.view_as(grads), 0).unsqueeze(-1))
+        return dl.to(logits.dtype), None, None
+
+
+def _of_ranks(numbers: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Those of all ranks, ``[ranks, numbers, tokens]``."""
+    return all_gather(torch.stack(numbers).unsqueeze(0), group)
+
+
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Megatron's function of this name, as :func:`tpkernels.nn.vocab_parallel_cross_entropy` computes it.
+    """Megatron's function of this name, with the bits of Megatron's on two ranks.
+
+    =========================  ======================  ===============================================================
+    argument                   shape                   notes
+    =========================  ======================  ===============================================================
+    ``vocab_parallel_logits``  ``[s, b, V / ranks]``   this rank's columns; any floating dtype; stays as it is
+    ``target``                 ``[s, b]``              int64 or int32, equal on all ranks
+    result                     ``[s, b]``              fp32, equal on all ranks
+    =========================  ======================  ===============================================================
+
+    A label of -100 has no loss and no gradient; Megatron's has one, which its loss mask then drops.
 
     Raises:
-        ValueError: ``label_smoothing`` is not 0: Megatron's spreads over the columns of each rank alone, which no
-            other number of ranks computes; labels that are neither -100 nor within the vocabulary.
+        ValueError: ``label_smoothing`` is not 0: Megatron's spreads over the columns of each rank alone, so that ranks
+            would have different losses; labels that are neither -100 nor within the vocabulary, or that differ between
+            ranks (on every rank).
+        GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
     """
     if label_smoothing != 0:
         raise ValueError(
@@ -331,4 +400,11 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
             "tpkernels.nn.vocab_parallel_cross_entropy(..., label_smoothing=...), which does not"
         )
     group = parallel_state.get_tensor_model_parallel_group()
-    return cross_entropy(vocab_parallel_logits, target, group, reduction="none")
+    try:
+        check_target(target, vocab_parallel_logits.shape[:-1], "vocab_parallel_logits")
+    except ValueError as error:
+        if group.size() > 1:
+            agreement.refuse(resolve(group), "vocab_parallel_cross_entropy", str(error))
+        raise
+    losses: Tensor = _TokenLosses.apply(vocab_parallel_logits, target, group)  # type: ignore[no-untyped-call]
+    return losses

@@ -259,7 +259,7 @@ def combine(sums: Tensor, target: Tensor, name: str, sizes: Sequence[int], setti
         table = start_gather(group, rows, layout, "auto", detail)().view(len(sizes), *sums.shape[1:])
     total = sum(sizes)
     ignored = target == settings.ignore_index
-    _check_labels(table[::parts, :, 3], target, ignored, total, group.rank)
+    check_labels(table[::parts, :, 3], target, ignored, total, group.rank)
     largest = table[..., 0].amax(0)
     finite = largest.masked_fill(largest == -torch.inf, 0)
     z = (table[..., 1] * torch.exp(table[..., 0] - finite)).sum(0)
@@ -274,7 +274,7 @@ def combine(sums: Tensor, target: Tensor, name: str, sizes: Sequence[int], setti
     return TokenSums(losses.masked_fill_(ignored, 0), largest, log_z)
 
 
-def _check_labels(labels: Tensor, target: Tensor, ignored: Tensor, total: int, rank: int) -> None:
+def check_labels(labels: Tensor, target: Tensor, ignored: Tensor, total: int, rank: int) -> None:
     """``labels`` are those of all ranks, ``[W, N]``: what is raised here is raised everywhere."""
     differ = (labels != labels[0]).any(0)
     outside = ~ignored & ((target < 0) | (target >= total))

@@ -35,7 +35,7 @@ from megatron.core import parallel_state, tensor_parallel
 from tpkernels.integrations import megatron as tpk_megatron
 
 STEPS = 6
-OPS = ("all_gather_matmul", "copy_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "cross_entropy")
+OPS = ("all_gather_matmul", "copy_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "all_gather")
 
 
 def counted() -> contextlib.AbstractContextManager[collections.Counter[str]]:
@@ -101,11 +101,12 @@ def test_a_gpt_has_the_bits_of_stock_megatron_and_is_as_exact_as_one_process(
     column, row = ("all_gather_matmul", "matmul_reduce_scatter") if sequence_parallel else OPS[1:3]
     for result in results:
         assert result["counts"] == {column: 2, row: 2}, "query, key and value; the projection; the block's two"
-        assert result["whole counts"] == {column: 3, row: 2, "cross_entropy": 1}, "and the head with its loss"
+        assert result["whole counts"] == {column: 3, row: 2, "all_gather": 2}, "and the head with its loss"
         assert result["files"], "sharded_state_dict is Megatron's"
         assert result["layers"].keys() == result["stock"].keys() == plain.keys()
-        different = [name for name, value in result["stock"].items() if not torch.equal(result["layers"][name], value)]
-        assert tp > 2 or not different, different
+        for kind in ("layers", "whole"):
+            different = [name for name, value in result["stock"].items() if not torch.equal(result[kind][name], value)]
+            assert tp > 2 or not different, (kind, different)
     for first, other in zip(results[:tp], results[tp:], strict=replicas == 2):
         assert all(torch.equal(first["whole"][name], value) for name, value in other["whole"].items())
     shapes = {name: value.shape for name, value in plain.items()}
@@ -113,6 +114,56 @@ def test_a_gpt_has_the_bits_of_stock_megatron_and_is_as_exact_as_one_process(
         found = models.whole([result[kind] for result in results[:tp]], shapes)
         worst = {name: bounds[name].ratio(found[name]) / FACTOR for name in bounds}
         assert max(worst.values()) <= 1, (kind, max(worst.items(), key=lambda item: item[1]))
+
+
+def token_losses(kind: str) -> list[tuple[str, Tensor, Tensor]]:
+    """Losses and gradients of 9 x 4 tokens, by Megatron's function and by ours."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(9, 4, 35 * world, generator=generator)
+    if kind == "exact sums":  # each exp() is 1 or 0, and all ranks have a largest logit
+        logits = torch.where(logits > 2, 0.0, -200.0)
+        logits[..., ::35] = 0
+    target, grads = torch.randint(35 * world, (9, 4), generator=generator), torch.randn(9, 4, generator=generator)
+    mine = logits.to(torch.bfloat16 if kind == "bf16" else torch.float32).chunk(world, -1)[rank]
+    both, found = (tensor_parallel.vocab_parallel_cross_entropy, tpk_megatron.vocab_parallel_cross_entropy), []
+    with models.on_cpu(world):
+        for function in both:
+            leaf = mine.clone().requires_grad_()
+            given = leaf * 1 if kind != "strided" else (leaf * 1).transpose(0, 1).contiguous().transpose(0, 1)
+            kept = given.detach().clone()
+            losses = function(given.contiguous() if function is both[0] else given, target)
+            losses.backward(grads)
+            assert leaf.grad is not None
+            found.append((losses.detach(), leaf.grad))
+        assert torch.equal(given.detach(), kept), "ours leaves its input alone"
+        hidden = mine.clone().requires_grad_()
+        without = target.masked_fill(target % 3 == 0, tpk_megatron.IGNORED)
+        losses = tpk_megatron.vocab_parallel_cross_entropy(hidden, without)
+        losses.backward(grads)
+    named = [(name, *tensors) for name, *tensors in zip(("losses", "gradients"), *found, strict=True)]
+    ignored, (theirs, gradient) = without < 0, found[0]
+    assert hidden.grad is not None
+    named.append(("losses without some", theirs.masked_fill(ignored, 0), losses.detach()))
+    named.append(("gradients without some", gradient.masked_fill(ignored.unsqueeze(-1), 0), hidden.grad))
+    return named
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("world", "kinds"),
+    [
+        (2, ("fp32", "bf16", "strided")),
+        # Nobody promises the order of three sums, which does not matter where they are exact.
+        pytest.param(3, ("exact sums",), marks=pytest.mark.full("three ranks")),
+        pytest.param(4, ("exact sums",), marks=pytest.mark.full("four ranks")),
+    ],
+)
+def test_the_loss_has_the_bits_of_stock_megatron(ranks: Pools, world: int, kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        for found in ranks(world).run(token_losses, kind, timeout=LIMIT_S):
+            for name, theirs, ours in found:
+                assert theirs.dtype == ours.dtype and torch.equal(theirs, ours), (kind, name)
 
 
 # ---------------------------------------------------------------- single layers
