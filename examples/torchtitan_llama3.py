@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/torchtitan_llama3.py
 
-torchtitan's own trainer takes these two arguments (docs/trainers.md). This is what it does with them, on batches made
-here: `IMPORTS` and its use are ours. It needs a GPU, as torchtitan's attention does.
+torchtitan's own trainer takes it as an argument (docs/trainers.md). This is what it does with it, on batches made here:
+`IMPORTS` and its use are ours. It needs a GPU, as torchtitan's attention does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-IMPORTS = ["tpkernels.integrations.torchtitan.attention", "tpkernels.integrations.torchtitan.feed_forward"]
+IMPORTS = ["tpkernels.integrations.torchtitan.model"]
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     config = spec.model
     config.layers = config.layers[: args.layers]
     set_llama3_sharding_config(config, enable_sp=True)
-    apply_overrides(OverrideConfig(imports=IMPORTS), config)
+    apply_overrides(OverrideConfig(imports=IMPORTS), spec)
 
     torch.manual_seed(0)  # the same whole model on every rank, of which each then keeps its part
     model = config.build().to(device)

@@ -2,9 +2,10 @@
 
 ::
 
-    --override.imports tpkernels.integrations.torchtitan.attention,tpkernels.integrations.torchtitan.feed_forward
+    --override.imports tpkernels.integrations.torchtitan.model
 
-Both blocks take and give the residual cut along the sequence: one gather feeds query, key and value (or gate and up,
+:func:`model` puts our blocks into a whole model, and names in one line what runs no op of ours; ``strict`` refuses that
+instead.  :func:`attention` and :func:`feed_forward` are overrides of one kind of block each.  Both blocks take and give the residual cut along the sequence: one gather feeds query, key and value (or gate and up,
 with the activation behind their GEMMs), and the last GEMM scatters its sums.  Parameters, their cuts and the names in
 checkpoints are torchtitan's own.
 
@@ -23,6 +24,10 @@ All that this touches of torchtitan is imported here, where an import that fails
 
 from __future__ import annotations
 
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple, cast
@@ -42,10 +47,12 @@ with needed("torchtitan", "tpkernels.integrations.torchtitan"):
     from torchtitan.distributed.spmd_types import current_spmd_mesh
     from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVLinear
+    from torchtitan.models.common.decoder import Decoder
     from torchtitan.models.common.decoder_sharding import dense_sequence_parallel_placement
     from torchtitan.models.common.feed_forward import FeedForward
     from torchtitan.models.common.linear import Linear
-    from torchtitan.protocols.sharding import ShardingConfig
+    from torchtitan.protocols.module import Module
+    from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 with needed("torchtitan", "tpkernels.integrations.torchtitan"):
     import spmd_types  # behind torchtitan, which needs it: where both are missing, that one is named
 
@@ -57,6 +64,7 @@ __all__ = [
     "attention",
     "feed_forward",
     "first_missing",
+    "model",
 ]
 
 FIELDS: dict[type[Any], tuple[str, ...]] = {
@@ -66,6 +74,7 @@ FIELDS: dict[type[Any], tuple[str, ...]] = {
     FusedQKVLinear.Config: ("wqkv", "n_heads", "n_kv_heads", "head_dim"),
     Linear.Config: ("bias", "sharding_config"),
     ShardingConfig: ("state_shardings", "in_src_shardings"),
+    SpmdLayout: ("axis_types",),
 }
 """What our blocks read and replace of torchtitan's configurations."""
 BACKENDS = ("spmd_types", "partial_dtensor")
@@ -198,13 +207,8 @@ def feed_forward(cfg: Any) -> Any:
     Raises:
         ValueError: a layout or a bias that our block does not have.
     """
-    _check("FeedForward", cfg, "x", cfg.w2)
-    if cfg.w1.bias or cfg.w3.bias:
-        raise ValueError("FeedForward has a bias in w1 or w3, which our block does not have")
-    new = derive(cfg, GatheringFeedForward.Config)
-    new.sharding_config = None
-    new.w2 = replace(cfg.w2, sharding_config=_states(cfg.w2))
-    return new
+    _check_block("FeedForward", cfg)
+    return _our_feed_forward(cfg)
 
 
 @override(target=GQAttention.Config, exact=True, description="tpkernels: gather and GEMM; GEMM and scatter")  # type: ignore[untyped-decorator]
@@ -214,17 +218,67 @@ def attention(cfg: Any) -> Any:
     Raises:
         ValueError: a layout, a bias or a projection that our block does not have.
     """
-    _check("GQAttention", cfg, "x_BLD", cfg.wo)
-    kinds = {FusedQKVLinear.Config: GatheringFusedQKV.Config, QKVLinear.Config: GatheringQKV.Config}
-    kind = kinds.get(type(cfg.qkv_linear))
-    if kind is None or type(cfg.wo) is not Linear.Config:
-        raise ValueError(
-            f"GQAttention has a {type(cfg.qkv_linear).__qualname__} and a {type(cfg.wo).__qualname__}; our block takes "
-            "the place of QKVLinear or FusedQKVLinear and of Linear"
-        )
-    output = derive(cfg.wo, ScatteringLinear.Config)
-    output.sharding_config = _states(cfg.wo)
-    return replace(cfg, sharding_config=None, qkv_linear=derive(cfg.qkv_linear, kind), wo=output)
+    _check_block("GQAttention", cfg)
+    return _our_attention(cfg)
+
+
+@override(target=Decoder.Config, description="tpkernels: every block that ours can take the place of")  # type: ignore[untyped-decorator]
+def model(cfg: Any, *, strict: bool = False, leave: Sequence[str] = ()) -> Any:
+    """The factory for ``--override.imports`` that does what the two above do, in place in a whole model.
+
+    Layers whose weights tensor parallelism cuts, and that run no op of ours, are named in one line of rank 0 with the
+    reason.  torchtitan has such ones outside its blocks: ``tok_embeddings`` and ``lm_head``.
+
+    Args (in the entry, as ``tpkernels.integrations.torchtitan.model={"strict": true, "leave": ["lm_head"]}``):
+        strict: what would be named raises.
+        leave: modules that may stay torchtitan's and need not be named, as patterns of :mod:`fnmatch`.
+
+    Raises:
+        ValueError: there is no block that ours can take the place of; with ``strict``, a layer that would be named; a
+            pattern that no such layer has.
+    """
+    _check_torchtitan("model")
+    nodes, ours, left = list(cfg.traverse(Module.Config, recurse=True)), [], {}
+    for path, node, parent, place in nodes:
+        block = BLOCKS.get(type(node))
+        if block is None:
+            continue
+        why = block.why_not(node)
+        if why is not None:
+            left[path] = why
+            continue
+        ours.append(path)
+        if isinstance(parent, list):
+            parent[place] = block.make(node)
+        else:
+            setattr(parent, place, block.make(node))
+    if not ours:
+        raise ValueError(f"no block of {type(cfg).__qualname__} runs an op of tpkernels{_named(left)}")
+    blocks = tuple(f"{path}." for path in (*ours, *left))
+    for path, node, *_ in nodes:
+        if _is_cut(node) and not path.startswith(blocks):
+            left[path] = f"torchtitan's {type(node).__qualname__.partition('.')[0]}, in no block that ours replace"
+    unknown = [pattern for pattern in leave if not fnmatch.filter(left, pattern)]
+    if unknown:
+        raise ValueError(f"leave has {unknown[0]!r}, which is none of the layers without an op of ours: {list(left)}")
+    left = {path: why for path, why in left.items() if not any(fnmatch.fnmatch(path, one) for one in leave)}
+    if left and strict:
+        raise ValueError(f"some layers run no op of tpkernels{_named(left)}")
+    if left and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(f"some layers run no op of tpkernels{_named(left)}", stacklevel=2)
+    return cfg
+
+
+def _named(left: dict[str, str]) -> str:
+    """Layers of the same name in several blocks are named once."""
+    return "".join(dict.fromkeys(f"; {re.sub(r'[.][0-9]+[.]', '.*.', path)}: {why}" for path, why in left.items()))
+
+
+def _is_cut(cfg: Any) -> bool:
+    """Whether tensor parallelism cuts a weight of this layer."""
+    given = getattr(cfg, "sharding_config", None)
+    cuts = (layout.axis_types.get("tp") for layout in given.state_shardings.values()) if given else ()
+    return any(isinstance(cut, spmd_types.Shard) for cut in cuts)
 
 
 def first_missing() -> str | None:
@@ -245,16 +299,72 @@ def _local(weight: Tensor) -> Tensor:
     return cast(Tensor, local(weight))
 
 
-def _check(what: str, cfg: Any, argument: str, last: Any) -> None:
+def _our_feed_forward(cfg: Any) -> Any:
+    new = derive(cfg, GatheringFeedForward.Config)
+    new.sharding_config = None
+    new.w2 = replace(cfg.w2, sharding_config=_states(cfg.w2))
+    return new
+
+
+def _our_attention(cfg: Any) -> Any:
+    output = derive(cfg.wo, ScatteringLinear.Config)
+    output.sharding_config = _states(cfg.wo)
+    projections = derive(cfg.qkv_linear, PROJECTIONS[type(cfg.qkv_linear)])
+    return replace(cfg, sharding_config=None, qkv_linear=projections, wo=output)
+
+
+def _check_torchtitan(what: str) -> None:
+    """Refuse what holds for all blocks."""
     missing = first_missing()
     if missing is not None:
         raise ValueError(f"{missing}: this integration was tested with 0.3")
-    backend, given = get_spmd_backend(), cfg.sharding_config
+    backend = get_spmd_backend()
     if backend not in BACKENDS:
         raise ValueError(f"our {what} needs a parallelism.spmd_backend of {BACKENDS}, got {backend!r}")
+
+
+def _check_block(what: str, cfg: Any) -> None:
+    _check_torchtitan(what)
+    why = BLOCKS[type(cfg)].why_not(cfg)
+    if why is not None:
+        raise ValueError(f"{what}: {why}")
+
+
+def _why_not_feed_forward(cfg: Any) -> str | None:
+    if cfg.w1.bias or cfg.w3.bias:
+        return "it has a bias in w1 or w3, which our block does not have"
+    return _why_not(cfg, "x", cfg.w2)
+
+
+def _why_not_attention(cfg: Any) -> str | None:
+    if type(cfg.qkv_linear) not in PROJECTIONS or type(cfg.wo) is not Linear.Config:
+        return (
+            f"it has a {type(cfg.qkv_linear).__qualname__} and a {type(cfg.wo).__qualname__}; our block takes the place "
+            "of QKVLinear or FusedQKVLinear and of Linear"
+        )
+    return _why_not(cfg, "x_BLD", cfg.wo)
+
+
+def _why_not(cfg: Any, argument: str, last: Any) -> str | None:
+    """What a block is told to do that ours does not."""
+    given = cfg.sharding_config
     if given is None or last.sharding_config is None:
-        raise ValueError(f"{what} has no sharding_config yet: overrides come after update_from_config()")
+        return "it has no sharding_config yet: overrides come after update_from_config()"
     if (given.in_src_shardings or {}).get(argument) != dense_sequence_parallel_placement():
-        raise ValueError(f"our {what} needs parallelism.enable_sequence_parallel: it gathers and scatters the sequence")
+        return "its input is not cut along the sequence (parallelism.enable_sequence_parallel), which our block gathers"
     if last.bias:
-        raise ValueError(f"the last layer of {what} has a bias, whose gradient torchtitan would have to sum")
+        return "its last layer has a bias, whose gradient torchtitan would have to sum"
+    return None
+
+
+class _Block(NamedTuple):
+    why_not: Callable[[Any], str | None]
+    make: Callable[[Any], Any]
+
+
+PROJECTIONS = {FusedQKVLinear.Config: GatheringFusedQKV.Config, QKVLinear.Config: GatheringQKV.Config}
+BLOCKS = {
+    FeedForward.Config: _Block(_why_not_feed_forward, _our_feed_forward),
+    GQAttention.Config: _Block(_why_not_attention, _our_attention),
+}
+"""What ours take the place of, by the class of its configuration alone: a subclass may compute something else."""

@@ -21,6 +21,9 @@ from tpkernels.integrations import torchtitan as tpk_torchtitan
 VOCABULARY, LENGTH, STEPS = 66, 12, 6
 """torchtitan cuts evenly: both divide by two and by three ranks."""
 IMPORTS = ["tpkernels.integrations.torchtitan.attention", "tpkernels.integrations.torchtitan.feed_forward"]
+MODEL = "tpkernels.integrations.torchtitan.model"
+OUTSIDE = ["lm_head", "tok_embeddings"]
+"""The layers that torchtitan cuts, and that are in no block."""
 
 
 class Attention(ScaledDotProductAttention):  # type: ignore[misc]

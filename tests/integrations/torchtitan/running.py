@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
 from tests.integrations.curves import CLIP, STEPS, Curve, gradients_of, weights_of
-from tests.integrations.torchtitan.models import IMPORTS, LENGTH, build, small
+from tests.integrations.torchtitan.models import LENGTH, MODEL, OUTSIDE, build, small
 
 ROWS = 4
 """Of each step, over all replicas."""
@@ -212,7 +212,7 @@ def configuration(folder: str, options: Options, way: Way) -> Any:
             mixed_precision_param=way.computes_in or way.dtype,
             mixed_precision_reduce=way.dtype,
         ),
-        override=OverrideConfig(imports=list(IMPORTS) if way.ours else []),
+        override=OverrideConfig(imports=[(MODEL, {"strict": True, "leave": OUTSIDE})] if way.ours else []),
     )
 
 

@@ -8,6 +8,7 @@ import io
 import re
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,8 +35,20 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import FeedForward
 
-from tests.integrations.torchtitan.models import IMPORTS, LENGTH, STEPS, VOCABULARY, Attention, build, config, counted
+from tests.integrations.torchtitan.models import (
+    IMPORTS,
+    LENGTH,
+    MODEL,
+    OUTSIDE,
+    STEPS,
+    VOCABULARY,
+    Attention,
+    build,
+    config,
+    counted,
+)
 from tpkernels.integrations import torchtitan as tpk_torchtitan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -197,9 +210,43 @@ def test_the_example_runs_as_a_file_and_learns(ranks: Pools, full: bool) -> None
 
 
 @pytest.mark.cpu
-def test_the_page_names_the_overrides_and_the_example() -> None:
+def test_the_page_names_the_override_and_the_example() -> None:
     page = ROOT.joinpath("docs", "trainers.md").read_text(encoding="utf-8")
-    assert f"--override.imports {','.join(IMPORTS)}\n" in page and f"`examples/{EXAMPLE}`" in page
+    assert f"--override.imports {MODEL}\n" in page and f"`examples/{EXAMPLE}`" in page
+
+
+@pytest.mark.cpu
+def test_layers_without_an_op_of_ours_are_named_or_refused() -> None:
+    """The override of a whole model does what those of its blocks do, and says what is left."""
+
+    def changed(**changes: Any) -> Any:
+        model = config()
+        (layer,) = model.layers
+        for name, fields in changes.items():
+            setattr(layer.feed_forward, name, replace(getattr(layer.feed_forward, name), **fields))
+        return model
+
+    outside = r"; lm_head: torchtitan's Linear, in no block.*; tok_embeddings: torchtitan's Embedding, in no block"
+    with pytest.warns(UserWarning, match=f"^some layers run no op of tpkernels{outside}"):
+        model = tpk_torchtitan.model(config())
+    assert repr(model) == repr(overridden(config()))
+    with pytest.raises(ValueError, match=r"^some layers run no op of tpkernels; lm_head: torchtitan's Linear"):
+        tpk_torchtitan.model(config(), strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tpk_torchtitan.model(config(), strict=True, leave=OUTSIDE)
+    biased = {"w1": {"bias": True}}
+    with pytest.warns(UserWarning, match=r"; layers\.\*\.feed_forward: it has a bias in w1 or w3, .*; lm_head: "):
+        model = tpk_torchtitan.model(changed(**biased))
+    (layer,) = model.layers
+    assert type(layer.feed_forward) is FeedForward.Config
+    assert type(layer.attention.wo) is tpk_torchtitan.ScatteringLinear.Config
+    with pytest.raises(ValueError, match=r"^some layers run no op of tpkernels; layers\.\*\.feed_forward: it has a bias"):
+        tpk_torchtitan.model(changed(**biased), strict=True, leave=OUTSIDE)
+    with pytest.raises(ValueError, match=r"leave has 'head', which is none of .*'lm_head'"):
+        tpk_torchtitan.model(config(), leave=["head"])
+    with pytest.raises(ValueError, match=r"no block of Llama3Model\.Config runs an op .*enable_sequence_parallel"):
+        tpk_torchtitan.model(config(sequence_parallel=False))
 
 
 @pytest.mark.cpu
@@ -216,7 +263,7 @@ def test_what_our_blocks_do_not_have_is_refused() -> None:
     refused("bias in w1 or w3", model)
     model = config()
     model.layers[0].attention.wo = replace(model.layers[0].attention.wo, bias=True)
-    refused("last layer of GQAttention has a bias", model)
+    refused("GQAttention: its last layer has a bias", model)
     model = config()
     model.layers[0].attention.sharding_config = None
     refused(r"overrides come after update_from_config\(\)", model)
@@ -239,8 +286,6 @@ def test_what_our_blocks_do_not_have_is_refused() -> None:
 
 @pytest.mark.cpu
 def test_the_first_name_of_torchtitan_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan.models.common.feed_forward import FeedForward
-
     assert tpk_torchtitan.first_missing() is None
     with monkeypatch.context() as patch:
         patch.delattr("torchtitan.config.derive")
