@@ -42,7 +42,7 @@ TESTED = {
     "megatron": ("0.16", "0.15"),
     "torchtitan": ("0.3",),
     "trl": ("1.16", "1.14"),
-    "ray": ("2.60",),
+    "ray": ("2.60", "2.58"),
 }
 """Of the trainers that tpkernels runs in, the versions that its tests were run with, the newest first."""
 

@@ -1,4 +1,4 @@
-"""The examples of the trainers on GPUs, as torchrun starts them: nothing of another library is patched here."""
+"""The examples of the trainers on GPUs, as torchrun or Ray starts them: nothing of another library is patched here."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ EXAMPLES = {
     "megatron_gpt.py": "megatron.core",
     "torchtitan_llama3.py": "torchtitan",
     "trl_sft.py": "trl",
+    "ray_train.py": "ray",
 }
 """And the package that it is about."""
 OF_TRANSFORMERS = ("transformers_trainer.py", "accelerate_loop.py", "peft_lora.py", "trl_sft.py")
@@ -51,13 +52,21 @@ def skip_what_cannot_run(example: str) -> None:
             pytest.skip(str(refusal))
 
 
+def command(example: str, world: int) -> list[str]:
+    """Ray starts its workers itself."""
+    script, steps = str(ROOT / "examples" / example), ["--steps", str(STEPS)]
+    if example == "ray_train.py":
+        return [sys.executable, script, "--workers", str(world), "--gpu", *steps]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return [*start, script, *steps]
+
+
 def losses(example: str, world: int, folder: Path) -> list[float]:
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / example), "--steps", str(STEPS)],
+        command(example, world),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -68,6 +68,32 @@ TRAINERS = (
         "return weight",
         f"{MEGATRON} -k micro_batches",
     ),
+    # a loss whose bits are not Megatron's
+    Edit(
+        "integrations/megatron.py",
+        "losses = (z.log() - predicted)",
+        "losses = (z.reciprocal().log().neg() - predicted)",
+        f"{MEGATRON} -k the_loss_has",
+    ),
+    Edit(
+        "integrations/megatron.py",
+        "shifted.exp_().sum(-1)",
+        "shifted.exp_().flip(-1).sum(-1)",
+        f"{MEGATRON} -k the_loss_has",
+    ),
+    # factories that say nothing of what is left
+    Edit(
+        "integrations/torchtitan.py",
+        "    if left and strict:\n",
+        "    if left and strict and not ours:\n",
+        f"{INTEGRATIONS}/torchtitan/test_torchtitan.py -k named_or_refused",
+    ),
+    Edit(
+        "integrations/torchtitan.py",
+        "        if _is_cut(node) and not path",
+        "        if not _is_cut(node) and not path",
+        f"{INTEGRATIONS}/torchtitan/test_torchtitan.py -k named_or_refused",
+    ),
     # factories that leave torchtitan's layer, a model without values that is not loaded
     Edit(
         "integrations/torchtitan.py",

@@ -5,7 +5,9 @@
     --override.imports tpkernels.integrations.torchtitan.model
 
 :func:`model` puts our blocks into a whole model, and names in one line what runs no op of ours; ``strict`` refuses that
-instead.  :func:`attention` and :func:`feed_forward` are overrides of one kind of block each.  Both blocks take and give the residual cut along the sequence: one gather feeds query, key and value (or gate and up,
+instead.  :func:`attention` and :func:`feed_forward` are overrides of one kind of block each.
+
+Both blocks take and give the residual cut along the sequence: one gather feeds query, key and value (or gate and up,
 with the activation behind their GEMMs), and the last GEMM scatters its sums.  Parameters, their cuts and the names in
 checkpoints are torchtitan's own.
 
@@ -339,8 +341,8 @@ def _why_not_feed_forward(cfg: Any) -> str | None:
 def _why_not_attention(cfg: Any) -> str | None:
     if type(cfg.qkv_linear) not in PROJECTIONS or type(cfg.wo) is not Linear.Config:
         return (
-            f"it has a {type(cfg.qkv_linear).__qualname__} and a {type(cfg.wo).__qualname__}; our block takes the place "
-            "of QKVLinear or FusedQKVLinear and of Linear"
+            f"it has a {type(cfg.qkv_linear).__qualname__} and a {type(cfg.wo).__qualname__}; our block takes the "
+            "place of QKVLinear or FusedQKVLinear and of Linear"
         )
     return _why_not(cfg, "x_BLD", cfg.wo)
 

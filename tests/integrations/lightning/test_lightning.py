@@ -170,6 +170,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.compiled, self.checkpoints, self.eps = compiled, checkpoints, eps
         self.model, self.replicas, self.losses, self.norms = MODELS[name](), replicas, [], []
+        self.evaluations: list[float] = []
         self.seen: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
@@ -177,17 +178,29 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
             tpk_lightning.parallelize()(self.model, self.device_mesh)
         if self.checkpoints:
             self.model.gradient_checkpointing_enable()
-        if self.compiled:
-            self.model.compile(backend="aot_eager", fullgraph=True)
+        if self.compiled and self.replicas:  # the reference is as it is
+            # torch does not trace the hooks of replicas, which each block has.
+            for part in [self.model] if self.replicas == 1 else self.model.model.layers:
+                part.compile(backend="aot_eager", fullgraph=True)
 
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
+    def loss_of(self, batch: Tensor) -> tuple[Tensor, float]:
+        """Of the rows that are this replica's, and the mean over all."""
         part = mine(batch, self.replicas) if self.replicas else batch
         loss = self.model(input_ids=part, labels=part).loss
         mean = loss.detach().clone()
         if self.replicas:
             dist.all_reduce(mean)
-        self.losses.append(float(mean) / (dist.get_world_size() if self.replicas else 1))
+        return loss, float(mean) / (dist.get_world_size() if self.replicas else 1)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss, mean = self.loss_of(batch)
+        self.losses.append(mean)
         return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        _, mean = self.loss_of(batch)
+        self.evaluations.append(mean)
+        self.log("evaluation", mean)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen = self.seen or gradients_of(self.model)
@@ -206,6 +219,7 @@ def fit(
     callbacks: Sequence[Any] = (),
     given: Sequence[Tensor] = (),
     single: bool = False,
+    held_out: Sequence[Tensor] = (),
     **more: Any,
 ) -> Any:
     options: dict[str, Any] = {"devices": 1, **more}
@@ -228,7 +242,8 @@ def fit(
     )
     # Lightning does not skip batches itself.
     given = given or (batches()[:3] if resume is None else batches()[3:])
-    trainer.fit(module, torch.utils.data.DataLoader(given, batch_size=None), ckpt_path=resume)
+    loaders = [torch.utils.data.DataLoader(rows, batch_size=None) for rows in (given, held_out) if rows]
+    trainer.fit(module, *loaders, ckpt_path=resume)
     return trainer
 
 
@@ -304,23 +319,6 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks_and_is_the_unsharded_mo
         assert "leave save_distributed_checkpoint=True" in said
 
 
-def compiled(folder: str) -> tuple[Curve, int]:
-    torch._dynamo.reset()
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    module = Module("llama", 1, compiled=True)
-    with as_a_rank():
-        fit(module, folder, 6, None, given=batches())
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    return Curve(module.losses, module.norms, module.seen, weights_of(module.model)), graphs
-
-
-@pytest.mark.full("seconds of compiling")
-def test_a_model_is_compiled_as_one_graph(ranks: Pools, tmp_path: Path) -> None:
-    expected = reference(MODELS["llama"](), run)
-    for found, graphs in ranks(2).run(compiled, str(tmp_path), timeout=2 * LIMIT_S):
-        assert expected.wrong(found) == {} and graphs == 1
-
-
 def after_fit(folder: str, replicas: int, dtype: torch.dtype = torch.float32) -> Curve:
     """What goes on from the checkpoint that ``save_checkpoint`` writes when ``fit`` has returned."""
     first, rest = Module("llama", replicas).to(dtype), Module("llama", replicas).to(dtype)
@@ -340,33 +338,55 @@ def test_what_is_saved_after_fit_goes_on_as_lightning_does(ranks: Pools, tmp_pat
 
 
 MICRO = 2
+LAYOUTS = ((2, 1), (3, 1), (4, 2))
+"""Ranks, and how many replicas they make."""
 VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "micro-batches": ({}, {"accumulate_grad_batches": MICRO}),
     "checkpoints": ({"checkpoints": True}, {}),
+    "compiled": ({"compiled": True}, {}),
     "bf16": ({"eps": 1e-2}, {"precision": "bf16-mixed"}),
+    "evaluation": ({}, {"val_check_interval": 3, "num_sanity_val_steps": 0}),
 }
 """What the module is told, and what Lightning's Trainer is."""
 
 
-def varied(folder: str, variation: str, replicas: int, exact: bool = False) -> Curve:
+def varied(folder: str, variation: str, replicas: int, dtype: torch.dtype = torch.float32) -> tuple[Curve, int]:
+    """What a run shows, and how many graphs were compiled for it."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     options, trainer = VARIATIONS[variation]
-    module = Module("llama", replicas, **options)
-    if exact:
-        module, trainer = module.double(), {key: value for key, value in trainer.items() if key != "precision"}
+    module, callbacks, held_out = Module("llama", replicas, **options).to(dtype), [], ()
+    if dtype == torch.float64:
+        trainer = {key: value for key, value in trainer.items() if key != "precision"}
+    if variation == "evaluation":
+        callbacks = [ModelCheckpoint(folder, "best", monitor="evaluation", mode="max")]  # of the two, the first
+        held_out = batches(8)[6:]
     given = batches(6 * trainer.get("accumulate_grad_batches", 1))
     with as_a_rank() if replicas else contextlib.nullcontext():
-        fit(module, folder, 6, None, given=given, **trainer)
-    return Curve(module.losses, module.norms, module.seen, weights_of(module.model))
+        ran = fit(module, folder, 6, None, callbacks, given, held_out=held_out, **trainer)
+        weights = weights_of(module.model)
+        if callbacks:
+            rows = torch.utils.data.DataLoader(held_out, batch_size=None)
+            ran.validate(module, rows, ckpt_path="best", verbose=False)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    return Curve(module.losses, module.norms, module.seen, weights, module.evaluations), graphs
 
 
-@pytest.mark.full("micro-batches run under transformers' Trainer as well")
+@pytest.mark.full("micro-batches, evaluation and compiled models run under transformers' Trainer as well")
 @pytest.mark.parametrize("variation", VARIATIONS)
 def test_lightnings_variations_train_as_on_one_process(ranks: Pools, tmp_path: Path, variation: str) -> None:
-    exact, plain = (varied(str(tmp_path / str(kind)), variation, 0, kind) for kind in (True, False))
+    dtypes = torch.float64, torch.float32
+    (exact, _), (plain, _) = (varied(str(tmp_path / str(dtype)), variation, 0, dtype) for dtype in dtypes)
     expected = Reference.of(exact, plain)
-    for found in ranks(2).run(varied, str(tmp_path / "parallel"), variation, 1, timeout=2 * LIMIT_S):
-        assert expected.wrong(found) == {}
-        assert (len(found.losses), len(found.norms)) == (MICRO * 6 if variation == "micro-batches" else 6, 6)
+    evaluations = exact.evaluations
+    assert len(evaluations) == (6 if variation == "evaluation" else 0) and evaluations[4:] == evaluations[:2]
+    for world, replicas in LAYOUTS:
+        folder = str(tmp_path / f"{world}")
+        for found, graphs in ranks(world).run(varied, folder, variation, replicas, timeout=2 * LIMIT_S):
+            assert expected.wrong(found) == {}, (world, replicas)
+            assert (len(found.losses), len(found.norms)) == (MICRO * 6 if variation == "micro-batches" else 6, 6)
+            assert found.evaluations[4:] == found.evaluations[:2], "the best checkpoint is what was evaluated"
+            assert (1 <= graphs <= replicas) if variation == "compiled" else graphs == 0, graphs
 
 
 def test_the_first_name_of_lightning_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

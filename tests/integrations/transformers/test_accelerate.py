@@ -56,16 +56,25 @@ def _meshes(replicas: int) -> Any:
     return tpk.init(dp=replicas, tp=dist.get_world_size() // replicas)
 
 
-def prepared(layout: Layout | None, dtype: torch.dtype = torch.float32, *, whole: bool = False) -> Loop:
+def prepared(
+    layout: Layout | None, dtype: torch.dtype = torch.float32, *, whole: bool = False, variation: str = ""
+) -> Loop:
     """What ``prepare`` gives for a model, an optimizer, a scheduler and the batches; rows that are cut in two.
 
     ``whole``: its state is saved and loaded whole.
     """
     from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import TorchDynamoPlugin
 
-    model = causal_models.gpt2(**SIZES).to(dtype)
+    model = (causal_models.llama() if variation else causal_models.gpt2(**SIZES)).to(dtype)
     # By itself accelerate steps a scheduler once for each rank, whatever the ranks are.
     options: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False}
+    if variation == "bf16" and dtype != torch.float64:
+        options["mixed_precision"] = "bf16"
+    if variation == "compiled" and layout:  # the reference is as it is
+        options["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", fullgraph=True)
+    if variation == "checkpoints":
+        model.gradient_checkpointing_enable()
     replicas, micro = (layout.replicas, layout.micro) if layout else (1, 1)
     options["gradient_accumulation_steps"] = micro
     if layout:
@@ -76,7 +85,7 @@ def prepared(layout: Layout | None, dtype: torch.dtype = torch.float32, *, whole
     accelerator = Accelerator(**options)
     if whole:
         tpk_accelerate.save_whole(accelerator)
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), 1e-2 if variation == "bf16" else 1e-4)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
     data: Any = torch.cat(batches(rows=ROWS))
     rows = torch.utils.data.DataLoader(data, batch_size=ROWS // replicas // micro)
@@ -85,6 +94,7 @@ def prepared(layout: Layout | None, dtype: torch.dtype = torch.float32, *, whole
 
 def steps(loop: Loop, first: int = 0, last: int = 6) -> Curve:
     accelerator, model, optimizer, scheduler, rows = loop
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     curve, losses, micro = Curve(), [], accelerator.gradient_accumulation_steps
     for number, ids in enumerate(rows):
         if not first <= number // micro < last:
@@ -95,7 +105,7 @@ def steps(loop: Loop, first: int = 0, last: int = 6) -> Curve:
             losses.append(float(accelerator.reduce(loss.detach(), "mean")))
             if not accelerator.sync_gradients:
                 continue
-            curve.gradients = curve.gradients or gradients_of(model)
+            curve.gradients = curve.gradients or gradients_of(plain)
             norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             scheduler.step()
@@ -103,7 +113,7 @@ def steps(loop: Loop, first: int = 0, last: int = 6) -> Curve:
         curve.losses.append(sum(losses) / micro)
         curve.norms.append(float(whole(norm)))
         losses.clear()
-    curve.weights = weights_of(model)
+    curve.weights = weights_of(plain)
     return curve
 
 
@@ -210,6 +220,40 @@ def test_a_prepared_loop_is_right_and_its_state_is_saved_whole(
             assert expected.wrong(Curve(again.losses, again.norms, {}, again.weights), first=HALF) == {}
             missing = [f"random_states_{rank}.pkl"] if rank >= world else []
             assert [one.partition(" ")[0] for one in said] == missing
+
+
+LAYOUTS = ((2, Layout()), (3, Layout()), (4, Layout(2)))
+
+
+def varied(variation: str, layout: Layout | None, dtype: torch.dtype = torch.float32) -> tuple[Curve, int]:
+    """What the loop shows, with the losses of two held-out batches behind it, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with on_cpu():
+        loop = prepared(layout, dtype, variation=variation)
+        curve = steps(loop)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        accelerator, model, *_ = loop
+        held_out: Any = torch.cat(batches(8, rows=ROWS)[6:])
+        rows = torch.utils.data.DataLoader(held_out, batch_size=ROWS // (layout.replicas if layout else 1))
+        model.eval()
+        with torch.no_grad():
+            for ids in accelerator.prepare(rows):
+                curve.evaluations.append(float(accelerator.reduce(model(input_ids=ids, labels=ids).loss, "mean")))
+    return curve, graphs
+
+
+@pytest.mark.full("under transformers' Trainer they run as well")
+@pytest.mark.parametrize("variation", ["bf16", "checkpoints", "compiled"])
+def test_variations_of_a_prepared_loop_train_as_on_one_process(ranks: Pools, variation: str) -> None:
+    (exact, _), (plain, _) = (varied(variation, None, dtype) for dtype in (torch.float64, torch.float32))
+    expected = Reference.of(exact, plain)
+    assert len(exact.evaluations) == 2
+    # torch does not trace the hooks of replicas, which are in the way of one graph.
+    for world, layout in LAYOUTS[:2] if variation == "compiled" else LAYOUTS:
+        for found, graphs in ranks(world).run(varied, variation, layout, timeout=2 * LIMIT_S):
+            assert expected.wrong(found) == {}, (world, layout)
+            assert graphs == (variation == "compiled")
 
 
 def refusals(folder: str) -> list[str]:
