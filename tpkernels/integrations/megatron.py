@@ -325,11 +325,6 @@ def _loss(labels: Tensor, logits: Tensor) -> Tensor:
     return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
 
 
-def _loss(labels: Tensor, logits: Tensor) -> Tensor:
-    """The loss of each token, ``[batch, sequence]``, from logits ``[sequence, batch, columns of this rank]``."""
-    return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
-
-
 class _TokenLosses(torch.autograd.Function):
     """Megatron's loss of each token, one operation of torch's after the other, so that two ranks have its bits::
 
@@ -356,7 +351,7 @@ class _TokenLosses(torch.autograd.Function):
         predicted = shifted.view(-1, columns).gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
         z = shifted.exp_().sum(-1)
         z, predicted = reduce(torch.add, _of_ranks([z.view(-1), predicted], group))  # in the order of the ranks
-        losses = (z.log() - predicted).masked_fill(ignored, 0)
+        losses: Tensor = (z.log() - predicted).masked_fill(ignored, 0)
         ctx.save_for_backward(logits, largest, z.view_as(largest), index, own, ignored)
         return losses.view_as(target)
 

@@ -369,7 +369,10 @@ def refusals() -> list[str]:
         column = tpk_megatron.ColumnParallelLinear
         ask(lambda: column(4, 8, config=models.config(2), disable_grad_reduce=True, **given))
         ask(lambda: column(4, 8, config=models.config(2), is_expert=True, **given))
-        ask(lambda: tpk_megatron.vocab_parallel_cross_entropy(torch.ones(2, 4), torch.ones(2).long(), 0.1))
+        loss, logits = tpk_megatron.vocab_parallel_cross_entropy, torch.ones(2, 4)
+        ask(lambda: loss(logits, torch.ones(2).long(), 0.1))
+        ask(lambda: loss(logits, torch.full((2,), 8)))
+        ask(lambda: loss(logits, torch.ones(3).long()))
         layer: Any = column(4, 8, config=models.config(2), **given)
         layer.explicit_expert_comm = True  # as a shared expert that overlaps does, later
         ask(lambda: layer(torch.ones(2, 1, 4)))
@@ -383,7 +386,8 @@ def refusals() -> list[str]:
 @pytest.mark.gloo
 def test_options_that_would_be_ignored_are_refused(ranks: Pools) -> None:
     for said in ranks(2).run(refusals, timeout=LIMIT_S):
-        parts = ("disable_grad_reduce", "of an expert", "label_smoothing", "of an expert", "cross_entropy_loss_fusion")
+        labels = ("label_smoothing", "target must be within [0, 8)", "target must have the shape of")
+        parts = ("disable_grad_reduce", "of an expert", *labels, "of an expert", "cross_entropy_loss_fusion")
         assert len(said) == len(parts)
         for text, part in zip(said, parts, strict=True):
             assert part in text, text
