@@ -71,8 +71,8 @@ TRAINERS = (
     # a loss whose bits are not Megatron's
     Edit(
         "integrations/megatron.py",
-        "losses = (z.log() - predicted)",
-        "losses = (z.reciprocal().log().neg() - predicted)",
+        "losses: Tensor = (z.log() - predicted)",
+        "losses: Tensor = (z.reciprocal().log().neg() - predicted)",
         f"{MEGATRON} -k the_loss_has",
     ),
     Edit(

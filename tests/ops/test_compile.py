@@ -125,11 +125,17 @@ def first_calls(full: bool) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     x, w = payload((2 * world, 6), rank=rank, name="x"), payload((5, 6), rank=rank, name="w")
     labels = torch.arange(2 * world) % (6 * world)
+
+    def without_gradients(group: Any) -> Tensor:
+        with torch.no_grad():
+            return tpk.copy_matmul(x.unflatten(0, (2, -1)), w, group)
+
     calls: dict[str, Callable[[Any], Tensor]] = {
         GATHER: lambda group: tpk.all_gather_matmul(x, w, group),
         SCATTER: lambda group: tpk.matmul_reduce_scatter(x, w, group),
         REDUCE: lambda group: tpk.matmul_all_reduce(x, w, group),
         COPY: lambda group: tpk.copy_matmul(x, w, group),
+        "copy_matmul without gradients": without_gradients,
         "all_gather": lambda group: tpk.all_gather(x, group),
         "reduce_scatter": lambda group: tpk.reduce_scatter(x, group),
         "all_reduce": lambda group: tpk.all_reduce(x, group),

@@ -167,15 +167,15 @@ class _Linear:
         with _without_their_kernel(config):
             super().__init__(input_size, output_size, config=config, **given)  # type: ignore[call-arg]
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        _check(self, self.KIND)
         self.check()
 
     def check(self) -> None:
-        """Refuse what ours cannot be.
+        """Refuse what ours cannot be told to do, which Megatron may tell a layer later, too.
 
         Raises:
-            ValueError: a Megatron with other names, or an option that would be ignored.
+            ValueError: an option that would be ignored.
         """
-        _check(self, self.KIND)
         why = _why_not(self)
         if why is not None:
             raise ValueError(f"{self} runs no op of tpkernels: {why}")

@@ -20,6 +20,7 @@ from typing import Any, Unpack, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
 from tpkernels.comm.same_bits import same_bits_of
@@ -135,7 +136,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _by_rows(product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``product`` of an x of any strides; for a strided N-D x torch would add the bias in a second rounding."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or is_dynamo_compiling():  # traced code cannot ask whether something is a view
         y = product(flat(x), weight, bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
     if not x.is_contiguous():

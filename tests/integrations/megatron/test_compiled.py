@@ -1,4 +1,4 @@
-"""Our layers in Megatron under torch.compile: one graph each, with the bits of eager, where Megatron's own have none."""
+"""Our layers in Megatron under torch.compile: one graph each, with the bits of eager."""
 
 from __future__ import annotations
 
@@ -46,22 +46,23 @@ def run(layer: Any, call: Any, x: Tensor) -> tuple[Tensor, ...]:
     return y.detach(), leaf.grad, layer.weight.grad
 
 
-def compiled(sequence_parallel: bool) -> tuple[list[bool], list[str]]:
-    """Of each layer of ours, whether it has the bits of eager; what torch says to Megatron's."""
-    same, said = [], []
+def compiled(sequence_parallel: bool) -> tuple[list[bool], str]:
+    """Of each layer of ours, whether it has the bits of eager; what torch says to Megatron's column layer."""
+    same, said = [], ""
     with models.on_cpu(dist.get_world_size()):
         for kind in KINDS:
             torch._dynamo.reset()
             layer, x = made(tpk_megatron, kind, sequence_parallel)
             call = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
             same.append(all(map(torch.equal, run(layer, layer, x), run(layer, call, x))))
-        for kind in KINDS if sequence_parallel else ():
+        if (
+            sequence_parallel
+        ):  # its row layer is not tried: where one rank traces it and the other one does not, both wait
             torch._dynamo.reset()
-            layer, x = made(tensor_parallel, kind, sequence_parallel)
-            try:
-                run(layer, torch.compile(layer.forward, backend="aot_eager", fullgraph=True), x)
-            except torch._dynamo.exc.Unsupported as error:
-                said.append(str(error))
+            layer, x = made(tensor_parallel, KINDS[0], sequence_parallel)
+            with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+                torch.compile(layer.forward, backend="aot_eager", fullgraph=True)(x)
+            said = str(caught.value)
     return same, said
 
 
@@ -69,7 +70,7 @@ def compiled(sequence_parallel: bool) -> tuple[list[bool], list[str]]:
 @pytest.mark.full("seconds of compiling")
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_layer_is_one_graph_with_the_bits_of_eager(ranks: Pools, sequence_parallel: bool) -> None:
-    """Where Megatron's own compile, too, torch or Megatron has learnt to, and docs/trainers.md has to say so."""
-    for same, said in ranks(2).run(compiled, sequence_parallel, timeout=2 * LIMIT_S):
+    """Where Megatron's own compiles, too, torch or Megatron has learnt to, and docs/trainers.md has to say so."""
+    for same, said in ranks(2).run(compiled, sequence_parallel, timeout=LIMIT_S):
         assert same == [True, True]
-        assert len(said) == (2 if sequence_parallel else 0), said
+        assert "async_op=True" in said or not sequence_parallel
