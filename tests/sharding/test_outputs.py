@@ -302,6 +302,29 @@ def caches_are_read_whole(name: str) -> None:
         assert [cache.layers[0].keys.shape for cache in caches[1:]] == [caches[0].layers[0].keys.shape] * 2
 
 
+def compiled_blocks() -> tuple[float, int]:
+    """Blocks that are compiled one by one, as trainers do: the largest error of three calls, and how many graphs."""
+    traced: list[object] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)]).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    expected = model(x).detach()
+    tpk.parallelize(model, tp_mesh(), example_inputs=x)
+    for block in model:
+        block.compile(fullgraph=True, backend=backend)
+    return max((model(x) - expected).abs().max().item() for _ in range(3)), len(traced)
+
+
+def test_blocks_may_be_compiled_before_the_first_call_which_is_followed(ranks: Pools) -> None:
+    for error, traced in ranks(2).run(compiled_blocks, timeout=LIMIT_S):
+        assert error < 1e-12 and traced
+
+
 def run(cases: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
     return [function(*arguments) for function, arguments in cases]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -55,6 +57,9 @@ class Followed(AbstractContextManager["Followed"]):
         self.names = {id(module): name for name, module in self.model.named_modules()}
         own = (module for module in self.model.modules() if isinstance(module, ParallelMultiheadAttention))
         self.own_rows = {id(module.out_proj) for module in own}
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and this would import it: for seconds
+            # A compiler does not trace what a dispatch mode follows: blocks that are compiled run eagerly in this call.
+            self.stack.enter_context(torch.compiler.set_stance("force_eager"))
         handle = register_module_forward_hook(self._called, with_kwargs=True)
         self.stack.callback(handle.remove)
         for module in self.model.modules():
