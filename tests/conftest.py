@@ -3,7 +3,8 @@
 Layers are marks: `cpu` (no process group), `gloo` (real local ranks), `netns` (ranks in network namespaces; root),
 `gpu`, `multi_gpu`. A layer that this machine cannot run is skipped with the reason. `--full` asks for full counts
 (`full` fixture, `sample` mark) where a test by default takes a sample, and for tests that do not run otherwise (`full`
-mark). A case that is named on the command line runs.
+mark). `--slow` asks for those that no change lands without, and that a run between two edits leaves out (`slow` mark):
+CI runs them. A case that is named on the command line runs.
 
 Tests see no GPU, whatever machine they run on, but for those of tests/gpu, which run by themselves: `pytest tests/gpu`.
 """
@@ -65,6 +66,7 @@ LAYERS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="full counts where tests by default take a sample")
+    parser.addoption("--slow", action="store_true", help="also the tests that are left to CI")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in LAYERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.addinivalue_line("markers", "full(reason): runs with --full only; what it costs, or what stands for it")
+    config.addinivalue_line("markers", "slow(reason): runs with --slow or --full only, and so in CI; what it costs")
     config.addinivalue_line("markers", "sample(count): without --full, only so many of the test's cases run")
     if hasattr(config, "workerinput"):  # of pytest-xdist
         os.setpgrp()  # tests look into their process group for what is left
@@ -114,6 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (marker := item.get_closest_marker("full")) and item.nodeid not in config.args:
                 item.add_marker(pytest.mark.skip(reason=f"--full: {marker.args[0]}"))
+            marker = item.get_closest_marker("slow")
+            if marker and not config.getoption("--slow") and item.nodeid not in config.args:
+                item.add_marker(pytest.mark.skip(reason=f"--slow: {marker.args[0]}"))
     wanted = [layer for layer in LAYERS if any(item.get_closest_marker(layer) for item in items)]
     reasons = {layer: missing_for(layer) for layer in wanted}
     for item in items:

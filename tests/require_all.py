@@ -1,7 +1,8 @@
 """A pytest plugin for continuous integration (`-p tests.require_all`): a skip is a failure.
 
 A missing package or program must not turn tests off unnoticed where everything can be installed. Only what no
-installation can bring, hardware and privileges, still skips, and what only a run with `--full` is to spend time on.
+installation can bring, hardware and privileges, still skips, and what only a run with `--full` or `--slow` is to spend
+time on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Generator
 
 import pytest
 
-MAY_SKIP = re.compile(r"CUDA device|this CPU has no|needs? root|CAP_\w+ missing|cores would need|--full: ")
+MAY_SKIP = re.compile(r"CUDA device|this CPU has no|needs? root|CAP_\w+ missing|cores would need|--(full|slow): ")
 
 
 def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:

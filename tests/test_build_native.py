@@ -124,6 +124,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 @needs_compiler
+@pytest.mark.slow("3 s of compiling")
 def test_the_core_builds_in_place_and_building_again_compiles_only_what_changed(tree: Tree) -> None:
     """One tree for several builds: also for what a process keeps that runs the old core, and for a build that fails."""
     assert tree.compiled(tree.build()) == {"bindings", "answer", "wide_avx2"}

@@ -72,6 +72,7 @@ def on_a_bare_machine(root: Path) -> tuple[dict[str, str], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
+@pytest.mark.slow("6 s: imports every module in a new interpreter")
 def test_ops_layers_and_the_gpu_suites_need_torch_triton_and_numpy_alone() -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     found, printed = on_a_bare_machine(ROOT)

@@ -120,6 +120,7 @@ if __name__ == "__main__":
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("blocks", [run_by_page(name, blocks) for name, blocks in pages()])
+@pytest.mark.slow("12 s")
 def test_pages_run_from_top_to_bottom_and_print_what_they_show(blocks: list[str], tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(PAGE.format(blocks=blocks))

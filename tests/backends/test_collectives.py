@@ -63,6 +63,7 @@ def on_rank(cases: list[Case], judge: str, num_chunks: int) -> int:
 @pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.slow("8 s: on CPUs nobody takes this way")
 def test_chunks_as_collectives_are_exact_and_leave_nothing_behind(ranks: Pools, world: int, full: bool) -> None:
     for op in (GATHER, SCATTER):
         cases = even_cases(op, world)[:: 1 if full else 2]

@@ -63,6 +63,7 @@ def judge_all(emulation: Emulation, cases: Sequence[Case], judge: str) -> int:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.slow("11 s: every op in the interpreter, on ranks; tests/kernels interprets the kernels")
 def test_integers_are_exact_and_have_the_bits_of_unfused(
     pools: Pools, emulation: Emulation, world: int, full: bool
 ) -> None:

@@ -51,6 +51,7 @@ def checked(emulation: Emulation, dtypes: list[torch.dtype]) -> tuple[list[Any],
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("one_shot_bytes", [0, 1 << 16], ids=["in two steps", "in one step"])
+@pytest.mark.slow("4 s in the interpreter")
 def test_every_op_is_tried_once_per_dtype_and_then_runs(
     pools: Pools, emulation: Emulation, one_shot_bytes: int
 ) -> None:

@@ -185,12 +185,14 @@ COMMANDS = (
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow("10 s: compiles the core with sanitizers")
 def test_thread_sanitizer_reports_nothing(command: str, with_thread_sanitizer: Tree, full: bool) -> None:
     _check_clean(with_thread_sanitizer, command, full)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow("10 s: compiles the core with sanitizers")
 def test_address_and_undefined_behaviour_sanitizers_report_nothing(
     command: str, with_address_sanitizer: Tree, full: bool
 ) -> None:
@@ -206,6 +208,7 @@ def _check_clean(tree: Tree, command: str, full: bool) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow("4 s: compiles the core with sanitizers")
 def test_a_seeded_fault_is_caught(name: str, with_thread_sanitizer: Tree, with_address_sanitizer: Tree) -> None:
     fault = FAULTS[name]
     clean = with_thread_sanitizer if fault.flags == THREAD else with_address_sanitizer

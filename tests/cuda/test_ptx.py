@@ -37,6 +37,7 @@ READS_PAST_THE_CACHES = re.compile(r"ld\.global\S*\.nc|ldu\.|ld\.global\.ca")
 
 
 @pytest.mark.parametrize("unit", ["sync", "reduce", "one_shot"])
+@pytest.mark.slow("6 s: compiles every kernel")
 def test_no_kernel_reads_peers_data_through_a_cache_that_acquiring_does_not_refresh(built: Path, unit: str) -> None:
     ptx = compile_ptx(built, built.parents[2] / "csrc" / "cuda" / f"{unit}.cu")
     kernels = kernels_of(ptx)

@@ -223,6 +223,7 @@ COMMANDS = (
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow("18 s of a race detector")
 def test_ranks_race_nowhere_and_sum_exactly(command: str, program: list[str], full: bool) -> None:
     scenario, *numbers = command.split()
     for repeat in range(10 if full and numbers else 1):

@@ -47,6 +47,7 @@ def largest_difference(run: list[tuple[float, float]], other: list[tuple[float, 
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("6 s")
 def test_a_run_that_goes_on_with_other_ranks_has_the_losses_of_one_that_was_not_interrupted(
     ranks: Pools, tmp_path: Path, text: str, full: bool
 ) -> None:

@@ -35,6 +35,7 @@ def run_on(ranks: int, example: str, *args: str, cwd: Path) -> str:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("4 s of new interpreters")
 def test_training_goes_on_from_its_snapshot_at_another_number_of_ranks(tmp_path: Path) -> None:
     first = run_on(2, "train.py", *TINY, "--steps", "2", "--folder", "run", cwd=tmp_path)
     assert re.findall(r"^step (\d+): loss \d", first, re.M) == ["1", "2"]

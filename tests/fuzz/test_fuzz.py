@@ -22,6 +22,7 @@ SHARES = {2: (2, 1536), 3: (1, 384), 4: (1, 192)}
 """How many random models, by number of ranks, without and with --full: more ranks show little more, and cost more."""
 
 
+@pytest.mark.slow("7 s of random models; what they have found is run by the next test")
 def test_no_random_model_is_wrong(ranks: Pools, full: bool) -> None:
     models = proven = lost = 0
     for world, counts in SHARES.items():

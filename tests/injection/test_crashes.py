@@ -20,6 +20,7 @@ WHOLE = {"snapshot": is_whole_snapshot, "pretrained": is_whole_export}
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.slow("10 s: a save that ends after each of its writes")
 def test_a_save_that_ends_anywhere_is_whole_or_none_and_whole_when_it_has_returned(
     how: str, ranks: Pools, tmp_path: Path, full: bool
 ) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gloo
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("how", "victim"), [("snapshot", 0), ("pretrained", 0), ("snapshot", 1)])  # the writers
+@pytest.mark.slow("9 s: a save of which each call fails")
 def test_a_save_of_which_any_call_on_a_file_fails_is_an_error_on_all_ranks_or_whole(
     how: str, victim: int, ranks: Pools, tmp_path: Path
 ) -> None:

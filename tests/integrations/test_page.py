@@ -64,6 +64,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow("9 s: every trainer once more, as the page shows it")
 def test_the_page_runs_from_top_to_bottom(ranks: Pools, folder: str) -> None:
     texts = blocks()
     assert len(texts) >= 6
@@ -101,6 +102,7 @@ def run_examples(examples: list[tuple[str, list[str]]], folder: str) -> list[str
     return printed
 
 
+@pytest.mark.slow("12 s: every trainer once more, as a script")
 def test_examples_run_as_files_and_learn(ranks: Pools, folder: str, full: bool) -> None:
     examples = [(name, [*arguments, "--steps", "3"]) for name, arguments in EXAMPLES]
     first, others = ranks(2).run(run_examples, examples, folder, timeout=2 * LIMIT_S)

@@ -60,6 +60,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str, An
     return compiled(folder, *(["--full"] if full else []), "--packages", *packages)
 
 
+@pytest.mark.slow("19 s: compiles every kernel for four architectures")
 def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(report: dict[str, Any]) -> None:
     rows = report["packages"]["tpkernels.kernels"]
     assert {name.split("-")[1] for name in rows} == set(SHARED_LIMIT)

@@ -29,6 +29,7 @@ def test_ranks_compute_what_they_should_call_after_call(interpreter: Interpreter
         run(interpreter, worlds.World(folder, shards, n=40, k=48, num_chunks=2, calls=12 if full else 2))
 
 
+@pytest.mark.slow("6 s in the interpreter")
 def test_a_chunk_announced_after_its_first_tile_is_caught(interpreter: Interpreter, tmp_path: Path) -> None:
     package = mutant(tmp_path, "mutant_early", {"signals.py": (" + 1 == num_tiles", " == 0")})
     world = worlds.World(

@@ -77,6 +77,7 @@ def losses(text: str) -> list[tuple[int, float]]:
     return sorted((int(step), float(loss)) for step, loss in found)
 
 
+@pytest.mark.slow("8 s: torchrun, twice")
 def test_a_job_that_loses_a_host_goes_on_from_its_snapshot_with_fewer_ranks(tmp_path: Path) -> None:
     script = tmp_path / "dying.py"
     script.write_text(DYING)

@@ -305,6 +305,7 @@ def test_a_script_launches_its_own_functions_and_ranks_print_to_its_output(tmp_p
     assert out.count("rank pid=") == 2 and "returned 2" in out, err
 
 
+@pytest.mark.slow("5 s of new interpreters")
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     with running_script(tmp_path, 0, ending="\n    main()\n", nproc=1) as process:
         out, err = process.communicate(timeout=120)
@@ -314,6 +315,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
+@pytest.mark.slow("4 s of new interpreters")
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     with running_script(tmp_path, 300, nproc=1) as parent:
         assert parent.stdout is not None
@@ -340,6 +342,7 @@ for _ in range(2):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("8 s of new interpreters")
 def test_a_function_of_an_interactive_session_is_sent_as_it_stands_or_refused_at_once() -> None:
     def run(code: str, *, on_stdin: bool = False) -> str:
         argv = [sys.executable, "-"] if on_stdin else [sys.executable, "-c", code]

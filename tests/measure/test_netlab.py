@@ -82,6 +82,7 @@ def _seconds_to_send_one_way() -> float:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
 @pytest.mark.parametrize("rate", ["100mbit", "400mbit"])
+@pytest.mark.slow("4 s of transfers")
 def test_the_link_carries_its_rate_and_no_more(lab_possible: None, rate: str) -> None:
     lab = netlab.Netlab(2, rate=rate, sample_interval_s=0.005)
     with lab:

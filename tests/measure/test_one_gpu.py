@@ -354,6 +354,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str,
 @pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", LABELS)
+@pytest.mark.slow("5 s")
 def test_every_step_of_a_set_is_done_on_an_emulated_gpu(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
     """Kernels, copies, flags and reductions, verified before they are timed, as on a GPU; every number predicted."""
     (one,) = (one for one in SETS if one.name == name)

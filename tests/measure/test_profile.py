@@ -34,6 +34,7 @@ def on_pool(monkeypatch: pytest.MonkeyPatch, ranks: Pools) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("7 s")
 def test_three_ways_of_training_are_the_same_and_everything_is_written(
     on_pool: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

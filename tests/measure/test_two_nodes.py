@@ -63,6 +63,7 @@ def node(folder: str) -> None:
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow("5 s: torchrun in network namespaces")
 def test_torchrun_on_two_hosts_has_the_losses_of_one_host(lab_possible: None, ranks: Pools, tmp_path: Path) -> None:
     netlab.run_in_netlab(node, NODES, str(tmp_path), timeout=LIMIT_S)
     found: list[Any] = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(NODES * PER_NODE)]

@@ -120,6 +120,7 @@ def test_experts_train_and_generate_as_the_unsharded_model(ranks: Pools, name: s
 @pytest.mark.parametrize(
     ("name", "world"), [("mixtral", 3), ("gpt_oss", 2), ("llama4_text", 3), ("nemotron_h", 2), ("deepseek_v3", 4)]
 )
+@pytest.mark.slow("6 s")
 def test_experts_that_are_dealt_out_train_as_the_unsharded_model(
     ranks: Pools, name: str, world: int, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def one_step(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["mixtral"])
+@pytest.mark.slow("5 s")
 def test_experts_send_what_the_plan_says_and_stand_in_a_residual_that_is_cut(ranks: Pools, name: str) -> None:
     for found in ranks(2).run(one_step, name, timeout=2 * LIMIT_S):
         assert found["sent"] == found["planned"] > 0

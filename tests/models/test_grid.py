@@ -31,6 +31,7 @@ SLICE = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.slow("8 s; test_models.py compares each family once")
 def test_every_family_is_as_exact_as_the_unsharded_model(ranks: Pools, world: int, full: bool) -> None:
     wrong = {}
     for group in groups(grid() if full else SLICE.get(world, [])):

@@ -34,6 +34,7 @@ CALLS = Schedule(
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("8 s: four schedules, beside CI's sixteen")
 def test_ranks_have_the_right_bits_or_an_error_that_names_a_faulty_rank_in_time(full: bool) -> None:
     places = [place for place in PLACES if place == "one host" or network.unavailable() is None]
     schedules = [draw(SEED + number, places=places, timeout_s=3.0) for number in (range(500) if full else FEW)]
@@ -100,6 +101,7 @@ def _compute_garbage() -> None:
         (_compute_garbage, "got wrong bits"),
     ],
 )
+@pytest.mark.slow("5 s")
 def test_a_fault_in_the_product_is_noticed(sabotage: Any, found: str) -> None:
     story = play(CALLS, sabotage=sabotage, patience_s=1.0)
     assert any(found in one for one in problems(CALLS, story, SLACK_S)), problems(CALLS, story, SLACK_S)

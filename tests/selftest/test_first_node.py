@@ -113,6 +113,7 @@ def captured_on_cpu(setting: Setting, faulty: bool) -> dict[str, Any]:
     return steps.speed(setting, "matmul_all_reduce")
 
 
+@pytest.mark.slow("4 s: rehearses a node of GPUs")
 def test_what_is_captured_is_judged_and_what_cannot_be_is_named(
     monkeypatch: pytest.MonkeyPatch, forked: None, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_what_is_captured_is_judged_and_what_cannot_be_is_named(
         assert f"rank {rank}: shared_memory, captured is wrong" in detail
 
 
+@pytest.mark.slow("5 s: rehearses a node of GPUs")
 def test_a_step_that_fails_is_a_line_and_the_next_ones_run(
     monkeypatch: pytest.MonkeyPatch, forked: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], full: bool
 ) -> None:

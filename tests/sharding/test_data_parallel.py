@@ -100,6 +100,7 @@ def in_fp64(faults: list[str], full: bool) -> list[str]:
     return said
 
 
+@pytest.mark.slow("8 s; trainers' tests have replicas and shards, too")
 def test_replicas_and_shards_with_and_without_accumulation_train_as_one_process_and_faults_do_not(
     ranks: Pools, full: bool
 ) -> None:

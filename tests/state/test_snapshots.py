@@ -157,6 +157,7 @@ def many_load(runs: list[tuple[Any, ...]], folder: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow("8 s")
 def test_a_snapshot_of_4_ranks_goes_on_at_2_3_and_1(ranks: Pools, tmp_path: Path, full: bool) -> None:
     runs = RUNS + MORE if full else RUNS[:2]
     ranks(4).run(many_save, runs, str(tmp_path), timeout=2 * LIMIT_S)

@@ -84,11 +84,16 @@ def test_a_sample_of_the_cases_runs_unless_all_are_asked_for_or_one_is_named(pyt
         @pytest.mark.full("takes long")
         def test_of_none():
             assert False
+
+        @pytest.mark.slow("is left to CI")
+        def test_of_ci():
+            assert False
         """
     )
     quiet = ("-p", "no:cacheprovider")
-    pytester.runpytest_inprocess(*quiet).assert_outcomes(passed=3, deselected=3, skipped=1)
-    pytester.runpytest_inprocess("--full", *quiet).assert_outcomes(passed=4, failed=3)
+    pytester.runpytest_inprocess(*quiet).assert_outcomes(passed=3, deselected=3, skipped=2)
+    pytester.runpytest_inprocess("--slow", *quiet).assert_outcomes(passed=3, failed=1, deselected=3, skipped=1)
+    pytester.runpytest_inprocess("--full", *quiet).assert_outcomes(passed=4, failed=4)
     pytester.runpytest_inprocess("test_cases.py::test_of_none", *quiet).assert_outcomes(failed=1)
     named = pytester.runpytest_inprocess("test_cases.py::test_of_five[3]", *quiet)
     named.assert_outcomes(failed=1)

@@ -148,6 +148,7 @@ def every_fault() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("11 s: trains once for each fault")
 def test_each_seeded_fault_changes_what_training_is_compared_by(ranks: Pools) -> None:
     (expected,) = ranks(1).run(run, timeout=TIMEOUT)
     for found in ranks(2).run(every_fault, timeout=TIMEOUT):

@@ -84,6 +84,7 @@ def refused() -> Any:
     return hub.made(Own(backbone=hub.backbone("GPT-2"), preprocessor=None))
 
 
+@pytest.mark.slow("11 s: models of KerasHub")
 def test_greedy_tokens_are_those_of_the_unsharded_model(ranks: Pools, tmp_path: Path, full: bool) -> None:
     names = GENERATING if full else GENERATING[1:2]
     (expected,) = ranks(1).run(generated, names, str(tmp_path), timeout=TIMEOUT)
@@ -212,6 +213,7 @@ def example() -> list[float]:
     return losses
 
 
+@pytest.mark.slow("6 s: models of KerasHub")
 def test_the_example_trains_gemma_with_lora(ranks: Pools) -> None:
     first, second = ranks(2).run(example, timeout=TIMEOUT)
     assert first == second and first[-1] < first[0], (first, second)

@@ -108,6 +108,7 @@ def from_meta(folder: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [".weights.h5", ".weights.json", ".keras", COMPRESSED])
+@pytest.mark.slow("7 s")
 def test_a_model_of_the_meta_device_loads_its_parts_of_a_file(
     ranks: Pools, tmp_path: Path, kind: str, full: bool
 ) -> None:

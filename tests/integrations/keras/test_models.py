@@ -253,6 +253,7 @@ def rounded(policy: str) -> dict[str, Any]:
     return {"weights": np.concatenate([w.ravel() for w in model.get_weights()]), "predicted": predicted}
 
 
+@pytest.mark.slow("4 s")
 def test_less_precision_is_as_far_from_float64_as_on_the_unsharded_model(ranks: Pools, full: bool) -> None:
     (exact,) = ranks(1).run(rounded, "float64", timeout=TIMEOUT)
     for policy, least in (("mixed_bfloat16", 0.0), ("float32", 1e-5))[: 2 if full else 1]:
@@ -290,6 +291,7 @@ def test_counts_validation_early_stopping_and_single_batches(ranks: Pools) -> No
     models.assert_all_equal(ranks(2).run(every_way, timeout=TIMEOUT), expected)
 
 
+@pytest.mark.slow("5 s")
 def test_a_run_that_broke_off_goes_on_from_its_backup(ranks: Pools, tmp_path: Any) -> None:
     (expected,) = ranks(1).run(interrupted, str(tmp_path), timeout=TIMEOUT)
     for found in ranks(2).run(interrupted, str(tmp_path), timeout=TIMEOUT):

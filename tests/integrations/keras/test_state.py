@@ -194,6 +194,7 @@ def check_bytes(model: Any) -> None:
     print(f"{held:,} of {whole:,} bytes of variables, {expected:,} bytes of slots")
 
 
+@pytest.mark.slow("15 s: trains on five numbers of ranks")
 def test_a_run_goes_on_from_its_files_at_another_world_size(ranks: Pools, tmp_path: Path, full: bool) -> None:
     (expected,) = ranks(1).run(save_and_go_on, str(tmp_path), "", timeout=TIMEOUT)
     results = ranks(2).run(save_and_go_on, str(tmp_path), str(tmp_path / "1.keras"), timeout=TIMEOUT)

@@ -78,6 +78,7 @@ def bound_of(name: str) -> float:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.slow("14 s: every optimizer of Keras")
 def test_optimizers_train_as_on_the_unsharded_model(ranks: Pools, world_size: int, full: bool) -> None:
     """Ranks start from different weights, and take rank 0's; the first model's plan serves for all."""
     if world_size > 2 and not full:

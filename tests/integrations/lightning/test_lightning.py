@@ -267,6 +267,7 @@ def in_trainer(name: str, folder: str, expected: Reference, replicas: int) -> tu
         pytest.param(4, 2, marks=pytest.mark.full("more than two ranks")),
     ],
 )
+@pytest.mark.slow("6 s")
 def test_lightnings_trainer_trains_and_goes_on_as_one_process_does(
     ranks: Pools, tmp_path: Path, world: int, replicas: int
 ) -> None:

@@ -130,6 +130,7 @@ def faulty(path: str, folder: str, reference: Reference) -> list[dict[str, float
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.slow("7 s; test_trainer.py trains without replicas")
 def test_replicas_train_save_and_go_on_as_one_process(ranks: Pools, tmp_path: Path, world: int, full: bool) -> None:
     if world == 4 and not full:
         pytest.skip("--full: four ranks")

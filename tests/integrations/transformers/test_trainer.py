@@ -135,6 +135,7 @@ def test_a_gpt2_of_prepare_trains_saves_and_goes_on_as_on_one_process(gpt2: Trai
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full("three ranks"))])
+@pytest.mark.slow("6 s; its neighbour trains a GPT-2")
 def test_trainer_trains_saves_and_goes_on_as_on_one_process(
     ranks: Pools, tmp_path: Path, world: int, full: bool
 ) -> None:
