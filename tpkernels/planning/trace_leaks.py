@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = ["Caches", "FakeTensorLeft", "Watch", "nothing_left"]
 
+_NEVER = 2**31 - 1
 DEPTH = 12
 """How deep containers in a cache are searched for tensors; one entry of it is linked to the next."""
 _NO_MODELS = {*sys.stdlib_module_names, "torch", "sympy", "numpy", "triton"} - {"__main__"}
@@ -137,8 +138,11 @@ def nothing_left() -> Iterator[Watch]:
         FakeTensorLeft: one is, in a place where it cannot simply be taken out.
     """
     watch = Watch()
-    was_frozen = gc.get_freeze_count() > 0
+    was_frozen, thresholds = gc.get_freeze_count() > 0, gc.get_threshold()
     gc.freeze()  # a collection then looks at what the trace has made, not at every object of the process
+    # What is new stays in the young generations. A collection of all of them would count the few objects that are not
+    # frozen, and Python, which compares that with what is new, would then look at every object again and again.
+    gc.set_threshold(thresholds[0], _NEVER, _NEVER)
     try:
         try:
             yield watch
@@ -148,6 +152,7 @@ def nothing_left() -> Iterator[Watch]:
             raise
         _check(watch)
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
         if was_frozen:
             gc.freeze()
@@ -173,8 +178,9 @@ def _forget_locals(error: BaseException | None) -> None:
 
 
 def _check(watch: Watch) -> None:
-    if watch.alive:
-        gc.collect()  # copies of models refer to themselves
+    for generation in (1, 2):  # copies of models refer to themselves; generations mean something else from Python 3.14
+        if watch.alive:
+            gc.collect(generation)
     if not watch.alive:
         return
     gc.unfreeze()

@@ -245,10 +245,12 @@ def _let_go_of_groups() -> None:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    for item in gc.get_objects():
+    for item in gc.get_referrers(DeviceMesh):
         if type(item) is DeviceMesh:  # some caches have no other end
             item._pg_registry.clear()
-    gc.collect()  # a tenth of a second; others are held by cycles
+    for generation in (1, 2):  # cycles hold others, most often new ones; to look at all takes a third of a second
+        if _count_threads() > MOST_THREADS:
+            gc.collect(generation)
 
 
 def _count_threads() -> int:
