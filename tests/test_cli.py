@@ -199,6 +199,7 @@ def test_every_optional_package_that_doctor_looks_for_has_a_pip_line() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow("3 s")
 def test_verify_builds_a_short_model_and_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -251,6 +251,7 @@ for name, module in there.items():
 """
 
 
+@pytest.mark.slow("5 s of new interpreters")
 def test_importing_the_package_leaves_the_compiler_and_dtensor_alone_until_they_are_asked_for() -> None:
     """They took 1.8 and 1.7 s to import, torch itself 2.7, in every process of every launch.
 

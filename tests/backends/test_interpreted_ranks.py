@@ -25,6 +25,7 @@ def how_kernels_run() -> tuple[bool, set[str], int]:
     return isinstance(matmul_reduce_scatter_kernel, InterpretedFunction), wanted & loaded_with, os.getppid()
 
 
+@pytest.mark.slow("5 s: a server for ranks that interpret")
 def test_ranks_interpret_and_share_what_was_imported_and_other_ranks_do_neither(
     pools: InterpretedPools, ranks: Pools
 ) -> None:

@@ -132,6 +132,7 @@ def judge_scaled(emulation: Emulation, cases: Sequence[scaled.ScaledCase], fault
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "capability"), [(2, 90), (3, 89)])
+@pytest.mark.slow("3 s in the interpreter")
 def test_fp8_is_exact_or_within_the_bound_and_brings_its_scales_along(
     pools: Pools, emulation: Emulation, world: int, capability: int, full: bool
 ) -> None:

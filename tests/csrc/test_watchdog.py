@@ -49,6 +49,7 @@ def _check_clean(program: Path, rounds: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", ""), done.stderr
 
 
+@pytest.mark.slow("4 s: compiles with sanitizers")
 def test_the_watchdog_races_with_nobody_and_ends_what_it_should(full: bool) -> None:
     _check_clean(_program("thread", THREAD, {}), 2000 if full else 100)
 

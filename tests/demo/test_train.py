@@ -91,6 +91,7 @@ def bf16_and_refusals(folder: str, text: str) -> list[str]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("3 s")
 def test_bf16_goes_on_bit_for_bit_and_what_does_not_fit_is_refused_on_every_rank(
     ranks: Pools, tmp_path: Path, text: str
 ) -> None:

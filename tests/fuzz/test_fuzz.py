@@ -108,6 +108,7 @@ def test_a_model_that_decides_by_a_rounding_is_not_called_wrong(ranks: Pools) ->
     assert verdict["kind"] == "a tie" and "output 0 differs" in verdict["detail"], verdict
 
 
+@pytest.mark.slow("6 s")
 def test_what_random_models_have_found_is_right_now(ranks: Pools) -> None:
     specs = [{"seed": 0, "world": 2, **spec} for spec in FOUND]
     for spec, verdict in zip(specs, judged(ranks, specs), strict=True):

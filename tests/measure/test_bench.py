@@ -150,6 +150,7 @@ def test_bench_runs_local_ranks_and_files_every_sample(tmp_path: Path, capsys: p
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.gloo
+@pytest.mark.slow("5 s")
 def test_bench_measures_groups_and_uneven_shapes_and_says_who_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -216,6 +216,7 @@ def _session_members(session: int) -> list[int]:
 
 
 @pytest.mark.netns
+@pytest.mark.slow("3 s of new interpreters")
 def test_sigkill_of_the_parent_leaves_no_process_no_namespace_and_no_veth(lab_possible: None, tmp_path: Path) -> None:
     interfaces_before = _interfaces_here()
     named_before = set(os.listdir("/run/netns")) if os.path.isdir("/run/netns") else set()

@@ -72,6 +72,7 @@ run_rank = profile.run_rank
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("4 s")
 def test_a_gradient_that_is_not_summed_ends_in_exit_code_1_and_without_times(
     on_pool: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ fake tensors in caches, additions in place, weights that the model reads itself.
 @pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.slow("5 s: architectures of the day")
 def test_an_architecture_computes_what_the_unsharded_model_computes(ranks: Pools, name: str) -> None:
     if name not in architectures():
         pytest.skip(f"this transformers has no {name}")

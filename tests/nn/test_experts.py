@@ -203,6 +203,7 @@ def on_a_mesh(own_tokens: bool) -> None:
 
 
 @pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.slow("4 s: four ranks")
 def test_experts_over_one_axis_and_their_features_over_another(ranks: Pools, own_tokens: bool) -> None:
     ranks(4).run(on_a_mesh, own_tokens, timeout=LIMIT_S)
 

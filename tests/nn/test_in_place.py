@@ -245,6 +245,7 @@ def problems() -> list[str]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 1])
+@pytest.mark.slow("6 s: every module")
 def test_outputs_of_modules_can_be_written_to(ranks: Pools, world: int) -> None:
     assert ranks(world).run(problems, timeout=LIMIT_S) == [[]] * world
 

@@ -227,6 +227,7 @@ def counted_bytes() -> list[tuple[str, int, MovedBytes]]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("4 s")
 def test_the_computed_bytes_are_those_that_arrive(ranks: Pools) -> None:
     for found in ranks(4).run(counted_bytes, timeout=LIMIT_S):
         for what, arrived, computed in found:

@@ -157,6 +157,7 @@ def first_calls(full: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow("5 s of compiling")
 def test_a_group_may_be_met_in_compiled_code_first(ranks: Pools, full: bool) -> None:
     assert ranks(2).run(first_calls, full, timeout=120) == [[], []]
 

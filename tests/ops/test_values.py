@@ -163,6 +163,7 @@ def test_inputs_need_not_be_contiguous(ranks: Pools, world: int) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.slow("3 s: large shapes")
 def test_real_sizes_with_the_chunk_counts_and_choices_of_the_library(ranks: Pools, world: int) -> None:
     cases = []
     for dtype in (torch.bfloat16, torch.float32):

@@ -134,6 +134,7 @@ def all_by_value(full: bool) -> list[str]:
 @pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [3, 2])
+@pytest.mark.slow("5 s; that they are cut is asked without training")
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, world: int, full: bool) -> None:
     assert ranks(world).run(all_by_value, full, timeout=LIMIT_S) == [[]] * world
 

@@ -92,6 +92,15 @@ def test_objects_that_the_user_took_from_the_garbage_collector_are_looked_at_too
     assert gc.get_freeze_count() == 0, "a plan leaves nothing frozen"
 
 
+def test_a_plan_has_pythons_collector_look_at_nothing_but_what_is_new() -> None:
+    """A collection of everything counts what is not frozen, and Python then looks at everything again and again."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    tpk.make_plan(model, 2, example_inputs=X)  # imports what there is to import
+    before = gc.get_stats()[2]["collections"], gc.get_threshold()
+    tpk.make_plan(model, 2, example_inputs=X)
+    assert (gc.get_stats()[2]["collections"], gc.get_threshold()) == before
+
+
 def test_nothing_is_left_either_where_there_is_no_plan() -> None:
     model = Keeping("dict")
     with pytest.raises(ValueError, match="conflict"):

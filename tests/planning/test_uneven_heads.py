@@ -38,6 +38,7 @@ def test_a_plan_cuts_heads_as_torch_chunk_does_and_shows_each_rank() -> None:
     plan.validate(model)
 
 
+@pytest.mark.slow("6 s")
 def test_key_value_heads_are_cut_with_their_queries_or_copied() -> None:
     """5 key-value heads are 2, 2 and 1 on 3 ranks, and 2, 1, 1 and 1 on 4; of 2 each of ten queries has a copy."""
     attention = "model.layers.0.self_attn."
@@ -142,6 +143,7 @@ def faults() -> list[list[str]]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("4 s")
 def test_the_comparison_catches_heads_that_are_one_off(ranks: Pools) -> None:
     for fine, *wrong in ranks(4).run(faults, timeout=LIMIT_S):
         assert not fine

@@ -79,6 +79,7 @@ def elementwise() -> dict[str, list[str]]:
     return wrong | {"fault": steps("attention 10", lambda p: OwnNorm(p, lr=0.01))}
 
 
+@pytest.mark.slow("4 s: every optimizer of torch")
 def test_elementwise_optimizers_step_as_on_the_unsharded_model(ranks: Pools) -> None:
     for wrong in ranks(3).run(elementwise, timeout=LIMIT_S):
         assert wrong.pop("fault")

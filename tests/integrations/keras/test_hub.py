@@ -135,6 +135,7 @@ def compared(ranks: Pools, world_size: int, names: tuple[str, ...], rank_of_lora
     return said
 
 
+@pytest.mark.slow("3 s: models of KerasHub")
 def test_backbones_train_as_unsharded(ranks: Pools, full: bool) -> None:
     names = tuple(hub.BACKBONES) if full else ("GPT-2, 5 heads",)
     said = compared(ranks, 2, names, 0)
@@ -150,6 +151,7 @@ def test_backbones_train_as_unsharded(ranks: Pools, full: bool) -> None:
                 assert len(copied) == 2, (name, world_size, said[name])
 
 
+@pytest.mark.slow("5 s: models of KerasHub")
 def test_lora_is_cut_with_its_layer(ranks: Pools, full: bool) -> None:
     names = GENERATING if full else ("Gemma 4/1",)
     for world_size in (2, 3, 4) if full else (2,):

@@ -266,6 +266,7 @@ def test_less_precision_is_as_far_from_float64_as_on_the_unsharded_model(ranks: 
             assert found <= max(3 * own, least * np.linalg.norm(numbers)), (policy, name, found, own)
 
 
+@pytest.mark.slow("9 s: every way of building a model")
 def test_sequential_nested_shared_and_subclassed_models(ranks: Pools, full: bool) -> None:
     (expected,) = ranks(1).run(every_kind, timeout=TIMEOUT)
     for world_size in (2, 3, 4) if full else (2,):

@@ -379,6 +379,7 @@ WORDS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow("6 s")
 def test_bad_input_raises_on_every_rank_and_changes_nothing(ranks: Pools, tmp_path: Path) -> None:
     for said in ranks(2).run(refusals, str(tmp_path), timeout=TIMEOUT):
         assert len(said) == len(WORDS)
