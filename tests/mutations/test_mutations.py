@@ -59,9 +59,12 @@ def test_every_edit_of_a_floor_finds_its_line() -> None:
 
 @pytest.mark.cpu
 def test_what_is_filed_of_an_edit_is_a_test_that_is_there() -> None:
-    """Mended by: python -m tests.mutations.floors NAME --out tests/mutations/floors.json"""
+    """And one that the loop runs. Mended by: python -m tests.mutations.floors NAME --out tests/mutations/floors.json"""
     filed = json.loads(Path(__file__).with_name("floors.json").read_text())
     assert set(filed) == {edit.name for edit in EDITS}
     for name, told in filed.items():
         file, _, test = told["by"].partition("::")
-        assert told["outcome"] == "killed" and f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
+        before, found, _ = (ROOT / file).read_text().partition(f"\ndef {test.partition('[')[0]}(")
+        assert told["outcome"] == "killed" and found, name
+        marks = before.rpartition("\n\n\n")[2]
+        assert "\n@pytest.mark.slow(" not in f"\n{marks}", f"{name}: CI alone would notice it: {told['by']} is slow"
