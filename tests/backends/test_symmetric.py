@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 import tpkernels as tpk
 from tests.backends.contract import BASE, JUDGES, exact_cases, run
-from tests.backends.emulated import Emulation
+from tests.backends.emulated import Emulation, give_up_after
 from tests.cuda.test_far import copy_rows
 from tests.ops import scaled
 from tpkernels.backends.symmetric import copy_engine_traffic, cuda_native
@@ -308,6 +308,7 @@ def fails(emulation: Emulation, fault: str) -> tuple[str, str, float, str]:
         rank = dist.get_rank(group)
         JUDGES["values"](EVEN, group)
         JUDGES["values"](EVEN.but(op=SCATTER), group)
+        give_up_after(group, 2.0)
         with FAULTS[fault]() if rank == 1 else mock.patch.dict({}):
             start = time.monotonic()
             first = error_of(fault, group)
@@ -369,7 +370,7 @@ FAULTS: dict[str, Any] = {
 def test_what_never_comes_ends_in_an_error_that_names_rank_and_chunk(
     pools: Pools, emulation: Emulation, fault: str
 ) -> None:
-    told = pools(3).run(fails, replace(emulation, num_chunks=2, timeout=2.0), fault)
+    told = pools(3).run(fails, replace(emulation, num_chunks=2), fault, timeout=PATIENCE_S)
     blamed = 1 if fault != "a copy raises no flag" else None
     waited = [text for name, text, _, _ in told if name == "CollectiveTimeout"]
     assert waited, told

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import tpkernels as tpk
 from tests.backends.contract import JUDGES, run
-from tests.backends.emulated import Emulation
+from tests.backends.emulated import Emulation, give_up_after
 from tests.backends.test_symmetric import FAULTS as FORGOTTEN
 from tests.backends.test_symmetric import case_of, preferred
 from tests.ops import scaled
@@ -123,6 +123,7 @@ def test_a_wrong_result_is_an_error_on_every_rank_and_the_group_goes_on(
 
 def hangs(emulation: Emulation) -> str:
     with emulation.group() as made:
+        give_up_after(made, 2.0)
         case = case_of(GATHER)
         with FORGOTTEN["the signal of the shard is forgotten"]() if dist.get_rank(made) == 1 else mock.patch.dict({}):
             try:
@@ -133,7 +134,7 @@ def hangs(emulation: Emulation) -> str:
 
 
 def test_a_check_that_does_not_end_is_a_time_out_that_names_it(pools: Pools, emulation: Emulation) -> None:
-    told = pools(2).run(hangs, replace(emulation, checks=True, timeout=2.0), timeout=PATIENCE_S)
+    told = pools(2).run(hangs, replace(emulation, checks=True), timeout=PATIENCE_S)
     assert any(
         "CollectiveTimeout" in text and "the check at the first use of all_gather_matmul" in text for text in told
     )

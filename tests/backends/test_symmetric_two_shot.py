@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import tpkernels as tpk
 from tests.backends.contract import exact_cases, run
-from tests.backends.emulated import Emulation
+from tests.backends.emulated import Emulation, give_up_after
 from tests.backends.test_symmetric import DTYPES, FORCED, case_of, judge_all
 from tests.backends.test_symmetric_self_check import one_more
 from tpkernels.backends.symmetric import implementations as symmetric
@@ -93,6 +93,7 @@ def abandoned(emulation: Emulation, what: str) -> tuple[str, str, float]:
         run(case, operands(case, 3), made)
         other = case_of("all_reduce", shape=(31, 8))
         run(other, operands(other, 3), made)
+        give_up_after(made, 2.0 if what == "missing" else 20.0)
         start = time.monotonic()
         if dist.get_rank(made) == 1:
             if what == "missing":
@@ -108,7 +109,7 @@ def abandoned(emulation: Emulation, what: str) -> tuple[str, str, float]:
 
 
 def test_a_rank_that_does_not_come_is_a_time_out_that_names_it(pools: Pools, emulation: Emulation) -> None:
-    told = pools(3).run(abandoned, two_shot(emulation, timeout=2.0), "missing", timeout=PATIENCE_S)
+    told = pools(3).run(abandoned, two_shot(emulation), "missing", timeout=PATIENCE_S)
     named = [text for name, text, _ in told if name == "CollectiveTimeout"]
     assert named and all("for rank 1" in text and "epoch" in text for text in named), told
     for rank in (0, 2):
@@ -117,7 +118,7 @@ def test_a_rank_that_does_not_come_is_a_time_out_that_names_it(pools: Pools, emu
 
 
 def test_a_rank_in_another_call_is_told_by_its_fingerprint(pools: Pools, emulation: Emulation) -> None:
-    told = pools(3).run(abandoned, two_shot(emulation, timeout=20.0), "disagrees", timeout=PATIENCE_S)
+    told = pools(3).run(abandoned, two_shot(emulation), "disagrees", timeout=PATIENCE_S)
     assert any(name == "GroupMismatch" for name, _, _ in told), told
     assert all(name in ("GroupMismatch", "GroupPoisoned") for name, _, _ in told), told
 
