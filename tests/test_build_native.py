@@ -256,6 +256,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("case", MISSING)
+@pytest.mark.slow("2 s")
 def test_what_is_missing_is_recorded_and_the_build_succeeds(tree: Tree, case: str) -> None:
     before, environment, reason, advice = MISSING[case]
     if case.startswith("no ") and shutil.which("g++") is None:

@@ -71,6 +71,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(source, tmp_path_factory.mktemp("wheel"), "--no-build-isolation", env=env)
 
 
+@pytest.mark.slow("2 s")
 def test_the_wheel_builds_where_importing_torch_is_an_error(wheel: Path) -> None:
     assert wheel.name.startswith(f"tpkernels-{PYPROJECT['project']['version']}-")
 

@@ -360,6 +360,7 @@ def test_ci_runs_the_newcomers_command_in_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("processes", ["-n0", "-n2"])
+@pytest.mark.slow("3 s of new interpreters")
 def test_in_ci_a_skip_for_what_could_be_installed_is_a_failure(tmp_path: Path, processes: str) -> None:
     tmp_path.joinpath("test_functions.py").write_text(
         "import pytest\n"

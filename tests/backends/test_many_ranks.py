@@ -50,6 +50,7 @@ def on_rank(link: Link) -> int:
     return judge_all(cases, "values")
 
 
+@pytest.mark.slow("2 s: eleven ranks")
 def test_eight_ranks_and_more_get_right_results_from_every_op(full: bool) -> None:
     for world in (8, 16, 33, 64) if full else (8,):
         assert together(world, on_rank, within=WITHIN_S, timeout=WITHIN_S) == [NUM_CASES] * world

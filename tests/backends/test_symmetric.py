@@ -153,6 +153,7 @@ def uneven(case: Case, world: int) -> tuple[int, ...]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("judge", ["poison", "ownership"])
+@pytest.mark.slow("3 s in the interpreter")
 def test_nothing_of_an_earlier_call_is_left_and_outputs_are_the_callers(
     pools: Pools, emulation: Emulation, judge: str, full: bool
 ) -> None:
@@ -367,6 +368,7 @@ FAULTS: dict[str, Any] = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow("3 s in the interpreter")
 def test_what_never_comes_ends_in_an_error_that_names_rank_and_chunk(
     pools: Pools, emulation: Emulation, fault: str
 ) -> None:

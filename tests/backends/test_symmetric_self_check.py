@@ -109,6 +109,7 @@ def refused(emulation: Emulation, fault: str) -> tuple[list[str], float]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow("3 s in the interpreter")
 def test_a_wrong_result_is_an_error_on_every_rank_and_the_group_goes_on(
     pools: Pools, emulation: Emulation, fault: str
 ) -> None:
@@ -133,6 +134,7 @@ def hangs(emulation: Emulation) -> str:
     return "nothing"
 
 
+@pytest.mark.slow("2 s in the interpreter")
 def test_a_check_that_does_not_end_is_a_time_out_that_names_it(pools: Pools, emulation: Emulation) -> None:
     told = pools(2).run(hangs, replace(emulation, checks=True), timeout=PATIENCE_S)
     assert any(

@@ -84,6 +84,7 @@ def check_correct(variant: str, folder: Path) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", CORRECT)
+@pytest.mark.slow("2 s of a model checker")
 def test_no_interleaving_breaks_the_protocol(variant: str, tmp_path: Path) -> None:
     check_correct(variant, tmp_path)
 
@@ -97,6 +98,7 @@ def test_no_interleaving_of_more_ranks_calls_and_deaths_breaks_the_protocol(tmp_
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", MUTANTS)
+@pytest.mark.slow("2 s of a model checker")
 def test_breaking_one_rule_is_caught(variant: str, tmp_path: Path) -> None:
     report = explore(variant, tmp_path)
     assert "errors: 1" in report and re.search(MUTANTS[variant], report), f"{variant}: {report}"

@@ -68,6 +68,7 @@ def build_with_faults(parent: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow("3 s")
 def test_kernels_reach_past_two_to_the_31_elements(program: Path) -> None:
     done = run([str(program), "0"])
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")

@@ -234,6 +234,7 @@ def test_ranks_race_nowhere_and_sum_exactly(command: str, program: list[str], fu
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow("3 s: that the race detector can fail")
 def test_a_seeded_fault_is_caught(name: str, seeded: Path) -> None:
     fault, number = FAULTS[name], list(FAULTS).index(name) + 1
     done = run([str(seeded), *fault.command.split(), str(number)])

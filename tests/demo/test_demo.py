@@ -98,6 +98,7 @@ def train_small(fault: bool, steps: int) -> training.TrainingReport:
 @pytest.mark.sample(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.slow("2 s")
 def test_training_on_ranks_follows_the_one_process_within_the_bound(ranks: Pools, world: int) -> None:
     reports = ranks(world).run(train_small, False, 8, timeout=LIMIT_S)
     assert all(report == reports[0] for report in reports)

@@ -13,6 +13,7 @@ from tests.fuzzing.channel import CORPUS, guided, standalone
 pytestmark = pytest.mark.cpu
 
 
+@pytest.mark.slow("3 s: compiles the fuzzer")
 def test_what_fuzzing_has_found_and_changes_of_it_are_errors(full: bool) -> None:
     program = standalone(_built("races-address", ADDRESS))
     files = sorted(str(path) for path in CORPUS.iterdir())

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gloo
 STAND_IN = "unfused"
 
 
+@pytest.mark.slow("2 s")
 def test_the_cases_for_symmetric_are_right_for_another_implementation(ranks: Pools) -> None:
     for op in OPS:
         cases = [case.but(implementation=STAND_IN) for case in cases_of(op, 2, full=False)]

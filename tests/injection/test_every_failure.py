@@ -37,6 +37,7 @@ def test_a_save_of_which_any_call_on_a_file_fails_is_an_error_on_all_ranks_or_wh
 
 @pytest.mark.sample(1)  # how files are read, not which
 @pytest.mark.parametrize("how", ["snapshot", "pretrained"])
+@pytest.mark.slow("2 s")
 def test_a_load_of_which_any_call_on_a_file_fails_changes_nothing_or_everything(
     how: str, ranks: Pools, tmp_path: Path
 ) -> None:

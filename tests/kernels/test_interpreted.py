@@ -256,6 +256,7 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow("3 s: that the tests of this file can fail")
 def test_a_seeded_fault_is_caught(interpreter: Interpreter, tmp_path: Path, name: str) -> None:
     scenario, file, change, options = FAULTS[name]
     package = mutant(tmp_path, f"mutant_{name}", {file: change})

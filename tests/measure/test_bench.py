@@ -251,6 +251,7 @@ def _never_ends() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("3 s")
 def test_a_case_that_never_ends_ends_the_process_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError):
         tpk.launch(_never_ends, 1, timeout=60)
@@ -293,6 +294,7 @@ def test_bench_in_the_lab_says_why_it_skips(
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
+@pytest.mark.slow("3 s: hosts as network namespaces")
 def test_bench_in_the_lab_writes_a_timeline_with_the_link_and_both_implementations(
     lab_possible: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def _rank_and_hosts() -> tuple[int, int, list[str], int]:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
+@pytest.mark.slow("3 s of new interpreters")
 def test_values_come_back_by_rank_and_every_rank_is_alone_on_its_host(lab_possible: None) -> None:
     results = netlab.run_in_netlab(_rank_and_hosts, 3, timeout=60)
     assert results == [(rank, 3, ["eth0", "lo"], 1) for rank in range(3)]

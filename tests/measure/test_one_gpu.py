@@ -183,6 +183,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.cpu
+@pytest.mark.slow("2 s of a new interpreter")
 def test_without_a_cuda_device_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "results"))
     assert done.returncode == one_gpu.NO_GPU == 3
@@ -304,6 +305,7 @@ def test_a_library_that_was_handed_in_is_never_replaced_by_a_built_one(
 
 
 @pytest.mark.cpu
+@pytest.mark.slow("3 s of new interpreters")
 def test_a_library_that_is_missing_is_built_and_then_loaded_by_another_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: bool
 ) -> None:

@@ -168,6 +168,7 @@ def with_a_fault(fault: str, folder: str) -> list[str]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("fault", "noticed"), [("no gradient", "gate.weight"), ("no sum", "loss of step 0")])
+@pytest.mark.slow("2 s: that the comparison can fail")
 def test_faults_of_cut_experts_are_noticed(ranks: Pools, fault: str, noticed: str, tmp_path: Path) -> None:
     for wrong in ranks(2).run(with_a_fault, fault, str(tmp_path), timeout=2 * LIMIT_S):
         assert any(noticed in problem for problem in wrong), wrong

@@ -105,6 +105,7 @@ def faults(hows: tuple[str, ...]) -> list[list[str]]:
     return [cut_what_must_not_be_cut(how) for how in hows]
 
 
+@pytest.mark.slow("2 s: that the comparison can fail")
 def test_the_comparison_catches_plans_that_cut_what_must_not_be_cut(ranks: Pools) -> None:
     hows = ("none", "softmax", "mean", "roll", "size", "flip")
     fine, *faulty = ranks(2).run(faults, hows, timeout=LIMIT_S)[0]

@@ -166,6 +166,7 @@ def memory_of_a_head(tokens: int, columns: int, chunk: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow("2 s")
 def test_no_logits_of_all_tokens_exist(ranks: Pools) -> None:
     tokens, columns, chunk = 2048, 1024, 64
     shard, piece, gradients = tokens * columns * 4, chunk * columns * 4, (tokens + columns) * 16 * 4

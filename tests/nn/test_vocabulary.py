@@ -285,6 +285,7 @@ def memory_of_the_loss(tokens: int, columns: int, chunk: int) -> tuple[int, int,
     return peak_bytes(lambda: ours(chunk)), peak_bytes(lambda: ours(tokens)), peak_bytes(theirs)
 
 
+@pytest.mark.slow("2 s")
 def test_the_peak_memory_of_the_loss_is_its_gradient_and_one_chunk(ranks: Pools) -> None:
     tokens, columns, chunk = 2048, 1024, 64
     shard, piece = tokens * columns * 4, chunk * columns * 4

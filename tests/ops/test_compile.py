@@ -84,6 +84,7 @@ def test_whole_graphs_give_the_bits_of_eager(ranks: Pools, world: int, dynamic: 
     assert min(ranks(world).run(compiled_equals_eager, "aot_eager", dynamic, None, every, timeout=240)) == 10 // every
 
 
+@pytest.mark.slow("3 s of compiling")
 def test_whole_graphs_of_experts_give_the_bits_of_eager(ranks: Pools, full: bool) -> None:
     assert ranks(2).run(grouped_blocks_compiled, "aot_eager", full, timeout=240) == [36 if full else 18] * 2
 
@@ -181,6 +182,7 @@ def autocast_compiled(every: int) -> None:
                     assert_bitwise_equal(now, before, f"{dtype} under autocast, {case}")
 
 
+@pytest.mark.slow("3 s of compiling")
 def test_compiled_and_eager_agree_under_autocast(ranks: Pools, full: bool) -> None:
     ranks(2).run(autocast_compiled, 1 if full else 4, timeout=240)
 

@@ -121,6 +121,7 @@ def judge_in_shared_memory() -> int:
 @pytest.mark.sample(1)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("world", [3, 2])
+@pytest.mark.slow("2 s")
 def test_every_way_through_shared_memory_is_within_the_bound(ranks: Pools, world: int) -> None:
     assert min(ranks(world).run(judge_in_shared_memory)) == 26
 

@@ -43,5 +43,6 @@ def by_value() -> list[str]:
 @pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [3, 2])
+@pytest.mark.slow("3 s; that they are cut is asked without training")
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, world: int) -> None:
     assert ranks(world).run(by_value, timeout=LIMIT_S) == [[]] * world

@@ -29,6 +29,7 @@ def opaque_in(model: nn.Module) -> list[str]:
 @pytest.mark.sample(2)
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["unique", "tolist", "reads"])
+@pytest.mark.slow("4 s")
 def test_a_router_that_needs_values_is_traced_around(how: str) -> None:
     model = Asking(how)
     assert opaque_in(model) == ["moe"]
@@ -101,6 +102,7 @@ class Around(nn.Module):
 @pytest.mark.sample(1)
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["size", "writes", "leaks"])
+@pytest.mark.slow("3 s")
 def test_the_module_around_takes_the_place_of_one_that_cannot_be_opaque(how: str) -> None:
     model = Around(how)
     if how == "writes":  # what it writes to was made inside
@@ -153,6 +155,7 @@ def wrong_values(hows: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("2 s")
 def test_models_with_opaque_modules_compute_what_the_unsharded_model_computes(ranks: Pools, full: bool) -> None:
     hows = ["unique", "tolist", "reads", "part"][:: 1 if full else 2]
     for rank, found in enumerate(ranks(2).run(wrong_values, hows, timeout=LIMIT_S)):

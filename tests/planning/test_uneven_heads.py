@@ -55,6 +55,7 @@ def test_key_value_heads_are_cut_with_their_queries_or_copied() -> None:
     assert plan[attention + "k_proj"].style == CopiedHeads(heads=1, copies=5)
 
 
+@pytest.mark.slow("4 s")
 def test_a_bias_per_head_is_cut_with_the_heads() -> None:
     plan = tpk.make_plan(zoo.build("t5 10"), 4)
     table = plan["encoder.block.0.layer.0.SelfAttention.relative_attention_bias"]
@@ -134,6 +135,7 @@ def verified() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("2 s")
 def test_free_places_and_packed_copies_are_verified(ranks: Pools) -> None:
     ranks(3).run(verified, timeout=LIMIT_S)
 

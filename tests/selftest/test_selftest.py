@@ -180,6 +180,7 @@ def test_what_compares_no_degrees_is_refused(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow("3 s: that `tpkernels test --same-bits` can fail")
 def test_another_tree_at_one_degree_is_named(ranks: Pools) -> None:
     for verdict in ranks(2).run(check_with_another_tree):
         assert not verdict.same and str(verdict).startswith("NOT the same bits (same_bits=8):\ngpt, float32: rank 0, ")

@@ -287,6 +287,7 @@ def test_steps_that_keras_compiles_are_those_of_the_unsharded_model(ranks: Pools
         models.assert_equal(found, expected)
 
 
+@pytest.mark.slow("4 s")
 def test_counts_validation_early_stopping_and_single_batches(ranks: Pools) -> None:
     (expected,) = ranks(1).run(every_way, timeout=TIMEOUT)
     models.assert_all_equal(ranks(2).run(every_way, timeout=TIMEOUT), expected)

@@ -252,6 +252,7 @@ def dropped() -> dict[str, Any]:
     return {"weights": found["weights"], "mask": captured["drop"]}
 
 
+@pytest.mark.slow("3 s")
 def test_dropout_differs_on_what_is_cut_and_leaves_the_replicas_equal(ranks: Pools) -> None:
     first, second = ranks(2).run(dropped, timeout=TIMEOUT)
     for path, weight in first["weights"].items():

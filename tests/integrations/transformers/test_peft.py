@@ -332,6 +332,7 @@ def merged_where_one_rank_is_broken(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["down_proj", "gate_up_proj"])
+@pytest.mark.slow("2 s")
 def test_what_would_not_be_finite_on_one_rank_is_merged_on_none(ranks: Pools, name: str) -> None:
     assert ranks(2).run(merged_where_one_rank_is_broken, name, timeout=LIMIT_S) == [[], []]
 

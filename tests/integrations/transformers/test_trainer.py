@@ -164,6 +164,7 @@ def evaluated(scenario: Scenario, path: str, folder: str) -> Curve:
     )
 
 
+@pytest.mark.slow("2 s")
 def test_a_run_goes_on_at_another_number_of_ranks(ranks: Pools, gpt2: Trained, full: bool) -> None:
     for world in (1, 3) if full else (1,):
         given = (GPT2, gpt2.path, gpt2.folder, gpt2.reference)
