@@ -6,6 +6,7 @@ Exit code 1 if any survives.  ``--check``: whether each edit still finds its lin
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import re
@@ -15,7 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from py_compile import PycInvalidationMode
+from queue import Queue
 
 from tests.mutations.edits import EDITS, Edit
 
@@ -35,12 +41,14 @@ def check() -> None:
 
 
 def copy_tree(to: Path) -> None:
-    """What git tracks, and what was built."""
+    """What git tracks, and what was built; modules are compiled once for all edits."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     built = [str(path.relative_to(ROOT)) for end in ("*.so", "_*_build.json") for path in ROOT.glob(f"tpkernels/{end}")]
     for name in [*filter(None, listed.split("\0")), *built]:
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, to / name)
+    # By hash: an edit may change neither a file's size nor the second of its time.
+    compileall.compile_dir(to / "tpkernels", quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
 
 def code_of(tree: Path, tests: str) -> tuple[int | None, str]:
@@ -55,12 +63,8 @@ def code_of(tree: Path, tests: str) -> tuple[int | None, str]:
     return done.returncode, failed[1] if failed else ""
 
 
-def outcome(tree: Path, edit: Edit, sound: dict[str, bool]) -> tuple[str, str]:
-    """How it ended, and the test that killed it. ``sound``: which tests pass without any fault; filled here."""
-    if edit.tests not in sound:
-        sound[edit.tests] = code_of(tree, edit.tests)[0] == 0
-    if not sound[edit.tests]:
-        return "fails anyway", ""
+def outcome(tree: Path, edit: Edit) -> tuple[str, str]:
+    """How it ended, and the test that killed it. Whoever asks knows that the tests pass without the fault."""
     path = tree / "tpkernels" / edit.file
     original = path.read_text()
     path.write_text(edited(original, edit))
@@ -69,6 +73,22 @@ def outcome(tree: Path, edit: Edit, sound: dict[str, bool]) -> tuple[str, str]:
     finally:
         path.write_text(original)
     return {0: "survives", 1: "killed", None: "hangs"}.get(code, f"exit code {code}"), killer
+
+
+def outcomes(trees: Queue[Path], edits: Sequence[Edit]) -> dict[str, dict[str, str]]:
+    """Of edits that the same tests are to notice, told as they come."""
+    tree, told = trees.get(), {}
+    try:
+        sound = code_of(tree, edits[0].tests)[0] == 0
+        for edit in edits:
+            begun = time.monotonic()
+            found, killer = outcome(tree, edit) if sound else ("fails anyway", "")
+            told[edit.name] = {"outcome": found, "by": killer}
+            by = f"  <- {killer}" if killer else ""
+            print(f"{found:14} {time.monotonic() - begun:5.0f} s  {edit.name}{by}", flush=True)
+    finally:
+        trees.put(tree)
+    return told
 
 
 def file_outcomes(path: Path, told: dict[str, dict[str, str]]) -> None:
@@ -82,6 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations.floors", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of files' names or edits; all by default")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies of the tree that are tested at once")
     parser.add_argument("--out", type=Path, metavar="FILE", help="add to FILE which test killed which edit")
     given = parser.parse_args()
     check()
@@ -89,19 +110,18 @@ def main() -> int:
     if given.check:
         print(f"{len(EDITS)} edits find their lines")
         return 0
-    alive: list[str] = []
+    by_tests: dict[str, list[Edit]] = {}
+    for edit in chosen:
+        by_tests.setdefault(edit.tests, []).append(edit)
     told: dict[str, dict[str, str]] = {}
-    sound: dict[str, bool] = {}
-    with tempfile.TemporaryDirectory(prefix="tpkernels-floors-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        for edit in chosen:
-            begun = time.monotonic()
-            found, killer = outcome(tree, edit, sound)
-            alive += [edit.name] if found != "killed" else []
-            told[edit.name] = {"outcome": found, "by": killer}
-            by = f"  <- {killer}" if killer else ""
-            print(f"{found:14} {time.monotonic() - begun:5.0f} s  {edit.name}{by}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="tpkernels-floors-") as folder, ThreadPoolExecutor(given.jobs) as threads:
+        trees: Queue[Path] = Queue()
+        for number in range(given.jobs):
+            copy_tree(Path(folder, str(number)))
+            trees.put(Path(folder, str(number)))
+        for found in threads.map(partial(outcomes, trees), by_tests.values()):
+            told.update(found)
+    alive = [edit.name for edit in chosen if told[edit.name]["outcome"] != "killed"]
     if given.out:
         file_outcomes(given.out, told)
     print(f"{len(chosen)} faults, {len(chosen) - len(alive)} killed; not killed: {'; '.join(alive) or 'none'}")
