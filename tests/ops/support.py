@@ -12,15 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpkernels.errors import GroupMismatch
 from tpkernels.gemm.native import native
 from tpkernels.testing.cases import Case, Operands, Own, call, operands
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.references import check_values
 
+Said = tuple[str, str]  # an error's type and text
 # Without the compiled core tests/backends says, as skips, what is not tested.
 IMPLEMENTATIONS = ("unfused", "chunked", *(("shared_memory",) if native() is not None else ()))
 
@@ -92,3 +95,31 @@ def check_all(cases: Sequence[Case], num_chunks: int | None = None, calibrate: b
         for case in cases:
             run_and_check(case, group)
     return len(cases)
+
+
+def refused(wrong: Sequence[tuple[Callable[..., Any], dict[str, Any]]], works: Callable[[Any], bool]) -> list[Said]:
+    """What each rank raises when rank 0 alone passes the wrong changes to a function of a group, in a new group each.
+
+    Where all ranks are wrong alike, the group goes on: ``works`` with it afterwards.
+    """
+    rank, found = dist.get_rank(), []
+    for function, changes in wrong:
+        with new_group() as group:
+            try:
+                function(group, **(changes if rank == 0 else {}))
+            except (ValueError, GroupMismatch) as error:
+                found.append((type(error).__name__, str(error)))
+    with new_group() as group:
+        for function, changes in wrong:
+            with pytest.raises(ValueError, match=r"must|takes?|sum to"):
+                function(group, **changes)
+        assert works(group)
+    return found
+
+
+def assert_peer_is_told(by_rank: Sequence[list[Said]], count: int) -> None:
+    """Of :func:`refused` on two ranks: the peer's error has the words of the one that was wrong."""
+    for (kind, said), (kind_of_peer, said_to_peer) in zip(*by_rank, strict=True):
+        assert kind == "ValueError" and kind_of_peer == "GroupMismatch", (said, said_to_peer)
+        assert said in said_to_peer
+    assert len(by_rank[0]) == count
