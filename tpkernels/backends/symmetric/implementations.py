@@ -96,7 +96,7 @@ __all__ = [
 FUSE_FROM_ROWS = 64
 # Up to here every rank sends everything to every other. Beyond, two steps move less: (W - 1) n bytes against 2 n. In
 # one kernel they cost one launch, but its blocks are few, and what copies can hide behind a GEMM stays visible. Both
-# limits are modelled; no GPU has measured them yet.
+# limits are modelled: no machine with several GPUs has measured them yet.
 ONE_SHOT_BYTES = 512 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
 # Modelled, too: from here on a second copy within the GPU, at some 2 TB/s, takes longer than enqueuing the copies does.
