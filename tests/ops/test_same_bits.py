@@ -189,7 +189,7 @@ def check_refusals() -> None:
         ((0, 1, 1, "cpu"), "power of two.*got 0"),
         ((4, 1, 8, "cpu"), r"same_bits \(4\) must be a multiple of the tensor-parallel degree \(8\)"),
         ((8, 1, 3, "cpu"), r"multiple of the tensor-parallel degree \(3\)"),
-        ((8, 2, 2, "cpu"), "dp=1"),
+        ((8, 3, 2, "cpu"), "dp must be a power of two, got 3"),
         ((8, 1, 2, "cuda"), "CPUs alone"),
     ],
 )

@@ -59,7 +59,8 @@ def init(
 
     Raises:
         ValueError: ``dp * tp`` is not the number of ranks; variables of launchers that contradict each other, or do not
-            say where the ranks meet; ``same_bits`` is no power of two or no multiple of ``tp``, or ``dp`` is not 1.
+            say where the ranks meet; ``same_bits`` is no power of two or no multiple of ``tp``, or ``dp`` is
+            no power of two beside it.
         PeerLost: the store at which the ranks meet does not answer; names rank 0, where that serves it.
         UnsupportedPlatform: this is not Linux.
     """

@@ -92,8 +92,8 @@ def check_blocks(same_bits: int, world_size: int) -> None:
 def check_job(same_bits: int, dp: int, tp: int, device: str) -> None:
     """Refuse a job that is not proven to give the same bits."""
     check_blocks(same_bits, tp)
-    if dp > 1:
-        raise ValueError(f"same_bits ({same_bits}) goes with dp=1: means over dp ({dp}) replicas are torch's own sums")
+    if dp & (dp - 1):
+        raise ValueError(f"same_bits ({same_bits}) adds replicas in a tree: dp must be a power of two, got {dp}")
     if device != "cpu":
         raise ValueError(f"same_bits ({same_bits}) is proven on CPUs alone, got device {device!r}")
 

@@ -18,7 +18,7 @@ from tpkernels.ops import all_gather, all_reduce
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["gathered", "pieces_of", "true_everywhere"]
+__all__ = ["gathered", "gathered_over", "pieces_of", "true_everywhere"]
 
 _BITS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
@@ -45,6 +45,24 @@ def gathered(tensor: Tensor) -> Tensor:
         return torch.cat([_gather(one, mesh.get_group(), dim, sizes) for one in local.chunk(count, dim)], dim)
     for axis, dim, sizes in reversed(_cuts(tensor)):
         local = _gather(local, mesh.get_group(axis), dim, sizes)
+    return local
+
+
+def gathered_over(tensor: DTensor, axis: int) -> Tensor:
+    """This rank's part of a DTensor that an axis of its mesh, which has cut it last, had not cut.
+
+    FSDP2 is such an axis: it cuts what tensor parallelism has cut.  All ranks of the axis call it.
+
+    Raises:
+        ValueError: another axis has cut the same dimension later.
+        GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: see :mod:`tpkernels.errors`.
+    """
+    local, cuts = cast(DTensor, tensor.detach()).to_local(), _cuts(tensor)
+    own = [(number, dim, sizes) for number, (cut, dim, sizes) in enumerate(cuts) if cut == axis]
+    for number, dim, sizes in own:
+        if any(later == dim and len(parts) > 1 for _, later, parts in cuts[number + 1 :]):
+            raise ValueError(f"axis {axis} of {tensor.device_mesh} is not the last that cut dimension {dim}")
+        local = _gather(local, tensor.device_mesh.get_group(axis), dim, sizes)
     return local
 
 

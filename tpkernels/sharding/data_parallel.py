@@ -19,16 +19,19 @@ Owns which modules form a unit of communication.  Refuses models with parameters
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tpkernels.comm.same_bits import same_bits_of
+from tpkernels.gemm.canonical import check_job
 from tpkernels.nn.parameters import tp_axis
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.sharding.replicas import compare_replicas
+from tpkernels.sharding.tree_reduce_scatter import TreeReduceScatter
 
 __all__ = ["data_parallel"]
 
@@ -82,7 +85,8 @@ def data_parallel(
 
     Raises:
         ValueError: a mesh without these axes, parameters that are no DTensors or live on another mesh, a unit that is
-            no part of ``model``, a second call, replicas that differ in names, shapes or dtypes.
+            no part of ``model``, a second call, replicas that differ in names, shapes or dtypes; with ``same_bits`` a
+            ``dp`` that is no power of two, or larger than 2 without ``shard``.
     """
     names = mesh.mesh_dim_names or ()
     dp, tp = next((name for name in DP_AXES if name in names), None), tp_axis(mesh)
@@ -95,6 +99,14 @@ def data_parallel(
     foreign = [unit for unit in chosen if all(unit is not module for module in model.modules())]
     if foreign:
         raise ValueError(f"{len(foreign)} of {len(chosen)} units are not part of the model, for example {foreign[0]}")
+    same_bits = same_bits_of(mesh[tp].get_group())
+    if same_bits:
+        check_job(same_bits, mesh[dp].size(), mesh[tp].size(), mesh.device_type)
+        if mesh[dp].size() > 2 and not shard:
+            raise ValueError(
+                f"same_bits ({same_bits}): torch's all-reduce adds more than two replicas (dp={mesh[dp].size()}) in an "
+                "order that depends on the tensor-parallel degree; with shard=True this library adds them"
+            )
     replicas = compare_replicas(model, mesh[dp], init_weights)
     replicas.take_first()
     replicas.report(stacklevel=3)
@@ -102,7 +114,9 @@ def data_parallel(
     modules: list[nn.Module] = [*(unit for unit in chosen if unit is not model), model]
     for unit in modules:
         if shard:
-            fully_shard(unit, mesh=mesh[dp], mp_policy=policy)
+            sharded = fully_shard(unit, mesh=mesh[dp], mp_policy=policy)
+            if same_bits:
+                sharded.set_custom_reduce_scatter(cast(Any, TreeReduceScatter()))
         else:
             # Here, because it is torch's own business where this lives: what needs it not, must not fail with it.
             from torch.distributed._composable.replicate_with_fsdp import replicate

@@ -22,12 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tpkernels.comm.groups import group_size
-from tpkernels.comm.same_bits import same_bits_of
+from tpkernels.comm.same_bits import anywhere, same_bits_of
+from tpkernels.nn.gathering import gathered_over
 from tpkernels.nn.retired import check_current
 from tpkernels.ops import all_gather
 from tpkernels.state.originals import local_of
 
 __all__ = ["clip_grad_norm_"]
+
+Axes = tuple[object, tuple[int, ...]]
+"""A mesh, and the axes of it that cut a gradient; None and none where nothing does."""
 
 
 @torch.no_grad()
@@ -68,10 +72,10 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     locals_ = [local_of(grad) for grad in grads]
-    by_axes: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
+    by_axes: dict[Axes, list[Tensor]] = {}
     for parameter, grad, local in zip(with_grads, grads, locals_, strict=True):
-        axes = _shard_axes(parameter, grad)
-        by_axes.setdefault(axes, []).extend(_blocks(grad, local, axes))
+        axes, part = _of_one_replica(grad, local, _shard_axes(parameter, grad))
+        by_axes.setdefault(axes, []).extend(_blocks(grad, part, axes))
     device = locals_[0].device
     dtype = torch.float64 if any(local.dtype == torch.float64 for local in locals_) else torch.float32
     norms = [_norm_over(axes, mine, p, dtype, device) for axes, mine in by_axes.items()]
@@ -85,7 +89,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _shard_axes(parameter: Tensor, grad: Tensor) -> tuple[object, tuple[int, ...]]:
+def _shard_axes(parameter: Tensor, grad: Tensor) -> Axes:
     """The mesh that a gradient lives on, and the axes of it that cut it.
 
     The mesh is the parameter's: that of a gradient may be an equal one of another group, which torch has cached.
@@ -101,7 +105,24 @@ def _shard_axes(parameter: Tensor, grad: Tensor) -> tuple[object, tuple[int, ...
     return (mesh, axes) if axes else (None, ())
 
 
-def _blocks(grad: Tensor, local: Tensor, axes: tuple[object, tuple[int, ...]]) -> list[Tensor]:
+def _of_one_replica(grad: Tensor, local: Tensor, axes: Axes) -> tuple[Axes, Tensor]:
+    """Where tensor parallelism gives the same bits, the part that it alone leaves: the replicas that share it would cut
+    it in other places at each degree."""
+    mesh, dims = axes
+    if not dims or not anywhere():
+        return axes, local
+    of_mesh = cast(DeviceMesh, mesh)
+    kept = [axis for axis in range(of_mesh.ndim) if same_bits_of(of_mesh.get_group(axis))]
+    others = [axis for axis in dims if axis not in kept]
+    if not kept or not others:
+        return axes, local
+    if len(others) > 1:
+        raise ValueError(f"same_bits: a gradient is cut along {len(others)} axes of {mesh} beside tensor parallelism")
+    left = tuple(axis for axis in dims if axis in kept)
+    return ((mesh, left) if left else (None, ())), gathered_over(cast(DTensor, grad), others[0])
+
+
+def _blocks(grad: Tensor, local: Tensor, axes: Axes) -> list[Tensor]:
     """The gradient in as many parts as the largest degree that is to give the same bits has ranks, or as it is."""
     mesh, dims = axes
     if len(dims) != 1:
@@ -120,9 +141,7 @@ def _blocks(grad: Tensor, local: Tensor, axes: tuple[object, tuple[int, ...]]) -
     return [part.clone(memory_format=torch.contiguous_format) for part in local.chunk(blocks, placement.dim)]
 
 
-def _norm_over(
-    axes: tuple[object, tuple[int, ...]], mine: list[Tensor], p: float, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _norm_over(axes: Axes, mine: list[Tensor], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     mesh, dims = axes
     parts = [torch.linalg.vector_norm(local, p, dtype=dtype).to(device) for local in mine if local.numel()]
     norm: Tensor = torch.zeros((), dtype=dtype, device=device)
