@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.nn.random import _mix
+from tpkernels.sharding.part_tracking import cut_alike
 from tpkernels.sharding.randomness import SEEDS
 
 __all__ = ["Region", "drop_by_blocks", "refuse_draws"]
@@ -92,6 +93,7 @@ class Region:
             for block in range(self.blocks)
         ]
         mask = torch.cat(masks, -1).div_(1 - p if p < 1 else 1)
+        cut_alike(mask, x)
         return x.mul_(mask) if inplace else x * mask
 
 

@@ -13,6 +13,7 @@ it, because autograd makes new objects of views.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
@@ -32,7 +33,7 @@ from tpkernels.planning.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.sharding.local_rules import OWN
 
-__all__ = ["UNKNOWN", "Mark", "Parts"]
+__all__ = ["UNKNOWN", "Mark", "Parts", "cut_alike"]
 
 Mark = frozenset[Split]
 UNKNOWN: Mark = frozenset()
@@ -49,6 +50,19 @@ _SPREADS = {aten.baddbmm: (0,), aten.copy_: (1,)} | dict.fromkeys(_ATTENTION, (3
 """Arguments, such as masks, that are broadcast over the cut dimension: what repeats there counts as having size 1."""
 _MOST_READINGS = 16
 """Of all arguments of an op together."""
+_here = threading.local()
+"""In each thread, ``parts``: the innermost :class:`Parts` that follows it."""
+
+
+def cut_alike(made: Tensor, like: Tensor) -> None:
+    """Say of what was made for this rank's part ``like`` alone, such as a mask, that it is cut as that is.
+
+    Outside of a call that is followed there is nobody to tell.
+    """
+    parts: Parts | None = getattr(_here, "parts", None)
+    mark = None if parts is None else parts.of(like)
+    if parts is not None and mark is not None:
+        parts.mark(made, mark)
 
 
 class Parts(TorchDispatchMode):
@@ -58,6 +72,7 @@ class Parts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._outer: list[Parts | None] = []
         self._marks: dict[Any, Mark] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         """Those known of; while the reference is held nothing else gets the storage's address."""
@@ -75,6 +90,16 @@ class Parts(TorchDispatchMode):
 
         A constant of this rank's sizes meets parts as what it is, a part of a larger one.
         """
+
+    def __enter__(self) -> Parts:
+        self._outer.append(getattr(_here, "parts", None))
+        _here.parts = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        _here.parts = self._outer.pop()
 
     def of(self, tensor: Tensor) -> Mark | None:
         """How ``tensor`` is cut, or None if it is whole."""
