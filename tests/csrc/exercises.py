@@ -1,7 +1,7 @@
 """What the tests of the compiled kernels share: how they are built with their drivers, and matrices in memory.
 
 All kernels and drivers are one library for ctypes (:func:`of_the_installation`), and one program under
-AddressSanitizer and UndefinedBehaviorSanitizer: `exercise CASES [few_rows | residual_norm]`.
+AddressSanitizer and UndefinedBehaviorSanitizer: `exercise CASES [few_rows | residual_norm | tree_sum]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.builds import as_installed, built_once, compiler, sources
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = REPOSITORY / "csrc" / "cpu"
-KINDS = ("reduce", "few_rows", "residual_norm")
+KINDS = ("reduce", "few_rows", "residual_norm", "tree_sum")
 KERNELS = tuple(path for kind in KINDS for path in sorted(CPU.glob(f"{kind}*.cpp")))
 DRIVERS = tuple(Path(__file__).parent / f"{kind}_exercise.cpp" for kind in KINDS)
 ISA_FLAGS = {

@@ -2,6 +2,7 @@
 // runs random cases in buffers of exactly the needed size, at either end of which lies an inaccessible page.
 #include "exercise.h"
 
+#include <string>
 #include <vector>
 
 namespace {
@@ -116,10 +117,14 @@ int reduce_test_active_isa() { return static_cast<int>(tpk::active_isa()); }
 
 int few_rows_cases(long cases);       // few_rows_exercise.cpp
 int residual_norm_cases(long cases);  // residual_norm_exercise.cpp
+int tree_sum_cases(long cases);       // tree_sum_exercise.cpp
 
 int main(int argc, char** argv) {
     const long cases = argc > 1 ? std::atol(argv[1]) : 1000;
-    if (argc > 2) return argv[2][0] == 'f' ? few_rows_cases(cases) : residual_norm_cases(cases);
+    const std::string kind = argc > 2 ? argv[2] : "reduce";
+    if (kind == "few_rows") return few_rows_cases(cases);
+    if (kind == "residual_norm") return residual_norm_cases(cases);
+    if (kind == "tree_sum") return tree_sum_cases(cases);
     for (int isa = 0; isa <= static_cast<int>(tpk::best_isa()); ++isa) {
         tpk::force_isa(static_cast<tpk::Isa>(isa));
         Random random{std::mt19937_64{20260101}};

@@ -1,17 +1,19 @@
-"""The compiled tree sums against torch's additions, bit for bit, on every instruction set that this CPU has."""
+"""The compiled tree sums against torch's additions, bit for bit, on every instruction set that this CPU has, and
+tree_sum_exercise.cpp under the sanitizers."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.csrc.exercises import DTYPES
+from tests.csrc.exercises import DTYPES, run
 from tpkernels.gemm import tree_sum
 from tpkernels.gemm.native import native, why_not
 
@@ -110,3 +112,9 @@ def test_a_number_of_parts_without_a_tree_is_refused() -> None:
             module.tree_of_products(module.Dtype.float32, [(0, 0)] * parts, terms, 0, 0, 1, 1)
     with pytest.raises(ValueError, match="at least 0, got -1 x 1"):
         module.tree_of_sums(module.Dtype.float32, [(0, 0)], 0, 0, 0, -1, 1)
+
+
+def test_random_cases_are_clean_under_address_and_undefined_behaviour_sanitizers(exercise: Path, full: bool) -> None:
+    """Each instruction set's bits are the portable one's, too."""
+    done = run([str(exercise), "20000" if full else "500", "tree_sum"], ASAN_OPTIONS="detect_leaks=0")
+    assert done.returncode == 0, done.stdout + done.stderr
