@@ -1,7 +1,8 @@
 """The page of messages has an entry for each message that a user can meet, and no other entry.
 
-A message is the text of an exception that the package makes, with ``…`` for each value that is put in.  An entry names
-one by a piece of it, so that an entry may serve several that have the same cause.
+A message is the text of an exception that the package or its compiled core makes, or a reason that a function returns
+and another message or a table shows.  ``…`` stands for each value that is put in.  An entry names a message by a piece
+of it, so that an entry may serve several that have the same cause.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ OWN = ("LaunchError", "MissingPackage", "Missing", "FakeTensorLeft", "CudaError"
 OF_COMMANDS = ("ArgumentTypeError", "NetlabError", "NetlabUnavailable")
 TELLERS = ("refuse", "_refuse", "warn", "cls")
 """Functions that raise, or warn of, what they are given; and classes of errors that are chosen at run time."""
-SEEN = {*tpk.errors.__all__, *BUILT_IN, *OWN, *OF_COMMANDS, *TELLERS}
+REASONS = ("TransportFailure", "Unproven", "Refused", "_DoesNotRun")
+"""Exceptions that are caught in the package, and whose text is put into the error of a call or the reason in a plan."""
+SEEN = {*tpk.errors.__all__, *BUILT_IN, *OWN, *OF_COMMANDS, *TELLERS, *REASONS}
 """Where a user sees the text.  What other exceptions say is caught in the package, and is put into one of these."""
+REASON = re.compile(r"why|reason|refus")
+"""A function returns a reason if it may return None instead, or if its name says so; a variable, if its name does."""
+NO_REASON = ("job_name", "_tie_kind")
+"""Functions that return a text or None, and no reason."""
+THROWN = re.compile(r'(?:throw \w[\w:]*\(|\bfail\(Failure|\braise_errno\(|\btext = )(?:"(?:[^"\\]|\\.)*"|[^;{"])*;')
+"""A statement of C++ that makes the text of an error."""
 UNSEEN = {
     "tpkernels/kernels": "operands are checked by the ops before a kernel gets them",
     "tpkernels/testing": "for the tests of this project and of backends",
@@ -38,13 +47,12 @@ UNSEEN = {
     "tpkernels/comm/liveness.py": "caught where cards are read",
     "tpkernels/comm/presence.py": "a note that cannot be read is no note",
     "tpkernels/comm/records.py": "a record that cannot be read is no record",
-    "tpkernels/planning/experts.py": "experts that cannot be tried on samples stay whole, for this reason",
     "tpkernels/planning/fake_answers.py": "a model that fails on fake tensors becomes the reason in a plan",
     "tpkernels/planning/opaque_modules.py": "the same",
     "tpkernels/planning/session.py": "the same",
     "tpkernels/planning/trace.py": "the same",
 }
-"""Files whose messages reach nobody, and why."""
+"""Files whose messages reach nobody, and why.  csrc/cuda refuses only what no caller in the package gives it."""
 LEAST_LETTERS = 9
 """An entry with fewer letters could serve messages that have nothing to do with it."""
 
@@ -70,28 +78,58 @@ def text_of(node: ast.expr, names: Names) -> str:
     return names.get(node.id, ["…"])[-1] if isinstance(node, ast.Name) else "…"
 
 
-def read(node: ast.AST, names: Names, found: list[tuple[int, str]]) -> None:
+def texts_of(node: ast.expr, names: Names) -> list[str]:
+    """All texts that the expression may have."""
+    if isinstance(node, ast.IfExp):
+        return texts_of(node.body, names) + texts_of(node.orelse, names)
+    if isinstance(node, ast.BoolOp):
+        return [text for value in node.values for text in texts_of(value, names)]
+    return names.get(node.id, ["…"]) if isinstance(node, ast.Name) else [text_of(node, names)]
+
+
+def gives_reason(function: ast.FunctionDef) -> bool:
+    if function.name in NO_REASON or function.returns is None:
+        return False
+    returns = ast.unparse(function.returns)
+    return returns == "str | None" or (returns == "str" and REASON.search(function.name) is not None)
+
+
+def read(node: ast.AST, names: Names, found: list[tuple[int, str]], reasoning: bool = False) -> None:
     """Add the line and the text of every message below ``node``, in the order of the source."""
     if isinstance(node, ast.FunctionDef):
-        names = dict(names)
+        names, reasoning = dict(names), gives_reason(node)
     for child in ast.iter_child_nodes(node):
-        read(child, names, found)
+        read(child, names, found, reasoning)
+    said: ast.expr | None = None
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
-        names[name] = [*names.get(name, []), text_of(node.value, names)]
-    if isinstance(node, ast.Call) and node.args:
+        names[name] = [*names.get(name, []), *texts_of(node.value, names)]
+        said = node.value if REASON.search(name) else None
+    elif isinstance(node, ast.Return) and reasoning:
+        said = node.value
+    elif isinstance(node, ast.Call) and node.args:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called in SEEN:
-            given = node.args[-1 if called in ("refuse", "_refuse") else 0]
-            held = names.get(given.id) if isinstance(given, ast.Name) else None
-            texts = [text_of(given, names)] if held is None else held
-            found += [(node.lineno, text) for text in texts if any(map(str.isalpha, text))]
+            said = node.args[-1 if called in ("refuse", "_refuse") else 0]
+    if said is not None:
+        found += [(said.lineno, text) for text in texts_of(said, names) if any(map(str.isalpha, text))]
 
 
 def messages_of(tree: ast.Module, file: str) -> list[Message]:
     found: list[tuple[int, str]] = []
     read(tree, {}, found)
     return [Message(f"{file}:{line}", text) for line, text in found]
+
+
+def messages_of_core(source: str, file: str) -> list[Message]:
+    """The messages of a C++ source: the literals of each statement that makes one."""
+    found: list[Message] = []
+    for statement in THROWN.finditer(source):
+        literals = re.findall(r'"((?:[^"\\]|\\.)*)"', re.sub(r'"\s*"', "", statement.group()))
+        if any(map(str.isalpha, "".join(literals))):
+            line = source.count("\n", 0, statement.start()) + 1
+            found.append(Message(f"{file}:{line}", "…".join(literals)))
+    return found
 
 
 @functools.cache
@@ -101,6 +139,8 @@ def messages() -> tuple[Message, ...]:
         file = path.as_posix()
         if not any(file == place or file.startswith(f"{place}/") for place in UNSEEN):
             found += messages_of(tree, file)
+    for path in sorted((ROOT / "csrc").rglob("*.cpp")):
+        found += messages_of_core(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
     return tuple(found)
 
 
@@ -135,6 +175,13 @@ def test_a_message_without_an_entry_is_found() -> None:
     said = messages_of(ast.parse(source), "f.py")
     assert said == [Message("f.py:5", "the moon is …"), Message("f.py:5", "it is dark")]
     assert without_entry("- `the moon is …`: Look up.\n- `dark`: Wait.\n", said) == said[1:]
+
+
+def test_reasons_and_messages_of_the_core_are_found() -> None:
+    returned = "def f(x) -> str | None:\n  return None if x else f'no {x}'\ndef g() -> str:\n  return 'a text'"
+    assert [message.text for message in messages_of(ast.parse(returned), "f.py")] == ["no …"]
+    thrown = 'if (n < 0) {\n  throw std::range_error("n: " + std::to_string(n) +\n      "; " "one");\n}\nsay("two");'
+    assert messages_of_core(thrown, "f.cpp") == [Message("f.cpp:2", "n: …; one")]
 
 
 def test_every_entry_is_a_piece_of_a_message() -> None:
