@@ -35,7 +35,7 @@ from tpkernels.ops import (
 from tpkernels.partition import array_split
 
 if TYPE_CHECKING:
-    from tpkernels import nn, optim
+    from tpkernels import nn, optim, sharding
     from tpkernels.integrations import keras  # of a floor above, and imported when it is asked for
     from tpkernels.sharding import (
         ShardingPlan,
@@ -102,6 +102,7 @@ __all__ = [
     "save_pretrained",
     "save_snapshot",
     "shard",
+    "sharding",
     "verify",
 ]
 
@@ -111,7 +112,7 @@ def _later(name: str) -> Any:
 
     All of it stands on DTensor, FSDP or distributed checkpoints, which take longer to import than the rest together.
     """
-    if name in ("nn", "optim"):
+    if name in ("nn", "optim", "sharding"):
         return importlib.import_module(f"tpkernels.{name}")
     if name == "keras":  # of a floor above: it is named here, and stands on all that is here
         return importlib.import_module(f"tpkernels.integrations.{name}")
