@@ -1,5 +1,7 @@
 // Single elements in memory, at any address; included by each few_rows_<isa>.cpp inside its unnamed namespace.
 
+#include "bits.h"
+
 // A 16-bit element where it lies. A packed struct, because clang drops aligned(1) from a `using`.
 struct __attribute__((packed, may_alias)) AnyHalf {
     std::uint16_t v;
@@ -7,17 +9,6 @@ struct __attribute__((packed, may_alias)) AnyHalf {
 struct __attribute__((packed, may_alias)) AnySingle {
     float v;
 };
-
-inline float float_of(std::uint32_t bits) {
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-inline std::uint32_t bits_of(float value) {
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
 
 struct OneFloat32 {
     static constexpr std::int64_t kElementBytes = 4;

@@ -1,20 +1,11 @@
 // Formats of numbers for plain loops that the compiler makes vectors of; included within an unnamed namespace.
 
+#include "bits.h"
+
 // Elements as they lie in memory; ThreadSanitizer and the aliasing rules see what they are.
 using Half = std::uint16_t __attribute__((may_alias));
 using Single = float __attribute__((may_alias));
 using Double = double __attribute__((may_alias));
-
-inline float float_of(std::uint32_t bits) {
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-inline std::uint32_t bits_of(float value) {
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
 
 struct Float32 {
     using Stored = Single;

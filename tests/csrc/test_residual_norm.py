@@ -6,7 +6,6 @@ residual_norm_exercise.cpp under the sanitizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,6 @@ pytestmark = [pytest.mark.cpu, pytest.mark.skipif(native() is None, reason=why_n
 
 EPS = 1e-6
 SHAPES = ((1, 1), (3, 15), (2, 16), (3, 37), (2, 4096))
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    module: Any = native()
-    names = list(module.Isa.__members__)
-    if names.index(request.param) > names.index(module.best_isa()):
-        pytest.skip(f"this CPU has no {request.param}")
-    module.force_isa(module.Isa.__members__[request.param])
-    yield request.param
-    module.force_isa(module.Isa.__members__[module.best_isa()])
 
 
 def tensors(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,6 @@ pytestmark = [pytest.mark.cpu, pytest.mark.skipif(native() is None, reason=why_n
 
 SHAPES = ((0, 3), (1, 1), (3, 17), (2, 1100))
 GUARD = 7.0
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    module: Any = native()
-    names = list(module.Isa.__members__)
-    if names.index(request.param) > names.index(module.best_isa()):
-        pytest.skip(f"this CPU has no {request.param}")
-    module.force_isa(module.Isa.__members__[request.param])
-    yield request.param
-    module.force_isa(module.Isa.__members__[module.best_isa()])
 
 
 def numbers(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
