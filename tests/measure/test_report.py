@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_overlap_stays_between_nothing_and_all() -> None:
     assert result.overlap_of("chunked") == 0.0, "slower than unfused hides nothing"
     assert result.overlap_of("shared_memory") == 1.0, "no copy at all may be below the roof"
     assert result.exposed_of("shared_memory") == pytest.approx(-0.010)
+
+
+def test_overlap_is_noise_where_the_rounds_do_not_say_what_was_won_or_could_be() -> None:
+    def overlap_is_noise(unfused: tuple[float, ...], chunked: tuple[float, ...], comm: float) -> bool:
+        times = {"gemm": (1.0,) * 3, "comm": (comm,) * 3, "unfused": unfused, "chunked": chunked}
+        return replace(
+            _result(), times={name: Measurement(name, seconds) for name, seconds in times.items()}
+        ).overlap_is_noise("chunked")
+
+    assert not overlap_is_noise((4.0, 4.1, 3.9), (2.0, 2.1, 1.9), 2.0)
+    assert overlap_is_noise((4.0, 2.0, 2.0), (2.0, 5.0, 3.0), 1.0), "now faster, now slower than unfused"
+    assert overlap_is_noise((3.1, 2.5, 3.7), (2.4, 1.9, 2.9), 3.0), "there may be nothing to win"
 
 
 def test_no_figure_is_made_up_where_something_was_not_measured() -> None:

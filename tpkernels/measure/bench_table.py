@@ -36,6 +36,7 @@ CAPTION = (
     "GEMM only: the arithmetic alone. comm only: the payload once over the wire, point to point.\n"
     f"vs: baseline / this way; {NOISE} noise: the quartiles of the rounds' ratios lie on both sides of 1.\n"
     "overlap: (unfused - this) / (unfused - max(GEMM only, comm only)); '-': nothing could be won.\n"
+    f"{NOISE} beside overlap: the rounds do not tell one of these two differences from 0.\n"
     "exposed: this - GEMM only; 0 where it was no slower."
 )
 _WIDTH = 98
@@ -73,7 +74,7 @@ def rows(result: CaseResult) -> list[tuple[str, ...]]:
                 duration(measured.interquartile_range / 2),
                 "" if roof else _ratio_cell(ratios[0]),
                 _rate(result, name) if roof else _ratio_cell(ratios[1]),
-                "" if roof else "-" if overlap is None or name in BASELINES else f"{overlap:.0%}",
+                "" if roof else "-" if overlap is None or name in BASELINES else _overlap_cell(result, name, overlap),
                 "" if roof else "-" if exposed is None else "0" if exposed <= 0 else duration(exposed),
             )
         )
@@ -84,6 +85,10 @@ def _ratio_cell(ratio: Ratio | None) -> str:
     return "-" if ratio is None else str(ratio)
 
 
+def _overlap_cell(result: CaseResult, name: str, overlap: float) -> str:
+    return f"{overlap:.0%} {NOISE if result.overlap_is_noise(name) else ' '}"
+
+
 def _rate(result: CaseResult, name: str) -> str:
     seconds = result.times[name].median
     if seconds <= 0:
@@ -91,7 +96,8 @@ def _rate(result: CaseResult, name: str) -> str:
     if name == "gemm":
         flops = result.flops / seconds
         return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.1f} GFLOP/s"
-    return f"{result.wire_bytes / seconds / 1e9:.2f} GB/s"
+    speed = result.wire_bytes / seconds
+    return f"{speed / 1e9:.2f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.1f} MB/s"
 
 
 def table(results: Sequence[CaseResult], title: str) -> Table:

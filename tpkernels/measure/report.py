@@ -131,6 +131,13 @@ class CaseResult:
             return None
         return min(1.0, max(0.0, (unfused - time) / (unfused - self.roof)))
 
+    def overlap_is_noise(self, name: str) -> bool:
+        """Whether the rounds do not say that ``name`` differs from unfused, or that unfused differs from the roof."""
+        unfused = self.times.get("unfused")
+        roof = max((self.times[one] for one in ROOFS if one in self.times), key=lambda one: one.median, default=None)
+        ratios = (Ratio.of(unfused, self.times.get(name)), Ratio.of(unfused, roof))
+        return any(ratio is None or ratio.is_noise for ratio in ratios)
+
     @property
     def exposed_seconds(self) -> float | None:
         """:meth:`exposed_of` the fastest fused implementation."""
