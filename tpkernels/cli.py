@@ -165,10 +165,10 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{meaning} over the whole group (default 4096)",
         )  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default bf16")
-    flags.add_tp(parser, 2, "local ranks to start (default 2; torchrun says it otherwise)")
+    flags.add_tp(parser, 2, "local ranks to start (default 2); under torchrun those that it has started")
     parser.add_argument(
         "--same-bits", type=flags.at_least(1), metavar="LARGEST",
-        help="with the same bits at each degree up to LARGEST: which calls that changes, and what it costs",
+        help="say which calls change, and what it costs, to give the same bits at each degree up to LARGEST",
     )  # fmt: skip
 
 
@@ -217,10 +217,18 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_tp(parser, 2, "ranks that share every layer (default 2); none is started")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
     parser.add_argument(
-        "--tokens", type=flags.tokens, metavar="BATCHxLENGTH", help="of the step whose bytes are shown (default 3x7)"
+        "--tokens",
+        type=flags.tokens,
+        metavar="BATCHxLENGTH",
+        help="size of the step whose bytes are shown (default 3x7)",
     )
     flags.add_override(parser)
-    parser.add_argument("--strategy", choices=("auto", "rules"), default="auto", help="rules: do without tracing")
+    parser.add_argument(
+        "--strategy",
+        choices=("auto", "rules"),
+        default="auto",
+        help="rules: cut layer by layer, without tracing the model",
+    )
     flags.add_json(parser, "write the plan to a file, too")
 
 
@@ -278,16 +286,19 @@ COMMANDS = (
         "demo", "swap a pretrained model's linears for tensor-parallel ones, then train a small model", _load_demo, RICH
     ),
     Command(
-        "test", "compare with no tensor parallelism and fused with unfused, value by value, here", _load_test, RICH
+        "test",
+        "check the results on this machine: with and without tensor parallelism, fused and unfused",
+        _load_test,
+        RICH,
     ),
     Command("train-demo", "train a GPT on text: TP, SP, DP, snapshots, resumed on any ranks", _load_train_demo, RICH),
     Command("bench", "time GEMM only, communication only, unfused and fused for each op", _load_bench, RICH),
     Command(
         "profile", "train a small GPT without TP, with TP and with overlap: values, times, memory", _load_profile, RICH
     ),
-    Command("explain", "which implementation would run a problem, and why not the others", _load_explain),
-    Command("plan", "how a model would be cut over the ranks, module by module, without its weights", _load_plan),
-    Command("verify", "whether a parallelized model computes what it did: outputs and every gradient", _load_verify),
+    Command("explain", "say which implementation would run a problem, and why the others would not", _load_explain),
+    Command("plan", "show how a model would be cut over the ranks, module by module, without its weights", _load_plan),
+    Command("verify", "check that a parallelized model computes what it did: outputs and every gradient", _load_verify),
     Command("run", "run a script on several local ranks, each as its main program", _load_run),
-    Command("doctor", "what this machine offers, what is missing, and what to install", _load_doctor),
+    Command("doctor", "show what this machine offers, what is missing, and what to install", _load_doctor),
 )

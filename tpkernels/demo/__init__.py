@@ -42,12 +42,14 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_tp(parser, 2, "local ranks to start (default 2; torchrun says it otherwise)")
-    parser.add_argument("--steps", type=flags.at_least(1), default=36, metavar="N", help="of training (default 36)")
+    flags.add_tp(parser, 2, "local ranks to start (default 2); under torchrun those that it has started")
+    parser.add_argument("--steps", type=flags.at_least(1), default=36, metavar="N", help="training steps (default 36)")
     parser.add_argument("--quick", action="store_true", help="12 steps and fewer repeats")
-    parser.add_argument("--only", choices=PARTS, help="one part: swap a pretrained model, or train a small one")
     parser.add_argument(
-        "--seed", type=flags.at_least(0), default=0, metavar="N", help="of initial weights and batches (default 0)"
+        "--only", choices=PARTS, help="show one part only: swap a pretrained model, or train a small one"
+    )
+    parser.add_argument(
+        "--seed", type=flags.at_least(0), default=0, metavar="N", help="seed of initial weights and batches (default 0)"
     )
 
 

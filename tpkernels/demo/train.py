@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tp", "ranks that share every layer"),
         ("dp", "replicas; the command starts tp x dp ranks, unless torchrun has"),
         ("accumulate", "micro-batches of a step"),
-        ("seed", "of initial weights and batches"),
+        ("seed", "seed of initial weights and batches"),
     ):
         value = getattr(default, name)
         kind = flags.at_least(0 if name == "seed" else 1)

@@ -18,7 +18,7 @@ __all__ = ["add_arguments", "main"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_tp(parser, 2, "local ranks to start (default 2); the script may share them out otherwise")
+    flags.add_tp(parser, 2, "local ranks to start (default 2); the script decides what they share")
     parser.add_argument(
         "script",
         type=flags.existing_file,

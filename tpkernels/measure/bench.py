@@ -50,12 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", "--world", type=flags.at_least(1), metavar="N", help=argparse.SUPPRESS)
     parser.add_argument(
         "--dtype", choices=(AUTO, *DTYPES), default=AUTO,
-        help="of the operands (default auto: bf16, or fp32 on cores that multiply that faster)",
+        help="dtype of the operands (default auto: bf16, or fp32 on cores that multiply that faster)",
     )  # fmt: skip
     flags.add_device(parser)
     links.add_arguments(parser)
     parser.add_argument("--repeats", type=flags.at_least(1), metavar="N", help="timed calls of each way (default 9)")
-    parser.add_argument("--warmup", type=flags.at_least(0), default=2, metavar="N", help="calls before (default 2)")
+    parser.add_argument(
+        "--warmup", type=flags.at_least(0), default=2, metavar="N", help="calls before that are not timed (default 2)"
+    )
     parser.add_argument(
         "--out",
         type=flags.new_folder,
@@ -72,11 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say what became faster or slower than in an earlier --json, beyond noise",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", type=flags.positive, default=1800.0, metavar="SECONDS", help="for the whole measurement"
+        "--timeout", type=flags.positive, default=1800.0, metavar="SECONDS", help="limit of the whole measurement"
     )
     parser.add_argument(
         "--case-timeout", type=flags.positive, metavar="SECONDS",
-        help=f"for one case (default {fitting.USUAL_LIMIT_S:g}, or more on slow ranks)",
+        help=f"limit of one case (default {fitting.USUAL_LIMIT_S:g}, or more on slow ranks)",
     )  # fmt: skip
 
 

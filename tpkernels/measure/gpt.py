@@ -34,7 +34,7 @@ ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of one step: `batch` sequences of `length` tokens."""
+    """Sizes of the model and of one step, which takes `batch` sequences of `length` tokens."""
 
     layers: int = 2
     width: int = 512

@@ -31,15 +31,30 @@ from tpkernels.measure.usual_dtype import AUTO, usual_dtype
 __all__ = ["add_arguments", "main", "run_rank"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MEANINGS = {
+    "layers": "blocks of the model",
+    "width": "features of the model",
+    "heads": "attention heads",
+    "d_ff": "hidden features of an MLP",
+    "vocabulary": "different tokens",
+    "length": "tokens of a sequence",
+    "batch": "sequences of a step",
+}
 _SAMPLE_S = 0.002
 _QUICK = Sizes(layers=1, width=64, heads=4, d_ff=160, vocabulary=67, length=61)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--steps", type=flags.at_least(1), default=10, help="that are timed, per way of training (default 10)"
+        "--steps",
+        type=flags.at_least(1),
+        default=10,
+        metavar="N",
+        help="timed steps of each way of training (default 10)",
     )
-    parser.add_argument("--warmup", type=flags.at_least(0), default=2, help="steps before those (default 2)")
+    parser.add_argument(
+        "--warmup", type=flags.at_least(0), default=2, metavar="N", help="steps before that are not timed (default 2)"
+    )
     defaults = Sizes()
     for field in dataclasses.fields(Sizes):
         default = getattr(defaults, field.name)
@@ -47,20 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{field.name.replace('_', '-')}",
             type=flags.at_least(1),
             metavar="N",
-            help=f"of the model (default {default})",
+            help=f"{MEANINGS[field.name]} (default {default})",
         )
     parser.add_argument("--quick", action="store_true", help="a tiny model: tries the command, measures nothing")
     parser.add_argument(
         "--dtype",
         choices=(AUTO, *DTYPES),
         default=AUTO,
-        help="of weights and data (default auto: bf16, or fp32 on cores that multiply that faster)",
+        help="dtype of weights and data (default auto: bf16, or fp32 on cores that multiply that faster)",
     )
     flags.add_device(parser, "cpu")
     flags.add_tp(parser, None, "ranks to start (default: 2, all GPUs on CUDA)")
     links.add_arguments(parser)
     parser.add_argument(
-        "--seed", type=flags.at_least(0), default=0, metavar="N", help="of weights and data (default 0)"
+        "--seed", type=flags.at_least(0), default=0, metavar="N", help="seed of weights and data (default 0)"
     )
     parser.add_argument(
         "--out",
@@ -68,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write profile.json, profile.txt, profile.png, the page profile.html and profile.trace.json",
     )
-    parser.add_argument("--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="for the whole run")
+    parser.add_argument(
+        "--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="limit of the whole run"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

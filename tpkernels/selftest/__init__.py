@@ -43,17 +43,19 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_tp(parser, None, "ranks to start (default: 2, all GPUs on CUDA; not under torchrun)")
+    flags.add_tp(parser, None, "ranks to start (default: 2, all GPUs on CUDA; leave it out under torchrun)")
     flags.add_device(parser, "cpu")
     parser.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="repeatable; default: all four")
-    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--only", choices=PARTS, help="check only these")
     parser.add_argument("--quick", action="store_true", help="small shards only, which travel in one chunk; few steps")
     parser.add_argument(
         "--same-bits", type=flags.at_least(2), nargs="?", const=SAME_BITS, metavar="LARGEST",
         help="train at each tensor-parallel degree up to LARGEST (default 8), and compare bit by bit: fp32 and bf16",
     )  # fmt: skip
     flags.add_json(parser, "write every row with its failures, versions and hardware")
-    parser.add_argument("--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="for the whole test")
+    parser.add_argument(
+        "--timeout", type=flags.positive, default=1200.0, metavar="SECONDS", help="limit of the whole test"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -25,12 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", type=named_models.source, metavar="MODEL",
         help=f"{named_models.HELP}, or a model and its inputs (a tensor, a tuple or a dict)",
     )  # fmt: skip
-    flags.add_tp(parser, 2, "local ranks to start (default 2; torchrun says it otherwise)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of weights and inputs (default fp32)")
+    flags.add_tp(parser, 2, "local ranks to start (default 2); under torchrun those that it has started")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="fp32", help="dtype of weights and inputs (default fp32)"
+    )
     parser.add_argument(
         "--layers", type=flags.at_least(1), metavar="N", help="build a configuration with so many hidden layers"
     )
-    parser.add_argument("--train", action="store_true", help="in training mode (without dropout); default: evaluation")
+    parser.add_argument(
+        "--train", action="store_true", help="run in training mode, without dropout (default: evaluation)"
+    )
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
     flags.add_override(parser)
     flags.add_json(parser, "write what was found to a file, too")
