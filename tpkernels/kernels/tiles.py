@@ -34,8 +34,8 @@ Rows past a tile's end are read as its first row and never stored, so a tile rea
 arrived (descriptors do, and drop it: rows do not mix). Any M, N, K >= 0; row offsets are 64 bit.
 
 Descriptors (sm_90 and later) ask for rows and bases that are multiples of 16 bytes, and for K contiguous in both
-operands; a weight of 16-bit numbers may be contiguous along N instead, as it is in gradients with respect to x. Else
-pointers with any strides.
+operands; a weight of 16-bit numbers may be contiguous along N instead, as it is in gradients with respect to x. Other
+operands are read through pointers, with any strides.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class MasterWeights(Optimizer):
     Args:
         params: parameters or groups of them, as any optimizer takes them; DTensors or plain tensors.
         make: makes the optimizer, given the masters in the groups of ``params``.
-        dtype: of the masters; parameters of this dtype are their own.  None keeps every parameter's dtype.
+        dtype: that of the masters; a parameter that has it is its own master.  None keeps every parameter's dtype.
         shard_replicas: cut masters and state of replicated parameters over the tensor-parallel group (the mesh's "tp"
             axis, or its only one), along the first dimension that is not cut already: one of size n becomes
             ceil(n / ranks).  What has no such dimension, as vectors that FSDP2 has cut, stays whole.
@@ -88,7 +88,7 @@ class MasterWeights(Optimizer):
     It is an ``Optimizer`` over ``params``: schedulers, ``zero_grad``, ``state_dict``, ``tpk.save_snapshot`` and
     ``torch.distributed.checkpoint.state_dict`` work; ``state[parameter]["master"]`` is a master of another dtype.  A
     parameter's ``main_grad`` (:func:`tpkernels.nn.use_main_grads`) is taken where it has one, and ``grad`` where not;
-    the caller zeroes both.  Whoever writes to parameters behind its back calls :meth:`reset_masters`.
+    the caller zeroes both.  Call :meth:`reset_masters` after you have written to parameters yourself.
 
     Examples:
         >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)).bfloat16(), mesh["tp"])

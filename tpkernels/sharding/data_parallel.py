@@ -74,7 +74,7 @@ def data_parallel(
             one's parameters and buffers, with "same" replicas that differ raise.
 
     Call it after ``tpk.parallelize`` and before the optimizer is made: parameters become DTensors on the axes
-    ("dp", "tp").  Of several micro-batches only the last one's backward pass needs to communicate:
+    ("dp", "tp").  Only the backward pass of the last micro-batch needs to communicate: call
     ``model.set_requires_gradient_sync(False)`` before the others.
 
     Examples:

@@ -35,18 +35,17 @@ def verify(
             its floating-point tensors times fixed random weights.
         dtype: convert the copies (and floating-point inputs) to this dtype first.
 
-    Compared are every tensor that the model returns (but caches, of which a rank keeps its own part), the loss, the
+    It compares every tensor that the model returns (but caches, of which a rank keeps its own part), the loss, the
     gradients of all parameters and of those inputs that require one, and the buffers after the pass.  An error may be
-    8 times as large as the unsharded model's own, element by element (:mod:`tpkernels.verification.bounds`); a model
-    in fp64 is held to what fp32 would cost.  Dropout and jitter are off; the model is otherwise in the mode that it is
-    in.
+    8 times as large as the unsharded model's own, element by element (:mod:`tpkernels.verification.bounds`).  A model
+    in fp64 may be as inexact as fp32 is.  Dropout and jitter are off; otherwise the model stays in its mode.
 
     Beside the model a rank holds at most two copies of it, one of them in fp64, with gradients and activations; where
     something differs also the inputs and outputs of all modules, in three dtypes.
 
-    Where a model jumps (a relu beside 0, the choice of an expert), more than rounding comes of a rounding.  What is
-    over the bound is therefore compared with more passes of the unsharded model; in bf16 a jump can still look like a
-    difference, and a note says whether there is one in fp32, too.
+    One rounding may change much where a model is not continuous: the gradient of a relu whose input passes 0, the
+    choice of an expert.  What is over the bound is therefore compared with more passes of the unsharded model.  In
+    bf16 such a jump can still look like a difference; a note then says whether fp32 shows one, too.
 
     Examples:
         >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))

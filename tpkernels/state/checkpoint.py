@@ -71,8 +71,8 @@ def full_state_dict(model: nn.Module, *, rank: int | None = None) -> dict[str, T
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Load a state dict of the model as it was before :func:`parallelize`; all ranks give the same one.
 
-    Of tied names one is enough.  Dtypes are converted as ``load_state_dict`` does.  A model on the meta device gets its
-    shards, and the buffers that no state dict has.
+    One of several tied names is enough.  Dtypes are converted as ``load_state_dict`` does.  A model on the meta device
+    gets its shards, and the buffers that no state dict has.
 
     Examples:
         >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])
@@ -108,9 +108,9 @@ def load_pretrained(model: nn.Module, path: str | Path, *, ignore: Sequence[str]
         ignore: patterns (``cls.*``) of names in the checkpoint that the model has no use for.
 
     Names are those of the model; the prefix of a transformers base model may be there or not, and what transformers
-    itself ignores is ignored.  Of tied names one is enough.  Dtypes are converted to the model's.  Checkpoints whose
-    tensors are laid out otherwise than the model's (transformers calls that a weight conversion) are refused by their
-    names or shapes.
+    itself ignores is ignored.  One of several tied names is enough.  Dtypes are converted to the model's.  Checkpoints
+    whose tensors are laid out otherwise than the model's (transformers calls that a weight conversion) are refused by
+    their names or shapes.
 
     Examples:
         >>> mlp = tpk.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), mesh["tp"])

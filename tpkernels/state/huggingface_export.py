@@ -28,8 +28,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_file_bytes: int
     """Write a checkpoint in Hugging Face's layout, with original names and shapes; all ranks call it.
 
     Safetensors files with digests of their tensors, an index where there are several, and, for a model of transformers,
-    its configuration.  Of tied names the first is written.  Any model can be written; :func:`load_pretrained` reads it
-    at any number of ranks.
+    its configuration.  The first of several tied names is written.  Any model can be written; :func:`load_pretrained`
+    reads it at any number of ranks.
 
     The folder holds a checkpoint when this returns, on the disk; one that is interrupted leaves a hidden folder with
     ``.partial-`` in its name, and no checkpoint.
