@@ -321,7 +321,7 @@ def skipped_bias(mesh: DeviceMesh) -> None:
 
 
 MEGATRON: dict[str, Row] = {
-    "parallel_state.initialize_model_parallel(tensor_model_parallel_size=4)": megatron_groups,
+    "initialize_model_parallel(4)": megatron_groups,
     "ColumnParallelLinear(..., gather_output=False)": lambda mesh: pair("Column", mesh, {"gather_output": False}, {}),
     "RowParallelLinear(..., input_is_parallel=True)": rows,
     "VocabParallelEmbedding": megatron_table,
