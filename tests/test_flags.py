@@ -31,6 +31,7 @@ def bad_values(action: argparse.Action) -> list[str]:
     numbers = ["-1", "many", "1.5", ""]
     known = {
         "at_least.<locals>.parse": numbers,
+        "power_of_two.<locals>.parse": [*numbers, "3", "12"],
         "positive": ["0", "-1", "inf", "nan", "soon", ""],
         "device": ["gpu", "cuda"],
         "tokens": ["8", "8x", "0x7", "3x-1", "axb", "1x2x3", ""],

@@ -167,7 +167,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default bf16")
     flags.add_tp(parser, 2, "local ranks to start (default 2); under torchrun those that it has started")
     parser.add_argument(
-        "--same-bits", type=flags.at_least(1), metavar="LARGEST",
+        "--same-bits", type=flags.power_of_two(1), metavar="LARGEST",
         help="say which calls change, and what it costs, to give the same bits at each degree up to LARGEST",
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ __all__ = [
     "new_file",
     "new_folder",
     "positive",
+    "power_of_two",
     "tokens",
 ]
 
@@ -41,6 +42,18 @@ def at_least(least: int, what: str = "a whole number") -> Callable[[str], int]:
             raise ArgumentTypeError(f"takes {what}, got {text!r}") from None
         if value < least:
             raise ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return parse
+
+
+def power_of_two(least: int) -> Callable[[str], int]:
+    """The type of a power of two from ``least`` on."""
+
+    def parse(text: str) -> int:
+        value = at_least(least)(text)
+        if value & (value - 1):
+            raise ArgumentTypeError(f"must be a power of two, got {value}")
         return value
 
     return parse

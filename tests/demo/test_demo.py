@@ -182,7 +182,7 @@ def test_missing_weights_are_named_with_the_command_that_brings_them(
 
 @pytest.mark.cpu
 def test_heads_that_cannot_be_shared_are_refused_before_ranks_start() -> None:
-    with pytest.raises(ValueError, match="5 ranks cannot share 12 attention heads"):
+    with pytest.raises(ValueError, match="5 ranks cannot share the 12 attention heads"):
         demo.main(arguments("--tp", "5"))
 
 

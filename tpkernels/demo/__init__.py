@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Options", "add_arguments", "main", "run_on_rank", "show_what_is_next"]
 
 PARTS = ("swap", "train")
-HEAD_CUTS = (1, 2, 3, 4, 6, 12)
+HEADS = 12  # of both models
 WAIT_S = 300.0
 """How long a rank waits for the others: rank 0 computes the references alone."""
 JOB_S = 1800.0
@@ -67,8 +67,8 @@ def main(args: argparse.Namespace) -> int:
     console = Console()
     job = config.job_environment()
     world_size = job.world_size if job else args.tp
-    if world_size not in HEAD_CUTS:
-        raise ValueError(f"{world_size} ranks cannot share 12 attention heads (both models have 12); use {HEAD_CUTS}")
+    if HEADS % world_size:
+        raise ValueError(f"{world_size} ranks cannot share the {HEADS} attention heads of the models: use a divisor")
     parts: tuple[str, ...] = (args.only,) if args.only else PARTS
     missing = ""
     if "swap" in parts:

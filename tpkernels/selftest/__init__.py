@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=PARTS, help="check only these")
     parser.add_argument("--quick", action="store_true", help="small shards only, which travel in one chunk; few steps")
     parser.add_argument(
-        "--same-bits", type=flags.at_least(2), nargs="?", const=SAME_BITS, metavar="LARGEST",
+        "--same-bits", type=flags.power_of_two(2), nargs="?", const=SAME_BITS, metavar="LARGEST",
         help="train at each tensor-parallel degree up to LARGEST (default 8), and compare bit by bit: fp32 and bf16",
     )  # fmt: skip
     flags.add_json(parser, "write every row with its failures, versions and hardware")
