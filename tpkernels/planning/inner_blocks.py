@@ -106,5 +106,5 @@ def _proven(module: nn.Module, layers: dict[str, Layer], world_size: int) -> Inn
     together = find_shared([alone.recording], styles)
     columns = ", ".join(name for name, style in styles.items() if isinstance(style, Column))
     ends = ", ".join(name for name, style in styles.items() if isinstance(style, Row))
-    reasons = {Column: f"within each block of its list, until {ends}", Row: f"sums what {columns} cut in its block"}
+    reasons = {Column: f"within each block of its list, up to {ends}", Row: f"sums what {columns} cut in its block"}
     return {name: Chosen(style, "data flow", reasons[type(style)]) for name, style in styles.items()}, together

@@ -296,7 +296,7 @@ def _collectives(style: Style) -> tuple[Moves, Moves]:
 
 def _words(moves: Moves, leader: str | None) -> str:
     words = [f"{collective} of {what}" for collective, what in moves]
-    return ", ".join([f"with {leader}", *words] if leader is not None else words) or "-"
+    return ", ".join([f"sent with {leader}", *words] if leader is not None else words) or "-"
 
 
 @contextmanager

@@ -319,7 +319,7 @@ class _Planner:
                 if len(sizes) > 1 and proof.pieces:
                     style = replace(style, units=units)
                 style = replace(style, sum_input_gradient=name not in self.decision.fed)
-                reason = f"{proof.each(self.world_size)}, until {rows}"
+                reason = f"{proof.each(self.world_size)}, up to {rows}"
                 if self.layers[name].kind == "embedding":
                     style = Features()
                 if name in proof.copies:

@@ -167,7 +167,7 @@ class _Planner:
                 layers[name] = self._layer(name, "copied", reason, {}, self._copied_ranges(name, proof))
             else:
                 cuts = self._linear_cuts(name, made=True, runs=proof.segments[name], pieces=proof.pieces)
-                layers[name] = self._layer(name, "column", f"{each}, until {rows}", cuts)
+                layers[name] = self._layer(name, "column", f"{each}, up to {rows}", cuts)
         for name in group.rows:
             cuts = self._linear_cuts(name, made=False, runs=(), pieces=proof.pieces)
             layers[name] = self._layer(name, "row", f"sums what {columns} cut", cuts)
