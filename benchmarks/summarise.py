@@ -118,6 +118,27 @@ def norm_section(path: Path, content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def widened_section(path: Path, content: dict[str, Any]) -> list[str]:
+    setup = content["setup"]
+    lines = ["### bf16 and fp16 multiplied in fp32, one core", "", *_origin(path, content), ""]
+    lines += [
+        f"Instruction sets of oneDNN: {setup['onednn_max_cpu_isa']}. Weights stay in the caches where they fit.",
+        "",
+    ]
+    lines += ["| dtype | MxKxN | library us | widened us | speed-up (quartiles) | taken from rows | n |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|"]
+    for row in content["results"]:
+        library, own = (row["times"][name]["median_ms"] * 1e3 for name in ("library", "widened"))
+        low, high = row["speedup_quartiles"]
+        mark = "~ " if row["noise"] else ""
+        least = "never" if row["least_rows"] is None else row["least_rows"]
+        lines.append(
+            f"| {row['dtype']} | {row['shape_MxKxN']} | {library:.0f} | {own:.0f} | "
+            f"{mark}{row['speedup']:.2f} ({low:.2f} to {high:.2f}) | {least} | {row['repeats']} |"
+        )
+    return [*lines, ""]
+
+
 def values_section(path: Path, content: dict[str, Any]) -> list[str]:
     """Cells that passed, of those that there are, by mode and ranks; which models were not seen at all in a mode."""
     setup, rows = content["setup"], content["results"]
@@ -248,6 +269,7 @@ def sections() -> str:
         "overhead": overhead_section,
         "never-slower": never_slower_section,
         "residual-norm": norm_section,
+        "widened-gemm": widened_section,
         "values": values_section,
         "same-bits": same_bits_section,
         "one-gpu": one_gpu_section,
