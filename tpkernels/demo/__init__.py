@@ -137,7 +137,7 @@ def run_on_rank(options: Options) -> bool:
             console.print()
             show.show_training(console, trained)
             holds &= trained.holds and trained.has_learnt
-        console.print(f"\n[dim]{time.perf_counter() - begin:.0f} s[/dim]")
+        console.print(f"\n[dim]The demo took {time.perf_counter() - begin:.0f} s.[/dim]")
     finally:
         dist.destroy_process_group()
     return holds

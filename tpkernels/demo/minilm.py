@@ -14,7 +14,6 @@ factor of 100,000.
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import resolve
 from tpkernels.demo.sentences import QUESTIONS, SENTENCES
-from tpkernels.measure.timing import measure
+from tpkernels.measure.timing import Measurement, measure
 from tpkernels.nn.parallel_linear import ParallelLinear
 from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.explain import explain
@@ -60,7 +59,7 @@ class MiniLMReport:
     full_linear_bytes: int
     rank_bytes: tuple[int, ...]
     rank_linear_bytes: tuple[int, ...]
-    seconds: dict[str, float]
+    times: dict[str, Measurement]
     chosen: str
     """What "auto" picked for the feed-forward block's second linear."""
     answers: tuple[tuple[str, str, float], ...]
@@ -124,7 +123,7 @@ def run_minilm(mesh: DeviceMesh, repeats: int, say: Callable[[str], None]) -> Mi
     say("embedding with the sharded model")
     embeddings = embed(model, tokens)
     say("timing unfused against fused")
-    seconds = _time(model, swapped, tokens, repeats)
+    times = _time(model, swapped, tokens, repeats)
     rows, width = tokens["input_ids"].numel(), 384
     chosen = explain("matmul_all_reduce", m=rows, n=width, k=4 * width, dtype=torch.float32, group=mesh).chosen
     found: list[Any] = []
@@ -146,7 +145,7 @@ def run_minilm(mesh: DeviceMesh, repeats: int, say: Callable[[str], None]) -> Mi
         full_linear_bytes=full_linear,
         rank_bytes=tuple(size for size, _ in sizes),
         rank_linear_bytes=tuple(size for _, size in sizes),
-        seconds=seconds,
+        times=times,
         chosen=chosen,
         answers=tuple(tuple(answer) for answer in answers),
     )
@@ -181,8 +180,8 @@ def _parameter_bytes(model: nn.Module) -> tuple[int, int]:
     return total, linear
 
 
-def _time(model: nn.Module, swapped: Sequence[ParallelLinear], tokens: Any, repeats: int) -> dict[str, float]:
-    """Median seconds of one batch by implementation, interleaved; the slowest rank counts."""
+def _time(model: nn.Module, swapped: Sequence[ParallelLinear], tokens: Any, repeats: int) -> dict[str, Measurement]:
+    """Times of one batch by implementation, interleaved; the slowest rank counts."""
 
     def candidate(implementation: str) -> Callable[[], object]:
         def run() -> object:
@@ -193,8 +192,7 @@ def _time(model: nn.Module, swapped: Sequence[ParallelLinear], tokens: Any, repe
         return run
 
     names = ("unfused", "chunked", "auto")
-    times = measure({name: candidate(name) for name in names}, repeats=repeats, warmup=1)
-    return {name: statistics.median(times[name].seconds) for name in names}
+    return measure({name: candidate(name) for name in names}, repeats=repeats, warmup=1)
 
 
 def _answers(embeddings: Tensor) -> tuple[tuple[str, str, float], ...]:

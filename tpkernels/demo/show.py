@@ -12,6 +12,7 @@ from rich.text import Text
 from tpkernels.demo.minilm import BOUND_FACTOR, MiniLMReport
 from tpkernels.demo.training import TrainingReport
 from tpkernels.measure.curves import FACTOR
+from tpkernels.measure.report import NOISE, Ratio
 
 __all__ = ["show_minilm", "show_training"]
 
@@ -35,14 +36,15 @@ def show_minilm(console: Console, report: MiniLMReport) -> None:
     console.print(Padding(table, (0, 0, 1, 2)))
 
     table = _table("implementation", "one batch", "speedup")
-    for name, seconds in report.seconds.items():
+    for name, time in report.times.items():
         label = f"auto (chose {report.chosen})" if name == "auto" else name
-        table.add_row(label, f"{seconds * 1e3:.0f} ms", f"{report.seconds['unfused'] / seconds:.2f}x")
+        speedup = "-" if name == "unfused" else str(Ratio.of(report.times["unfused"], time))
+        table.add_row(label, f"{time.median * 1e3:.0f} ms", speedup)
     console.print(Padding(table, (0, 0, 0, 2)))
     console.print()
     _indented(
         console,
-        "[dim]Medians, interleaved. Ranks of one machine have no network to hide behind the GEMM; "
+        f"[dim]Medians, interleaved; {NOISE} is noise. Ranks of one machine have no network to hide behind the GEMM; "
         "`tpkernels bench --netlab 1gbit` gives them one (root).[/dim]\n",
     )
     for question, answer, similarity in report.answers:
