@@ -156,12 +156,12 @@ def all_gather_grouped_matmul(
         (torch.Size([16, 5]), torch.Size([8, 2]))
 
     Raises:
-        ValueError: bad arguments, experts that do not exist among them; nothing was sent.
+        ValueError: bad arguments, such as experts that do not exist; nothing was sent.
         UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
             :func:`tpkernels.all_gather_matmul`.
 
-    All ranks must call it in the same order.  Ranks may have no tokens, and experts neither.  On CUDA the host waits
-    for the routing.  Weight gradients are not added to a ``main_grad``, but returned.
+    All ranks must call it in the same order.  A rank may have no tokens, and an expert none either.  On CUDA the
+    host waits for the routing.  Weight gradients are not added to a ``main_grad``, but returned.
     """
     routing = as_routing(routing, group)
     single = isinstance(weights, Tensor) or activation in GATED

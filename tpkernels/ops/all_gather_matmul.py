@@ -205,8 +205,8 @@ def all_gather_matmul(
 
     Args:
         scale_x, scale_weight: x and weight are fp8, and stand for ``x * scale_x`` and ``weight * scale_weight``;
-            :func:`tpkernels.quantize_fp8` makes both.  Scales of x are gathered along.  No gradient.
-        out_dtype: of fp8 calls: bfloat16 (default), float16 or float32; y is rounded once.  Biases have it.
+            :func:`tpkernels.quantize_fp8` makes both.  Scales of x are gathered with it.  There is no gradient.
+        out_dtype: dtype of y and of biases in fp8 calls: bfloat16 (default), float16 or float32; y is rounded once.
         gather_dim: the dimension of x that is cut over the ranks; the last one gathers features (K).
         shard_sizes: size of every rank's shard; needed, on every rank, when they are not all equal.
         activation: None, "relu", "gelu", "gelu_tanh" or "silu", applied to every output; or "swiglu" or "geglu", which

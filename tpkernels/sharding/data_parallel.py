@@ -68,8 +68,9 @@ def data_parallel(
             and "tensor_parallel"; "dp" may have one rank.
         units: modules whose parameters travel together, beside what is left for ``model`` itself; default: the members
             of its ``nn.ModuleList`` s, which are the blocks of most models.  Each must be called as a module.
-        policy: torch's.  ``MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` computes in
-            bf16 while the parameters, which the optimizer works on, stay fp32 masters.
+        policy: a policy of torch's for mixed precision.
+            ``MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` computes in bf16 while the
+            parameters, which the optimizer works on, stay fp32 masters.
         init_weights: as for ``tpk.parallelize``, for what the replicas hold: "rank 0" gives all of them the first
             one's parameters and buffers, with "same" replicas that differ raise.
 

@@ -6,8 +6,8 @@ own rows and takes the chunks as they come.  Reduce-scatter: the kernel computes
 announces finished chunks; copy engines push them into the owners' slots and signal; behind the GEMM a CUDA kernel sums
 the partials of all ranks in rank order, in fp32, adds the bias and rounds once.  All-reduce: one kernel that pushes to
 everybody and sums, for little data; one kernel that sums shares and pushes the sums, for more; else reduce-scatter,
-then all-gather.  Where the GPUs have NVLS, kernels push with stores that reach everybody at once; the switch never
-sums, because it has neither our order nor our rounding.
+then all-gather.  Where the GPUs have NVLS, kernels push with stores that reach everybody at once.  They never let
+the switch sum, which adds in an order and with roundings of its own.
 
 The gathered tensor is ordinary memory, so it can be given out; slots hold shards and partials, never results.  Shards
 of few rows, and of features, are gathered (or reduced) around a library GEMM: a kernel that reads the weight once per
