@@ -206,7 +206,9 @@ def train(mesh: DeviceMesh, options: Options, console: Console) -> Outcome:
     _check_folders(options, outcome.start)
     _introduce(console, options, trainer, outcome.start, len(text))
     columns = (TextColumn("  step"), MofNCompleteColumn(), BarColumn(bar_width=30), TextColumn("{task.fields[now]}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"), console=console
+    ) as progress:
         bar = progress.add_task("", total=options.steps, completed=outcome.start, now="")
         for number in range(outcome.start, options.steps):
             step = trainer.step(number)
