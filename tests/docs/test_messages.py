@@ -23,12 +23,13 @@ pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/messages.md"
-BUILT_IN = ("ValueError", "TypeError", "RuntimeError", "AttributeError", "IndexError", "ImportError", "OSError")
+BUILT_IN = ("ValueError", "TypeError", "RuntimeError", "AttributeError", "IndexError", "KeyError", "ImportError",
+            "OSError", "NotImplementedError")  # fmt: skip
 OWN = ("LaunchError", "MissingPackage", "Missing", "FakeTensorLeft", "CudaError")
 OF_COMMANDS = ("ArgumentTypeError", "NetlabError", "NetlabUnavailable")
 TELLERS = ("refuse", "_refuse", "warn", "cls")
 """Functions that raise, or warn of, what they are given; and classes of errors that are chosen at run time."""
-REASONS = ("TransportFailure", "Unproven", "Refused", "_DoesNotRun")
+REASONS = ("TransportFailure", "Lost", "Unproven", "Refused", "_DoesNotRun")
 """Exceptions that are caught in the package, and whose text is put into the error of a call or the reason in a plan."""
 SEEN = {*tpk.errors.__all__, *BUILT_IN, *OWN, *OF_COMMANDS, *TELLERS, *REASONS}
 """Where a user sees the text.  What other exceptions say is caught in the package, and is put into one of these."""
@@ -41,16 +42,11 @@ THROWN = re.compile(r'(?:throw \w[\w:]*\(|\bfail\(Failure|\braise_errno\(|\btext
 UNSEEN = {
     "tpkernels/kernels": "operands are checked by the ops before a kernel gets them",
     "tpkernels/testing": "for the tests of this project and of backends",
-    "tpkernels/backends/shared_memory/rendezvous.py": "what a connection says is read by segments.py, which catches it",
     "tpkernels/backends/symmetric/tile_cache.py": "a file that cannot be read is measured again",
     "tpkernels/comm/job_identity.py": "caught where cards and notes are read",
     "tpkernels/comm/liveness.py": "caught where cards are read",
     "tpkernels/comm/presence.py": "a note that cannot be read is no note",
     "tpkernels/comm/records.py": "a record that cannot be read is no record",
-    "tpkernels/planning/fake_answers.py": "a model that fails on fake tensors becomes the reason in a plan",
-    "tpkernels/planning/opaque_modules.py": "the same",
-    "tpkernels/planning/session.py": "the same",
-    "tpkernels/planning/trace.py": "the same",
 }
 """Files whose messages reach nobody, and why.  csrc/cuda refuses only what no caller in the package gives it."""
 LEAST_LETTERS = 9
