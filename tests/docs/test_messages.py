@@ -35,6 +35,8 @@ SEEN = {*tpk.errors.__all__, *BUILT_IN, *OWN, *OF_COMMANDS, *TELLERS, *REASONS}
 """Where a user sees the text.  What other exceptions say is caught in the package, and is put into one of these."""
 REASON = re.compile(r"why|reason|refus")
 """A function returns a reason if it may return None instead, or if its name says so; a variable, if its name does."""
+CONSTANTS = ("UNTRIED", "_ONLY_CUDA", "OWN_CODE")
+"""Names of constants that are reasons."""
 NO_REASON = ("job_name", "_tie_kind")
 """Functions that return a text or None, and no reason."""
 THROWN = re.compile(r'(?:throw \w[\w:]*\(|\bfail\(Failure|\braise_errno\(|\btext = )(?:"(?:[^"\\]|\\.)*"|[^;{"])*;')
@@ -100,7 +102,7 @@ def read(node: ast.AST, names: Names, found: list[tuple[int, str]], reasoning: b
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
         names[name] = [*names.get(name, []), *texts_of(node.value, names)]
-        said = node.value if REASON.search(name) else None
+        said = node.value if REASON.search(name) or name in CONSTANTS else None
     elif isinstance(node, ast.Return) and reasoning:
         said = node.value
     elif isinstance(node, ast.Call) and node.args:
