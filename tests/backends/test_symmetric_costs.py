@@ -21,7 +21,7 @@ from tpkernels.comm import calibration
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.resources import Standing
 from tpkernels.dispatch import Costs
-from tpkernels.ops import agreed_call
+from tpkernels.ops import agreed_costs
 from tpkernels.testing.cases import GATHER, REDUCE
 from tpkernels.testing.spawn import Pools
 
@@ -60,7 +60,7 @@ def test_what_was_measured_goes_before_the_model(op: str, m: int, field: str, ca
 
 def test_the_slowest_rank_counts_and_explain_says_what_is_modelled() -> None:
     told = [{"symmetric_call_us": us, "symmetric_kernel_us": us / 4} for us in (40.0, 90.0)]
-    agreed = agreed_call._slowest(told, widens=False)
+    agreed = agreed_costs.slowest(told, widens=False)
     assert agreed.own == (("symmetric_call_us", 90.0), ("symmetric_kernel_us", 22.5))
     for costs, said in ((agreed, "symmetric call 90 us"), (Costs(), "symmetric call modelled")):
         assert said in str(symmetric.dispatch.select(PROBLEM, "symmetric", costs)[1])

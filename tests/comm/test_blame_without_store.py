@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tpkernels.backends.shared_memory import rendezvous, segments
-from tpkernels.comm import meeting, presence
+from tpkernels.comm import agreement, meeting, presence
 from tpkernels.comm.blame import blame, diagnose
-from tpkernels.comm.bounded_store import StoreLost, StoreSilent
+from tpkernels.comm.bounded_store import BoundedStore, StoreLost, StoreSilent
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.liveness import Identity
 from tpkernels.comm.transport import TransportFailure
@@ -254,3 +256,130 @@ def test_what_memory_held_is_no_card_of_a_rank_that_did_not_come(monkeypatch: py
     monkeypatch.setattr(torch, "empty_like", torch.ones_like)
     error = _meet(monkeypatch, exchange)
     assert error.ranks == (OTHER,), error
+
+
+# ---------------------------------------------------------------- a rank that was stopped itself
+
+
+@pytest.mark.parametrize(
+    ("lost", "host", "waited", "blamed"),
+    [
+        (None, None, 0.0, (OTHER,)),  # the store says nothing of it, so it never came
+        (StoreLost("reset"), None, 0.0, ()),
+        (StoreSilent("no answer"), None, 0.0, ()),
+        (StoreSilent("no answer"), None, 1.7, (MINE,)),  # stopped as it came, and so it says
+        (StoreLost("reset"), HOST, 0.0, (OTHER, HOST)),
+        (StoreLost("reset"), OTHER, 0.0, (OTHER,)),
+    ],
+)
+def test_a_rank_that_comes_too_late_to_a_lost_store_does_not_say_who_is_to_blame(
+    lost: StoreLost | None,
+    host: int | None,
+    waited: float,
+    blamed: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was stopped before the meeting, the others gave up, the store was killed, and it named one of the others."""
+    if lost is None:
+        _see(monkeypatch, MINE)
+    else:
+
+        def check(store: _Lost, keys: list[str]) -> bool:
+            raise lost
+
+        monkeypatch.setattr(_Lost, "check", check)
+    monkeypatch.setattr(meeting, "HEARTBEAT_PATIENCE", 0.0)
+    group = _group(listened_ago=9.0)
+    group.store_host, group.store = host, None
+    error = meeting._blame_meeting(group, meeting._HadClosed("closed by rank 2", OTHER), [], waited * TIMEOUT_S)
+    assert error.ranks == blamed and f"rank {OTHER}" in str(error), error
+    assert ("store is lost" in str(error)) == (lost is not None and waited == 0.0), error
+
+
+class _Served:
+    """A store that answers when it is told to, one request after the other, as c10d's client does."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
+        self.answers, self.asks = threading.Event(), threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*given: Any) -> Any:
+            with self.asks:
+                self.answers.wait(60.0)
+                return getattr(self.store, name)(*given)
+
+        return ask
+
+
+def test_what_a_rank_says_to_a_store_that_was_silent_since_it_came_is_read_by_its_peers() -> None:
+    """The host of the store was stopped; woken, it did not know the others' notes for those of this group."""
+    served = _Served()
+    served.answers.set()
+    mine, host = _group(listened_ago=9.0), _group(listened_ago=9.0)
+    for group, rank in ((mine, MINE), (host, HOST)):
+        group.rank, group.visits, group.control = rank, (), BoundedStore(served, TIMEOUT_S)
+    presence.come(host)
+    served.answers.clear()
+    presence.come(mine, limit=0.01)
+    deadline = time.monotonic() + 10.0
+    while not served.asks.locked() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    presence.tell(mine, PeerLost("no word from rank 0", ranks=(HOST,)), mine.control)
+    served.answers.set()
+    while not (said := presence.failures(host)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert said[MINE]["ranks"] == [HOST], said
+
+
+class _Clock:
+    """In the place of a module's clock: it stands still until somebody sleeps, and jumps where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+        self.now, self.slept, self.jump = 1e6, 0, 0.0
+        for module in modules:
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += 1
+        self.now += seconds + (self.jump if self.slept == 3 else 0.0)
+
+
+@pytest.mark.parametrize(("stood_still", "lasted"), [(0.0, TIMEOUT_S), (1.7 * TIMEOUT_S, 2.7 * TIMEOUT_S)])
+def test_the_time_in_which_a_rank_stood_still_is_not_one_of_waiting_for_records(
+    stood_still: float, lasted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was stopped, the others gave up, and it blamed them before their notes had come."""
+    clock = _Clock(monkeypatch, agreement)
+    clock.jump = stood_still
+    monkeypatch.setattr(agreement, "_is_there", lambda group, key: False)
+    monkeypatch.setattr(agreement, "_is_hopeless", lambda *given: False)
+    monkeypatch.setattr(agreement, "recorded", lambda *given: {})
+    group = _group(listened_ago=0.1)
+    group.control = SimpleNamespace(answered_at=0.0, within=lambda limit: None)
+    start = clock.now
+    assert agreement._poll(group, 3, "call", start) == {}
+    assert lasted <= clock.now - start < lasted + 0.1
+
+
+@pytest.mark.parametrize(("lasted", "looks"), [(1.0, 1), (1.7, 2)])
+def test_a_rank_whose_wait_ended_late_hears_what_the_others_have_said(
+    lasted: float, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped in a transfer, and blamed its peer before that one's note had come."""
+    notes = [{}, {OTHER: {"kind": "CollectiveTimeout", "message": "rank 1 did not come", "ranks": [MINE]}}]
+    looked: list[int] = []
+
+    def failures(group: Any, store: Any) -> Any:
+        looked.append(1)
+        return notes[min(len(looked), 2) - 1]
+
+    monkeypatch.setattr(presence, "failures", failures)
+    for name in ("recorded", "told", "read"):
+        monkeypatch.setattr(f"tpkernels.comm.blame.{name}", lambda *given, **options: {})
+    group = _group(listened_ago=0.1)
+    here = SimpleNamespace(is_local=True, is_dead=lambda: False, is_stopped=lambda: False)
+    group.peers, group.in_flight = (here,) * 3, SimpleNamespace(since=time.monotonic() - lasted * TIMEOUT_S)
+    failure = TransportFailure("recv timed out", OTHER, lasted=lasted * TIMEOUT_S)
+    error = diagnose(group, 3, "all_gather(...)", failure)
+    assert len(looked) == looks and (error.ranks == (MINE,)) == (looks == 2), (looked, error)

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -53,6 +54,19 @@ def test_init_again_uses_the_process_group_that_exists(alone: None) -> None:
     assert dist.group.WORLD is world
     assert resolve(world).timeout == 17.0, "the timeout of the group that exists stays"
     assert tuple(first.shape) == tuple(second.shape)
+
+
+@pytest.mark.cpu
+def test_a_group_that_goes_when_the_interpreter_has_ended_is_forgotten_without_a_word(alone: None) -> None:
+    """Names of modules are gone then: "Exception ignored in: <function ...>"."""
+    axis = tpk.init()["tp"]
+    state = resolve(axis)
+    for reference, known in ((groups._seen[id(axis)][0], groups._seen), (state.reference, groups._groups)):
+        forget: Any = reference.__callback__
+        nameless = FunctionType(forget.func.__code__, {}, argdefs=forget.func.__defaults__)
+        count = len(known)
+        nameless(*forget.args, reference)
+        assert len(known) < count
 
 
 class Taken(Exception):

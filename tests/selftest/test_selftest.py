@@ -92,7 +92,7 @@ def run_with_fault(options: selftest.Options) -> list[Row]:
     # Whatever this machine measures: what the backward pass of "shared_memory" gathers by itself sends no messages.
     memory_wins = Costs(copy_gbytes=1e3, signal_us=0.01, link_gbytes=1e-3, link_latency_us=1e5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreed_call, "_agreed_costs", lambda *args: memory_wins)
+        patch.setattr(agreed_call, "agreed_costs", lambda *args: memory_wins)
         patch.setattr(state, "agreed", OrderedDict())
         patch.setattr(state, "checked", {})
         with corrupt_receives(lose) if state.rank == 1 else nullcontext():

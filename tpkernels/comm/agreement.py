@@ -26,7 +26,7 @@ import time
 import torch
 
 from tpkernels.comm import heartbeats, presence, resources, transport
-from tpkernels.comm.blame import Looks, blame, diagnose
+from tpkernels.comm.blame import Looks, blame, diagnose, stood_still, unanswering
 from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.groups import Group
 from tpkernels.comm.meeting import LOOK_EVERY, card_of, meet
@@ -48,6 +48,7 @@ __all__ = [
     "recorded",
     "refuse",
     "told",
+    "unanswering",
 ]
 
 # Ranks that disagree wait this long for the rest of the group, so that the error blames the right ones.
@@ -78,24 +79,32 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
         raise blame(group, call, record.signature, str(error), waited, suspects=host) from error
     missing = [rank for rank in range(group.size) if rank not in found]
     if missing:
-        waited = time.monotonic() - start
+        waited = group.timeout if group.is_overdue() else time.monotonic() - start
         raise blame(group, call, record.signature, f"no word from rank(s) {missing}", waited, suspects=missing)
     raise_if(mismatch(group, call, found))
     return [found[rank] for rank in range(group.size)]
 
 
 def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]:
-    """Wait until all ranks have left their records; those that are there when the time is up or waiting is hopeless."""
+    """Wait until all ranks have left their records; those that are there when the time is up or waiting is hopeless.
+
+    A time in which this process stood still is not one of waiting: what the others said meanwhile comes after it.
+    """
+    seen = time.monotonic()
+    if seen - start > group.timeout:
+        start = seen  # it was stopped as it left its own record: no request to the store takes so long
     pause, next_look, looks = 0.0002, start + LOOK_EVERY, Looks(group)
-    last_one_tells = True
+    last_one_tells, until = True, start + group.timeout
     while True:
+        now = time.monotonic()
+        until, seen = until + stood_still(group, now - seen), now
         if last_one_tells and _is_there(group, f"{group.key}/{part}/{call}/all"):
-            found = recorded(group, f"{part}/{call}")
+            found = recorded(group, f"{part}/{call}", group.control.within(max(LOOK_EVERY, until - now)))
             if len(found) == group.size:
                 return found
             last_one_tells = False  # that was nobody of ours: look for the records themselves
-        now = time.monotonic()
-        if now - start > group.timeout:
+            seen = time.monotonic()
+        if now > until:
             break
         if now > next_look:
             # Every rank looks at all others: where they are many, each looks less often.
@@ -106,7 +115,8 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
         pause = min(pause * 1.5, 0.01)
     # A store that is far away still answers; to wait for a silent one would only make the error late.
     is_far = time.monotonic() - group.control.answered_at < 0.5 * group.timeout
-    return recorded(group, f"{part}/{call}", group.control.within(1.0) if is_far else looks.store)
+    last = group.control.within(min(1.0, 0.15 * group.timeout)) if is_far else looks.store
+    return recorded(group, f"{part}/{call}", last)
 
 
 def _is_there(group: Group, key: str) -> bool:
@@ -128,6 +138,8 @@ def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks
     if looks.lost is None:
         group.missed = call, tuple(rank for rank in range(group.size) if rank not in present)
     now = time.monotonic()
+    if group.is_overdue() and unanswering(group):
+        return True
     if not group.co_located and now - group.listened > heartbeats.LISTEN_EVERY:  # the monitor listens later, in calls
         beats = looks(lambda store: read(group, "beat", store))
         if looks.lost is None:

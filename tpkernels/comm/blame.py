@@ -12,10 +12,12 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.records import Record, mismatch, read, recorded, told
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
 
-__all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first"]
+__all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first", "stood_still", "unanswering"]
 
 # A dead process of this host is seen at once; a remote one after this many seconds without a heartbeat.
 HEARTBEAT_PATIENCE = 3.0
+# What ends within a part of the time-out, and takes so long and half of it more, was the work of a stopped process.
+_SLOW = 1.0
 _T = TypeVar("_T")
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
@@ -27,11 +29,21 @@ def diagnose(group: Group, call: int, signature: str, error: transport.Transport
     if group.verdict is not None:
         return group.verdict
     waited = time.monotonic() - group.in_flight.since if group.in_flight is not None else 0.0
+    if stood_still(group, error.lasted - group.timeout):
+        waited = 0.0  # it was stopped: what its peers have said meanwhile may come now
     if error.verdict is not None:
         head = _head(group, call, signature)
         cause = _cause(group, head, error, waited) if error.verdict is CollectiveTimeout else None
         return cause or error.verdict(f"{head}{error}", ranks=error.ranks)
     return blame(group, call, signature, str(error), waited, peer=error.peer)
+
+
+def stood_still(group: Group, seconds: float) -> float:
+    """These seconds, if this process must have stood still for most of them, else none.
+
+    It was stopped, or its machine slept; on a busy one, what takes milliseconds has taken some tenths of a second.
+    """
+    return seconds if seconds > max(_SLOW, group.timeout / 2) else 0.0
 
 
 def blame(
@@ -137,6 +149,12 @@ def _cause(group: Group, head: str, error: transport.TransportFailure, waited: f
     looks = Looks(group)
     looks(lambda store: presence.failures(group, store))
     return None if looks.lost is None else _store_lost(group, head, looks.lost, str(error), (), None)
+
+
+def unanswering(group: Group) -> list[int]:
+    """Ranks that are known not to answer anybody now: stopped, or without a heartbeat when the store was last read."""
+    remote = [rank for rank, peer in enumerate(group.peers) if not peer.is_local]
+    return _stopped(group) + heartbeats.silent(group, remote, group.listened)
 
 
 def _stopped(group: Group) -> list[int]:

@@ -31,10 +31,12 @@ from tpkernels.comm.job_identity import Foreign, Seal
 from tpkernels.comm.store_sockets import port_of, root, serves
 from tpkernels.comm.transport import TransportFailure
 
-__all__ = ["BoundedStore", "StoreLost", "StoreSilent", "interruptible"]
+__all__ = ["BoundedStore", "NotEnded", "StoreLost", "StoreSilent", "interruptible"]
 
 # So many keys with foreign records are reported, each once.
 _MAX_REPORTED = 100
+# A wait that ends so much later than it was to is that of a process that was stopped.
+_STOOD_STILL_S = 1.0
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -95,14 +97,37 @@ def _start(request: _Request) -> None:
     worker.requests.put(request)
 
 
-def interruptible(work: Callable[[], _T]) -> _T:
-    """What ``work`` returns or raises; another thread does it, so that Ctrl-C ends the wait for it.
+class NotEnded(TimeoutError):
+    """What another thread does has not ended in time; it goes on."""
 
-    c10d connects again and again until its time is up, and takes no signal meanwhile. The thread goes on.
+
+def interruptible(work: Callable[[], _T], limit: float, undo: Callable[[], object] = lambda: None) -> _T:
+    """What ``work`` returns or raises within ``limit`` seconds; another thread does it, so that Ctrl-C ends the wait.
+
+    c10d connects again and again until its time is up, and takes no signal meanwhile. The thread goes on; if ``work``
+    succeeds when nobody waits for it any more, it calls ``undo``.
+
+    Raises:
+        NotEnded: it takes longer.
     """
-    request = _Request(work)
+    is_awaited = True
+
+    def whole() -> _T:
+        value = work()
+        if not is_awaited:
+            undo()
+        return value
+
+    request = _Request(whole)
     _start(request)
-    value, error = request.answer.get()
+    try:
+        value, error = request.answer.get(timeout=limit)
+    except Empty:
+        is_awaited = False
+        raise NotEnded(f"not ended within {limit:.3g} s") from None
+    except BaseException:
+        is_awaited = False
+        raise
     if error is not None:
         raise error
     return cast(_T, value)
@@ -139,10 +164,7 @@ class _Client:
                 store = self.store
                 self._unanswered = request = _Request(lambda: question(store), about)
                 _start(request)
-            try:
-                value, error = request.answer.get(timeout=max(0.0, start + limit - time.monotonic()))
-            except Empty:
-                raise StoreSilent(f"the group's store did not answer within {limit:.3g} s") from None
+            value, error = self._answer(request, start, limit)
             request.taken = True
             if error is not None:
                 raise error
@@ -157,6 +179,15 @@ class _Client:
             raise StoreLost(f"the group's store failed: {failed}") from failed
         finally:
             self._lock.release()
+
+    @staticmethod
+    def _answer(request: _Request, start: float, limit: float) -> tuple[Any, BaseException | None]:
+        with suppress(Empty):
+            return request.answer.get(timeout=max(0.0, start + limit - time.monotonic()))
+        if time.monotonic() - start > limit + _STOOD_STILL_S:  # this process did, and the answer may be under way
+            with suppress(Empty):
+                return request.answer.get(timeout=min(limit, _STOOD_STILL_S))
+        raise StoreSilent(f"the group's store did not answer within {limit:.3g} s")
 
     def _asked(self, about: Hashable) -> _Request | None:
         """The last request, if nobody has heard its answer and it is about the same."""
@@ -271,16 +302,17 @@ class BoundedStore:
             self._reported.add(key)
             _log.warning("tpkernels: a foreign record in the store was ignored: %s%s: %s", self._seal.where, key, why)
 
-    def post(self, notes: Mapping[str, str], *, wait: float) -> None:
+    def post(self, notes: Callable[[Any], Mapping[str, str]], *, wait: float) -> None:
         """Set these, in this order, and return when the store has them; it gets them later if it is silent now.
+
+        ``notes`` is asked when the store answers, from another thread, and gets c10d's client.
 
         Raises:
             StoreLost: it does not have them after ``wait`` seconds, or is silent already.
         """
 
-        sealed = {key: self._seal.close(key, value) for key, value in notes.items()}
-
         def leave(store: Any) -> None:
+            sealed = {key: self._seal.close(key, value) for key, value in notes(store).items()}
             for key, value in sealed.items():
                 store.set(key, value)
             store.check(list(sealed))  # set() does not wait for an answer

@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -75,6 +76,8 @@ class Group:
     """Calls whose arguments this rank has checked, with what they have settled, by the arguments' facts."""
     agreements: int = 0
     in_flight: InFlight | None = None
+    since: float | None = None
+    """When the call was made that the ranks agree on, or have agreed on just now; None in calls that they knew."""
     started: dict[int, Hashable] = field(default_factory=dict)
     """Signatures of earlier calls whose transfers are posted but not waited for yet."""
     poison: CommunicationError | None = None
@@ -155,6 +158,10 @@ class Group:
         if self.watch is not None and outer is None:
             self.watch.leave()
 
+    def is_overdue(self) -> bool:
+        """Whether a call that the ranks had to agree on has lasted for a time-out, though none of its steps has."""
+        return self.since is not None and time.monotonic() - self.since > self.timeout
+
     def remember(self, signature: Hashable, plan: Any) -> None:
         self.agreed[signature] = plan
         if len(self.agreed) > MAX_AGREED:
@@ -229,7 +236,7 @@ def resolve(group: GroupLike | str) -> Group:
     state = _resolve(process_group(group))
     if not isinstance(group, str):
         key = id(group)
-        _seen[key] = (weakref.ref(group, lambda gone: _forget_seen(key, gone)), state)
+        _seen[key] = (weakref.ref(group, partial(_forget_seen, key)), state)
     return state
 
 
@@ -246,7 +253,7 @@ def _resolve(pg: dist.ProcessGroup) -> Group:
     known = _groups.get(name)
     if known is not None and known.reference() is pg:
         return known
-    reference = weakref.ref(pg, lambda gone: _forget(name, gone))
+    reference = weakref.ref(pg, partial(_forget, name))
     backends = DeviceBackends.of(pg)
     timeout, job = _timeout_seconds(pg, backends), JobIdentity.of_this_process()
     created = Group(reference, name, pg.rank(), pg.size(), backends, timeout, pg.get_group_store(), job)
@@ -285,18 +292,31 @@ def live_groups() -> list[Group]:
     return [group for group in all_groups() if group.key is not None]
 
 
-def _forget_seen(key: int, gone: weakref.ReferenceType[GroupLike]) -> None:
-    if key in _seen and _seen[key][0] is gone:
-        del _seen[key]
+# These two may run when the interpreter ends and this module's names are gone: they take what they need with them.
 
 
-def _forget(name: str, gone: weakref.ReferenceType[dist.ProcessGroup]) -> None:
-    for key, (_, state) in list(_seen.items()):  # a mesh may outlive its group
+def _forget_seen(
+    key: int,
+    gone: weakref.ReferenceType[GroupLike],
+    seen: dict[int, tuple[weakref.ReferenceType[GroupLike], Group]] = _seen,
+) -> None:
+    if key in seen and seen[key][0] is gone:
+        del seen[key]
+
+
+def _forget(
+    name: str,
+    gone: weakref.ReferenceType[dist.ProcessGroup],
+    groups: dict[str, Group] = _groups,
+    seen: dict[int, tuple[weakref.ReferenceType[GroupLike], Group]] = _seen,
+    of_same_bits: set[str] = groups_of_same_bits,
+) -> None:
+    for key, (_, state) in list(seen.items()):  # a mesh may outlive its group
         if state.reference is gone:
-            del _seen[key]
-    if name in _groups and _groups[name].reference is gone:
-        del _groups[name]
-        groups_of_same_bits.discard(name)
+            del seen[key]
+    if name in groups and groups[name].reference is gone:
+        del groups[name]
+        of_same_bits.discard(name)
 
 
 def _timeout_seconds(pg: dist.ProcessGroup, backends: DeviceBackends) -> float:

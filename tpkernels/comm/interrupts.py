@@ -32,7 +32,7 @@ from tpkernels.gemm.native import native
 __all__ = ["end_call_of_main_thread", "ending", "listen"]
 
 # The main thread has so long to take the signal by itself.
-_MOMENT = 0.02
+_MOMENT = 0.01
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _pair: tuple[socket.socket, socket.socket] | None = None

@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from tpkernels import config
 from tpkernels.comm import interrupts
-from tpkernels.comm.bounded_store import BoundedStore, interruptible
+from tpkernels.comm.bounded_store import BoundedStore, NotEnded, interruptible
 from tpkernels.comm.job_identity import Foreign, JobIdentity
-from tpkernels.comm.store_sockets import answering
+from tpkernels.comm.store_sockets import answering, port_of
 from tpkernels.errors import PeerLost
 from tpkernels.launchers import Job, Meeting
 
-__all__ = ["has_clashed", "in_time", "meet_as_torchrun", "meet_at"]
+__all__ = ["has_clashed", "host_of", "in_time", "meet_as_torchrun", "meet_at", "silent_store"]
 
 _JOB, _CLASH = "tpkernels/job", "tpkernels/job/clash"
 
@@ -38,6 +38,8 @@ TORCHRUN_TIMEOUT = datetime.timedelta(minutes=30)
 """c10d's own for ``env://``."""
 _LATER = 1.05
 """Of its own time-outs c10d has more to say."""
+_LAST_S, _LAST = 5.0, 1.1
+"""After this c10d's steps are given up; it pauses between its tries to connect, and ends by itself before."""
 _met: dict[Meeting, tuple[Any, int]] = {}
 """Stores of this process, and how often a group was made with each: a job may leave its group and make another one."""
 
@@ -70,7 +72,9 @@ def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | Non
     if store is None:
         rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
         with in_time(place.port, job.rank, limit):
-            store, _, _ = interruptible(lambda: next(rendezvous("env://", job.rank, job.world_size, timeout=limit)))
+            store, _, _ = interruptible(
+                lambda: next(rendezvous("env://", job.rank, job.world_size, timeout=limit)), _last(limit)
+            )
         store.set_timeout(limit)
         if not config.agent_serves_store():
             with in_time(place.port, job.rank, limit):
@@ -78,6 +82,10 @@ def meet_as_torchrun(place: Meeting, job: Job, timeout: datetime.timedelta | Non
     store.set_timeout(limit)
     _met[place] = store, times + 1
     return store if times == 0 else dist.PrefixStore(f"tpkernels/group/{times}", store)  # type: ignore[attr-defined]
+
+
+def _last(limit: datetime.timedelta) -> float:
+    return _LAST * limit.total_seconds() + _LAST_S
 
 
 def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
@@ -90,11 +98,12 @@ def _first_time(place: Meeting, job: Job, limit: datetime.timedelta) -> Any:
         with in_time(place.port, job.rank, limit):
             options: dict[str, Any] = {"is_master": first, "wait_for_workers": False, "timeout": limit}
             store = interruptible(
-                lambda: dist.TCPStore(place.host, place.port, job.world_size, **options)  # type: ignore[attr-defined]
+                lambda: dist.TCPStore(place.host, place.port, job.world_size, **options),  # type: ignore[attr-defined]
+                _last(limit),
             )
     except PeerLost:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, NotEnded) as error:
         if first:
             raise ValueError(f"rank 0 cannot serve the ranks at {where} ({error}): {advice}") from error
         raise RuntimeError(
@@ -117,17 +126,22 @@ def in_time(port: int | None, rank: int, limit: datetime.timedelta) -> Iterator[
         PeerLost: the store did not answer; names rank 0, where that serves it.
     """
 
-    def silent() -> PeerLost:
-        agent = config.agent_serves_store()
-        whose = "torchrun's agent, or the ranks' parent, serves" if agent else "rank 0 serves"
-        return PeerLost(
-            f"rank {rank}: the job's store at port {port}, which {whose}, did not answer within "
-            f"{limit.total_seconds():g} s while the ranks met: its process is stopped, or its host cut off",
-            ranks=() if agent else (0,),
-        )
-
-    with answering(port, _LATER * limit.total_seconds(), silent) as end, interrupts.ending(end):
+    with (
+        answering(port, _LATER * limit.total_seconds(), lambda: silent_store(port, rank, limit)) as end,
+        interrupts.ending(end),
+    ):
         yield
+
+
+def silent_store(port: int | None, rank: int, limit: datetime.timedelta) -> PeerLost:
+    """What this rank raises whose store did not answer while the ranks met."""
+    agent = config.agent_serves_store()
+    whose = "torchrun's agent, or the ranks' parent, serves" if agent else "rank 0 serves"
+    return PeerLost(
+        f"rank {rank}: the job's store at port {port}, which {whose}, did not answer within "
+        f"{limit.total_seconds():g} s while the ranks met: its process is stopped, or its host cut off",
+        ranks=() if agent else (0,),
+    )
 
 
 def _take_place(store: Any, job: Job, where: str, name: str, advice: str) -> None:
@@ -151,6 +165,14 @@ def _take_place(store: Any, job: Job, where: str, name: str, advice: str) -> Non
     if store.add(f"{_JOB}/{job.rank}", 1) != 1:
         store.set(_CLASH, "")
         raise ValueError(f"{head}, {served!r}, whose rank {job.rank} has come already: {advice}")
+
+
+def host_of(store: Any) -> int | None:
+    """The rank of the job that serves this store, if the job has met at it; None if a process that is no rank does, or
+    nobody knows."""
+    port = port_of(store)
+    met = any(place.port == port for place in _met)
+    return 0 if met and not config.agent_serves_store() else None
 
 
 def has_clashed(store: BoundedStore, job: JobIdentity) -> bool:

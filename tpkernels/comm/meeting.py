@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tpkernels.comm import connections, presence, transport, watchdog
 from tpkernels.comm.blame import HEARTBEAT_PATIENCE, Looks, failed_first
-from tpkernels.comm.bounded_store import StoreLost
+from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.groups import Group
 from tpkernels.comm.job_identity import Foreign
-from tpkernels.comm.job_store import has_clashed
+from tpkernels.comm.job_store import has_clashed, host_of
 from tpkernels.comm.liveness import Identity
 from tpkernels.comm.records import Record, mismatch, raise_if
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost
@@ -35,6 +36,10 @@ _ADVICE = (
     "same secret, see TPKERNELS_JOB_SECRET_FILE"
 )
 TWO_JOBS = f"ranks of two jobs have come to the group's store. {_ADVICE}"
+
+
+class _HadClosed(transport.TransportFailure):
+    """The connection to a peer had ended before this rank came to the meeting."""
 
 
 def meet(group: Group, call: int, device: torch.device) -> None:
@@ -100,7 +105,7 @@ def _exchange(
             sent, received = [*sent, *out], [*received, *into]
     if failure is not None:
         group.unsent += sent  # gloo forgets a send whose handle is gone
-        raise failure
+        raise _HadClosed(str(failure), failure.peer) from failure
     return sent, received
 
 
@@ -154,7 +159,9 @@ def _blame_meeting(
         f"(timeout {group.timeout:g} s): "
     )
     start, looks = time.monotonic(), Looks(group)
-    patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2), max(0.0, group.timeout - waited))
+    patience, stood_still = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2)), waited > _STOOD_STILL * group.timeout
+    if not stood_still:  # else what the others have said meanwhile may come now
+        patience = min(patience, max(0.0, group.timeout - waited))
     while True:
         present = looks(lambda store: presence.present(group, store))
         gone = [rank for rank, one in present.items() if one["who"].is_dead()]
@@ -165,7 +172,8 @@ def _blame_meeting(
         if notes:
             return failed_first(head, notes)
         never_came = error.peer is not None and error.peer not in present
-        if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if never_came else patience):
+        at_once = never_came and not isinstance(looks.lost, StoreSilent)  # which may be a busy host's
+        if time.monotonic() - start > (min(patience, AWAIT_EVIDENCE) if at_once else patience):
             # A rank that is here was slower than the connection that failed; one that is not may still come in time.
             absent = [rank for rank in silent if rank not in present]
             if error.peer is not None and (never_came or not absent) and waited < 0.9 * group.timeout:
@@ -175,13 +183,33 @@ def _blame_meeting(
                 ranks = [group.store_host]
             whom = "a rank" if not ranks else f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
             stopped = [rank for rank, one in present.items() if one["who"].is_stopped()]
-            if not stopped and waited > _STOOD_STILL * group.timeout:
+            if not stopped and stood_still:
                 why = f"this process stood still for some of {waited:.3g} s, and the others gave up"
                 return PeerLost(f"{head}{why}: {error}", ranks=[group.rank])
+            if looks.lost is not None and isinstance(error, _HadClosed):
+                return _came_too_late(group, head, error, looks.lost)
             what = f"rank(s) {stopped} are stopped" if stopped else f"no word from {whom}"
             store = "" if looks.lost is None else f"; {looks.lost}"
             return PeerLost(f"{head}{what}: {error}{store}", ranks=stopped or ranks)
         time.sleep(0.005)
+
+
+def _came_too_late(
+    group: Group, head: str, error: transport.TransportFailure, lost: RuntimeError
+) -> CommunicationError:
+    """The error of a rank whose peer had closed its connection before: it may have died, or given up on this very rank,
+    which was stopped perhaps, and the store does not tell."""
+    host = group.store_host if group.store_host is not None else _host_of_jobs_store(group)
+    what = f"rank {error.peer} has ended or had given up before this rank came, and the group's store is lost"
+    ranks = () if host is None or error.peer is None else tuple(dict.fromkeys((error.peer, host)))
+    return PeerLost(f"{head}{what}, which would tell: {error}; {lost}", ranks=ranks)
+
+
+def _host_of_jobs_store(group: Group) -> int | None:
+    """The rank of this group that serves the job's store, as far as is known before the ranks have met."""
+    host = host_of(group.store)
+    ranks = [] if host is None else dist.get_process_group_ranks(group.pg)
+    return ranks.index(host) if host in ranks else None
 
 
 def card_of(group: Group, device: torch.device, refused_call: int | None = None, reason: str = "") -> torch.Tensor:

@@ -132,6 +132,8 @@ class _Watch:
             if not self.group.co_located:
                 heartbeats.listen(self.group, agreement.read(self.group, "beat", self.store), now)
             verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
+            if not hopeless and self.group.is_overdue() and agreement.unanswering(self.group):
+                verdict, hopeless = self._blame(in_flight, "its time is up", self.group.timeout), True
             if hopeless:
                 self._end_call(in_flight, verdict, now)
 

@@ -49,7 +49,8 @@ _ABORT_TAG = _TAG_BASE - 1
 class TransportFailure(RuntimeError):
     """A wait or a transfer failed; :mod:`tpkernels.comm.agreement` finds out which rank caused it.
 
-    A transport that knows says so: ``verdict`` is then the error's class, and ``ranks`` those to blame.
+    A transport that knows says so: ``verdict`` is then the error's class, and ``ranks`` those to blame.  ``lasted``:
+    seconds of the wait.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class TransportFailure(RuntimeError):
         peer: int | None = None,
         verdict: type[CommunicationError] | None = None,
         ranks: Sequence[int] = (),
+        lasted: float = 0.0,
     ) -> None:
         super().__init__(message)
-        self.peer, self.verdict, self.ranks = peer, verdict, tuple(ranks)
+        self.peer, self.verdict, self.ranks, self.lasted = peer, verdict, tuple(ranks), lasted
 
 
 @dataclass
@@ -84,14 +86,17 @@ class Transfer:
         """Return when the chunk is usable (recv) or its memory reusable (send), in stream order on CUDA."""
         if self.done:
             return
-        left = None if self.until is None else max(0.001, self.until - time.monotonic())
+        start = time.monotonic()
+        left = None if self.until is None else max(0.001, self.until - start)
         limit = () if left is None else (datetime.timedelta(seconds=left),)
         try:
             with timeline.span(f"wait {self.kind}", "wait", chunk=self.chunk, peer=self.peer):
                 self.work.wait(*limit)
         except RuntimeError as error:
             raise TransportFailure(
-                f"{self.kind} of chunk {self.chunk}, peer rank {self.peer}: {error}", self.peer
+                f"{self.kind} of chunk {self.chunk}, peer rank {self.peer}: {error}",
+                self.peer,
+                lasted=time.monotonic() - start,
             ) from error
         if self.target is not None:
             self.target.copy_(self.tensor)

@@ -256,7 +256,7 @@ def combine(sums: Tensor, target: Tensor, name: str, sizes: Sequence[int], setti
         rows = sums.flatten(0, 1)
         layout = Layout.of(rows.shape, 0, [rows.shape[0]] * group.size)
         detail = f"{what}, vocabulary shards={list(sizes)}, {settings}"
-        table = start_gather(group, rows, layout, "auto", detail)().view(len(sizes), *sums.shape[1:])
+        table = start_gather(group, rows, layout, "auto", detail, at_once=True)().view(len(sizes), *sums.shape[1:])
     total = sum(sizes)
     ignored = target == settings.ignore_index
     check_labels(table[::parts, :, 3], target, ignored, total, group.rank)

@@ -6,6 +6,7 @@ and selects the implementation from agreed facts; later calls of the same signat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from tpkernels import config, dispatch, partition
-from tpkernels.comm import agreement, calibration, monitor, resources, transport
+from tpkernels.comm import agreement, monitor, resources, transport
 from tpkernels.comm.groups import Group
 from tpkernels.comm.trail import fingerprint, short_text
 from tpkernels.dispatch import Costs, Explanation, Implementation, Problem
 from tpkernels.errors import CommunicationError, GroupMismatch, PeerLost, UnsupportedProblem
 from tpkernels.gemm import widened
+from tpkernels.ops.agreed_costs import agreed_costs
 from tpkernels.ops.contract import Context, RepeatedSum, widened_call
 from tpkernels.ops.signatures import Compared, Signature
 
@@ -162,13 +164,16 @@ def run_checked(
     with group.lock:  # what _guarded does, without its calls: each costs microseconds in a call that finds cold caches
         if group.poison is not None or group.verdict is not None:
             raise_end(group)
-        outer, call = group.in_flight, group.calls
+        outer, call, since = group.in_flight, group.calls, group.since
         group.calls = call + 1
         if group.trail is not None:
             number = checked.plan.fingerprint if checked.plan else fingerprint(str(signature))
             group.trail.add(call, said, number if compared is None else number ^ compared.digest)
         try:
-            plan = checked.plan or group.agreed.get(signature) or _agree(group, call, signature, local, device, said)
+            plan = checked.plan or group.agreed.get(signature)
+            if plan is None:
+                group.since = time.monotonic()
+                plan = _agree(group, call, signature, local, device, said)
             checked.plan = plan
             group.enter(call, said)
             result = plan.implementation.run(plan.context(group, call, compared), plan.arguments(arguments))
@@ -179,18 +184,25 @@ def run_checked(
             fail(group, call, said, error)
         finally:
             group.leave(outer)
+            group.since = since
 
 
-def start(group: Group, signature: Signature, local: int, arguments: Any, device: torch.device) -> Callable[[], Any]:
-    """Like :func:`run` for an op whose ``run`` returns a function to wait with: the wait fails as the call would."""
+def start(
+    group: Group, signature: Signature, local: int, arguments: Any, device: torch.device, *, at_once: bool = False
+) -> Callable[[], Any]:
+    """Like :func:`run` for an op whose ``run`` returns a function to wait with: the wait fails as the call would.
+
+    ``at_once``: it is called next, so that both are one call with one time-out.
+    """
     with group.lock:
-        started = group.calls
+        started, known, made = group.calls, signature in group.agreed, time.monotonic()
         finish = run(group, signature, local, arguments, device)
         group.started[started] = signature
 
     def work(call: int) -> Any:
         del group.started[call]
         group.enter(call, signature)
+        group.since = made if at_once and not known else None
         return finish()
 
     return lambda: _guarded(group, signature, work, started)
@@ -204,12 +216,14 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
     with group.lock:
         if group.poison is not None or group.verdict is not None:
             raise_end(group)
-        outer = group.in_flight
+        outer, since = group.in_flight, group.since
         call = group.calls if started is None else started
         group.calls += started is None
         if group.trail is not None and started is None:
             group.trail.add(call, signature, fingerprint(str(signature)))
         try:
+            if started is None:
+                group.since = time.monotonic()
             result = work(call)
             if group.verdict is not None:
                 raise_end(group)
@@ -218,6 +232,7 @@ def _guarded(group: Group, signature: Hashable, work: Callable[[int], _T], start
             fail(group, call, signature, error)
         finally:
             group.leave(outer)
+            group.since = since
 
 
 def raise_end(group: Group) -> NoReturn:
@@ -284,7 +299,7 @@ def _agree(
     cuts = device.type == "cpu" and problem.flops >= _MEASURED_FLOPS
     measure = (signature.implementation == "auto" or cuts) and settings.calibrate and group.size > 1
     widens = _widens(problem, records)
-    costs = _agreed_costs(group, call, signature.dtype, device, widens) if measure else Costs(widens=widens)
+    costs = agreed_costs(group, call, signature.dtype, device, widens) if measure else Costs(widens=widens)
     implementation, explanation = dispatch.select(problem, signature.implementation, costs)
     layout = signature.layout
     chunks = settings.num_chunks or partition.num_chunks(layout.max_shard_rows, problem.row_bytes)
@@ -346,36 +361,6 @@ def _widens(problem: Problem, records: Sequence[agreement.Record]) -> bool:
     return least is not None and problem.m >= least and not problem.same_bits  # whose GEMMs are canonical ones
 
 
-def _agreed_costs(group: Group, call: int, dtype: torch.dtype, device: torch.device, widens: bool) -> Costs:
-    """Measured costs, equal on all ranks; collective the first time for a group, device and GEMM, then a look-up."""
-    known: Costs | None = group.costs.get((device.type, dtype, widens))
-    if known is None:
-        link = group.links.get(device.type)
-        if link is None:
-            link = group.links[device.type] = calibration.link_rates(group, call, device)
-            for resource in resources.held(group):
-                link |= resource.link_costs(group, device, link)
-        mine = calibration.gemm_rates(device, dtype, widens) | link
-        for resource in resources.held(group):
-            mine |= resource.gemm_costs(device, dtype)
-        records = agreement.exchange_records(group, call, agreement.Record("costs", mine), part="costs")
-        known = _slowest([record.facts for record in records], widens)
-        group.costs[device.type, dtype, widens] = known
-    return known
-
-
-def _slowest(measured: Sequence[Mapping[str, float]], widens: bool) -> Costs:
-    """Rates of the slowest rank, overheads of the worst; what a rank did not measure was not worth it there."""
-    names = {name for costs in measured for name in costs}
-    return Costs.of(
-        {
-            name: (min if name.endswith(("_gflops", "_gbytes")) else max)(costs.get(name, 0.0) for costs in measured)
-            for name in names
-        },
-        widens=widens,
-    )
-
-
 def explain(
     op: str,
     *,
@@ -408,7 +393,7 @@ def explain(
         resources.check_kinds(group, call, [record.facts["resources"] for record in records])
         resources.ensure(group, call, target)
         widens = _widens(problem, records)
-        return _agreed_costs(group, call, dtype, target, widens) if config.load().calibrate else Costs(widens=widens)
+        return agreed_costs(group, call, dtype, target, widens) if config.load().calibrate else Costs(widens=widens)
 
     costs = _guarded(group, name, work)
     problem = replace(

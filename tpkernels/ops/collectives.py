@@ -204,7 +204,7 @@ def _all_gather(
         raise
     rows = _as_rows(x)
     layout = gather_layout(rows, dim, sizes, group.size)
-    whole = start_gather(group, flat(rows), layout, implementation)()
+    whole = start_gather(group, flat(rows), layout, implementation, at_once=True)()
     return fresh(whole, gathered_shape(x, dim, layout))
 
 
@@ -231,16 +231,18 @@ def _all_gather_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def start_gather(
-    group: Group, x2d: Tensor, layout: Layout, implementation: str, detail: str = ""
+    group: Group, x2d: Tensor, layout: Layout, implementation: str, detail: str = "", *, at_once: bool = False
 ) -> Callable[[], Tensor]:
     """Post an all-gather; returns the function that waits for it.  See :class:`~tpkernels.ops.contract.AllGather`.
 
-    ``detail``: what else the ranks must have in common.
+    ``detail``: what else the ranks must have in common.  ``at_once``: the function is called next.
     """
     signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation, detail)
     if layout.feature:
         signature = signature._replace(columns=sum(layout.sizes))
-    return cast(Callable[[], Tensor], agreed_call.start(group, signature, 0, AllGather(x2d, layout), x2d.device))
+    arguments = AllGather(x2d, layout)
+    finish = agreed_call.start(group, signature, 0, arguments, x2d.device, at_once=at_once)
+    return cast(Callable[[], Tensor], finish)
 
 
 def _reduce_scatter(

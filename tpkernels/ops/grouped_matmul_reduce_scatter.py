@@ -166,7 +166,7 @@ def _backward_kernel(
         gathered = cast(Gathered, agreed_call.run(group, signature, weight.shape[2], arguments, h.device))
         (products,), whole = gathered.outs, gathered.whole
     else:
-        whole = start_gather(group, dy2d, layout, "auto")() if group.size > 1 else dy2d
+        whole = start_gather(group, dy2d, layout, "auto", at_once=True)() if group.size > 1 else dy2d
     return gradients(group, whole, products, flat(h), bias, routing, rows, needs, sinks)
 
 

@@ -241,7 +241,7 @@ def _backward_kernel(
         results.append(gathered.outs[0].view(x.shape))
         whole = gathered.whole
     elif needs_w or needs_b:
-        whole = start_gather(group, dy2d, layout, "auto")()
+        whole = start_gather(group, dy2d, layout, "auto", at_once=True)()
     if needs_w:
         assert whole is not None
         results += same_bits.weight_gradients(group, [whole], flat(x), sinks, cut="contraction")

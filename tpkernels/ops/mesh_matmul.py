@@ -312,7 +312,7 @@ def _scatter_backward(
             dx, whole = gather_both(dz, weight, None, cut, needs_w)
             results.append(dx.view(x.shape))
         elif needs_w and x_group.size > 1:
-            whole = start_gather(x_group, dz, cut.layout(dz.shape[0]), "auto")()
+            whole = start_gather(x_group, dz, cut.layout(dz.shape[0]), "auto", at_once=True)()
         if needs_w:
             rows, columns = (whole, x2d) if cut.w_dim == 0 else (x2d, whole)
             results.append(weight_gradient(rows, columns, cut, sinks[0]))
