@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpkernels import config
+from tpkernels.comm.company import together
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.job_store import TORCHRUN_TIMEOUT, in_time, meet_as_torchrun, meet_at
 from tpkernels.comm.store_sockets import port_of
@@ -61,7 +62,8 @@ def init(
         ValueError: ``dp * tp`` is not the number of ranks; variables of launchers that contradict each other, or do not
             say where the ranks meet; ``same_bits`` is no power of two or no multiple of ``tp``, or ``dp`` is
             no power of two beside it.
-        PeerLost: the store at which the ranks meet does not answer; names rank 0, where that serves it.
+        PeerLost: the store at which the ranks meet does not answer; names rank 0, where that serves it. Or a rank was
+            stopped as the ranks connected; names it, where it is on this host.
         UnsupportedPlatform: this is not Linux.
     """
     check_platform()
@@ -113,8 +115,15 @@ def _make_mesh(
     own = device == "cuda" and dp > 1 and tp > 1
     override: Any = {axis: ("nccl", _nccl_options(timeout)) for axis in ("dp", "tp")} if own else None
     meeting = dist.distributed_c10d._get_default_store()
-    with in_time(port_of(meeting), dist.get_rank(), _limit(timeout)):
+
+    def make() -> DeviceMesh:
         return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"), backend_override=override)
+
+    rank, limit = dist.get_rank(), _limit(timeout)
+    if device == "cpu":
+        return together(make, "mesh", meeting, rank, dist.get_world_size(), limit)
+    with in_time(port_of(meeting), rank, limit):
+        return make()
 
 
 def _limit(timeout: float | datetime.timedelta | None) -> datetime.timedelta:
@@ -172,9 +181,17 @@ def _init_process_group(
         if place is not None:
             store = meet(place, environment, timeout)
             options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
-    rank = 0 if environment is None else environment.rank
-    with in_time(port_of(options.get("store")), rank, _limit(timeout)):
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+    rank, size = (0, 1) if environment is None else (environment.rank, environment.world_size)
+    store, limit = options.get("store"), _limit(timeout)
+    if device == "cpu":
+
+        def make() -> None:
+            dist.init_process_group("gloo", **options)
+
+        together(make, "group", store, rank, size, limit, undo=dist.destroy_process_group)
+        return
+    with in_time(port_of(store), rank, limit):  # NCCL does not connect now, and takes the device of this thread
+        dist.init_process_group("nccl", **options)
 
 
 def _own_gpu(local_rank: int) -> int:

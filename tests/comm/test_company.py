@@ -1,0 +1,95 @@
+"""Steps of c10d in which ranks wait for each other, and one is stopped: they end in time, and with Ctrl-C, by name."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tpkernels.comm import company
+from tpkernels.comm.bounded_store import interruptible
+from tpkernels.comm.liveness import Identity
+from tpkernels.errors import PeerLost
+
+pytestmark = pytest.mark.cpu
+
+LIMIT_S = 0.5
+SOON_S = 10.0  # on a busy machine; c10d would wait for minutes
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def stuck() -> Iterator[Callable[[], None]]:
+    """A step that waits in compiled code until the test is over, and takes no signal."""
+    over = threading.Event()
+
+    def wait() -> None:
+        over.wait(60.0)
+
+    yield wait
+    over.set()
+
+
+def _together(work: Callable[[], object], store: Any, rank: int = 0) -> object:
+    return company.together(work, "group", store, rank, 2, timedelta(seconds=LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    ("came", "stopped", "blamed", "words"),
+    [
+        (True, True, (1,), r"rank\(s\) \[1\] are stopped"),
+        (True, False, (), "no rank of this host is stopped"),
+        (False, False, (1,), r"rank\(s\) \[1\] did not come"),
+    ],
+)
+def test_a_rank_that_is_stopped_as_the_ranks_connect_is_named_in_time(
+    came: bool, stopped: bool, blamed: tuple[int, ...], words: str, store: Any, stuck: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """gloo tried five times as long as it was told to, and then the host of the store was blamed."""
+    if came:
+        _together(lambda: None, store, rank=1)
+    monkeypatch.setattr(Identity, "is_stopped", lambda who: stopped)
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match=words) as raised:
+        _together(stuck, store)
+    assert raised.value.ranks == blamed and time.monotonic() - start < SOON_S
+
+
+def test_a_rank_that_leaves_no_word_in_the_store_is_named(store: Any) -> None:
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(PeerLost, match="did not come") as raised:
+        _together(lambda: store.get("address of rank 1"), store)
+    assert raised.value.ranks == (1,)
+
+
+def test_a_store_that_does_not_answer_either_is_named(store: Any, stuck: Callable[[], None]) -> None:
+    silent = SimpleNamespace(port=store.port, set=lambda *given: None, clone=stuck)
+    with pytest.raises(PeerLost, match="the job's store at port"):
+        _together(stuck, silent)
+
+
+def test_ctrl_c_ends_the_wait_and_what_comes_of_it_later_is_undone() -> None:
+    free, undone = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            interruptible(lambda: free.wait(60.0), 60.0, undone.set)
+        assert not undone.is_set()
+        free.set()
+        assert undone.wait(SOON_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
