@@ -1,6 +1,6 @@
 """``python -m tests.fuzzing --seconds 3600``: fuzz the compiled core's control segment and the parsers for long.
 
-New inputs of the core go to ``build/fuzzing``; what crashes it is left in the working folder, for the corpus.
+New inputs of the core go to ``build/fuzzing``; what crashes it is left in ``build``, for the corpus.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def main() -> int:
             return 2
         new = Path("build/fuzzing")
         new.mkdir(parents=True, exist_ok=True)
-        limits = [f"-max_total_time={given.seconds}", "-max_len=6000", "-timeout=20"]
+        limits = [f"-max_total_time={given.seconds}", "-max_len=6000", "-timeout=20", "-artifact_prefix=build/"]
         failed |= subprocess.run([str(program), str(new), str(CORPUS), *limits]).returncode
+        print("the core: " + ("see above" if failed else f"{given.seconds} s, nothing found"), flush=True)
     if given.only != "core":
         seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
         print(f"--seed {seed} repeats these inputs", flush=True)

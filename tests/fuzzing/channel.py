@@ -60,5 +60,7 @@ def _has_runtime(clang: str) -> bool:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900
+    )  # beside other work of the lowest priority
     assert done.returncode == 0, done.stderr
