@@ -67,7 +67,7 @@ class Norm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **given: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,12 +128,13 @@ def gpt(tp: int, swap: Callable[[Any], Any] = lambda spec: spec, *, tied: bool =
     )
 
 
-def loss_of(model: Any, step: int) -> Tensor:
-    """Of two rows, or of the one that is this replica's."""
+def loss_of(model: Any, step: int, *, rows: int = 2, part: int = 0, parts: int = 1) -> Tensor:
+    """Of all rows, or of those that are this replica's; or of one of the parts of these."""
     from megatron.core import parallel_state
 
-    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(step))
     ids = ids.chunk(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
+    ids = ids.chunk(parts)[part]
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
     loss: Tensor = model(ids, torch.arange(LENGTH).expand(len(ids), -1), mask, labels=ids).mean()
     return loss
@@ -154,17 +155,26 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    model: Any, steps: int, *, first: int = 0, optimizer: torch.optim.Optimizer | None = None
+    model: Any, steps: int, *, first: int = 0, optimizer: Any = None, rows: int = 2, parts: int = 1, evaluates: int = 0
 ) -> dict[str, Tensor]:
-    """Losses, the first step's gradients and the last weights, by name, as this rank holds them."""
+    """Losses, the first step's gradients and the last weights, by name, as this rank holds them.
+
+    Args:
+        optimizer: torch's, or Megatron's, whose norms are then among what is found.
+        parts: micro-batches of each step.
+        evaluates: after so many steps each, the loss of a batch that none of them sees.
+    """
     from megatron.core import parallel_state
 
     optimizer = optimizer or adamw(model)
     found: dict[str, Tensor] = {}
     for step in range(first, steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        found[f"loss {step}"] = mean_of_replicas(loss.detach())
+        losses = []
+        for part in range(parts):
+            loss = loss_of(model, step, rows=rows, part=part, parts=parts) / parts
+            loss.backward()
+            losses.append(loss.detach())
+        found[f"loss {step}"] = mean_of_replicas(torch.stack(losses).sum())
         for parameter in model.parameters():  # as Megatron's finalize_model_grads does with TP, and its DDP
             if getattr(parameter, "sequence_parallel", False):
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
@@ -172,8 +182,14 @@ def train(
                 mean_of_replicas(parameter.grad)
         if step == 0:
             found |= {f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
+        if (said := optimizer.step()) is not None:
+            found[f"norm {step}"] = torch.tensor(said[1])
         optimizer.zero_grad()
+        if evaluates and (step + 1) % evaluates == 0:
+            model.eval()
+            with torch.no_grad():
+                found[f"evaluation {step}"] = mean_of_replicas(loss_of(model, steps + step, rows=rows))
+            model.train()
     return found | {f"weight {name}": p.detach().clone() for name, p in model.named_parameters()}
 
 
