@@ -1,71 +1,44 @@
 """torchtitan's Trainer on CPUs, and its own loop: what it logs, its first gradients and its last weights.
 
-It asks for CUDA by names that each of its modules imports, and for packages that nothing here uses (``UNUSED``).  That
-is all that is patched, beside what computes in fp32 where the exact run needs fp64.
+It asks for CUDA by names that each of its modules imports, and for packages that nothing here uses (``stand_ins``).
+That is all that is patched, beside what computes in fp32 where the exact run needs fp64.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
 from tests.integrations.curves import CLIP, STEPS, Curve, gradients_of, weights_of
 from tests.integrations.torchtitan.models import LENGTH, MODEL, OUTSIDE, build, small
+from tests.integrations.torchtitan.stand_ins import on_cpu, without_unused
 
 ROWS = 4
 """Of each step, over all replicas."""
+HELD_OUT = 2
+"""Batches, behind those of the steps."""
 Options = dict[str, Any]
 
 
-UNUSED = {
-    "datasets": ("Dataset", "load_dataset"),
-    "datasets.distributed": ("split_dataset_by_node",),
-    "torchdata": (),
-    "torchdata.stateful_dataloader": ("StatefulDataLoader",),
-    "torch.utils.tensorboard": ("SummaryWriter",),
-}
-"""What torchtitan's trainer imports and these runs never call, by module."""
-
-
-@contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
-    """In the place of packages that are not installed; each name is an empty class."""
-    needs = {"torch": "tensorboard"}
-    missing = [name for name in UNUSED if importlib.util.find_spec(needs.get(top := name.split(".")[0], top)) is None]
-    for name in missing:
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update({wanted: type(wanted, (), {}) for wanted in UNUSED[name]})
-    try:
-        yield
-    finally:
-        for name in missing:
-            del sys.modules[name]
-
-
-with _stand_ins():
+with without_unused():
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.components.validate import Validator
     from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import utils as distributed
     from torchtitan.distributed.activation_checkpoint import FullAC
-    from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
 
@@ -77,9 +50,13 @@ class Batches(BaseDataLoader):  # type: ignore[misc]
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
         vocabulary: int
         micro: int
+        first: int = 0
+        infinite: bool = True
+        """What torchtitan's validator asks for."""
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
-        self.vocabulary, self.replicas, self.replica, self.step = config.vocabulary, dp_world_size, dp_rank, 0
+        self.vocabulary, self.replicas, self.replica = config.vocabulary, dp_world_size, dp_rank
+        self.step = config.first
         self.micro = config.micro
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -117,34 +94,6 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """In the place of CUDA: all modules of torchtitan's that name the device, and its monitor of CUDA's memory."""
-    stats = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
-    monitor = SimpleNamespace(device_name="cpu", get_peak_stats=lambda: stats, reset_peak_stats=lambda: None)
-    with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torchtitan"):
-                for attribute, value in (("device_type", "cpu"), ("device_module", torch.cpu)):
-                    if attribute in vars(module):
-                        stack.enter_context(mock.patch.object(module, attribute, value))
-        stack.enter_context(mock.patch("torchtitan.components.metrics.build_device_memory_monitor", lambda: monitor))
-        stack.enter_context(mock.patch.dict("os.environ", LOCAL_RANK="0"))
-        stack.enter_context(mock.patch("time.sleep"))  # at the end it waits for the other ranks, two seconds
-        stack.enter_context(mock.patch.object(distributed, "set_pg_timeouts"))  # its barrier names a device of CUDA
-        stack.enter_context(mock.patch("torchtitan.distributed.fsdp.disable_fsdp_gradient_division", sums))
-        stack.callback(gc.enable)  # which torchtitan calls by itself, every 50 steps
-        yield
-
-
-def sums(model: Any) -> None:
-    """As torchtitan does, by gloo, which does not multiply before it adds."""
-    disable_fsdp_gradient_division(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-
-
-@contextlib.contextmanager
 def exactly(wanted: bool) -> Iterator[None]:
     """torchtitan's rotary embedding and loss compute in fp32: where the run is to be exact, they do not."""
     if not wanted:
@@ -174,6 +123,8 @@ class Way:
     """Batches of each step."""
     checkpoints: bool = False
     """Whether blocks are computed once more in the backward pass."""
+    evaluated_every: int = 0
+    """So many steps, and in torchtitan behind the first one."""
     saved_at: int = 0
     """The step whose checkpoint is kept; from one that is there the run goes on."""
 
@@ -190,6 +141,12 @@ def configuration(folder: str, options: Options, way: Way) -> Any:
         tokenizer=NoTokenizer.Config(),
         dataloader=Batches.Config(vocabulary=spec.model.vocab_size, micro=way.micro),
         metrics=MetricsProcessor.Config(log_freq=1),
+        validator=Validator.Config(
+            enable=bool(way.evaluated_every),
+            freq=way.evaluated_every or STEPS,
+            steps=HELD_OUT,
+            dataloader=Batches.Config(vocabulary=spec.model.vocab_size, micro=1, first=STEPS),
+        ),
         checkpoint=CheckpointManager.Config(
             enable=bool(way.saved_at), interval=way.saved_at or STEPS, last_save_model_only=False
         ),
@@ -224,6 +181,10 @@ def run(folder: str, options: Options, way: Way) -> Curve:
         curve.losses.append(loss)
         curve.norms.append(norm)
 
+    def log_evaluation(self: Any, loss: float, step: int, **_: Any) -> None:
+        assert not model.training
+        curve.evaluations.append(loss)
+
     clip = distributed.clip_grad_norm_
 
     def clipped(parameters: Any, *given: Any, **named: Any) -> Any:
@@ -231,12 +192,13 @@ def run(folder: str, options: Options, way: Way) -> Curve:
         return clip(parameters, *given, **named)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(on_cpu())
+        stack.enter_context(on_cpu(distributed, "torchtitan.distributed.fsdp.disable_fsdp_gradient_division"))
         stack.enter_context(exactly(way.dtype == "float64"))
         trainer = Trainer(configuration(folder, options, way))
         (model,) = trainer.model_parts
         fill(model, build(small(**options)))
         stack.enter_context(mock.patch.object(MetricsProcessor, "log", log))
+        stack.enter_context(mock.patch.object(MetricsProcessor, "log_validation", log_evaluation))
         stack.enter_context(mock.patch.object(distributed, "clip_grad_norm_", clipped))
         trainer.train()
         trainer.close()

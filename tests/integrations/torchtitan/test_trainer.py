@@ -30,6 +30,7 @@ pytestmark = pytest.mark.gloo
 
 UNEVEN = {"hidden": 50, "vocabulary": 67}
 HALF = STEPS // 2
+EVALUATED = Way(evaluated_every=HALF)
 
 
 def exact_and_plain(folder: str, options: Options, way: Way) -> Reference:
@@ -50,6 +51,9 @@ def trained(folder: str, options: Options, way: Way, expected: Reference) -> dic
     [
         (2, UNEVEN, Way()),
         pytest.param(3, {"heads": 6, **UNEVEN}, Way(), marks=pytest.mark.full("three ranks, sizes that do not divide")),
+        pytest.param(2, UNEVEN, EVALUATED, marks=pytest.mark.full("evaluation")),
+        pytest.param(3, {"heads": 6, **UNEVEN}, EVALUATED, marks=pytest.mark.full("evaluation")),
+        pytest.param(4, UNEVEN, replace(EVALUATED, replicas=2), marks=pytest.mark.full("evaluation")),
         pytest.param(4, {"hidden": 51, "vocabulary": 67}, Way(2), marks=pytest.mark.full("two replicas of two ranks")),
         pytest.param(4, {"fused": False}, Way(copies=2), marks=pytest.mark.full("replicas whose parameters are whole")),
         pytest.param(4, {}, Way(2, computes_in="bfloat16", eps=1e-2), marks=pytest.mark.full("bf16")),
@@ -63,7 +67,9 @@ def test_the_trainer_with_our_blocks_is_as_exact_as_one_process(
     (expected,) = ranks(1).run(exact_and_plain, folder, options, way, timeout=LIMIT_S)
     for found in ranks(world).run(trained, folder, options, way, expected, timeout=LIMIT_S):
         assert found["wrong"] == {}
-        calls = 2 * STEPS * way.micro * (1 + way.checkpoints)
+        evaluations = 3 if way.evaluated_every else 0  # behind the first, the third and the last step
+        assert len(found["curve"].evaluations) == evaluations
+        calls = 2 * (STEPS * way.micro * (1 + way.checkpoints) + evaluations * running.HELD_OUT)
         assert found["counts"] == {"all_gather_matmul": calls, "matmul_reduce_scatter": calls}
 
 
@@ -81,7 +87,7 @@ def faulty(folder: str, expected: Reference) -> list[dict[str, float]]:
     for fault in (
         mock.patch.object(tpk_torchtitan, "matmul_reduce_scatter", part),
         mock.patch.object(running.Batches, "mine", lambda self, rows: rows.chunk(self.replicas)[0]),
-        mock.patch.object(running, "disable_fsdp_gradient_division", lambda model: None),
+        mock.patch("torchtitan.distributed.fsdp.disable_fsdp_gradient_division", lambda model: None),
     ):
         with fault:
             found.append(expected.wrong(running.run(folder, UNEVEN, Way(2))))
