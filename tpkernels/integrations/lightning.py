@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -67,6 +67,7 @@ def parallelize(
     plan: str | ShardingPlan | Mapping[str, object] = "auto",
     checkpoint: str | Path | None = None,
     shard: bool = False,
+    units: Iterable[nn.Module] | None = None,
     strict: bool = False,
     verify: bool = False,
     example_inputs: object = None,
@@ -77,7 +78,8 @@ def parallelize(
         plan, verify, example_inputs: as for :func:`tpkernels.parallelize`.
         checkpoint: a folder or file as for :func:`tpkernels.load_pretrained`, which each rank reads its part of once
             the model is cut; what ``empty_init`` needs.
-        shard: with several replicas, cut parameters over them (:func:`tpkernels.data_parallel`).
+        shard, units: with several replicas, as for :func:`tpkernels.data_parallel`: whether parameters are cut over
+            them, and which travel together.  With ``units=()`` all do, and torch compiles the model as one graph.
         strict: with ``plan="auto"``, a linear layer or experts that would stay whole raise; otherwise one line names
             them, with the reason.
 
@@ -103,7 +105,7 @@ def parallelize(
             load_pretrained(model, checkpoint)
         axis = next((name for name in DP_AXES if name in (mesh.mesh_dim_names or ())), None)
         if mesh.ndim > 1 and axis is not None and mesh[axis].size() > 1:
-            data_parallel(model, mesh, shard=shard)
+            data_parallel(model, mesh, shard=shard, units=units)
         return model
 
     return apply_plan

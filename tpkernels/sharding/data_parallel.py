@@ -68,6 +68,8 @@ def data_parallel(
             and "tensor_parallel"; "dp" may have one rank.
         units: modules whose parameters travel together, beside what is left for ``model`` itself; default: the members
             of its ``nn.ModuleList`` s, which are the blocks of most models.  Each must be called as a module.
+            ``torch.compile`` does not trace what FSDP2 does between units: it makes graphs of the units, and one of the
+            whole model where ``units=()`` makes that one unit, whose gradients travel together.
         policy: a policy of torch's for mixed precision.
             ``MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` computes in bf16 while the
             parameters, which the optimizer works on, stay fp32 masters.

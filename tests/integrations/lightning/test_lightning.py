@@ -175,7 +175,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
 
     def configure_model(self) -> None:
         if self.replicas and not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            tpk_lightning.parallelize()(self.model, self.device_mesh)
+            # Compiled as one graph, replicas are one unit of communication.
+            units = () if self.compiled else None
+            tpk_lightning.parallelize(units=units)(self.model, self.device_mesh)
         if self.checkpoints:
             self.model.gradient_checkpointing_enable()
         if self.compiled and self.replicas:  # the reference is as it is
@@ -379,8 +381,7 @@ def test_lightnings_variations_train_as_on_one_process(ranks: Pools, tmp_path: P
     expected = Reference.of(exact, plain)
     evaluations = exact.evaluations
     assert len(evaluations) == (6 if variation == "evaluation" else 0) and evaluations[4:] == evaluations[:2]
-    # torch does not trace the hooks of replicas, which are in the way of one graph.
-    for world, replicas in LAYOUTS[:2] if variation == "compiled" else LAYOUTS:
+    for world, replicas in LAYOUTS:
         folder = str(tmp_path / f"{world}")
         for found, graphs in ranks(world).run(varied, folder, variation, replicas, timeout=2 * LIMIT_S):
             assert expected.wrong(found) == {}, (world, replicas)

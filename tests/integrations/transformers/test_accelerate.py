@@ -79,7 +79,9 @@ def prepared(
     options["gradient_accumulation_steps"] = micro
     if layout:
         mesh = layout.mesh()
-        model = tpk_transformers.prepare(model, mesh, shard=layout.shard)
+        # Compiled as one graph, replicas are one unit of communication.
+        units = () if variation == "compiled" else None
+        model = tpk_transformers.prepare(model, mesh, shard=layout.shard, units=units)
         tp = dist.get_world_size() // replicas
         options["parallelism_config"] = ParallelismConfig(tp_size=tp, dp_shard_size=replicas)
     accelerator = Accelerator(**options)
@@ -249,8 +251,7 @@ def test_variations_of_a_prepared_loop_train_as_on_one_process(ranks: Pools, var
     (exact, _), (plain, _) = (varied(variation, None, dtype) for dtype in (torch.float64, torch.float32))
     expected = Reference.of(exact, plain)
     assert len(exact.evaluations) == 2
-    # torch does not trace the hooks of replicas, which are in the way of one graph.
-    for world, layout in LAYOUTS[:2] if variation == "compiled" else LAYOUTS:
+    for world, layout in LAYOUTS:
         for found, graphs in ranks(world).run(varied, variation, layout, timeout=2 * LIMIT_S):
             assert expected.wrong(found) == {}, (world, layout)
             assert graphs == (variation == "compiled")

@@ -10,7 +10,7 @@ parameters apart by where they lie in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
@@ -42,6 +42,7 @@ def prepare(
     plan: str | ShardingPlan | Mapping[str, object] = "auto",
     *,
     shard: bool = False,
+    units: Iterable[nn.Module] | None = None,
     strict: bool = False,
     verify: bool = False,
     example_inputs: object = None,
@@ -52,7 +53,8 @@ def prepare(
         mesh: a mesh with a "tp" axis (``tpk.init()``), or that axis; with an axis "dp" of several ranks the model
             becomes data-parallel over it, too (:func:`tpkernels.data_parallel`).
         plan, verify, example_inputs: as for :func:`tpkernels.parallelize`.
-        shard: with several replicas, cut parameters over them.
+        shard, units: with several replicas, as for ``data_parallel``: whether parameters are cut over them, and which
+            travel together. With ``units=()`` all do, and torch compiles the model as one graph.
         strict: with ``plan="auto"``, a linear layer or experts that would stay whole raise; otherwise one line names
             them, with the reason.
 
@@ -83,7 +85,7 @@ def prepare(
         # Without PEFT's wrapper, because merged models are called without it: FSDP's hooks are the called module's.
         within = {id(parameter) for parameter in inner.parameters()}
         only_inner = all(id(parameter) in within for parameter in model.parameters())
-        data_parallel(inner if only_inner else model, mesh, shard=shard)
+        data_parallel(inner if only_inner else model, mesh, shard=shard, units=units)
     private_names.mark_as_parallel(inner, tp, tp.size(), replicas)
     speak_for_trainer(model)
     return model

@@ -106,6 +106,7 @@ def mark_as_parallel(model: Any, mesh: Any, tp_size: int, dp_size: int) -> None:
     model._tp_plan = {}  # its rules are not what cut the model
     if dp_size > 1:
         model._is_fsdp_managed_module = True  # Trainer then reduces the gradients of a step once, in the last backward
+        model._fsdp_use_orig_params = True  # torch sets both; torch.compile refuses a model with the first one alone
 
 
 class unmarked:
