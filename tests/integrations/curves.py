@@ -159,10 +159,14 @@ class Reference(NamedTuple):
         )
 
     def worst(self, curve: Curve, *, first: int = 0) -> dict[str, float]:
-        """The worst error of each kind in units of what is allowed; ``first``: the step that the curve begins with."""
+        """The worst error of each kind in units of what is allowed.
+
+        ``first``: the step that the curve begins with; evaluations are counted from 0 all the same.
+        """
         found: dict[str, float] = {}
         numbers = curve.numbers()
-        shifted = {f"{name.split()[0]} {int(name.split()[1]) + first}": value for name, value in numbers.items()}
+        steps = {name: first * (not name.startswith("evaluation")) for name in numbers}
+        shifted = {f"{name.split()[0]} {int(name.split()[1]) + steps[name]}": x for name, x in numbers.items()}
         groups = [(self.numbers, shifted), (self.weights, curve.weights)]
         if not first:
             groups.append((self.gradients, curve.gradients))

@@ -25,7 +25,7 @@ import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations.transformers import scenarios
 from tests.integrations.transformers.running import train
 from tests.integrations.transformers.scenarios import Scenario
-from tests.integrations.transformers.test_trainer import check_file
+from tests.integrations.transformers.test_trainer import COMPILED, check_file, evaluated_alone, with_evaluation
 from tpkernels.integrations.transformers import prepared
 
 pytestmark = pytest.mark.gloo
@@ -35,6 +35,12 @@ REPLICAS, ROWS = 2, 4
 GPT2 = Scenario("gpt2", "prepare", {"n_layer": 1}, {"per_device_train_batch_size": ROWS})
 LLAMA = Scenario("llama", "prepare", {"intermediate_size": 57, "num_hidden_layers": 1}, GPT2.trainer)
 REGISTERED = replace(LLAMA, way="register")
+DEEP = Scenario("gpt2", "prepare")
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "compiled": COMPILED,
+    "bf16": {"bf16": True, "adam_epsilon": 1e-2},  # see tests.integrations.curves.adamw
+    "checkpoints": {"gradient_checkpointing": True},
+}
 OURS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS // REPLICAS}
 mesh = KeptMesh(lambda: tpk.init(dp=REPLICAS, tp=dist.get_world_size() // REPLICAS))
 
@@ -47,7 +53,9 @@ def load(scenario: Scenario, path: str, shard: bool) -> Any:
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if scenario.way == "prepare":
         model = AutoModelForCausalLM.from_pretrained(path, **options)
-        return tpk_transformers.prepare(model, both, plan_once(model, both), shard=shard)
+        # Compiled as one graph, replicas are one unit of communication.
+        units = () if "torch_compile" in scenario.trainer else None
+        return tpk_transformers.prepare(model, both, plan_once(model, both), shard=shard, units=units)
     config = DistributedConfig(tp_size=both["tp"].size(), fsdp_size=REPLICAS)
     with tpk_transformers.register(strict=True):
         return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options)
@@ -55,7 +63,7 @@ def load(scenario: Scenario, path: str, shard: bool) -> Any:
 
 def run(scenario: Scenario, path: str, folder: str, shard: bool, resume: str | None = None, **changes: Any) -> Curve:
     callbacks = [tpk_transformers.Snapshots(resume)]
-    options = {**OURS, "save_strategy": "steps", "save_steps": 3, **changes}
+    options = {**scenario.trainer, **OURS, "save_strategy": "steps", "save_steps": 3, **changes}
     return train(load(scenario, path, shard), folder, callbacks=callbacks, resume=resume, **options)
 
 
@@ -74,6 +82,41 @@ def trained(scenario: Scenario, path: str, folder: str, reference: Reference, sh
         "resumed": same and all(torch.equal(again.weights[name], weight) for name, weight in curve.weights.items()),
         "weights": curve.weights if dist.get_rank() == 0 else None,
     }
+
+
+def evaluated(path: str, folder: str, shard: bool) -> Curve:
+    half = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2}
+    return with_evaluation(load(DEEP, path, shard), folder, callbacks=[tpk_transformers.Snapshots()], **half)
+
+
+@pytest.mark.full("four ranks")
+def test_replicas_are_evaluated_and_end_with_their_best_model(ranks: Pools, tmp_path: Path) -> None:
+    reference, path = evaluated_alone(tmp_path), scenarios.saved(DEEP, tmp_path)
+    for shard in (False, True):
+        for found in ranks(4).run(evaluated, path, str(tmp_path / f"best-{shard}"), shard, timeout=LIMIT_S):
+            assert reference.wrong(found) == {} and len(found.evaluations) == 2
+
+
+def varied(
+    scenario: Scenario, path: str, folder: str, shard: bool, reference: Reference
+) -> tuple[dict[str, float], int, dict[str, int]]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    wrong = reference.wrong(run(scenario, path, folder, shard))
+    counters = torch._dynamo.utils.counters
+    return wrong, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@pytest.mark.full("four ranks")
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_variations_of_replicas_train_as_one_process_does(ranks: Pools, tmp_path: Path, variation: str) -> None:
+    """In micro-batches; those that are compiled are one unit of communication, and one graph."""
+    scenario = replace(LLAMA, trainer={**LLAMA.trainer, **VARIATIONS[variation]})
+    reference, path = scenario.reference(tmp_path, 4 // REPLICAS), scenarios.saved(scenario, tmp_path)
+    for shard in (False, True):
+        given = (scenario, path, str(tmp_path / str(shard)), shard, reference)
+        found = ranks(4).run(varied, *given, timeout=2 * LIMIT_S)
+        assert found == [({}, int(variation == "compiled"), {})] * 4
 
 
 def goes_on(scenario: Scenario, path: str, checkpoint: str, replicas: int, reference: Reference) -> dict[str, float]:

@@ -37,6 +37,8 @@ BEST = {
     "eval_strategy": "steps",
     "eval_steps": 3,
     "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # of two evaluations the first, whose weights are not those of the run's end
     "per_device_eval_batch_size": 4,  # batches of one size: Trainer gives a smaller last one another weight
     "save_strategy": "steps",
     "save_steps": 3,
@@ -157,13 +159,6 @@ def goes_on(scenario: Scenario, path: str, folder: str, reference: Reference) ->
     return reference.wrong(curve, first=3)
 
 
-def evaluated(scenario: Scenario, path: str, folder: str) -> Curve:
-    model = scenarios.load(scenario.way, path)
-    return scenarios.train(
-        model, folder, callbacks=[tpk_transformers.Snapshots()], evaluation=Sentences(), **BEST, max_grad_norm=0.05
-    )
-
-
 @pytest.mark.slow("2 s")
 def test_a_run_goes_on_at_another_number_of_ranks(ranks: Pools, gpt2: Trained, full: bool) -> None:
     for world in (1, 3) if full else (1,):
@@ -171,15 +166,27 @@ def test_a_run_goes_on_at_another_number_of_ranks(ranks: Pools, gpt2: Trained, f
         assert ranks(world).run(goes_on, *given, timeout=LIMIT_S) == [{}] * world
 
 
-@pytest.mark.full("two more runs on one process, and one on two ranks")
+def evaluated(path: str, folder: str) -> Curve:
+    return with_evaluation(scenarios.load(GPT2.way, path), folder, callbacks=[tpk_transformers.Snapshots()])
+
+
+def with_evaluation(model: Any, folder: str | Path, **options: Any) -> Curve:
+    return scenarios.train(model, folder, evaluation=Sentences(), **{**BEST, "max_grad_norm": 0.05, **options})
+
+
+def evaluated_alone(folder: Path) -> Reference:
+    plain, exact = (with_evaluation(model, folder / "alone") for model in (GPT2.build(), GPT2.build().double()))
+    first, second = exact.evaluations
+    assert first > second
+    return Reference.of(exact, plain)
+
+
+@pytest.mark.full("two more runs on one process, and as many on ranks")
 def test_a_run_is_evaluated_and_ends_with_its_best_model(ranks: Pools, tmp_path: Path, gpt2: Trained) -> None:
-    plain, exact = (
-        scenarios.train(model, tmp_path / "best", evaluation=Sentences(), **BEST, max_grad_norm=0.05)
-        for model in (GPT2.build(), GPT2.build().double())
-    )
-    reference = Reference.of(exact, plain)
-    for found in ranks(2).run(evaluated, GPT2, gpt2.path, str(tmp_path / "best-2"), timeout=LIMIT_S):
-        assert reference.wrong(found) == {} and len(found.evaluations) == 2
+    reference = evaluated_alone(tmp_path)
+    for world in (2, 3):
+        for found in ranks(world).run(evaluated, gpt2.path, str(tmp_path / f"best-{world}"), timeout=LIMIT_S):
+            assert reference.wrong(found) == {} and len(found.evaluations) == 2
 
 
 # ---------------------------------------------------------------- seeded faults
