@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import resolve
-from tpkernels.nn.cross_entropy import check_labels, check_target
+from tpkernels.nn.cross_entropy import check_target, checked_labels
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.collectives import all_gather, shard
 from tpkernels.ops.copy_matmul import copy_matmul
@@ -342,7 +342,7 @@ class _TokenLosses(torch.autograd.Function):
         largest = shifted.max(-1)[0]
         everyone = _of_ranks([largest.view(-1), labels.float()], group)
         ignored = labels == IGNORED
-        check_labels(everyone[:, 1], labels, ignored, columns * group.size(), group.rank())
+        labels = checked_labels(everyone[:, 1], labels, ignored, columns * group.size(), group.rank())
         largest = everyone[:, 0].amax(0).view_as(largest)
         shifted = shifted - largest.unsqueeze(-1)
         column = labels.long() - group.rank() * columns

@@ -294,6 +294,21 @@ def check_labels(labels: Tensor, target: Tensor, ignored: Tensor, total: int, ra
     )
 
 
+def checked_labels(labels: Tensor, target: Tensor, ignored: Tensor, total: int, rank: int) -> Tensor:
+    """``target``, after :func:`check_labels`: an op, because a compiler cannot trace that its values decide."""
+    checked: Tensor = call("checked_labels", labels, target, ignored, total, rank)
+    return checked
+
+
+def _checked_labels(labels: Tensor, target: Tensor, ignored: Tensor, total: int, rank: int) -> Tensor:
+    check_labels(labels, target, ignored, total, rank)
+    return target.clone()  # as what an op returns shares no memory with what it takes
+
+
+def _checked_labels_fake(labels: Tensor, target: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(target)
+
+
 def logits_gradient(
     logits: Tensor, target: Tensor, grads: Tensor, sums: TokenSums, start: int, total: int, settings: Settings
 ) -> Tensor:
@@ -400,3 +415,4 @@ define(
     setup_context=_setup_context,
 )
 define("cross_entropy_backward", kernel=_backward_kernel, fake=_backward_fake)
+define("checked_labels", kernel=_checked_labels, fake=_checked_labels_fake)

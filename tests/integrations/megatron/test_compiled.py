@@ -1,7 +1,8 @@
-"""Our layers in Megatron under torch.compile: one graph each, with the bits of eager."""
+"""Our layers in Megatron, and a GPT with them, under torch.compile: one graph each, with the bits of eager."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,3 +71,44 @@ def compiled(sequence_parallel: bool) -> list[bool]:
 def test_a_layer_is_one_graph_with_the_bits_of_eager(ranks: Pools, sequence_parallel: bool) -> None:
     """Where Megatron's own compiles, too, torch or Megatron has learnt to, and docs/trainers.md has to say so."""
     assert ranks(2).run(compiled, sequence_parallel, timeout=LIMIT_S) == [[True, True]] * 2
+
+
+STEPS = 2
+
+
+def trained(
+    tp: int, sequence_parallel: bool, way: str, ours: bool = True, fullgraph: bool = True
+) -> tuple[Any, int, int]:
+    """What a run shows, how many graphs were compiled for it, and how often torch gave up tracing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # before a name of torch's is replaced, for it goes by names
+    swap: Any = partial(tpk_megatron.layer_spec, strict=True) if ours else lambda spec: spec
+    with models.on_cpu(tp):
+        model = models.gpt(tp, swap, sequence_parallel=sequence_parallel, num_layers=2)
+        model = tpk_megatron.convert_output(model, strict=True) if ours else model
+        models.loss_of(model, 0)  # makes the buffer of Megatron's attention, without which its code is another
+        for module in {"eager": [], "blocks": model.decoder.layers, "whole": [model]}[way]:
+            module.compile(backend="aot_eager", fullgraph=fullgraph)
+        found = models.train(model, STEPS)
+    counters = torch._dynamo.utils.counters
+    return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.gloo
+@pytest.mark.full("seconds of compiling")
+@pytest.mark.parametrize(
+    ("tp", "replicas", "sequence_parallel"), [(2, 1, True), (2, 1, False), (3, 1, True), (2, 2, True)]
+)
+def test_a_gpt_is_one_graph_and_its_blocks_are_where_megatrons_own_break(
+    ranks: Pools, tp: int, replicas: int, sequence_parallel: bool
+) -> None:
+    pool, given = ranks(tp * replicas), (tp, sequence_parallel)
+    eager = pool.run(trained, *given, "eager", timeout=LIMIT_S)
+    for way in ("whole", "blocks"):
+        compiled = pool.run(trained, *given, way, timeout=LIMIT_S)
+        for (expected, *_), (found, graphs, breaks) in zip(eager, compiled, strict=True):
+            assert (graphs, breaks) == (1, 0), way
+            assert all(torch.equal(found[name], value) for name, value in expected.items()), way
+    for _, graphs, breaks in pool.run(trained, *given, "blocks", False, False, timeout=LIMIT_S) if tp == 2 else ():
+        assert graphs > 1 and breaks > 0, "Megatron's own are traced: docs/trainers.md has to say so"
