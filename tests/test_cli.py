@@ -162,6 +162,7 @@ def one_is_wrong(*args: object) -> two_ranks.Trial:
 
 @pytest.mark.gloo
 @pytest.mark.usefixtures("forked", "asked_anew")
+@pytest.mark.slow("2 s: that `tpkernels doctor` can fail")
 def test_doctor_finds_an_implementation_whose_results_are_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

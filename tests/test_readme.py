@@ -57,7 +57,9 @@ def parametrise(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 def run_by_page(name: str, argument: Any) -> Any:
-    marks = [pytest.mark.full("a page that is rarely run: see RARELY")] if name.startswith(RARELY) else []
+    marks = [] if name.startswith("README") else [pytest.mark.slow("a second or two for each snippet of a page")]
+    if name.startswith(RARELY):
+        marks = [pytest.mark.full("a page that is rarely run: see RARELY")]
     return pytest.param(argument, id=name, marks=marks)
 
 

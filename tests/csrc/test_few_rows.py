@@ -247,6 +247,7 @@ FAULTS = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow("15 s of compiling: that the tests of this file can fail")
 def test_a_seeded_fault_is_found(fault: str, exercise: Path, library: ctypes.CDLL, tmp_path: Path) -> None:
     unit, file, old, new = FAULTS[fault]
     if "amx" in unit and ISAS[library.few_rows_test_best_isa()] != "amx":

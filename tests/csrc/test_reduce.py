@@ -245,6 +245,7 @@ def test_isa_files_export_only_their_table_and_run_nothing_at_load(built: Path) 
         assert ".text" in sections and ".init_array" not in sections and ".ctors" not in sections
 
 
+@pytest.mark.slow("25 s: compiles the kernels with sanitizers")
 def test_random_cases_are_clean_under_address_and_undefined_behaviour_sanitizers(exercise: Path, full: bool) -> None:
     done = run([str(exercise), "20000" if full else "1000"], ASAN_OPTIONS="detect_leaks=0", LC_ALL="C")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -110,6 +110,7 @@ def test_sizes_that_are_none_are_refused() -> None:
         module.residual_norm(module.Dtype.float32, -1, 4, 0, EPS, 0, 0, 0, 0, 0)
 
 
+@pytest.mark.slow("25 s: compiles the kernels with sanitizers")
 def test_random_cases_are_clean_under_address_and_undefined_behaviour_sanitizers(exercise: Path, full: bool) -> None:
     """Each instruction set's bits are the portable one's, too."""
     done = run([str(exercise), "20000" if full else "1000", "residual_norm"], ASAN_OPTIONS="detect_leaks=0")

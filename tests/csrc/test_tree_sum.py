@@ -102,6 +102,7 @@ def test_a_number_of_parts_without_a_tree_is_refused() -> None:
         module.tree_of_sums(module.Dtype.float32, [(0, 0)], 0, 0, 0, -1, 1)
 
 
+@pytest.mark.slow("25 s: compiles the kernels with sanitizers")
 def test_random_cases_are_clean_under_address_and_undefined_behaviour_sanitizers(exercise: Path, full: bool) -> None:
     """Each instruction set's bits are the portable one's, too."""
     done = run([str(exercise), "20000" if full else "500", "tree_sum"], ASAN_OPTIONS="detect_leaks=0")

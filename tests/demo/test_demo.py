@@ -148,6 +148,7 @@ def swap(fault: bool) -> minilm.MiniLMReport:
 @pytest.mark.sample(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.slow("4 s")
 def test_the_swapped_model_is_within_its_bound_unless_a_bias_is_doubled(ranks: Pools, fault: bool) -> None:
     try:
         minilm.weights_folder()

@@ -125,6 +125,7 @@ def test_bad_arguments_are_one_line_before_ranks_start(
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("2 s")
 def test_the_command_prints_where_it_is_and_what_to_do_next(tmp_path: Path, text: str) -> None:
     sizes = ["--layers", "1", "--width", "24", "--heads", "4", "--length", "13", "--text", text]
     folder, report = str(tmp_path / "run"), tmp_path / "run.json"

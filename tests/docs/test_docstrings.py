@@ -73,6 +73,7 @@ def run(names: list[str], folder: str, fault: str | None = None, also: dict[str,
 
 
 @pytest.mark.gloo
+@pytest.mark.slow("6 s")
 def test_examples_of_docstrings_run_on_two_ranks(ranks: Pools, tmp_path: Path) -> None:
     names = [name for name in documented() if not name.startswith((*OF_ONE_PROCESS, KERAS)) and examples_of(name)]
     assert len(names) > 40
@@ -94,6 +95,7 @@ def run_with_keras(names: list[str], folder: str) -> list[str]:
 
 @pytest.mark.gloo
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow("2 s")
 def test_examples_of_keras_run_in_one_process(tmp_path: Path) -> None:
     if importlib.util.find_spec("keras") is None:
         pytest.skip("the package keras is missing: pip install keras")

@@ -25,6 +25,7 @@ def test_what_is_right_is_read_and_rubbish_is_a_value_error(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.slow("4 s")
 def test_a_change_of_any_part_is_a_value_error_or_is_read(name: str, full: bool) -> None:
     if full:
         assert fuzz(name, 20.0) > 0

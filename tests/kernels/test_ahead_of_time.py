@@ -52,6 +52,9 @@ def compiled(folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+COMPILES = pytest.mark.slow("19 s: compiles every kernel for four architectures")
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str, Any]:
     """Of the kernels, and of those with a fault; one process, which imports Triton, for all."""
@@ -60,7 +63,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str, An
     return compiled(folder, *(["--full"] if full else []), "--packages", *packages)
 
 
-@pytest.mark.slow("19 s: compiles every kernel for four architectures")
+@COMPILES
 def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(report: dict[str, Any]) -> None:
     rows = report["packages"]["tpkernels.kernels"]
     assert {name.split("-")[1] for name in rows} == set(SHARED_LIMIT)
@@ -69,6 +72,7 @@ def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(report: dict
         assert row["shared"] <= SHARED_LIMIT[name.split("-")[1]], name
 
 
+@COMPILES
 def test_resources_are_those_of_the_table(report: dict[str, Any]) -> None:
     """After a change that is meant, with each Triton of the table: python -m tests.kernels.ahead_of_time --write"""
     table = TABLES.get(report["triton"])
@@ -78,6 +82,7 @@ def test_resources_are_those_of_the_table(report: dict[str, Any]) -> None:
     assert found == {name: table[name] for name in found}
 
 
+@COMPILES
 def test_the_table_is_complete(report: dict[str, Any], full: bool) -> None:
     rows = set(report["packages"]["tpkernels.kernels"])
     for triton, table in TABLES.items():
@@ -89,6 +94,7 @@ def drains(row: dict[str, Any]) -> bool:
     return bool(row["work"]["tile"]["loads"] or row["work"]["tile"]["mbarriers"])
 
 
+@COMPILES
 def test_the_flat_loop_keeps_its_pipeline_full_from_tile_to_tile(report: dict[str, Any]) -> None:
     rows = {name: row for name, row in report["packages"]["tpkernels.kernels"].items() if row["work"] is not None}
     flat = [name for name, row in rows.items() if row["loop"] == "flat"]
@@ -111,6 +117,7 @@ WAITS_MORE = {"3.6.0": {"gather-sm_90-float8_e4m3fn-row-bias", "scatter-sm_90-fl
 """6 barriers a step: on sm_90 Triton 3.6 has one more than 3.7 in every loop with descriptors."""
 
 
+@COMPILES
 def test_steps_and_tiles_execute_no_more_than_they_may(report: dict[str, Any]) -> None:
     """Whatever the compiler."""
     rows = {name: row for name, row in report["packages"]["tpkernels.kernels"].items() if row["work"] is not None}
@@ -121,11 +128,13 @@ def test_steps_and_tiles_execute_no_more_than_they_may(report: dict[str, Any]) -
         assert over >= OVER, "config.py need not take the nested loop for two weights on sm_90 any more"
 
 
+@COMPILES
 def test_waits_acquire_releases_follow_a_barrier_and_offsets_of_rows_have_64_bits(report: dict[str, Any]) -> None:
     assert {name: row["lint"] for name, row in report["packages"]["tpkernels.kernels"].items() if row["lint"]} == {}
     assert report["probes"]["tpkernels.kernels"] == []
 
 
+@COMPILES
 def test_results_are_stored_sixteen_bytes_at_a_time(report: dict[str, Any]) -> None:
     for name, row in report["packages"]["tpkernels.kernels"].items():
         assert row["wide_stores"] > 0, name
@@ -140,6 +149,7 @@ SPECIALISED = {
 }
 
 
+@COMPILES
 def test_warp_specialisation_changes_nothing_on_sm_90(report: dict[str, Any], tmp_path: Path, full: bool) -> None:
     """As tiles.py says of the Tritons that were tried. Once one does: a further choice of loop for a GPU to compare."""
     if not full:
@@ -211,6 +221,7 @@ def mutants(folder: Path, names: tuple[str, ...]) -> list[str]:
     return packages
 
 
+@COMPILES
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_lint_finds_a_seeded_fault(report: dict[str, Any], name: str, full: bool) -> None:
     if not full and name not in FEW:

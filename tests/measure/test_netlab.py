@@ -115,6 +115,7 @@ def _round_trip_seconds() -> float:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
+@pytest.mark.slow("2 s: hosts as network namespaces")
 def test_a_delay_is_added_to_every_trip_or_its_absence_is_explained(lab_possible: None) -> None:
     try:
         seconds = netlab.run_in_netlab(_round_trip_seconds, 2, delay="5ms", timeout=60)
@@ -133,6 +134,7 @@ def _fail_on_rank_one() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
+@pytest.mark.slow("2 s: hosts as network namespaces")
 def test_the_failing_rank_is_named_with_its_traceback(lab_possible: None) -> None:
     with pytest.raises(netlab.NetlabError, match=r"rank 1 failed(.|\n)*_fail_on_rank_one(.|\n)*KeyError: 'the cause'"):
         netlab.run_in_netlab(_fail_on_rank_one, 2, timeout=60)
@@ -147,6 +149,7 @@ def _die_on_rank_zero() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
+@pytest.mark.slow("2 s: hosts as network namespaces")
 def test_a_rank_that_dies_is_named_without_waiting_for_the_others(lab_possible: None) -> None:
     start = time.monotonic()
     with pytest.raises(netlab.NetlabError, match="rank 0 died with exit code -9"):
@@ -161,6 +164,7 @@ def _hang_on_rank_one() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.netns
+@pytest.mark.slow("2 s: hosts as network namespaces")
 def test_a_rank_that_hangs_is_named_when_the_time_is_over(lab_possible: None) -> None:
     with pytest.raises(netlab.NetlabError, match="rank 1 did not report 'done'"):
         netlab.run_in_netlab(_hang_on_rank_one, 2, timeout=2)

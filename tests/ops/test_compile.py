@@ -265,6 +265,7 @@ def op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
         ("copy_to_group", (t(7, 8, r=0), name)),
         ("shard", (t(7, 8, r=0), name, 0, None)),
         ("own_ids", (torch.arange(whole).view(1, -1), whole, sum(uneven[:rank]), own, name)),
+        ("checked_labels", (torch.ones(2, 3), torch.ones(3).long(), torch.zeros(3, dtype=torch.bool), 4, rank)),
         ("cross_entropy", (t(2, 1, own), torch.tensor([[0], [-7]]), name, uneven, -7, 0.1, 0.5, 1)),
         ("cross_entropy_backward", (
             t(2, r=0, **plain), t(2, own, **plain), torch.tensor([0, -7]), t(2, r=0, **plain), t(2, r=0, **plain), name,

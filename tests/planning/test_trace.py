@@ -59,6 +59,7 @@ def test_the_model_runs_after_a_plan_as_it_did_before(how: str, ran_before: bool
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["class", "shared object", "closure"])
+@pytest.mark.slow("2 s")
 def test_a_fake_tensor_that_cannot_be_taken_out_is_an_error_that_says_where(how: str) -> None:
     where = {"class": r"tests\.planning\.asking\.Keeping\.table", "shared object": r"an object of Scratch\.table"}
     with pytest.raises(FakeTensorLeft, match=where.get(how, r"closure|cell|list")):
@@ -67,6 +68,7 @@ def test_a_fake_tensor_that_cannot_be_taken_out_is_an_error_that_says_where(how:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["lru_cache", "closure"])
+@pytest.mark.slow("2 s")
 def test_objects_that_the_user_took_from_the_garbage_collector_are_looked_at_too(how: str) -> None:
     """As servers do with ``gc.freeze``: they stay frozen."""
     model = Keeping(how)

@@ -15,7 +15,13 @@ pytestmark = pytest.mark.gloo
 FULL_ONLY = pytest.mark.full(
     "a row on one more backend or number of ranks; the same row on shared memory or three ranks always runs"
 )
-CASES = [pytest.param(row, id=row.name, marks=() if row.slice else FULL_ONLY) for row in ROWS]
+SLOW = {
+    "R14": pytest.mark.slow("3 s"),
+    "R18-EMFILE": pytest.mark.slow("2 s"),
+    "R20-caches": pytest.mark.slow("5 s: a process for each damaged file"),
+    "R20-corrupt": pytest.mark.slow("3 s, and 20 of waiting"),
+}
+CASES = [pytest.param(row, id=row.name, marks=SLOW.get(row.name, ()) if row.slice else FULL_ONLY) for row in ROWS]
 
 
 @pytest.mark.parametrize("row", CASES)

@@ -57,6 +57,7 @@ def rows_of(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["what"], row["implementation"]): row for row in content["rows"]}
 
 
+@pytest.mark.slow("14 s: `tpkernels test --quick` on two ranks")
 def test_every_op_and_module_is_compared_in_every_implementation(
     on_pool: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +100,7 @@ def run_with_fault(options: selftest.Options) -> list[Row]:
             return selftest.run_rank(options)
 
 
+@pytest.mark.slow("4 s: that `tpkernels test` can fail")
 def test_a_seeded_fault_ends_in_exit_code_1_and_its_rows_are_named(
     on_pool: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +152,7 @@ def test_it_runs_under_torchrun_on_uneven_ranks(full: bool, tmp_path: Path) -> N
     assert {row["verdict"] for row in rows_of(tmp_path / "rows.json").values()} == {"ok", "refused"}
 
 
+@pytest.mark.slow("3 s: `tpkernels test --same-bits` on two ranks")
 def test_training_is_compared_bit_by_bit_at_every_degree(
     on_pool: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +170,6 @@ def test_training_is_compared_bit_by_bit_at_every_degree(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--same-bits", "6"], "power of two"),
         (["--same-bits", "4", "--tp", "8"], "multiple of the tensor-parallel degree"),
         (["--same-bits", "--tp", "1"], "at least two ranks"),
         (["--same-bits", "--only", "ops"], "--only"),

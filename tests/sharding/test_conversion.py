@@ -143,6 +143,7 @@ def wrong_after_all() -> list[str]:
     return found + wrong_after("double", trained=True)
 
 
+@pytest.mark.slow("3 s")
 def test_a_parallelized_model_can_be_converted_copied_and_frozen(ranks: Pools) -> None:
     assert ranks(2).run(wrong_after_all, timeout=LIMIT_S) == [[], []]
 

@@ -348,6 +348,7 @@ def alones(folder: str) -> dict[str, tuple[str, str, float]]:
         return {f"{kind} {late}": alone(kind, late, folder) for kind, late in cases}
 
 
+@pytest.mark.slow("12 s of waiting")
 def test_rank_0_that_saves_alone_is_told_who_is_missing_and_so_are_the_others(ranks: Pools, tmp_path: Path) -> None:
     kinds = ("GroupMismatch", "CollectiveTimeout", "PeerLost")
     first, other = ranks(2).run(alones, str(tmp_path), timeout=LIMIT_S)

@@ -150,6 +150,7 @@ def wrong_plans() -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.slow("4 s; faults of modules are named in the loop")
 def test_plans_that_compute_garbage_are_named_where_they_do(ranks: Pools) -> None:
     for packed, heads, norm in ranks(2).run(wrong_plans, timeout=LIMIT_S):
         for found in (packed, heads):
