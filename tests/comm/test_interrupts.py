@@ -100,7 +100,7 @@ def test_a_childs_signal_ends_no_call_of_its_parent() -> None:
 # ---------------------------------------------------------------- the end of the process
 
 _SCRIPT = """
-import sys, threading, time, torch, tpkernels as tpk
+import sys, threading, time, torch, torch.distributed as dist, tpkernels as tpk
 from tpkernels.comm.groups import resolve
 mesh = tpk.init(timeout=60)
 group = mesh["tp"]
@@ -111,16 +111,23 @@ threading.Thread(target=call, daemon=True).start()
 while resolve(group).in_flight is None:
     time.sleep(0.005)
 time.sleep(0.1)
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)  # the interpreter is going; the peer's chunk comes meanwhile
+late = Late()
+dist.distributed_c10d._get_default_store().set("ends", "")
 print("ends", flush=True)
 """
 
 
-def _stay_away(connection: Any, environ: dict[str, str]) -> None:
+def _come_late(connection: Any, environ: dict[str, str]) -> None:
     os.environ.update(environ)
     group = tpk.init(timeout=60)["tp"]
     _matmul(group, environ["IMPLEMENTATION"])
-    time.sleep(AWAY_S)
-    connection.send("was away")
+    dist.distributed_c10d._get_default_store().wait(["ends"])
+    time.sleep(0.5)
+    caught(lambda: _matmul(group, environ["IMPLEMENTATION"]))
+    connection.send("came late")
 
 
 @pytest.mark.sample(1)
@@ -132,7 +139,7 @@ def test_a_process_that_ends_with_a_daemon_thread_in_a_call_is_not_terminated(im
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "IMPLEMENTATION": implementation, "TPKERNELS_CALIBRATE": "0"}
     said: list[object] = []
     peer = threading.Thread(
-        target=lambda: said.extend(started([common | {"RANK": "1", "LOCAL_RANK": "1"}], _stay_away))
+        target=lambda: said.extend(started([common | {"RANK": "1", "LOCAL_RANK": "1"}], _come_late))
     )
     peer.start()
     environ = os.environ | common | {"RANK": "0", "LOCAL_RANK": "0"}
