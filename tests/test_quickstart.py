@@ -183,6 +183,7 @@ def test_an_interrupted_installation_ends_its_pip_and_is_remembered(checkout: Ch
     process = checkout.start("demo")
     wait_for(checkout.venv / "quickstart.json", '"running": "torch"')
     wait_for(checkout.log, "-qq torch==2.13.0")
+    time.sleep(0.5)  # pip may have begun before Popen has returned: in that moment nobody would end it
     os.kill(process.pid, signum)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
