@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.nemesis import network
+from tests.nemesis import disk, network
 from tests.nemesis.judge import problems
 from tests.nemesis.play import NotPlayed, play
 from tests.nemesis.schedules import BACKENDS, PLACES, WORKS, Schedule, draw
@@ -37,6 +37,9 @@ def main() -> int:
     if missing is not None and "hosts" in places:
         places.remove("hosts")
         print(f"no hosts of their own: {missing}", flush=True)
+    no_disks = disk.unavailable()
+    if no_disks is not None:
+        print(f"no full disks: {no_disks}", flush=True)
     run = secrets.randbelow(1_000_000) if given.seed is None else given.seed
     seeds = given.only or range(run * 1_000_000, run * 1_000_000 + given.schedules)
     if given.schedule:
@@ -44,7 +47,8 @@ def main() -> int:
     else:
         print(f"{len(seeds)} schedules, run {run}: --seed {run} repeats it", flush=True)
         choices = {"backends": given.backends.split(","), "places": places, "works": given.works.split(",")}
-        schedules = [draw(seed, **choices, timeout_s=given.timeout) for seed in seeds]
+        full_disks = no_disks is None
+        schedules = [draw(seed, **choices, timeout_s=given.timeout, full_disks=full_disks) for seed in seeds]
     return _play_all([one for one in schedules for _ in range(given.repeat)], given.slack, given.at_once)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 from tests.nemesis.play import End, Story
 from tests.nemesis.schedules import Schedule
 
@@ -9,6 +12,7 @@ __all__ = ["problems"]
 
 KINDS = ("PeerLost", "CollectiveTimeout", "GroupPoisoned")
 """Errors that faults of processes and links may become; a GroupMismatch would say that the program is wrong."""
+NO_SPACE = os.strerror(errno.ENOSPC)
 FACTOR = 1.1
 
 
@@ -31,6 +35,8 @@ def _of(rank: int, end: End, schedule: Schedule, story: Story, slack_s: float) -
     told = f"{raised.kind} of {list(raised.ranks)} in {end.failed.what}: {raised.text}"
     if schedule.must_pass():
         return [f"raised a false alarm: {told}"]
+    if _had_no_room(end, schedule):
+        return []
     if raised.kind not in KINDS:
         return [f"raised {told}"]
     found = [] if (blame := _blame(rank, end, schedule, story)) is None else [f"{blame}: {told}"]
@@ -48,10 +54,19 @@ _WORDS = {
 }
 
 
+def _had_no_room(end: End, schedule: Schedule) -> bool:
+    """Whether it says that a disk was full, as every rank does, whichever could not write."""
+    if end.failed is None or not schedule.disk_fills():
+        return False
+    return end.failed.raised.kind == "ValueError" and NO_SPACE in end.failed.raised.text
+
+
 def _blame(rank: int, end: End, schedule: Schedule, story: Story) -> str | None:
     """What is wrong with the ranks that an error names."""
     assert end.failed is not None
     raised, guilty = end.failed.raised, schedule.guilty(rank)
+    if not schedule.lingers:  # whoever found the disk full and left is why the others did not hear of it
+        guilty |= {other for other, one in story.ends.items() if one.at < end.at and _had_no_room(one, schedule)}
     if not raised.ranks:
         # A store that no rank serves has no number.
         return None if "store" in raised.text and schedule.store in guilty else "names nobody"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.nemesis import network
+from tests.nemesis.disk import Disk
 from tests.nemesis.network import CUT, FINE, Network, Weather
 from tests.nemesis.schedules import DISTURBANCES, STORE, Fault, Schedule
 from tests.nemesis.snapshots import torn
@@ -85,7 +86,8 @@ def _play(schedule: Schedule, sabotage: Callable[[], None] | None, patience_s: f
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nemesis-")))
         switch = stack.enter_context(Network(folder, schedule.seed)) if schedule.place == "hosts" else None
-        player = _Player(schedule, folder, switch, sabotage, patience_s)
+        disk = stack.enter_context(Disk(folder / "disk", of_its_own=schedule.disk_fills()))
+        player = _Player(schedule, folder, switch, disk, sabotage, patience_s)
         stack.callback(player.close)
         return player.play()
 
@@ -96,16 +98,18 @@ class _Player:
         schedule: Schedule,
         folder: Path,
         switch: Network | None,
+        disk: Disk,
         sabotage: Callable[[], None] | None,
         patience_s: float,
     ) -> None:
-        self.schedule, self.folder, self.switch, self.patience_s = schedule, folder, switch, patience_s
+        self.schedule, self.folder, self.switch, self.disk = schedule, folder, switch, disk
+        self.patience_s = patience_s
         path = None if switch is None else switch.path
         interface = "lo" if switch is None else network.INTERFACE
         environment = config.inherited() | _ENVIRONMENT | {"GLOO_SOCKET_IFNAME": interface}
         count = schedule.size + schedule.own_store
         calls = [
-            pack_call(rank_main, (rank, schedule, path, str(folder), self._log(rank), sabotage))
+            pack_call(rank_main, (rank, schedule, path, str(folder), str(disk.path), self._log(rank), sabotage))
             for rank in range(schedule.size)
         ]
         if schedule.own_store:
@@ -139,7 +143,7 @@ class _Player:
             self.conversation.tell(rank, story.go_at)
         self._strike(story)
         self._hear_the_end(story)
-        story.torn = torn(self.folder) if self.schedule.work == "saving" else []
+        story.torn = torn(self.disk.path) if self.schedule.work == "saving" else []
         story.logs = self._logs()
         return story
 
@@ -178,6 +182,8 @@ class _Player:
             self._signal(fault.target[0], signal.SIGKILL)
         elif fault.kind == "stop":
             self._signal(fault.target[0], signal.SIGSTOP if begins else signal.SIGCONT)
+        elif fault.kind == "full disk":
+            self.disk.fill() if begins else self.disk.empty()
         elif fault.kind != "clock":
             disturbed = DISTURBANCES.get(fault.kind)
             weather = CUT if disturbed is None else Weather(**disturbed)

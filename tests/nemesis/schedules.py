@@ -32,10 +32,11 @@ DISTURBANCES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. kind: "kill", "stop", "cut", "one way", "isolate", "clock", or one of `DISTURBANCES`.
+    """One fault. kind: "kill", "stop", "cut", "one way", "isolate", "clock", "full disk", or one of `DISTURBANCES`.
 
-    target: a rank, or `STORE`; of "cut" and "one way" the link from the first to the second. at_s counts from the
-    moment when the ranks are told to go. lasts_s: None is for good. size: seconds that a clock jumps.
+    target: a rank, or `STORE`; of "cut" and "one way" the link from the first to the second; of "full disk" all ranks,
+    which save to one. at_s counts from the moment when the ranks are told to go. lasts_s: None is for good. size:
+    seconds that a clock jumps.
     """
 
     kind: str
@@ -48,7 +49,8 @@ class Fault:
         """Whether ranks must get over it: they wait, and it passes."""
         if self.kind in DISTURBANCES or self.kind == "clock":
             return True
-        return self.kind != "kill" and self.lasts_s is not None and self.lasts_s < timeout_s / 2
+        waits = self.kind not in ("kill", "full disk")
+        return waits and self.lasts_s is not None and self.lasts_s < timeout_s / 2
 
     def in_words(self) -> str:
         lasts = "" if self.lasts_s is None else f" for {self.lasts_s:.3f} s"
@@ -83,6 +85,9 @@ class Schedule:
     def harmful(self) -> list[Fault]:
         return [fault for fault in self.faults if not fault.is_harmless(self.timeout_s)]
 
+    def disk_fills(self) -> bool:
+        return any(fault.kind == "full disk" for fault in self.faults)
+
     def must_pass(self) -> bool:
         """Whether any error is a false alarm. Several faults, or lost frames, may take longer than they last."""
         return len(self.faults) == 1 and self.faults[0].kind != "loss" and not self.harmful()
@@ -91,7 +96,7 @@ class Schedule:
         """Whom an error of this rank may name: who is at fault, or on the other side of a link that is."""
         found: set[int | str] = set()
         for fault in self.faults:
-            if fault.kind != "clock":
+            if fault.kind not in ("clock", "full disk"):
                 found.update(fault.target)
             if fault.kind == "isolate" and observer in fault.target:  # it cannot know on which side the others are
                 found.update([*range(self.size), self.store])
@@ -123,6 +128,7 @@ def draw(
     places: Sequence[str] = PLACES,
     works: Sequence[str] = WORKS,
     timeout_s: float = 2.0,
+    full_disks: bool = True,
 ) -> Schedule:
     """The schedule of a seed, among those that these choices leave."""
     dice = random.Random(seed)
@@ -132,14 +138,18 @@ def draw(
     own_store = dice.random() < 0.5
     spread = {"set-up": 0.15, "calls": 0.6, "saving": 0.6}[work]
     count = dice.choice((1, 1, 1, 2, 3))
-    faults = tuple(_fault(dice, size, place, own_store, dice.uniform(0.0, spread), timeout_s) for _ in range(count))
-    return Schedule(seed, size, backend, place, work, timeout_s, own_store, dice.random() < 0.5, faults)
-
-
-def _fault(dice: random.Random, size: int, place: str, own_store: bool, at_s: float, timeout_s: float) -> Fault:
     kinds = ["kill", "kill", "stop", "stop", "clock"]
     if place == "hosts":
         kinds += ["cut", "one way", "isolate", *DISTURBANCES]
+    if work == "saving" and full_disks:
+        kinds += ["full disk", "full disk"]
+    faults = tuple(_fault(dice, kinds, size, own_store, dice.uniform(0.0, spread), timeout_s) for _ in range(count))
+    return Schedule(seed, size, backend, place, work, timeout_s, own_store, dice.random() < 0.5, faults)
+
+
+def _fault(
+    dice: random.Random, kinds: Sequence[str], size: int, own_store: bool, at_s: float, timeout_s: float
+) -> Fault:
     kind = dice.choice(kinds)
     everybody: list[int | str] = [*range(size), *([STORE] if own_store else [])]
     short, long = SHORT * timeout_s, LONG * timeout_s
@@ -149,6 +159,8 @@ def _fault(dice: random.Random, size: int, place: str, own_store: bool, at_s: fl
         return Fault(kind, (dice.choice(everybody),), at_s, dice.choice((short, long, None)))
     if kind == "clock":
         return Fault(kind, (dice.choice(range(size)),), at_s, size=dice.choice((-86400.0, -3.0, 3.0, 86400.0)))
+    if kind == "full disk":
+        return Fault(kind, tuple(range(size)), at_s, dice.choice((short, None)))
     if kind == "isolate":
         return Fault(kind, (dice.choice(everybody),), at_s, dice.choice((short, None)))
     if kind in DISTURBANCES:

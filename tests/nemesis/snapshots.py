@@ -16,29 +16,40 @@ __all__ = ["torn"]
 
 
 def torn(folder: Path) -> list[str]:
-    """What is wrong with the snapshots `step-N`, in which every number is N, and with the checkpoints `export-N`."""
+    """What is wrong with the snapshots `step-N`, in which every number is N, and with the checkpoints `export-N`.
+
+    Those of all steps but the last were finished, and have to be there.
+    """
     found = []
-    for step in folder.glob("step-*"):
-        number = float(step.name.removeprefix("step-"))
+    steps = sorted(folder.glob("step-*"), key=_number)
+    for step in steps:
+        number = _number(step)
         try:
             manifest = read_manifest(step)
             SnapshotTensors(step).check(manifest["tensors"])
-        except ValueError:
-            continue  # it says that it is none
+        except ValueError as error:
+            if step != steps[-1]:
+                found.append(f"{step.name} was saved, and is none any more: {error}")
+            continue
         for file in step.glob("*.safetensors"):
             for name, tensor in load_file(file).items():
                 if name.startswith("model.") and not bool((tensor == number).all()):
                     found.append(f"{step.name} says that it is whole, and has {tensor.unique()[:3].tolist()} in {name}")
     for export in folder.glob("export-*"):
-        found += _torn_export(export, float(export.name.removeprefix("export-")))
+        found += _torn_export(export, was_saved=bool(steps) and _number(export) < _number(steps[-1]))
     return found
 
 
-def _torn_export(folder: Path, number: float) -> list[str]:
+def _number(folder: Path) -> float:
+    return float(folder.name.partition("-")[2])
+
+
+def _torn_export(folder: Path, was_saved: bool) -> list[str]:
+    number = _number(folder)
     try:
         files = SafetensorsFiles(folder)
-    except ValueError:
-        return []
+    except ValueError as error:
+        return [f"{folder.name} was saved, and cannot be read any more: {error}"] if was_saved else []
     numbers: set[float] = set()
     for name, shape in files.shapes.items():
         numbers.update(torch.unique(files.read(name, Box((0,) * len(shape), shape))).tolist())

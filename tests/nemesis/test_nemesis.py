@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.nemesis import network
+import tpkernels as tpk
+from tests.nemesis import disk, network
 from tests.nemesis.judge import problems
 from tests.nemesis.play import End, Story, play
 from tests.nemesis.schedules import BACKENDS, PLACES, STORE, Fault, Schedule, draw
@@ -19,6 +22,7 @@ from tests.reliability.crew import Raised
 from tpkernels.comm import agreement
 from tpkernels.comm.transport import Transfer
 from tpkernels.errors import PeerLost
+from tpkernels.state import snapshots
 
 SEED = 20261124
 FEW = (1, 8, 9, 13)
@@ -37,7 +41,11 @@ CALLS = Schedule(
 @pytest.mark.slow("8 s: four schedules, beside CI's sixteen")
 def test_ranks_have_the_right_bits_or_an_error_that_names_a_faulty_rank_in_time(full: bool) -> None:
     places = [place for place in PLACES if place == "one host" or network.unavailable() is None]
-    schedules = [draw(SEED + number, places=places, timeout_s=3.0) for number in (range(500) if full else FEW)]
+    full_disks = disk.unavailable() is None
+    schedules = [
+        draw(SEED + number, places=places, timeout_s=3.0, full_disks=full_disks)
+        for number in (range(500) if full else FEW)
+    ]
     with ThreadPoolExecutor(2 if full else 4) as pool:
         stories = list(pool.map(play, schedules))
     broken = {
@@ -54,7 +62,7 @@ def test_a_seed_draws_one_schedule_and_json_repeats_it() -> None:
     assert drawn == [draw(seed) for seed in range(300)] == [Schedule.from_json(one.to_json()) for one in drawn]
     assert {(one.place, one.backend) for one in drawn} >= {("hosts", "chunked"), *(("one host", b) for b in BACKENDS)}
     kinds = {fault.kind for one in drawn for fault in one.faults}
-    assert kinds == {"kill", "stop", "clock", "cut", "one way", "isolate", "delay", "duplicates", "loss"}
+    assert kinds == {"kill", "stop", "clock", "cut", "one way", "isolate", "delay", "duplicates", "loss", "full disk"}
     assert any(fault.target == (STORE,) for one in drawn for fault in one.faults)
 
 
@@ -90,6 +98,19 @@ def _compute_garbage() -> None:
     Transfer.wait = wait  # type: ignore[method-assign]
 
 
+def _take_a_full_disk_for_written() -> None:
+    def careless(write: Callable[..., None]) -> Callable[..., None]:
+        def swallow(*given: Any) -> None:
+            with suppress(Exception):
+                write(*given)
+
+        return swallow
+
+    snapshots.write_tensors = careless(snapshots.write_tensors)  # type: ignore[attr-defined]
+    snapshots.write_manifest = careless(snapshots.write_manifest)  # type: ignore[attr-defined]
+    tpk.save_pretrained = lambda *given, **options: None
+
+
 @pytest.mark.gloo
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
@@ -105,6 +126,22 @@ def _compute_garbage() -> None:
 def test_a_fault_in_the_product_is_noticed(sabotage: Any, found: str) -> None:
     story = play(CALLS, sabotage=sabotage, patience_s=1.0)
     assert any(found in one for one in problems(CALLS, story, SLACK_S)), problems(CALLS, story, SLACK_S)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow("2 s")
+@pytest.mark.parametrize("sabotage", [None, _take_a_full_disk_for_written])
+def test_a_save_that_a_full_disk_did_not_take_is_noticed(sabotage: Any) -> None:
+    if (missing := disk.unavailable()) is not None:
+        pytest.skip(missing)
+    schedule = replace(CALLS, work="saving", faults=(Fault("full disk", (0, 1, 2), 0.2, 0.4),))
+    story = play(schedule, sabotage=sabotage, patience_s=1.0)
+    found = problems(schedule, story, SLACK_S)
+    if sabotage is None:
+        assert found == []
+        assert {end.failed.raised.kind for end in story.ends.values() if end.failed} == {"ValueError"}
+    else:
+        assert found  # the rank that looks at what the others wrote, or the files themselves, tell
 
 
 # ---------------------------------------------------------------- the judge
@@ -163,6 +200,13 @@ def test_the_judge_knows_what_each_fault_makes_of_each_rank() -> None:
     leaves = schedule(Fault("kill", (1,), 0.2), lingers=False)
     assert _judged(leaves, {0: _error(), 2: _error(ranks=(0, 1), at=101.5)}, []) == []
     assert "innocent" in _judged(leaves, {0: _error(), 2: _error(ranks=(0,), at=101.5)}, [])[0]
+    # Of a full disk every rank says so; one that did not hear of it may miss who has left because of it.
+    full = schedule(Fault("full disk", (0, 1, 2), 0.2), work="saving", lingers=False)
+    no_room = _error("ValueError", (), text="save_snapshot: rank 2: OSError: [Errno 28] No space left on device: 'x'")
+    assert _judged(full, {0: no_room, 1: _error(ranks=(0,), at=101.5)}, []) == []
+    assert "innocent" in _judged(full, {0: no_room, 1: _error(ranks=(2,), at=101.5)}, [])[0]
+    assert "raised ValueError" in _judged(full, {0: _error("ValueError", (), text="a name is missing")}, [])[0]
+    assert "raised ValueError" in _judged(leaves, {0: no_room}, [])[0]
     # The time in which a rank was stopped is not the library's.
     long = Fault("stop", (0,), 0.2, 4.0)
     assert _judged(schedule(long), {0: _error(ranks=(0,), at=104.5)}, [(long, 100.2, 104.2)]) == []

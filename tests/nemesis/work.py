@@ -84,10 +84,11 @@ def rank_main(
     schedule: Schedule,
     switch: str | None,
     folder: str,
+    disk: str,
     log: str,
     sabotage: Callable[[], None] | None = None,
 ) -> None:
-    """`sabotage` puts a fault into the product, when the rank is ready."""
+    """disk: where the ranks save. sabotage: puts a fault into the product, when the rank is ready."""
     _begin(log)
     store = _serve(link, rank, switch) if schedule.store == rank else None
     if store is None and switch is not None:
@@ -98,7 +99,7 @@ def rank_main(
     group = _group(schedule, rank, store)
     global _at_work
     _at_work = Progress(Path(folder) / "progress", schedule.size, rank)
-    work = WORKS[schedule.work](group, rank, schedule, Path(folder))
+    work = WORKS[schedule.work](group, rank, schedule, Path(disk))
     dist.barrier()
     if sabotage is not None:
         sabotage()
