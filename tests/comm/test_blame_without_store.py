@@ -89,6 +89,17 @@ def test_a_host_of_the_store_that_is_gone_is_blamed_if_nobody_was_missing_before
     assert error.ranks == (blamed,) and str(blamed) in str(error), error
 
 
+def test_a_rank_that_is_stopped_is_named_beside_one_that_has_gone() -> None:
+    """Rank 2 was stopped, rank 0 left with its error, and the store with it: rank 1 said that rank 0 died."""
+    group = _group(listened_ago=TIMEOUT_S)
+    group.peers = tuple(
+        SimpleNamespace(is_local=True, is_dead=lambda rank=rank: rank == HOST, is_stopped=lambda rank=rank: rank == OTHER)
+        for rank in range(3)
+    )
+    error = blame(group, 3, "all_reduce(...)", "recv timed out", TIMEOUT_S, peer=OTHER)
+    assert error.ranks == (HOST, OTHER) and "[0] died, and rank(s) [2] are stopped" in str(error), error
+
+
 @pytest.mark.parametrize(
     ("peer", "waited", "lost", "blamed"),
     [

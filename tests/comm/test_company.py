@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tpkernels.comm import company
+from tpkernels.comm import bounded_store, company
 from tpkernels.comm.bounded_store import interruptible
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import PeerLost
@@ -93,3 +94,31 @@ def test_ctrl_c_ends_the_wait_and_what_comes_of_it_later_is_undone() -> None:
         assert undone.wait(SOON_S)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("ends_with", [Empty, KeyboardInterrupt])
+def test_what_ends_in_the_moment_in_which_it_is_given_up_is_taken_or_undone(
+    ends_with: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process group stayed after ``tpk.init()`` had raised."""
+    ended, undone = threading.Event(), []
+
+    class Answer(SimpleQueue[Any]):
+        def put(self, item: Any) -> None:
+            super().put(item)
+            if isinstance(item, tuple):  # an answer, and no request
+                ended.set()
+
+        def get(self, timeout: float | None = None) -> Any:
+            if timeout is not None and ended.wait(60.0):
+                raise ends_with
+            return super().get()
+
+    monkeypatch.setattr(bounded_store, "SimpleQueue", Answer)
+    monkeypatch.setattr(bounded_store, "_idle", [])  # workers of other tests have queues of their own
+    if ends_with is Empty:
+        assert interruptible(lambda: "made", 60.0, lambda: undone.append(True)) == "made" and undone == []
+    else:
+        with pytest.raises(ends_with):
+            interruptible(lambda: "made", 60.0, lambda: undone.append(True))
+        assert undone == [True]

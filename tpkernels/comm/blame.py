@@ -87,7 +87,9 @@ def blame(
         if dead and looks.lost is not None and not set(missed := _missed(group, call, start, waited)) <= set(dead):
             return _missed_before(group, head, missed, looks.lost, symptom)  # its host left when its time was up
         if dead:
-            return PeerLost(f"{head}rank(s) {dead} died. {symptom}", ranks=dead)
+            stopped = _stopped(group)  # because of which they may have failed, and left without a word
+            also = f", and rank(s) {stopped} are stopped" if stopped else ""
+            return PeerLost(f"{head}rank(s) {dead} died{also}. {symptom}", ranks=[*dead, *stopped])
         records = looks(lambda store: recorded(group, f"call/{call}", store))
         # What this rank has said of the call; what it waits for may be a later part, which has a name of its own.
         records.setdefault(group.rank, Record(signature, {}))

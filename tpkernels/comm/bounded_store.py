@@ -110,23 +110,36 @@ def interruptible(work: Callable[[], _T], limit: float, undo: Callable[[], objec
     Raises:
         NotEnded: it takes longer.
     """
-    is_awaited = True
+    lock, is_awaited, has_value = threading.Lock(), True, False
 
     def whole() -> _T:
+        nonlocal has_value
         value = work()
-        if not is_awaited:
+        with lock:
+            has_value = True
+            comes_late = not is_awaited
+        if comes_late:
             undo()
         return value
+
+    def give_up() -> bool:
+        """Whether it has not ended: then what comes of it is undone by whoever does it."""
+        nonlocal is_awaited
+        with lock:
+            is_awaited = False
+            return not has_value
 
     request = _Request(whole)
     _start(request)
     try:
         value, error = request.answer.get(timeout=limit)
     except Empty:
-        is_awaited = False
-        raise NotEnded(f"not ended within {limit:.3g} s") from None
+        if give_up():
+            raise NotEnded(f"not ended within {limit:.3g} s") from None
+        value, error = request.answer.get()  # it ended in this very moment
     except BaseException:
-        is_awaited = False
+        if not give_up():
+            undo()
         raise
     if error is not None:
         raise error
