@@ -92,10 +92,9 @@ def test_a_host_of_the_store_that_is_gone_is_blamed_if_nobody_was_missing_before
 def test_a_rank_that_is_stopped_is_named_beside_one_that_has_gone() -> None:
     """Rank 2 was stopped, rank 0 left with its error, and the store with it: rank 1 said that rank 0 died."""
     group = _group(listened_ago=TIMEOUT_S)
-    group.peers = tuple(
-        SimpleNamespace(is_local=True, is_dead=lambda rank=rank: rank == HOST, is_stopped=lambda rank=rank: rank == OTHER)
-        for rank in range(3)
-    )
+    here = {"is_local": True, "is_dead": lambda: False, "is_stopped": lambda: False}
+    dead, stopped = here | {"is_dead": lambda: True}, here | {"is_stopped": lambda: True}
+    group.peers = tuple(SimpleNamespace(**one) for one in (dead, here, stopped))
     error = blame(group, 3, "all_reduce(...)", "recv timed out", TIMEOUT_S, peer=OTHER)
     assert error.ranks == (HOST, OTHER) and "[0] died, and rank(s) [2] are stopped" in str(error), error
 

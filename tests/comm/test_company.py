@@ -50,7 +50,7 @@ def _together(work: Callable[[], object], store: Any, rank: int = 0) -> object:
     ("came", "stopped", "blamed", "words"),
     [
         (True, True, (1,), r"rank\(s\) \[1\] are stopped"),
-        (True, False, (), "no rank of this host is stopped"),
+        (True, False, (), "every rank gives signs of life"),
         (False, False, (1,), r"rank\(s\) \[1\] did not come"),
     ],
 )
@@ -60,12 +60,40 @@ def test_a_rank_that_is_stopped_as_the_ranks_connect_is_named_in_time(
 ) -> None:  # fmt: skip
     """gloo tried five times as long as it was told to, and then the host of the store was blamed."""
     if came:
-        _together(lambda: None, store, rank=1)
+        _together(lambda: None, store, rank=1)  # and has left the step
     monkeypatch.setattr(Identity, "is_stopped", lambda who: stopped)
     start = time.monotonic()
     with pytest.raises(PeerLost, match=words) as raised:
         _together(stuck, store)
     assert raised.value.ranks == blamed and time.monotonic() - start < SOON_S
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_a_rank_of_another_host_that_came_and_gives_no_sign_of_life_is_named(
+    beats: bool, store: Any, stuck: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody was, for /proc tells nothing of it."""
+    other = company._Company(store, "group", 1, 2, LIMIT_S)
+    if beats:
+        threading.Thread(target=other._beat, daemon=True).start()
+    monkeypatch.setattr(Identity, "is_stopped", lambda who: False)
+    try:
+        with pytest.raises(
+            PeerLost, match="every rank gives" if beats else r"no sign of life from rank\(s\) \[1\]"
+        ) as raised:
+            _together(stuck, store)
+        assert raised.value.ranks == (() if beats else (1,))
+    finally:
+        other._over.set()
+
+
+def test_a_step_that_is_taken_again_does_not_count_who_came_before(store: Any, stuck: Callable[[], None]) -> None:
+    """Rank 1 had come to the mesh of a first ``tpk.init()``, and not to that of the second."""
+    for rank in (0, 1):
+        _together(lambda: None, store, rank)
+    with pytest.raises(PeerLost, match=r"rank\(s\) \[1\] did not come") as raised:
+        _together(stuck, store)
+    assert raised.value.ranks == (1,)
 
 
 def test_a_rank_that_leaves_no_word_in_the_store_is_named(store: Any) -> None:
@@ -76,7 +104,7 @@ def test_a_rank_that_leaves_no_word_in_the_store_is_named(store: Any) -> None:
 
 
 def test_a_store_that_does_not_answer_either_is_named(store: Any, stuck: Callable[[], None]) -> None:
-    silent = SimpleNamespace(port=store.port, set=lambda *given: None, clone=stuck)
+    silent = SimpleNamespace(port=store.port, set=lambda *given: None, add=lambda *given: 1, clone=stuck)
     with pytest.raises(PeerLost, match="the job's store at port"):
         _together(stuck, silent)
 

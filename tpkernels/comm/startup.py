@@ -63,7 +63,7 @@ def init(
             say where the ranks meet; ``same_bits`` is no power of two or no multiple of ``tp``, or ``dp`` is
             no power of two beside it.
         PeerLost: the store at which the ranks meet does not answer; names rank 0, where that serves it. Or a rank was
-            stopped as the ranks connected; names it, where it is on this host.
+            stopped or cut off as the ranks connected; names it.
         UnsupportedPlatform: this is not Linux.
     """
     check_platform()
