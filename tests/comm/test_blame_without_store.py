@@ -18,6 +18,7 @@ from tpkernels.comm.blame import blame, diagnose
 from tpkernels.comm.bounded_store import BoundedStore, StoreLost, StoreSilent
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.liveness import Identity
+from tpkernels.comm.records import Record
 from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, PeerLost
 
@@ -97,6 +98,30 @@ def test_a_rank_that_is_stopped_is_named_beside_one_that_has_gone() -> None:
     group.peers = tuple(SimpleNamespace(**one) for one in (dead, here, stopped))
     error = blame(group, 3, "all_reduce(...)", "recv timed out", TIMEOUT_S, peer=OTHER)
     assert error.ranks == (HOST, OTHER) and "[0] died, and rank(s) [2] are stopped" in str(error), error
+
+
+@pytest.mark.parametrize(("missed", "blamed"), [((), OTHER), ((HOST,), HOST)])
+def test_a_host_that_leaves_with_the_store_as_it_is_asked_for_beats_has_not_missed_the_call(
+    missed: tuple[int, ...], blamed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 1 and 2 were cut off from each other; rank 0 went on, and they said that it did not come to their call."""
+    asked: list[str] = []
+
+    def read(group: Any, what: str, store: Any) -> dict[int, str]:
+        asked.append(what)
+        if len(asked) > 1:
+            raise StoreLost("reset")
+        return {HOST: "6 4", MINE: "6 3", OTHER: "6 3"}
+
+    signature = "all_reduce(...)"
+    monkeypatch.setattr(presence, "failures", lambda *given: {})
+    monkeypatch.setattr("tpkernels.comm.blame.recorded", lambda *given: {OTHER: Record(signature, {})})
+    monkeypatch.setattr("tpkernels.comm.blame.told", lambda *given: {})
+    monkeypatch.setattr("tpkernels.comm.blame.read", read)
+    group = _group(listened_ago=0.1)
+    group.missed = (3, missed)
+    error = blame(group, 3, signature, "recv timed out", TIMEOUT_S, peer=OTHER)
+    assert error.ranks == (blamed,) and len(asked) == 2, error
 
 
 @pytest.mark.parametrize(

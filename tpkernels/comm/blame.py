@@ -128,6 +128,8 @@ def blame(
     beats = looks(lambda store: read(group, "beat", store))
     came = {rank for rank, at in heartbeats.calls(beats).items() if at >= call}
     late = [rank for rank in range(group.size) if rank not in {*records, *came} and reached.get(rank, -1) < call]
+    if looks.lost is not None:  # its host has left in this moment
+        late = _missed(group, call, start, waited)
     stopped = _stopped(group)
     what = f", but rank(s) {late} did not come to this call" if late else ""
     if stopped:
