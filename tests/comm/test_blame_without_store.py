@@ -388,13 +388,28 @@ def test_the_time_in_which_a_rank_stood_still_is_not_one_of_waiting_for_records(
     clock = _Clock(monkeypatch, agreement)
     clock.jump = stood_still
     monkeypatch.setattr(agreement, "_is_there", lambda group, key: False)
-    monkeypatch.setattr(agreement, "_is_hopeless", lambda *given: False)
+    monkeypatch.setattr(agreement, "_is_hopeless", lambda *given: (False, {}))
     monkeypatch.setattr(agreement, "recorded", lambda *given: {})
     group = _group(listened_ago=0.1)
     group.control = SimpleNamespace(answered_at=0.0, within=lambda limit: None)
     start = clock.now
     assert agreement._poll(group, 3, "call", start) == {}
     assert lasted <= clock.now - start < lasted + 0.1
+
+
+def test_records_that_are_all_there_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that had been stopped saw them, and blamed the store that took half a second for the same once more."""
+    group = _group(listened_ago=0.1)
+    group.peers, group.is_overdue = (SimpleNamespace(is_dead=lambda: False),) * 3, lambda: False
+    group.co_located = True
+    everybody = {rank: Record("save_pretrained", {}) for rank in range(3)}
+    answers = iter([everybody])
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "_is_there", lambda group, key: False)
+    monkeypatch.setattr(presence, "failures", lambda *given: {})
+    monkeypatch.setattr(agreement, "read", lambda *given: {})
+    monkeypatch.setattr(agreement, "recorded", lambda *given: next(answers))
+    assert agreement._poll(group, 3, "call", time.monotonic()) == everybody
 
 
 @pytest.mark.parametrize(("lasted", "looks"), [(1.0, 1), (1.7, 2)])

@@ -95,4 +95,4 @@ def test_an_exchange_of_records_in_such_a_call_ends_as_well(
     group = _group(since=time.monotonic() - lasted, listened=time.monotonic(), peers=())
     looks: Any = mock.Mock(return_value={}, lost=None)
     monkeypatch.setattr(agreement, "unanswering", lambda group: unanswering)
-    assert agreement._is_hopeless(group, 3, "call", 0.5, looks) == hopeless
+    assert agreement._is_hopeless(group, 3, "call", 0.5, looks)[0] == hopeless

@@ -109,7 +109,10 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
         if now > next_look:
             # Every rank looks at all others: where they are many, each looks less often.
             next_look = now + LOOK_EVERY * max(1.0, group.size / 8)
-            if _is_hopeless(group, call, part, now - start, looks):
+            hopeless, found = _is_hopeless(group, call, part, now - start, looks)
+            if len(found) == group.size:
+                return found  # to ask once more, for less than the time that is left, may fail
+            if hopeless:
                 break
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)
@@ -127,24 +130,26 @@ def _is_there(group: Group, key: str) -> bool:
         return False
 
 
-def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks) -> bool:
+def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks) -> tuple[bool, dict[int, Record]]:
     """Whether a rank cannot come any more, or those that came disagree and the others had time to join in.
+
+    And what those have said that came.
 
     A rank that refused its arguments, and one that knows the call and waits in it, leave records without counting them.
     """
     if any(peer.is_dead() for peer in group.peers) or looks(lambda store: presence.failures(group, store)):
-        return True
+        return True, {}
     present = looks(lambda store: recorded(group, f"{part}/{call}", store))
     if looks.lost is None:
         group.missed = call, tuple(rank for rank in range(group.size) if rank not in present)
     now = time.monotonic()
     if group.is_overdue() and unanswering(group):
-        return True
+        return True, present
     if not group.co_located and now - group.listened > heartbeats.LISTEN_EVERY:  # the monitor listens later, in calls
         beats = looks(lambda store: read(group, "beat", store))
         if looks.lost is None:
             heartbeats.listen(group, beats, now)
-    return len(present) == group.size or (waited > AWAIT_OTHERS and mismatch(group, call, present) is not None)
+    return waited > AWAIT_OTHERS and mismatch(group, call, present) is not None, present
 
 
 def refuse(group: Group, signature: str, reason: str) -> None:
