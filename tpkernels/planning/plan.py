@@ -27,10 +27,11 @@ __all__ = ["Entry", "ParameterCut", "ShardingPlan"]
 
 NO_DATA_FLOW = "no data flow: "
 """How the note of a plan begins that was made without."""
-FORMAT, VERSION = "tpkernels.ShardingPlan", 5
+FORMAT, VERSION = "tpkernels.ShardingPlan", 6
 _ADDED: dict[int, dict[str, Any]] = {
-    4: {"arguments": {}},
-    3: {"arguments": {}, "fused": [], "unfused": [], "example": ""},
+    5: {"by_weight": {}},
+    4: {"by_weight": {}, "arguments": {}},
+    3: {"by_weight": {}, "arguments": {}, "fused": [], "unfused": [], "example": ""},
 }
 """What plans of earlier versions lack, and what they have of it."""
 # No size, and no number of elements or bytes, is as large.
@@ -120,6 +121,8 @@ class ShardingPlan:
     """The inputs for which bytes are counted, by name and shape."""
     arguments: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Arguments of modules (``attention.alibi``) of which each rank takes its heads' part: dimension, and all heads."""
+    by_weight: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose code multiplies by weights of layers itself (``F.linear(x, self.qkv.weight)``), and the layers."""
 
     def __str__(self) -> str:
         from tpkernels.planning.plan_table import table
@@ -198,7 +201,8 @@ class ShardingPlan:
         for name, module in modules.items():
             if name not in named and any(True for _ in module.parameters(recurse=False)):
                 wrong.append(f"the plan has nothing about {name!r} ({type(module).__name__})")
-        wrong += [f"there is no module {name!r}" for name in self.cut_arguments if name not in modules]
+        others = (*self.cut_arguments, *(one for name, read in self.by_weight.items() for one in (name, *read)))
+        wrong += [f"there is no module {name!r}" for name in others if name not in modules]
         for key, (whole, _) in self.attributes.items():
             name, attribute = owner_of(key, modules)
             if name in modules and number_of(modules[name], attribute) != whole:
@@ -285,7 +289,9 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     if body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
+    by_weight = {_text(name): _texts(read) for name, read in body["by_weight"].items()}
     found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
+    found |= {"by_weight": by_weight}
     return ShardingPlan(**body | lists | found)
 
 

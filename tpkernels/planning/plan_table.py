@@ -149,6 +149,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
     ]
     lines += [f"attribute {line}" for line in _attributes(plan)]
     lines += [f"argument {line}" for line in _arguments(plan)]
+    lines += [f"called where {line}" for line in _by_weight(plan)]
     if plan.random:
         pairs = [f"{row} and {norm}" for row, norm in _pairs(plan.random)]
         lines.append(f"dropout differs by rank between: {', '.join(pairs)}")
@@ -172,6 +173,18 @@ def _arguments(plan: ShardingPlan) -> list[str]:
     for key, (_, heads) in plan.arguments.items():
         found.setdefault((_pattern(key), heads), []).append(key)
     return [f"{_name(pattern, keys)}: this rank's of {heads} heads" for (pattern, heads), keys in found.items()]
+
+
+def _by_weight(plan: ShardingPlan) -> list[str]:
+    """As for attributes."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for module, layers in plan.by_weight.items():
+        prefix = f"{module}." if module else ""
+        found.setdefault((_pattern(module), ", ".join(name.removeprefix(prefix) for name in layers)), []).append(module)
+    return [
+        f"{_name(pattern, modules) or plan.model} multiplies by the weight: {layers}"
+        for (pattern, layers), modules in found.items()
+    ]
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

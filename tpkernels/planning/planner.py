@@ -36,6 +36,7 @@ from tpkernels.planning.source_reads import maybe_read
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
 from tpkernels.planning.ties import tied_modules, untie
 from tpkernels.planning.trace_leaks import nothing_left
+from tpkernels.planning.weight_reads import called_by_weight, kept_in_parts
 from tpkernels.planning.whole_in_out import READ, attention_choices, check_experts, experts_choices
 
 __all__ = ["check_plain", "make_plan"]
@@ -159,7 +160,8 @@ class _Planner:
         stream = self._cut_sequence() if sequence_parallel else Stream([])
         firsts = [recording for _, recording in self.observation.firsts] if self.observation is not None else []
         styles = {name: chosen.style for name, chosen in self.chosen.items()}
-        return make_entries(
+        seen = [recording for _, recording in self.observation.recordings] if self.observation is not None else []
+        plan = make_entries(
             self.model,
             self.world_size,
             self.chosen,
@@ -176,6 +178,7 @@ class _Planner:
             notes=(*self._notes(), *stream.notes),
             example="" if self.observation is None else self.observation.told(self.model),
         )
+        return replace(plan, by_weight=called_by_weight(seen, styles))
 
     def _check_captured(self) -> None:
         """Refuse code that keeps parameters outside of modules: it would go on with the old, untrained ones."""
@@ -357,7 +360,8 @@ class _Planner:
         ask where no run came along; a packed layer has an answer."""
         assert self.observation is not None and self.observation.shadow is not None
         read = maybe_read(self.model) | dict.fromkeys(self.observation.shadow.asked, "the model")
-        return {
+        by_weight = kept_in_parts((recording for _, recording in self.observation.recordings), self.decision.proven)
+        return by_weight | {
             name: f"has a weight that the code of {read[name]} may ask for its shape"
             for group, proof in self.decision.proven.items()
             for name in (*group.columns, *group.rows)

@@ -309,6 +309,9 @@ class Session(TorchDispatchMode):
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def read_by_weight(self, name: str) -> None:
+        """A product with a layer's weight, which is a call of the layer."""
+
     def norm_called(self, name: str, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
         """A module that may be a norm over the last dimension, called with ``x`` alone."""
         return forward(x)

@@ -33,6 +33,7 @@ from tpkernels.planning.own_code import rebased
 from tpkernels.planning.part_norms import may_be_norm
 from tpkernels.planning.shape_reads import ShapesAsked
 from tpkernels.planning.trace_leaks import Caches
+from tpkernels.planning.weight_reads import WeightReads, weights_of_layers
 
 if TYPE_CHECKING:
     from tpkernels.planning.session import Session
@@ -128,6 +129,8 @@ class Shadow:
                 if name in experts:
                     self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
                     module.forward = self._mixing(name)
+        self.weights = weights_of_layers(self)
+        """Layers by the ids of their weights, where a product with the weight is a call of the layer."""
 
     def set_mode(self, mode: Mode) -> None:
         """Set the mode of the runs that follow."""
@@ -186,6 +189,7 @@ class Shadow:
                 _fake_as_real(),
                 Answers(session, self.guess),
                 ShapesAsked(self.owners, self.asked),
+                WeightReads(session),
                 session,
             ):
                 hook = register_module_forward_pre_hook(self._note_original)

@@ -71,6 +71,8 @@ class Recording(Session):
         self.nodes: list[Node] = []
         self.direct: set[str] = set()
         """Layers, and torch's attention modules, whose parameters the model uses without calling them."""
+        self.by_weight: dict[str, set[str]] = {}
+        """By module: the layers by whose weights its code multiplies, which are calls of these layers here."""
         self._originals_read: set[str] = set()
         self._originals_called: set[str] = set()
         self.outputs: list[int] = []
@@ -211,6 +213,9 @@ class Recording(Session):
         shapes = [Shape(tensor.shape) for tensor in given]
         self._add(Event(Mixture(name), shapes, {}, [Shape(out.shape)], sources=tuple(map(self.source, given))), [out])
 
+    def read_by_weight(self, name: str) -> None:
+        self.by_weight.setdefault(self.innermost, set()).add(name)
+
     def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
         self._note_readers(given)
         self.called_quietly.add(name)
@@ -243,7 +248,8 @@ class Recording(Session):
     def same(self, other: Recording) -> bool:
         """Whether the same ops ran on the same tensors."""
         mine, others = ([event.anywhere() for event in recording.events] for recording in (self, other))
-        return mine == others and (self.captured, self.direct) == (other.captured, other.direct)
+        read = (self.captured, self.direct, self.by_weight), (other.captured, other.direct, other.by_weight)
+        return mine == others and read[0] == read[1]
 
     @property
     def innermost(self) -> str:

@@ -25,6 +25,7 @@ from tpkernels import dispatch
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import FallbackPlanWarning
 from tpkernels.gemm.canonical import check_job
+from tpkernels.nn.by_weight import call_by_weight
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
 from tpkernels.nn.cut_experts import CutExperts
@@ -200,7 +201,6 @@ def parallelize(
         (modules[name], ParallelMultiheadAttention.from_attention(_attention(modules[name]), tp))
         for name in {id(modules[name]): name for name in attentions}.values()
     ]
-
     shared = {id(modules[name]): (modules[name], style) for name, style in experts_styles.items()}
     mixtures = [
         (old, CutExperts.of(old, style.layout, tp, style.implementation, style.dealt)) for old, style in shared.values()
@@ -234,6 +234,7 @@ def parallelize(
             set_number(modules[name], attribute, values[tp.get_local_rank()])
         for name, cuts in plan.cut_arguments.items():
             slice_arguments(modules[name], cuts, tp)
+        call_by_weight(plan.by_weight, modules)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
                        if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip
             sum_output_gradient(feeder, tp)
@@ -302,8 +303,7 @@ def _explicit(plan: Mapping[str, object], model: nn.Module, modules: Mapping[str
 
 
 def _is_table(module: nn.Module) -> bool:
-    layer = layer_of(module)
-    return isinstance(module, nn.Embedding) or (layer is not None and layer.kind == "embedding")
+    return isinstance(module, nn.Embedding) or getattr(layer_of(module), "kind", "") == "embedding"
 
 
 def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> Layer:

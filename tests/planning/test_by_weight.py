@@ -1,0 +1,75 @@
+"""Layers whose weights a model's code multiplies by itself are cut as those that it calls."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import tpkernels as tpk
+from tests.models.compare import compare_tensors, differs
+from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.planning.by_weight import WIDTH, made
+from tpkernels.planning.styles import Column, Replicate, Row, Style
+from tpkernels.testing.spawn import Pools
+
+X = torch.zeros(2, 5, WIDTH)
+GATHERED = Column(gather_output=True)
+STYLES: dict[str, tuple[Style, Style, tuple[str, ...]]] = {
+    "eva": (GATHERED, GATHERED, ("qkv",)),
+    "swin": (GATHERED, GATHERED, ("proj", "qkv")),
+    "swin 2": (Replicate(), GATHERED, ("proj",)),  # a changed copy of the bias is no bias of the layer
+    "pair": (Column(), Row(), ("proj", "up")),
+    "read once more": (GATHERED, Replicate(), ("up",)),
+    "packed": (GATHERED, GATHERED, ("qkv",)),
+}
+"""Of the first layer and the last, and which of them are called where the code multiplies."""
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", STYLES)
+def test_a_product_with_a_weight_is_planned_as_a_call_of_the_layer(how: str) -> None:
+    plan = tpk.make_plan(made(how), 2, example_inputs=X)
+    first, last, called = STYLES[how]
+    names = "block.up" if how in ("pair", "read once more") else "block.qkv", "block.proj"
+    assert tuple(plan[name].style for name in names) == (first, last)
+    assert plan.by_weight == {"block": tuple(f"block.{name}" for name in called)}
+    assert f"called where block multiplies by the weight: {', '.join(called)}" in str(plan)
+    again = tpk.ShardingPlan.from_json(plan.to_json())
+    assert again == plan
+    again.validate(made(how))
+    with pytest.raises(ValueError, match="no module 'other'"):
+        dataclasses.replace(plan, by_weight={"other": ("block.proj",)}).validate(made(how))
+    if how == "packed":
+        assert "kept in several parts" in plan["block.qkv"].reason
+
+
+def all_by_value(compiled: bool) -> list[str]:
+    return [problem for how in ("eva", "swin", "pair") for problem in by_value(how, compiled)]
+
+
+def by_value(how: str, compiled: bool) -> list[str]:
+    torch.manual_seed(0)
+    plain = made(how).double()
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), example_inputs=X.double())
+    x, outputs = torch.randn(2, 5, WIDTH, dtype=torch.float64), []
+    ran: nn.Module = copy.deepcopy(model)  # a copy calls its own layers
+    model = ran
+    if compiled:
+        ran = torch.compile(ran, fullgraph=True, backend="aot_eager")
+    inputs = [x, x.clone()]
+    for net, one in zip((ran, plain), inputs, strict=True):
+        outputs.append(net(one.requires_grad_()))
+        outputs[-1].square().sum().backward()
+    pairs = {"output": outputs, "gradient of x": [one.grad for one in inputs]}
+    found = [f"{how} {name}: {why}" for name, (a, b) in pairs.items() if (why := differs(a, b, 1e-11))]
+    return found + [f"{how} {problem}" for problem in compare_tensors(model, plain, 1e-11)]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow("compiles three models"))])
+def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, compiled: bool) -> None:
+    assert ranks(2).run(all_by_value, compiled, timeout=LIMIT_S) == [[], []]

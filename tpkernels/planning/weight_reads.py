@@ -1,0 +1,81 @@
+"""Layers whose weights a model's code multiplies by itself, ``F.linear(x, self.qkv.weight, bias)``.
+
+Such a product is recorded as a call of the layer, so that the layer is planned as every other one is; the parallel
+model calls it there (:mod:`tpkernels.nn.by_weight`).  What else code does with a weight shows in the ops, and the layer
+stays whole.  A layer that would be kept in several parameters cannot be read in this way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tpkernels.nn.by_weight import WeightCalls
+from tpkernels.planning.layers import own_base
+from tpkernels.planning.styles import Replicate, Style
+
+if TYPE_CHECKING:
+    from tpkernels.planning.hypotheses import Proof
+    from tpkernels.planning.layer_groups import Group
+    from tpkernels.planning.session import Session
+    from tpkernels.planning.shadow import Shadow
+    from tpkernels.planning.trace import Recording
+
+__all__ = ["WeightReads", "called_by_weight", "kept_in_parts", "weights_of_layers"]
+
+
+def weights_of_layers(shadow: Shadow) -> dict[int, str]:
+    """Linear layers by the ids of their weights; not those under code of their own, or with a weight that is tied."""
+    owners = Counter(id(one) for _, one in shadow.model.named_parameters(remove_duplicate=False))
+    return {
+        id(module.weight): name
+        for name, layer in shadow.layers.items()
+        if layer.kind == "linear"
+        and own_base(module := shadow.modules[name]) is None
+        and owners[id(module.weight)] == 1
+    }
+
+
+class WeightReads(WeightCalls):
+    """Within it, such products are calls of the session's layers."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(())
+        self.session = session
+
+    def layer_of(self, weight: Any) -> nn.Module | None:
+        name = self.session.shadow.weights.get(id(weight))
+        if name is None or self.session.quiet is not None:
+            return None
+        self.session.read_by_weight(name)
+        layer: nn.Module = self.session.shadow.modules[name]
+        return layer
+
+
+def called_by_weight(recordings: Iterable[Recording], styles: Mapping[str, Style]) -> dict[str, tuple[str, ...]]:
+    """By module: the layers that its code multiplies by, and that no longer are plain modules with ``styles``."""
+    found: dict[str, set[str]] = {}
+    for recording in recordings:
+        for reader, names in recording.by_weight.items():
+            changed = {name for name in names if not _is_plain(styles.get(name, Replicate()))}
+            if changed:
+                found.setdefault(reader, set()).update(changed)
+    return {reader: tuple(sorted(names)) for reader, names in sorted(found.items())}
+
+
+def _is_plain(style: Style) -> bool:
+    return isinstance(style, Replicate) and not style.distributed and not style.summed_gradient
+
+
+def kept_in_parts(recordings: Iterable[Recording], proven: Mapping[Group, Proof]) -> dict[str, str]:
+    """Layers that are read by weight, and would have no single one."""
+    read = {name for recording in recordings for names in recording.by_weight.values() for name in names}
+    return {
+        name: "has a weight that the model's code multiplies by itself, and would be kept in several parts"
+        for proof in proven.values()
+        for name, sizes in proof.segments.items()
+        if name in read and (len(sizes) > 1 or name in proof.copies)
+    }
