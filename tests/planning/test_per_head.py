@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tpkernels as tpk
+from tests.models.architectures.reference import build
 from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning import per_head
@@ -91,6 +92,16 @@ def test_what_only_looks_so_is_not_cut(how: str) -> None:
         assert plan["out"].style == Row()
     else:
         assert plan["out"].style == Column(gather_output=True)
+
+
+@pytest.mark.cpu
+@pytest.mark.slow("3 s: builds a model of transformers")
+def test_what_is_seen_as_one_head_does_not_refuse_a_model() -> None:
+    plan = tpk.make_plan(build("mra"), 2)  # four heads; its blocks of keys have a dimension of one
+    attention = "mra.encoder.layer.0.attention"
+    assert (
+        plan[f"{attention}.self.query"].style == plan[f"{attention}.output.dense"].style == Column(gather_output=True)
+    )
 
 
 @pytest.mark.cpu

@@ -399,11 +399,14 @@ class _Planner:
             self.chosen[name] = Chosen(style, "data flow", reason)
 
     def _check_heads(self) -> None:
-        """Refuse more ranks than heads, unless the model has other attention that can be cut."""
+        """Refuse more ranks than heads, unless the model has other attention that can be cut.
+
+        A dimension of one says nothing of heads (MRA's blocks have one): what is seen so is gathered.
+        """
         if any(proof.heads for proof in self.decision.proven.values()):
             return
         for group, error in self.decision.refused.items():
-            if 0 < error.count < self.world_size and len(group.columns) + len(group.rows) <= SMALL_GROUP:
+            if 1 < error.count < self.world_size and len(group.columns) + len(group.rows) <= SMALL_GROUP:
                 raise ValueError(
                     f"{self.world_size} ranks are more than the {error.count} heads of "
                     f"{group.columns[0].rpartition('.')[0] or type(self.model).__name__}: use at most {error.count} "
