@@ -24,6 +24,8 @@ class SharedKey(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         packed = self.qkv(x)
+        if self.how == "nothing behind":  # a part without features, as in a GLM-5 that is small
+            packed, _ = packed.split((packed.shape[-1], 0), -1)
         if self.how == "heads":
             seen = packed.view(batch, length, self.heads + 2, EACH)
             q, k, v = (seen[..., :-2, :], seen[..., [-2], :], seen[..., [-1], :])

@@ -33,7 +33,9 @@ def test_queries_are_cut_and_their_key_and_value_copied() -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("how", ["places", "key that drops out", "dropout", "another order", "value that leaves"])
+@pytest.mark.parametrize(
+    "how", ["nothing behind", "places", "key that drops out", "dropout", "another order", "value that leaves"]
+)
 def test_what_only_looks_so_is_gathered(how: str) -> None:
     assert tpk.make_plan(SharedKey(how), 2, example_inputs=X)["qkv"].style == Column(gather_output=True)
 

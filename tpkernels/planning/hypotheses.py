@@ -132,7 +132,7 @@ class Hypotheses:
                     ends = slice(*event.whole[2:4]).indices(count)[:2]
                     points.setdefault(inner, {0, size}).update(inner * end for end in ends)
         found += [tuple(b - a for a, b in pairwise(sorted(ends))) for ends in points.values() if len(ends) > 2]
-        return [sizes for sizes in found if sum(sizes) == size]
+        return [sizes for sizes in found if sum(sizes) == size and 0 not in sizes]
 
     def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
         """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
