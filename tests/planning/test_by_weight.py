@@ -70,6 +70,7 @@ def by_value(how: str, compiled: bool) -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow("compiles three models"))])
+@pytest.mark.slow("8 s: trains three models, and compiles them")
+@pytest.mark.parametrize("compiled", [False, True])
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, compiled: bool) -> None:
     assert ranks(2).run(all_by_value, compiled, timeout=LIMIT_S) == [[], []]
