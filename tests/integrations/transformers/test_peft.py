@@ -99,23 +99,35 @@ def reference(scenario: Scenario, run: Callable[[Any], Curve]) -> Reference:
     return Reference.of(*map(run, models))
 
 
-def adapted(path: str, folder: str, trained: bool) -> dict[str, Any]:
-    """Adapters after ``register()``: a step, the files, the merged model; with a partial gradient; and a run of
-    Trainer."""
+OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+
+
+def registered_model(path: str) -> tuple[Any, tpk_transformers.Registration]:
+    """Of all ranks, with adapters that come after ``register()``."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     tp_mesh()
+    with tpk_transformers.register(strict=True) as registration:
+        config = DistributedConfig(tp_size=dist.get_world_size())
+        model = with_adapters(AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **OPTIONS))
+    fill(model)
+    return model, registration
 
-    def registered_model() -> tuple[Any, tpk_transformers.Registration]:
-        with tpk_transformers.register(strict=True) as registration:
-            config = DistributedConfig(tp_size=dist.get_world_size())
-            options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-            model = with_adapters(AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options))
-        fill(model)
-        return model, registration
 
-    model, registration = registered_model()
+def prepared_model(path: str, replicas: int, shard: bool, **options: Any) -> Any:
+    """With adapters that come before ``prepare()``."""
+    from transformers import AutoModelForCausalLM
+
+    model = with_adapters(AutoModelForCausalLM.from_pretrained(path, **OPTIONS))
+    fill(model)
+    return tpk_transformers.prepare(model, mesh_of(replicas), shard=shard, **options)
+
+
+def adapted(path: str, folder: str, trained: bool) -> dict[str, Any]:
+    """Adapters after ``register()``: a step, the files, the merged model; with a partial gradient; and a run of
+    Trainer."""
+    model, registration = registered_model(path)
     found: dict[str, Any] = {"step": step(model, ids())}
     found["used"] = sorted(name for name in registration.used if "lora" in name)
     real = registered._Forward.__call__
@@ -130,7 +142,7 @@ def adapted(path: str, folder: str, trained: bool) -> dict[str, Any]:
     with torch.no_grad():
         found["merged"] = float(model.base_model.model(input_ids=ids(), labels=ids()).loss)
     if trained:
-        found["run"] = train(registered_model()[0], f"{folder}-run")
+        found["run"] = train(registered_model(path)[0], f"{folder}-run")
     return found
 
 
@@ -174,15 +186,7 @@ def check_files(scenario: Scenario, folder: str, expected: Reference) -> None:
 
 def before_prepare(path: str, folder: str, replicas: int, shard: bool, trained: bool) -> dict[str, Any]:
     """Adapters before ``prepare()``: a step, the adapter's files, the merged model; and a run of Trainer."""
-    from transformers import AutoModelForCausalLM
-
-    def prepared() -> Any:
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = with_adapters(AutoModelForCausalLM.from_pretrained(path, **options))
-        fill(model)
-        return tpk_transformers.prepare(model, mesh_of(replicas), shard=shard)
-
-    model = prepared()
+    model = prepared_model(path, replicas, shard)
     found: dict[str, Any] = {"step": step_of(model, replicas)}
     model.save_pretrained(folder)
     merged = model.merge_and_unload()
@@ -190,7 +194,9 @@ def before_prepare(path: str, folder: str, replicas: int, shard: bool, trained: 
     with torch.no_grad():
         found["merged"] = float(merged(input_ids=ids(), labels=ids()).loss)
     if trained:
-        found["run"] = train(prepared(), f"{folder}-run", per_device_train_batch_size=2 // replicas)
+        found["run"] = train(
+            prepared_model(path, replicas, shard), f"{folder}-run", per_device_train_batch_size=2 // replicas
+        )
     return found
 
 

@@ -25,7 +25,8 @@ import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations.transformers import scenarios
 from tests.integrations.transformers.running import train
 from tests.integrations.transformers.scenarios import Scenario
-from tests.integrations.transformers.test_trainer import COMPILED, check_file, evaluated_alone, with_evaluation
+from tests.integrations.transformers.test_trainer import check_file, evaluated_alone, with_evaluation
+from tests.integrations.transformers.variations import VARIATIONS
 from tpkernels.integrations.transformers import prepared
 
 pytestmark = pytest.mark.gloo
@@ -36,11 +37,6 @@ GPT2 = Scenario("gpt2", "prepare", {"n_layer": 1}, {"per_device_train_batch_size
 LLAMA = Scenario("llama", "prepare", {"intermediate_size": 57, "num_hidden_layers": 1}, GPT2.trainer)
 REGISTERED = replace(LLAMA, way="register")
 DEEP = Scenario("gpt2", "prepare")
-VARIATIONS: dict[str, dict[str, Any]] = {
-    "compiled": COMPILED,
-    "bf16": {"bf16": True, "adam_epsilon": 1e-2},  # see tests.integrations.curves.adamw
-    "checkpoints": {"gradient_checkpointing": True},
-}
 OURS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS // REPLICAS}
 mesh = KeptMesh(lambda: tpk.init(dp=REPLICAS, tp=dist.get_world_size() // REPLICAS))
 
@@ -108,7 +104,7 @@ def varied(
 
 
 @pytest.mark.full("four ranks")
-@pytest.mark.parametrize("variation", VARIATIONS)
+@pytest.mark.parametrize("variation", ["compiled", "bf16", "checkpoints"])
 def test_variations_of_replicas_train_as_one_process_does(ranks: Pools, tmp_path: Path, variation: str) -> None:
     """In micro-batches; those that are compiled are one unit of communication, and one graph."""
     scenario = replace(LLAMA, trainer={**LLAMA.trainer, **VARIATIONS[variation]})

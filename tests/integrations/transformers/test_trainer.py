@@ -27,34 +27,22 @@ import tpkernels.integrations.transformers as tpk_transformers  # noqa: E402
 from tests.integrations.transformers import scenarios  # noqa: E402
 from tests.integrations.transformers.running import Sentences  # noqa: E402
 from tests.integrations.transformers.scenarios import Scenario  # noqa: E402
+from tests.integrations.transformers.variations import BEST, BF16, CHECKPOINTS, COMPILED, MICRO  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
-MICRO = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 UNEVEN = {"intermediate_size": 57, "num_hidden_layers": 1}
 THREE = {"intermediate_size": 57, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}
-BEST = {
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "loss",
-    "greater_is_better": True,  # of two evaluations the first, whose weights are not those of the run's end
-    "per_device_eval_batch_size": 4,  # batches of one size: Trainer gives a smaller last one another weight
-    "save_strategy": "steps",
-    "save_steps": 3,
-}
-COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 GPT2 = Scenario("gpt2", "prepare")
 QUICK = [Scenario("mixtral", "register", UNEVEN, MICRO)]
 FULL = [
     Scenario("llama", "prepare", {**UNEVEN, "tie_word_embeddings": True}),
     Scenario("llama", "register", trainer=MICRO),
     Scenario("mixtral", "prepare", UNEVEN | THREE),
-    Scenario("llama", "register", {**UNEVEN, "tie_word_embeddings": True}, {"gradient_checkpointing": True}),
-    # Why this epsilon: see tests.integrations.curves.adamw.
-    Scenario("llama", "register", trainer={"bf16": True, "adam_epsilon": 1e-2}),
+    Scenario("llama", "register", {**UNEVEN, "tie_word_embeddings": True}, CHECKPOINTS),
+    Scenario("llama", "register", trainer=BF16),
     Scenario("llama", "prepare", {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}, MICRO),
-    Scenario("gpt2", "prepare", trainer={"gradient_checkpointing": True}),
+    Scenario("gpt2", "prepare", trainer=CHECKPOINTS),
     Scenario("llama", "register", UNEVEN, COMPILED),
     Scenario("llama", "prepare", UNEVEN, COMPILED),
 ]
