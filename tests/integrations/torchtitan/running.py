@@ -19,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from tests.integrations.curves import CLIP, STEPS, Curve, gradients_of, weights_of
 from tests.integrations.torchtitan.models import LENGTH, MODEL, OUTSIDE, build, small
-from tests.integrations.torchtitan.stand_ins import on_cpu, without_unused
+from tests.integrations.torchtitan.stand_ins import exactly, on_cpu, without_unused
 
 ROWS = 4
 """Of each step, over all replicas."""
@@ -36,7 +36,7 @@ with without_unused():
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.components.validate import Validator
-    from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import utils as distributed
     from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.llama3 import model_registry
@@ -91,16 +91,6 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
         super().__init__()
 
     encode = decode = get_vocab_size = None
-
-
-@contextlib.contextmanager
-def exactly(wanted: bool) -> Iterator[None]:
-    """torchtitan's rotary embedding and loss compute in fp32: where the run is to be exact, they do not."""
-    if not wanted:
-        yield
-        return
-    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.dict(TORCH_DTYPE_MAP, float64=torch.float64):
-        yield
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""In the place of CUDA and of packages that torchtitan's trainers import and these runs never call."""
+"""In the place of CUDA, of packages that torchtitan's trainers import and never call, and of fp32 in exact runs."""
 
 from __future__ import annotations
 
@@ -71,4 +71,15 @@ def on_cpu(utilities: Any, division: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(utilities, "set_pg_timeouts"))  # its barrier names a device of CUDA
         stack.enter_context(mock.patch(division, sums))
         stack.callback(gc.enable)  # which torchtitan calls by itself, every 50 steps
+        yield
+
+
+@contextlib.contextmanager
+def exactly(wanted: bool) -> Iterator[None]:
+    """torchtitan's rotary embedding and loss compute in fp32: where the run is to be exact, they do not."""
+    if not wanted:
+        yield
+        return
+    types = mock.patch.dict("torchtitan.config.TORCH_DTYPE_MAP", float64=torch.float64)
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double), types:
         yield

@@ -20,15 +20,16 @@ from torch.distributed.tensor import distribute_tensor
 
 from tests.integrations.counting import counted
 from tests.integrations.curves import CLIP, STEPS, Curve, Reference, gradients_of, weights_of
-from tests.integrations.torchtitan.stand_ins import on_cpu, without_unused
+from tests.integrations.torchtitan.stand_ins import exactly, on_cpu, without_unused
 from tests.nn.reference import LIMIT_S
 from tpkernels.testing.spawn import Pools
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing: pip install --no-deps torchtitan spmd_types, and tyro")
 
 with without_unused():
+    from torchtitan.components import validate
     from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+    from torchtitan.config import JobConfig
     from torchtitan.distributed import utils as distributed
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.protocols import train_spec as specs
@@ -79,6 +80,8 @@ class Way:
     compiled: bool = False
     checkpoints: bool = False
     micro: int = 1
+    evaluated_every: int = 0
+    """So many steps, and behind the first one."""
     saved_at: int = 0
 
     def sizes(self) -> TransformerModelArgs:
@@ -110,19 +113,12 @@ def configuration(folder: str, way: Way) -> JobConfig:
     told.parallelism.data_parallel_shard_degree = way.replicas
     told.compile.enable, told.compile.components, told.compile.backend = way.compiled, ["model"], "aot_eager"
     told.activation_checkpoint.mode = "full" if way.checkpoints else "none"
+    told.validation.enable, told.validation.freq = bool(way.evaluated_every), way.evaluated_every or STEPS
+    told.validation.steps, told.validation.seq_len = HELD_OUT, LENGTH
+    told.validation.local_batch_size = ROWS // way.replicas
     told.checkpoint.enable, told.checkpoint.interval = bool(way.saved_at), way.saved_at or STEPS
     told.checkpoint.last_save_model_only = False
     return told
-
-
-@contextlib.contextmanager
-def exactly(wanted: bool) -> Iterator[None]:
-    """torchtitan's rotary embedding and loss compute in fp32: where the run is to be exact, they do not."""
-    if not wanted:
-        yield
-        return
-    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.dict(TORCH_DTYPE_MAP, float64=torch.float64):
-        yield
 
 
 def plain_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -138,6 +134,13 @@ def run(folder: str, way: Way) -> Curve:
     def log(self: Any, step: int, loss: float, maximum: float, norm: float, **_: Any) -> None:
         curve.losses.append(loss)
         curve.norms.append(norm)
+
+    def log_evaluation(self: Any, loss: float, step: int) -> None:
+        assert not model.training
+        curve.evaluations.append(loss)
+
+    def held_out(*, dp_world_size: int, dp_rank: int, **_: Any) -> Batches:
+        return Batches(dp_world_size, dp_rank, 1, first=STEPS)
 
     clip = distributed.clip_grad_norm_
 
@@ -156,6 +159,7 @@ def run(folder: str, way: Way) -> Curve:
         stack.enter_context(exactly(way.dtype == "float64"))
         spec = spec_of(way)
         stack.enter_context(mock.patch.object(specs, "get_train_spec", lambda name: spec))
+        stack.enter_context(mock.patch.object(validate, "build_text_validation_dataloader", held_out))
         trainer = Trainer(configuration(folder, way))
         (model,) = trainer.model_parts
         with torch.no_grad():
@@ -165,6 +169,7 @@ def run(folder: str, way: Way) -> Curve:
                     given = distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None)
                 held.copy_(given)
         stack.enter_context(mock.patch.object(MetricsProcessor, "log", log))
+        stack.enter_context(mock.patch.object(MetricsProcessor, "log_validation", log_evaluation))
         stack.enter_context(mock.patch.object(distributed, "clip_grad_norm_", clipped))
         trainer.train()
         trainer.close()
@@ -175,12 +180,12 @@ def run(folder: str, way: Way) -> Curve:
 def reference(ranks: Pools, folder: str, way: Way) -> Reference:
     """torchtitan's own model in one process, in fp64 and as it is.
 
-    In bf16 the second one runs on two ranks, with the replicas of torchtitan, which compute in bf16 throughout: one
-    process alone runs under autocast, which leaves what is between linear layers in fp32.
+    In bf16 the second one of replicas runs on two ranks, with the replicas of torchtitan, which compute in bf16
+    throughout: without them it runs under autocast, which leaves what is between linear layers in fp32.
     """
     plain, world = replace(way, replicas=1, ours=False, compiled=False), 1
     (exact,) = ranks(1).run(run, folder, replace(plain, dtype="float64"), timeout=LIMIT_S)
-    if way.computes_in == "bfloat16":
+    if way.computes_in == "bfloat16" and way.replicas > 1:
         plain, world = replace(plain, replicas=2), 2
     return Reference.of(exact, ranks(world).run(run, folder, plain, timeout=LIMIT_S)[0])
 
@@ -194,15 +199,27 @@ def trained(folder: str, way: Way, expected: Reference) -> tuple[dict[str, float
     return expected.wrong(curve), dict(counts), torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
 
 
+VARIATIONS = {
+    "evaluation": Way(evaluated_every=STEPS // 2),
+    "bf16": Way(computes_in="bfloat16", eps=1e-2),
+    "micro-batches, recomputed": Way(micro=2, checkpoints=True),
+    "compiled blocks": Way(compiled=True),
+}
+PLACES = {2: {}, 3: {"heads": 6}, 4: {"replicas": 2}}
+"""By the number of ranks, of which four are two replicas."""
+
+
 @pytest.mark.parametrize(
     ("world", "way"),
     [
         (2, Way()),
         pytest.param(3, Way(heads=6), marks=pytest.mark.full("three ranks")),
         pytest.param(4, Way(2), marks=pytest.mark.full("two replicas of two ranks")),
-        pytest.param(4, Way(2, computes_in="bfloat16", eps=1e-2), marks=pytest.mark.full("bf16")),
-        pytest.param(4, Way(2, micro=2, checkpoints=True), marks=pytest.mark.full("micro-batches, recomputed")),
-        pytest.param(4, Way(2, compiled=True), marks=pytest.mark.full("compiled blocks")),
+        *(
+            pytest.param(world, replace(way, **changes), marks=pytest.mark.full(variation))
+            for variation, way in VARIATIONS.items()
+            for world, changes in PLACES.items()
+        ),
     ],
 )
 def test_the_trainer_with_our_train_spec_is_as_exact_as_one_process(
@@ -210,13 +227,22 @@ def test_the_trainer_with_our_train_spec_is_as_exact_as_one_process(
 ) -> None:
     folder = str(tmp_path)
     expected = reference(ranks, folder, way)
-    passes = STEPS * way.micro
+    evaluations = 3 if way.evaluated_every else 0  # behind the first, the third and the last step
+    passes, evaluated = STEPS * way.micro, evaluations * HELD_OUT
     blocks = 2 * passes * (1 + way.checkpoints)
-    # In each of two blocks query, key and value, gate and up; two rows; the head; the table.
-    calls = {"copy_matmul": 2 * blocks + passes, "matmul_all_reduce": 2 * blocks, "all_reduce": passes}
+    # In each of two blocks query, key and value, gate and up, which are two calls where gradients flow and five
+    # otherwise; two rows; the head; the table.
+    calls = {
+        "copy_matmul": 2 * blocks + passes + (2 * 5 + 1) * evaluated,
+        "matmul_all_reduce": 2 * blocks + 2 * 2 * evaluated,
+        "all_reduce": passes + evaluated,
+    }
     for wrong, counts, graphs in ranks(world).run(trained, folder, way, expected, timeout=2 * LIMIT_S):
-        assert wrong == {}
-        assert (graphs == 1) if way.compiled else (counts == calls)  # both blocks have one code
+        assert wrong == {} and sum(name.startswith("evaluation") for name in expected.numbers) == evaluations
+        if way.compiled:
+            assert graphs == 1, "both blocks have one code"
+        else:
+            assert counts == calls
 
 
 @pytest.mark.full("a checkpoint on four, two and one ranks")
