@@ -31,6 +31,10 @@ pytestmark = pytest.mark.gloo
 UNEVEN = {"hidden": 50, "vocabulary": 67}
 HALF = STEPS // 2
 EVALUATED = Way(evaluated_every=HALF)
+BF16 = Way(computes_in="bfloat16", eps=1e-2)
+MICRO = Way(micro=2, checkpoints=True)
+SIX: Options = {"heads": 6}
+"""Of which three ranks hold as many each."""
 
 
 def exact_and_plain(folder: str, options: Options, way: Way) -> Reference:
@@ -50,14 +54,18 @@ def trained(folder: str, options: Options, way: Way, expected: Reference) -> dic
     ("world", "options", "way"),
     [
         (2, UNEVEN, Way()),
-        pytest.param(3, {"heads": 6, **UNEVEN}, Way(), marks=pytest.mark.full("three ranks, sizes that do not divide")),
+        pytest.param(3, {**SIX, **UNEVEN}, Way(), marks=pytest.mark.full("three ranks, sizes that do not divide")),
         pytest.param(2, UNEVEN, EVALUATED, marks=pytest.mark.full("evaluation")),
-        pytest.param(3, {"heads": 6, **UNEVEN}, EVALUATED, marks=pytest.mark.full("evaluation")),
+        pytest.param(3, {**SIX, **UNEVEN}, EVALUATED, marks=pytest.mark.full("evaluation")),
         pytest.param(4, UNEVEN, replace(EVALUATED, replicas=2), marks=pytest.mark.full("evaluation")),
         pytest.param(4, {"hidden": 51, "vocabulary": 67}, Way(2), marks=pytest.mark.full("two replicas of two ranks")),
         pytest.param(4, {"fused": False}, Way(copies=2), marks=pytest.mark.full("replicas whose parameters are whole")),
-        pytest.param(4, {}, Way(2, computes_in="bfloat16", eps=1e-2), marks=pytest.mark.full("bf16")),
-        pytest.param(4, {}, Way(2, micro=2, checkpoints=True), marks=pytest.mark.full("micro-batches, recomputed")),
+        pytest.param(2, {}, BF16, marks=pytest.mark.full("bf16")),
+        pytest.param(3, SIX, BF16, marks=pytest.mark.full("bf16")),
+        pytest.param(4, {}, replace(BF16, replicas=2), marks=pytest.mark.full("bf16")),
+        pytest.param(2, {}, MICRO, marks=pytest.mark.full("micro-batches, recomputed")),
+        pytest.param(3, SIX, MICRO, marks=pytest.mark.full("micro-batches, recomputed")),
+        pytest.param(4, {}, replace(MICRO, replicas=2), marks=pytest.mark.full("micro-batches, recomputed")),
     ],
 )
 def test_the_trainer_with_our_blocks_is_as_exact_as_one_process(
