@@ -43,7 +43,8 @@ int launch_reduce(const ReduceArguments& a) {
 }  // namespace
 
 int load_reduce_kernels() {
-    return load(reduce<float, float>, reduce<Bf16, Bf16>, reduce<Half, Half>, reduce<float, Bf16>, reduce<float, Half>);
+    return load(reduce<float, float>, reduce<Bf16, Bf16>, reduce<Half, Half>, reduce<float, Bf16>, reduce<float, Half>,
+                reduce<Bf16, float>, reduce<Half, float>);
 }
 
 }  // namespace tpk
@@ -71,8 +72,12 @@ TPK_API int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, i
             return launch_reduce<float, Bf16>(a);
         case TPK_F32 * 8 + TPK_F16:
             return launch_reduce<float, Half>(a);
+        case TPK_BF16 * 8 + TPK_F32:
+            return launch_reduce<Bf16, float>(a);
+        case TPK_F16 * 8 + TPK_F32:
+            return launch_reduce<Half, float>(a);
         default:
-            return refuse("part_dtype (%d) and out_dtype (%d) must be equal, or the first be fp32", part_dtype,
+            return refuse("part_dtype (%d) and out_dtype (%d) must be equal, or one of them fp32", part_dtype,
                           out_dtype);
     }
 }

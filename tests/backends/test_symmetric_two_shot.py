@@ -153,5 +153,5 @@ def test_each_way_has_its_sizes(size: int) -> None:
     one_shot = (4 if size == 2 else 1) * symmetric.ONE_SHOT_BYTES
     ways = {0: "_one_shot", one_shot: "_one_shot", one_shot + 1: "_two_shot", symmetric.TWO_SHOT_BYTES: "_two_shot"}
     for num_bytes, way in ways.items():
-        assert symmetric._in_one_kernel(size, num_bytes) is getattr(symmetric, way)
-    assert symmetric._in_one_kernel(size, symmetric.TWO_SHOT_BYTES + 1) is None
+        assert symmetric.in_one_kernel(size, num_bytes) is getattr(symmetric, way)
+    assert symmetric.in_one_kernel(size, symmetric.TWO_SHOT_BYTES + 1) is None

@@ -246,7 +246,7 @@ def test_triton_specialises_at_the_first_call_of_a_kind_alone(
 ) -> None:
     driver, device = on_gpu(80), Launching()
     make_call = caller(device, op, calls()[op])
-    fault = mock.patch.object(kernel_launches, "_rehearse", lambda launch: None)
+    fault = mock.patch.object(kernel_launches, "rehearse", lambda launch: None)
     with fault if faulty else nullcontext():
         for _ in range(3):
             make_call()

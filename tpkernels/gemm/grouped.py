@@ -80,6 +80,21 @@ class TokenRows:
             self._before[token] = [start + count for start, count in zip(self._starts, counts, strict=True)]
         return self._before[token]
 
+    def first_rows(self, cuts: Sequence[int]) -> Tensor:
+        """Of each expert, the first row whose token is not before each cut: ``[cuts, E]``, int64, on the CPU.
+
+        Cuts ascend, and the last one is the number of tokens.  All of them cost one wait for the device.
+        """
+        ends = torch.tensor([self._slots_before(cut) for cut in cuts], device=self._flat.device)
+        parts = torch.bucketize(torch.arange(len(self._flat), device=self._flat.device), ends, right=True)
+        keys = parts * self.num_experts + self._flat
+        counts = keys.bincount(minlength=len(cuts) * self.num_experts).view(-1, self.num_experts)
+        return counts[: len(cuts)].cumsum(0).cpu() + torch.tensor(self._starts)
+
+    def of_tokens(self) -> Tensor:
+        """The rows of each token, in the order of its experts: ``[T, k]``."""
+        return self.tokens.argsort(stable=True).view(self.num_tokens, self.top_k)
+
     def _slots_before(self, token: int) -> int:
         return token * self.top_k
 

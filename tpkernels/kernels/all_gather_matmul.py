@@ -72,7 +72,7 @@ from tpkernels.kernels.tiles import (
     with_bias,
 )
 
-__all__ = ["Arrivals", "all_gather_matmul", "all_gather_matmul_kernel"]
+__all__ = ["Arrivals", "all_gather_matmul", "all_gather_matmul_kernel", "check_pairs", "finish"]
 
 
 @triton.jit(do_not_specialize=["num_row_tiles", "op"])
@@ -257,7 +257,7 @@ def _end(  # type: ignore[no-untyped-def]
     must not be needed on one way and dropped on another, or the assembler waits for them after every step (sm_90)."""
     row_tile, column = tile_position(tile, num_row_tiles, num_column_tiles, GROUP_M)
     row, rows, _, _, _, _, _ = tile_entry(order, row_tile)
-    _finish(
+    finish(
         acc, acc_up, column * BLOCK_N, row, rows * arrived, n,
         out, out_descriptor, preactivation, preactivation_up, bias, bias_up,
         scale_whole, scale_weight, scale_weight_up, stride_out, stride_scale,
@@ -266,7 +266,7 @@ def _end(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
+def finish(  # type: ignore[no-untyped-def]
     acc,
     acc_up,
     first_column,
@@ -299,7 +299,7 @@ def _finish(  # type: ignore[no-untyped-def]
         if DUAL:
             left_up, right_up = halves(acc_up, BLOCK_M, BLOCK_N)
         for half in tl.static_range(2):
-            _finish(
+            finish(
                 left if half == 0 else right, left_up if half == 0 else right_up,
                 first_column + half * (BLOCK_N // 2), row, rows, n,
                 out, out_descriptor, preactivation, preactivation_up,
@@ -378,17 +378,10 @@ def all_gather_matmul(
             scale_weight, scale_weight_up,
         )  # fmt: skip
         return known
-    gated = activation in GATED
-    up = {"weight_up": weight_up is not None, "preactivation_up": preactivation_up is not None,
-          "bias_up": bias_up is not None, "scale_weight_up": scale_weight_up is not None}  # fmt: skip
-    pairs = {"weight_up": True, "preactivation_up": preactivation is not None, "bias_up": bias is not None,
-             "scale_weight_up": scale_weight is not None}  # fmt: skip
-    for name, given in up.items():
-        if given != (gated and pairs[name]):
-            raise ValueError(
-                f"{name} goes with a gated activation ({', '.join(GATED)}) and with {name[:-3]}, and only with both; "
-                f"activation is {activation!r}, {name} is {'given' if given else 'missing'}"
-            )
+    check_pairs(
+        activation, weight_up=(weight, weight_up), preactivation_up=(preactivation, preactivation_up),
+        bias_up=(bias, bias_up), scale_weight_up=(scale_weight, scale_weight_up),
+    )  # fmt: skip
     (m, k), n = check_operands(whole, weight, out, config, activation), weight.shape[0]
     if weight_up is not None:
         check_operands(whole, weight_up, out, config, activation)
@@ -430,3 +423,13 @@ def all_gather_matmul(
     if m == 0 or n == 0:
         return None
     return known_launch(compiled, programs, operands, (*tables, num_row_tiles, *numbers, *constants.values()))
+
+
+def check_pairs(activation: str, **pairs: tuple[Tensor | None, Tensor | None]) -> None:
+    """A gated activation takes two of everything that is there; others take one. Names are those of the second."""
+    for name, (first, second) in pairs.items():
+        if (second is not None) != (activation in GATED and first is not None):
+            raise ValueError(
+                f"{name} goes with a gated activation ({', '.join(GATED)}) and with {name[:-3]}, and only with both; "
+                f"activation is {activation!r}, {name} is {'missing' if second is None else 'given'}"
+            )

@@ -14,7 +14,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["DTYPES", "LOOPS", "MAX_REGISTERS", "GemmConfig", "Tiles", "candidates", "configure"]
+__all__ = ["DTYPES", "LOOPS", "MAX_REGISTERS", "GemmConfig", "Tiles", "candidates", "configure", "configure_grouped"]
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
@@ -83,6 +83,9 @@ _LEGAL = {
     "num_warps": (4, 8),
     "num_stages": (2, 3, 4, 5, 6),
 }
+
+
+SMALLEST_BLOCK = _LEGAL["block_n"][0]
 
 
 def _shared_kib(capability: int) -> int:
@@ -187,6 +190,45 @@ def configure(
         descriptors=descriptors,
         precision="tf32" if allow_tf32 and dtype == "float32" else "ieee",
     )
+
+
+def configure_grouped(
+    *,
+    capability: int,
+    num_sms: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    n: int,
+    k: int,
+    dtype: str,
+    world_size: int,
+    moved_row_bytes: int,
+    dual: bool = False,
+    allow_tf32: bool = False,
+    reserved_sms: int = 0,
+) -> GemmConfig:
+    """The configuration of one grouped GEMM over the tokens of all ranks, each of which has top_k of the experts.
+
+    Tiles are as high as an expert's rows of one shard suggest, if tokens choose their experts by chance. A further
+    chunk of a shard reads the weights of its experts again, so there are several only where these rows fill a tile in
+    each. world_size: 1 where the kernel begins when all tokens are there, and chunks do not matter.
+
+    Raises:
+        ValueError: as `configure`.
+    """
+    rows = -(-tokens * top_k // max(1, experts))
+    found = configure(
+        capability=capability, num_sms=num_sms, m=rows, n=n, k=k, dtype=dtype, world_size=world_size,
+        moved_row_bytes=moved_row_bytes, dual=dual, pointers=True, allow_tf32=allow_tf32, reserved_sms=reserved_sms,
+    )  # fmt: skip
+    shard, shard_rows, num_chunks = -(-tokens // world_size), -(-rows // world_size), 1
+    for count in range(2, MAX_CHUNKS // max(1, world_size - 1) + 1):
+        if shard // count * moved_row_bytes < MIN_CHUNK_BYTES or shard_rows // count < found.block_m:
+            break
+        num_chunks = count
+    group_m = max(1, min(8, shard_rows // num_chunks // found.block_m))
+    return replace(found, loop="nested", num_chunks=num_chunks, group_m=group_m)
 
 
 def _tiles(capability: int, shard: int, n: int, dtype: str, dual: bool, descriptors: bool) -> Tiles:

@@ -45,7 +45,7 @@ from tpkernels.kernels.tiles import (
     tile_position,
 )
 
-__all__ = ["Departures", "matmul_reduce_scatter", "matmul_reduce_scatter_kernel"]
+__all__ = ["STAGING", "Departures", "matmul_reduce_scatter", "matmul_reduce_scatter_kernel"]
 
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
@@ -265,7 +265,7 @@ class Departures:
     signal_pads: bool = False
 
 
-_STAGING = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+STAGING = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def matmul_reduce_scatter(
@@ -294,8 +294,8 @@ def matmul_reduce_scatter(
         known(x, weight, addend, scale_x, scale_weight, departures.order, departures.staging)
         return known
     (m, k), n = check_operands(x, weight, addend, config, "none"), weight.shape[0]
-    if departures.staging_dtype not in _STAGING:
-        raise ValueError(f"staging_dtype ({departures.staging_dtype}) must be one of {', '.join(map(str, _STAGING))}")
+    if departures.staging_dtype not in STAGING:
+        raise ValueError(f"staging_dtype ({departures.staging_dtype}) must be one of {', '.join(map(str, STAGING))}")
     scale = scale_kind(scale_x, scale_weight, m, n)
     if (m == 0 or n == 0) and not rehearsal:
         return None
@@ -315,7 +315,7 @@ def matmul_reduce_scatter(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         "EVEN_K": k > 0 and k % config.block_k == 0, "DESCRIPTORS": config.descriptors,
         "TRANSPOSED": is_transposed(weight, config), "PRECISION": config.precision,
-        "STAGING": _STAGING[departures.staging_dtype], "SIGNAL": tl.int64 if departures.signal_pads else tl.int32,
+        "STAGING": STAGING[departures.staging_dtype], "SIGNAL": tl.int64 if departures.signal_pads else tl.int32,
         "HAS_ADDEND": addend is not None, "SCALE": scale, "LOOP": loop_of(x, weight, config),
     }  # fmt: skip
     kernel: Any = matmul_reduce_scatter_kernel

@@ -5,7 +5,8 @@ covers, which chunk it belongs to, and whose it is. Rotation by rank, uneven sha
 not reach over the end of a chunk are nobody's business in device code, where a row tile costs the read of one entry.
 
 Chunks are cut as everywhere (`partition.chunk_ranges`, `chunk_begin` in csrc/common/schedule.h). A chunk without rows
-has no tiles: no kernel waits for it or announces it. A shard of a dimension that is not the first (`Layout.outer` above
+has no tiles: no kernel waits for it or announces it. The tiles of a grouped GEMM depend on the routing of each call
+(`grouped_table`). A shard of a dimension that is not the first (`Layout.outer` above
 1) lies in several segments of the whole; a tile ends where its segment does.
 """
 
@@ -14,9 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from tpkernels.partition import Layout, chunk_ranges
+import torch
+from torch import Tensor
 
-__all__ = ["FIELDS", "RowTile", "all_gather_order", "as_table", "reduce_scatter_order"]
+from tpkernels.partition import Layout, chunk_ranges, peers_after
+
+__all__ = [
+    "FIELDS",
+    "RowTile",
+    "all_gather_order",
+    "arrivals",
+    "as_table",
+    "departures",
+    "grouped_table",
+    "reduce_scatter_order",
+]
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,7 @@ class RowTile:
     chunk_tiles: int
 
 
-FIELDS = 8  # integers per entry of the table; the last is padding
+FIELDS = 8  # integers per entry of the table; the last is the expert of a grouped GEMM, else nothing
 
 
 def all_gather_order(shards: Sequence[int] | Layout, num_chunks: int, tile_rows: int, rank: int) -> tuple[RowTile, ...]:
@@ -44,11 +57,7 @@ def all_gather_order(shards: Sequence[int] | Layout, num_chunks: int, tile_rows:
     All peers send at once, so their first chunks arrive at about the same time.
     """
     layout = _layout(shards)
-    world_size = len(layout.sizes)
-    peers = [(rank + step) % world_size for step in range(1, world_size)]
-    turns = [(rank, chunk) for chunk in range(num_chunks)]
-    turns += [(peer, chunk) for chunk in range(num_chunks) for peer in peers]
-    return _tiles(layout, num_chunks, tile_rows, turns)
+    return _tiles(layout, num_chunks, tile_rows, arrivals(len(layout.sizes), num_chunks, rank))
 
 
 def reduce_scatter_order(
@@ -59,16 +68,51 @@ def reduce_scatter_order(
     Chunk c of every peer comes before chunk c + 1 of any, which keeps all links busy from the first chunk on.
     """
     layout = _layout(shards)
-    world_size = len(layout.sizes)
-    peers = [(rank + step) % world_size for step in range(1, world_size)]
-    turns = [(peer, chunk) for chunk in range(num_chunks) for peer in peers]
-    turns += [(rank, chunk) for chunk in range(num_chunks)]
-    return _tiles(layout, num_chunks, tile_rows, turns)
+    return _tiles(layout, num_chunks, tile_rows, departures(len(layout.sizes), num_chunks, rank))
+
+
+def arrivals(world_size: int, num_chunks: int, rank: int) -> list[tuple[int, int]]:
+    """(rank, chunk) in the order in which a gather multiplies them."""
+    return [(rank, chunk) for chunk in range(num_chunks)] + _of_peers(world_size, num_chunks, rank)
+
+
+def departures(world_size: int, num_chunks: int, rank: int) -> list[tuple[int, int]]:
+    """(owner, chunk) in the order in which a reduce-scatter computes them."""
+    return _of_peers(world_size, num_chunks, rank) + [(rank, chunk) for chunk in range(num_chunks)]
+
+
+def _of_peers(world_size: int, num_chunks: int, rank: int) -> list[tuple[int, int]]:
+    return [(peer, chunk) for chunk in range(num_chunks) for peer in peers_after(rank, world_size)]
 
 
 def as_table(tiles: Sequence[RowTile]) -> list[list[int]]:
     """Rows of the int32 table [len(tiles), FIELDS] that kernels read; M is below 2^31 rows."""
     return [[*astuple(tile), 0] for tile in tiles]
+
+
+def grouped_table(
+    first_rows: Tensor, ranges: Sequence[Sequence[tuple[int, int]]], turns: Sequence[tuple[int, int]], tile_rows: int
+) -> Tensor:
+    """The int32 table [1 + tiles, FIELDS] of a grouped GEMM: the number of tiles, then tiles with their experts.
+
+    first_rows: of each expert (columns) at each cut, `TokenRows.first_rows`. ranges: of every rank's chunks, the cuts
+    where each begins and ends, as rows of `first_rows`. A chunk of tokens is a range of rows per expert; tiles end
+    where these do.
+    """
+    num_experts, num_chunks = first_rows.shape[1], len(ranges[0])
+    pairs = torch.tensor([ranges[rank][chunk] for rank, chunk in turns])
+    lows, highs = first_rows[pairs[:, 0]], first_rows[pairs[:, 1]]
+    counts = (highs - lows + tile_rows - 1) // tile_rows
+    runs = torch.repeat_interleave(counts.flatten())
+    within = torch.arange(len(runs)) - (counts.flatten().cumsum(0) - counts.flatten())[runs]
+    row, turn = lows.flatten()[runs] + within * tile_rows, runs // num_experts
+    rows = (highs.flatten()[runs] - row).clamp(max=tile_rows)
+    rank, chunk = torch.tensor(turns).unbind(1)
+    fields = (row, rows, rank[turn], chunk[turn], rank[turn] * num_chunks + chunk[turn], torch.zeros_like(row),
+              counts.sum(1)[turn], runs % num_experts)  # fmt: skip
+    table = torch.zeros(1 + len(runs), FIELDS, dtype=torch.int32)
+    table[0, 0], table[1:] = len(runs), torch.stack(fields, 1)
+    return table
 
 
 def _layout(shards: Sequence[int] | Layout) -> Layout:

@@ -67,13 +67,14 @@ __all__ = [
     "with_bias",
 ]
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "clamped_swiglu")
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", *GATED)
 
 FIELDS = tl.constexpr(_FIELDS)
 # With a whole tile of 256 columns at a time, GELU with a bias spilled 168 bytes on sm_90 (Triton 3.7.1).
 FINISH_COLUMNS = tl.constexpr(STORED_COLUMNS)
 _MINUS_TWO_SQRT_2_OVER_PI = tl.constexpr(-1.5957691216057308)
+_CLAMP, _SHARPNESS = tl.constexpr(7.0), tl.constexpr(1.702)
 
 
 @triton.jit
@@ -256,7 +257,7 @@ def with_bias(acc, bias, first_column, n, BLOCK_N: tl.constexpr):  # type: ignor
 @triton.constexpr_function
 def is_gated(activation):  # type: ignore[no-untyped-def]
     """Whether it takes two products, as those of GATED do."""
-    return activation in ("swiglu", "geglu")
+    return activation in ("swiglu", "geglu", "clamped_swiglu")
 
 
 @triton.jit
@@ -283,7 +284,7 @@ def _normal_cdf(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def activate(z, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """f(z) in fp32; "swiglu" is silu(z) * up, "geglu" gelu(z) * up."""
+    """f(z) in fp32; "swiglu" is silu(z) * up, "geglu" gelu(z) * up. All equations: `tpkernels/ops/activations.py`."""
     if ACTIVATION == "relu":
         z = tl.where(z < 0.0, 0.0, z)  # not a maximum, which would turn NaN into 0
     if ACTIVATION == "gelu" or ACTIVATION == "geglu":
@@ -295,6 +296,10 @@ def activate(z, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
         z = z / (1.0 + tl.exp(-z))
     if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
         z = z * up
+    if ACTIVATION == "clamped_swiglu":  # comparisons, which keep NaN, where a minimum may not
+        z = tl.where(z > _CLAMP, _CLAMP, z)
+        up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up))
+        z = z / (1.0 + tl.exp(z * -_SHARPNESS)) * (up + 1.0)
     return z
 
 

@@ -225,14 +225,15 @@ def reduce(
 ) -> None:
     """out = sum over ranks of the parts that :func:`push` has sent here, and ``own``, + bias; on the current stream.
 
-    ``own`` lies at its address; ``out`` has as many elements, contiguous.
+    ``own`` lies at its address; ``out`` has as many elements, contiguous, of the dtype of the parts or, if these have
+    fewer bits, in fp32; the bias has that of ``out``.
     """
     here = channel.addresses()[channel.rank]
     size = part_bytes(own, dtype.itemsize)
     parts = [own.address if r == channel.rank else here + r * size for r in range(channel.size)]
     strides = [own.stride if r == channel.rank else own.columns for r in range(channel.size)]
     channel.group.reduce(
-        op=channel.op(op), part_dtype=DTYPES[dtype], out_dtype=DTYPES[dtype], parts=parts, strides=strides,
+        op=channel.op(op), part_dtype=DTYPES[dtype], out_dtype=DTYPES[out.dtype], parts=parts, strides=strides,
         bias=0 if bias is None else bias.data_ptr(), out=out.data_ptr(), out_stride=own.columns, rows=own.rows,
         columns=own.columns, num_chunks=num_chunks, stream=channel.device.stream(),
     )  # fmt: skip

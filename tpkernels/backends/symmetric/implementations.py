@@ -69,13 +69,13 @@ from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.kernels.config import Tiles
-from tpkernels.ops.activations import CLAMPED
 from tpkernels.ops.contract import (
     AllGather,
     AllGatherMatmul,
     AllReduce,
     Context,
     Gathered,
+    GroupedMatmulReduceScatter,
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
@@ -102,7 +102,7 @@ TWO_SHOT_BYTES = 8 * 1024 * 1024
 # Modelled, too: from here on a second copy within the GPU, at some 2 TB/s, takes longer than enqueuing the copies does.
 MULTICAST_BYTES = 32 * 1024 * 1024
 FP8_CAPABILITY = 89
-_START, _FINISH = Steps.BEGIN | Steps.MOVE, Steps.JOIN | Steps.END
+START, FINISH = Steps.BEGIN | Steps.MOVE, Steps.JOIN | Steps.END
 CHECKED_ROWS = 80
 
 
@@ -124,10 +124,21 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
     layout = call.layout
     channel, bias = channels_of(context.group).main, _contiguous(call.bias)
     if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
-        out = _scatter(channel, context, "matmul_reduce_scatter", product(call), layout, bias, call.meanwhile)
+        out = scatter(channel, context, "matmul_reduce_scatter", product(call), layout, bias, call.meanwhile)
     else:
-        out = _fused_scatter(channel, context, "matmul_reduce_scatter", call, bias)
+        out = fused_scatter(channel, context, "matmul_reduce_scatter", call, bias, _dense(context, channel, call))
     return _finished(call, out)
+
+
+def _dense(context: Context, channel: Channel, call: MatmulReduceScatter) -> Callable[..., tuple[list[Launch], int]]:
+    """The GEMM of a :func:`fused_scatter`; products before the last one are made at once."""
+    addend = earlier_products(call)
+
+    def launches_of(parts: Sequence[Matrix], staging: Tensor) -> tuple[list[Launch], int]:
+        launch, num_chunks = scatter_launch(context, channel, call, addend, parts, staging)
+        return [launch], num_chunks
+
+    return launches_of
 
 
 def _finished(call: MatmulReduceScatter | MatmulAllReduce, out: Tensor) -> Tensor:
@@ -141,7 +152,7 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     rows, columns, bias = call.xs[0].shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
     layout = Layout(1, array_split_sizes(rows, channel.size), 1)
     as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile, call.out_dtype)
-    in_kernel = _in_one_kernel(channel.size, rows * columns * like.element_size())
+    in_kernel = in_one_kernel(channel.size, rows * columns * like.element_size())
     if in_kernel is _one_shot and call.tail is not None:
         out = _one_shot_norm(channel, context, product(as_scatter), bias, call.tail)
         call.meanwhile()
@@ -151,10 +162,11 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         call.meanwhile()
         return _finished(call, out)
     if layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
-        own = _scatter(channel, context, "matmul_all_reduce", product(as_scatter), layout, bias, call.meanwhile)
+        own = scatter(channel, context, "matmul_all_reduce", product(as_scatter), layout, bias, call.meanwhile)
     else:
-        own = _fused_scatter(channel, context, "matmul_all_reduce", as_scatter, bias)
-    return _finished(call, _gather_sums(channel, context, "matmul_all_reduce", own, layout))
+        launches_of = _dense(context, channel, as_scatter)
+        own = fused_scatter(channel, context, "matmul_all_reduce", as_scatter, bias, launches_of)
+    return _finished(call, gather_sums(channel, context, "matmul_all_reduce", own, layout))
 
 
 def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
@@ -171,23 +183,23 @@ def all_gather(context: Context, call: AllGather) -> Callable[[], Tensor]:
     def finish(kept: Tensor = call.x) -> Tensor:  # the shard is read until then
         with channel.device.current():
             channel.device.order()
-            channel.run(started, _FINISH)
+            channel.run(started, FINISH)
         return whole
 
     return finish
 
 
 def reduce_scatter(context: Context, call: ReduceScatter) -> Tensor:
-    return _scatter(channels_of(context.group).main, context, "reduce_scatter", call.x, call.layout, None, _nothing)
+    return scatter(channels_of(context.group).main, context, "reduce_scatter", call.x, call.layout, None, _nothing)
 
 
 def all_reduce(context: Context, call: AllReduce) -> Tensor:
     channel, x = channels_of(context.group).main, call.x
-    if (in_kernel := _in_one_kernel(channel.size, x.numel() * x.element_size())) is not None:
+    if (in_kernel := in_one_kernel(channel.size, x.numel() * x.element_size())) is not None:
         return in_kernel(channel, context, "all_reduce", x, None)
     layout = Layout(1, array_split_sizes(x.shape[0], channel.size), 1)
-    own = _scatter(channel, context, "all_reduce", x, layout, None, _nothing)
-    return _gather_sums(channel, context, "all_reduce", own, layout)
+    own = scatter(channel, context, "all_reduce", x, layout, None, _nothing)
+    return gather_sums(channel, context, "all_reduce", own, layout)
 
 
 # --- calls of the protocol --------------------------------------------------------------------------------------------
@@ -207,16 +219,16 @@ def _gather(
     """A whole call: gather, with ``launches`` of kernels that wait for its chunks."""
     channel.prepare(largest_shard(layout, x), context.fingerprint + phase, context.text)
     try:
-        call = pull(channel, op, x, layout, whole, num_chunks, bool(launches), _START if launches else _START | _FINISH)
+        call = pull(channel, op, x, layout, whole, num_chunks, bool(launches), START if launches else START | FINISH)
         for launch in launches:
             channel.device.launch(launch)
         if launches:
-            channel.run(call, _FINISH)
+            channel.run(call, FINISH)
     finally:
         channel.settle()
 
 
-def _gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layout: Layout) -> Tensor:
+def gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layout: Layout) -> Tensor:
     """The second half of an all-reduce: everybody's sums, from everybody. Multicast, each leaves its rank once.
 
     That takes one launch, but passes through slots; copy engines put them in place.
@@ -235,7 +247,7 @@ def _gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layou
     return out
 
 
-def _scatter(
+def scatter(
     channel: Channel,
     context: Context,
     op: str,
@@ -243,18 +255,22 @@ def _scatter(
     layout: Layout,
     bias: Tensor | None,
     meanwhile: Callable[[], None],
+    sums: torch.dtype | None = None,
 ) -> Tensor:
-    """A whole call: the sum over ranks of this rank's rows (or columns) of a contiguous ``x`` that exists."""
+    """A whole call: the sum over ranks of this rank's rows (or columns) of a contiguous ``x`` that exists.
+
+    sums: the dtype of the result, if it is not that of ``x``.
+    """
     rank, itemsize = channel.rank, x.element_size()
     parts = matrices_of(layout, x.shape[0], x.shape[1], itemsize)
     columns = layout.sizes[rank] if layout.feature else x.shape[1]
-    out = x.new_empty(layout.shard_rows(rank), columns)
+    out = x.new_empty(layout.shard_rows(rank), columns, dtype=sums)
     num_chunks = min(MAX_CHUNKS, context.num_chunks if layout.outer == 1 and not layout.feature else 1)
     repeats = parts[rank].columns // max(1, columns)
     bias = bias.repeat(repeats) if bias is not None and repeats > 1 else bias
     channel.prepare(channel.size * max(part_bytes(part, itemsize) for part in parts), context.fingerprint, context.text)
     try:
-        push(channel, op, x, parts, itemsize, num_chunks, False, _START)
+        push(channel, op, x, parts, itemsize, num_chunks, False, START)
         meanwhile()
         reduce(channel, op, _placed(parts[rank], x), x.dtype, bias, out, num_chunks)
     finally:
@@ -262,22 +278,32 @@ def _scatter(
     return out
 
 
-def _fused_scatter(
-    channel: Channel, context: Context, op: str, call: MatmulReduceScatter, bias: Tensor | None
+def fused_scatter(
+    channel: Channel,
+    context: Context,
+    op: str,
+    call: MatmulReduceScatter | GroupedMatmulReduceScatter,
+    bias: Tensor | None,
+    launches_of: Callable[[Sequence[Matrix], Tensor], tuple[Sequence[Launch], int]],
+    sums: torch.dtype | None = None,
 ) -> Tensor:
-    """A whole call: the GEMM announces chunks of partial rows, which leave while it goes on."""
+    """A whole call: the GEMM announces chunks of partial rows, which leave while it goes on.
+
+    launches_of: from the owners' parts of a staging buffer, kernels of which the last one announces, and the number of
+    chunks of every shard.  sums: the dtype of the result, if it is not that of the partials.
+    """
     rank, layout, like, columns = channel.rank, call.layout, call.like, call.columns
     parts, num_bytes = staged(layout, columns, like.element_size())
     staging = channel.device.empty((num_bytes,), torch.uint8)
-    out = like.new_empty(layout.shard_rows(rank), columns)
-    addend = earlier_products(call)
-    launch, num_chunks = scatter_launch(context, channel, call, addend, parts, staging)
+    out = like.new_empty(layout.shard_rows(rank), columns, dtype=sums)
+    launches, num_chunks = launches_of(parts, staging)
     channel.prepare(
         channel.size * max(part_bytes(part, like.element_size()) for part in parts), context.fingerprint, context.text
     )
     try:
         sent = push(channel, op, staging, parts, like.element_size(), num_chunks, True, Steps.BEGIN)
-        channel.device.launch(launch)
+        for launch in launches:
+            channel.device.launch(launch)
         channel.run(sent, Steps.MOVE, staging.data_ptr())
         call.meanwhile()
         reduce(channel, op, _placed(parts[rank], staging), like.dtype, bias, out, num_chunks)
@@ -341,7 +367,7 @@ def _nothing() -> None:
 # --- selection --------------------------------------------------------------------------------------------------------
 
 
-def _run(work: Callable[[Context, Any], Any], context: Context, call: Any) -> Any:
+def checked(work: Callable[[Context, Any], Any], context: Context, call: Any) -> Any:
     """Any op: unless an earlier call has failed meanwhile, on the group's device."""
     channels = channels_of(context.group)
     channels.check()
@@ -361,7 +387,7 @@ def _has_kernel(device: Device, out_dtype: torch.dtype | None) -> bool:
 _Sums = Callable[[Channel, Context, str, Tensor, Tensor | None], Tensor]
 
 
-def _in_one_kernel(size: int, num_bytes: int) -> _Sums | None:
+def in_one_kernel(size: int, num_bytes: int) -> _Sums | None:
     """What sums so much over all ranks in one kernel; None if that is too much for one."""
     if num_bytes <= _one_shot_bytes(size):
         return _one_shot
@@ -375,7 +401,7 @@ def _one_shot_bytes(size: int) -> int:
 def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
     """Check the kernels of this problem on this group (self_check), then return measured tiles that all ranks share."""
     everywhere = problem.facts.everywhere
-    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
+    sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
     if everywhere:
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
     fused = problem.facts.multiplies and not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS
@@ -401,7 +427,7 @@ def _way(sums: _Sums | None, fused: bool, problem: Problem) -> Way:
     return Way("in two steps", rows, 1 + max(in_one_step, TWO_SHOT_BYTES) // row_bytes)
 
 
-def _refuses(problem: Problem) -> str | None:
+def refuses(problem: Problem) -> str | None:
     if problem.world_size == 1:
         return "one rank has nothing to share"
     no_memory = problem.refusal(SymmetricMemory.name)
@@ -409,24 +435,22 @@ def _refuses(problem: Problem) -> str | None:
         return no_memory
     if problem.dtype not in DTYPES and problem.out_dtype not in DTYPES:
         return f"its kernels compute in {', '.join(str(dtype) for dtype in DTYPES)}, not in {problem.dtype}"
-    if problem.activation == CLAMPED:
-        return f"its kernels have no {CLAMPED}"
     return None
 
 
-def _estimate(problem: Problem, costs: Costs) -> float:
+def estimate(problem: Problem, costs: Costs) -> float:
     everywhere = problem.facts.everywhere
-    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
+    sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
     if sums is not None:
         return symmetric_costs.of_one_kernel(problem, costs, steps=1 if sums is _one_shot else 2)
     fused = bool(problem.flops) and problem.m >= FUSE_FROM_ROWS * problem.world_size
     return symmetric_costs.of_copies(problem, costs, calls=2 if everywhere else 1, fused=fused)
 
 
-def _describe(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
     if not problem.facts.everywhere:
         return ""
-    sums = _in_one_kernel(problem.world_size, problem.m * problem.row_bytes)
+    sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes)
     how = "reduce-scatter, then all-gather of the sums"
     if sums is not None:
         how = "in one step" if sums is _one_shot else f"in one kernel: {how}"
@@ -444,7 +468,7 @@ for _op, _work in (
     ("matmul_reduce_scatter", matmul_reduce_scatter),
     ("matmul_all_reduce", matmul_all_reduce),
 ):
-    _runs = partial(_run, _work)
+    _runs = partial(checked, _work)
     dispatch.register(
-        Implementation("symmetric", _op, _refuses, _estimate, _runs, partial(_agree, _runs), describe=_describe)
+        Implementation("symmetric", _op, refuses, estimate, _runs, partial(_agree, _runs), describe=describe)
     )

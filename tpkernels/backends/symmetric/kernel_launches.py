@@ -29,7 +29,18 @@ from tpkernels.partition import Layout
 if TYPE_CHECKING:
     from tpkernels.kernels.known_launches import KnownLaunch
 
-__all__ = ["Launch", "gather_launches", "scatter_launch"]
+__all__ = [
+    "Launch",
+    "Prepared",
+    "alike",
+    "all_or_none",
+    "gather_launches",
+    "of_kind",
+    "rehearse",
+    "scatter_launch",
+    "table_of",
+    "with_known",
+]
 
 Launch = Callable[[], None]
 
@@ -50,8 +61,8 @@ def _gather_launch(
     x, scale_x = _numbers(call.operand(whole))
     out, parts = epilogue.outs[output], (0, 1) if call.gated else (output,)
     operands = [_numbers(call.matrices[part]) for part in parts]
-    weights = _alike([numbers.t() for numbers, _ in operands])
-    biases = _all_or_none([call.biases[part] for part in parts], out)
+    weights = alike([numbers.t() for numbers, _ in operands])
+    biases = all_or_none([call.biases[part] for part in parts])
     settings: dict[str, Any] = {
         "activation": call.activation or "none",
         "scale_whole": scale_x,
@@ -65,21 +76,21 @@ def _gather_launch(
     def launch_of(arrivals: kernel.Arrivals, config: GemmConfig) -> Callable[..., KnownLaunch | None]:
         return partial(kernel.all_gather_matmul, x, weights[0], out, arrivals, config, **settings)
 
-    def prepare() -> _Prepared:
+    def prepare() -> Prepared:
         cut = _num_chunks(context, channel)
         config = _config(context, channel, weights, x, cut)
         arrivals = kernel.Arrivals(
             order=_order(channel, "all_gather_order", call.layout, config), signals=channel.flags,
-            group=_table(channel), op=channel.op("all_gather_matmul"),
+            group=table_of(channel), op=channel.op("all_gather_matmul"),
         )  # fmt: skip
-        return _Prepared(config, arrivals, cut, _rehearse(launch_of(arrivals, config)))
+        return Prepared(config, arrivals, cut, rehearse(launch_of(arrivals, config)))
 
     kind = ("gather", call.layout, settings["activation"], call.out_dtype)
-    config, arrivals, num_chunks, known = _known(channel, context, kind, tensors, prepare)
-    return _like(known, launch_of(arrivals, config)), num_chunks
+    config, arrivals, num_chunks, known = of_kind(channel, context, kind, tensors, prepare)
+    return with_known(known, launch_of(arrivals, config)), num_chunks
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """What the launches of a kind have in common.
 
     tables: on the device.  num_chunks: of every shard.  known: where Triton compiles.
@@ -91,20 +102,20 @@ class _Prepared(NamedTuple):
     known: KnownLaunch | None
 
 
-def _like(known: KnownLaunch | None, launch: Callable[..., object]) -> Launch:
+def with_known(known: KnownLaunch | None, launch: Callable[..., object]) -> Launch:
     def run() -> None:
         launch(known=known)
 
     return run
 
 
-def _known(
+def of_kind(
     channel: Channel, context: Context, kind: tuple[Any, ...], operands: Sequence[Tensor | None],
-    prepare: Callable[[], _Prepared],
-) -> _Prepared:  # fmt: skip
+    prepare: Callable[[], Prepared],
+) -> Prepared:  # fmt: skip
     """What was prepared at the first launch of the kind; pure functions choose it from what the key says."""
     chosen_by = context.problem, context.num_chunks, context.forced_chunks, context.agreed
-    made: _Prepared = channel.remember(("launch", *kind, *chosen_by, *_facts(operands)), prepare)
+    made: Prepared = channel.remember(("launch", *kind, *chosen_by, *_facts(operands)), prepare)
     return made
 
 
@@ -113,17 +124,18 @@ def _facts(operands: Sequence[Tensor | None]) -> list[Any]:
     return [None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in operands]
 
 
-def _alike(weights: Sequence[Tensor]) -> list[Tensor]:
+def alike(weights: Sequence[Tensor]) -> list[Tensor]:
     """With equal strides, because one kernel walks gate and up: those of parameters are; others are copied."""
     alike = len({weight.stride() for weight in weights}) == 1
     return [weight if alike else weight.contiguous() for weight in weights]
 
 
-def _all_or_none(biases: Sequence[Tensor | None], like: Tensor) -> list[Tensor | None]:
+def all_or_none(biases: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Of gate and up: zeros stand for one that is missing."""
-    if all(bias is None for bias in biases):
+    given = next((bias for bias in biases if bias is not None), None)
+    if given is None:
         return list(biases)
-    return [like.new_zeros(like.shape[1]) if bias is None else bias.contiguous() for bias in biases]
+    return [torch.zeros_like(given) if bias is None else bias.contiguous() for bias in biases]
 
 
 def scatter_launch(
@@ -148,7 +160,7 @@ def scatter_launch(
             scale_weight=scale_weight,
         )  # fmt: skip
 
-    def prepare() -> _Prepared:
+    def prepare() -> Prepared:
         cut = _num_chunks(context, channel)
         config = _config(context, channel, (weight,), x, cut)
         starts = [part.address for part in parts]
@@ -157,17 +169,17 @@ def scatter_launch(
             order=_order(channel, "reduce_scatter_order", call.layout, config),
             staging=channel.remember(("starts", *starts), lambda: device.upload(starts, torch.int64)),
             signals=channel.remember(("flags", cut), lambda: device.upload(flags, torch.int64)),
-            counters=channel.counters, group=_table(channel), staging_dtype=call.like.dtype,
+            counters=channel.counters, group=table_of(channel), staging_dtype=call.like.dtype,
             staging_stride=call.columns,
         )  # fmt: skip
-        return _Prepared(config, departures, cut, _rehearse(launch_of(departures, config)))
+        return Prepared(config, departures, cut, rehearse(launch_of(departures, config)))
 
-    config, departures, num_chunks, known = _known(
+    config, departures, num_chunks, known = of_kind(
         channel, context, ("scatter", call.layout, call.like.dtype, call.columns, call.out_dtype), operands, prepare
     )
     # Added on the device: nothing is uploaded for a call whose kind is known.
     placed = replace(departures, staging=departures.staging + staging.data_ptr())
-    return _like(known, launch_of(placed, config)), num_chunks
+    return with_known(known, launch_of(placed, config)), num_chunks
 
 
 def _numbers(operand: MatrixOperand) -> tuple[Tensor, Tensor | None]:
@@ -212,7 +224,7 @@ def _order(channel: Channel, name: str, layout: Layout, config: Any) -> Tensor:
     return table
 
 
-def _table(channel: Channel) -> Tensor:
+def table_of(channel: Channel) -> Tensor:
     """What kernels know of the group."""
     from tpkernels.kernels.signals import group_table
 
@@ -229,6 +241,6 @@ def _table(channel: Channel) -> Tensor:
     return table
 
 
-def _rehearse(launch: Callable[..., KnownLaunch | None]) -> KnownLaunch | None:
+def rehearse(launch: Callable[..., KnownLaunch | None]) -> KnownLaunch | None:
     """Load a kernel before the first call that waits in it: loading may wait for kernels that wait for this rank."""
     return launch(rehearsal=True)

@@ -1,0 +1,264 @@
+"""Launches of the grouped kernel: what all calls of a kind have in common, and the tables of one call's routing.
+
+The number of rows is known from the shapes, so that kernels are compiled, loaded and remembered before a call begins;
+which tiles there are is known when the routing is, and then uploaded (`tpkernels/kernels/schedule.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpkernels.backends.symmetric.channels import Channel
+from tpkernels.backends.symmetric.copy_engine_traffic import Matrix
+from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS
+from tpkernels.backends.symmetric.kernel_launches import (
+    Launch,
+    Prepared,
+    alike,
+    all_or_none,
+    of_kind,
+    rehearse,
+    table_of,
+    with_known,
+)
+from tpkernels.backends.symmetric.residency import gemm_programs
+from tpkernels.dispatch import Problem
+from tpkernels.gemm.grouped import TokenRows
+from tpkernels.kernels.config import SMALLEST_BLOCK, GemmConfig, configure_grouped
+from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, Context, GroupedMatmulAllReduce
+from tpkernels.partition import Layout, chunk_ranges, offsets
+
+if TYPE_CHECKING:
+    from tpkernels.kernels.grouped_matmul import Combination
+    from tpkernels.kernels.known_launches import KnownLaunch
+
+__all__ = ["Outputs", "chunks_of", "combining_launches", "gather_launches"]
+
+
+class Outputs(NamedTuple):
+    """Of a gather: one per weight or gated pair, and the products of all weights if they are kept."""
+
+    outs: list[Tensor]
+    preactivations: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tokens cut into chunks, and the order of these.
+
+    bounds: token numbers, ascending.  ranges: of every rank's chunks, places in bounds.  turns: (rank, chunk).
+    """
+
+    bounds: tuple[int, ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    turns: tuple[tuple[int, int], ...]
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.ranges[0])
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks whose chunks these are."""
+        return len(self.turns) // self.num_chunks
+
+
+@lru_cache(maxsize=256)
+def _cut(layout: Layout, num_chunks: int, rank: int, gathers: bool) -> Cut:
+    from tpkernels.kernels.schedule import arrivals, departures
+
+    tokens = [
+        [(first + start, first + stop) for start, stop in chunk_ranges(size, num_chunks)]
+        for first, size in zip(offsets(layout.sizes), layout.sizes, strict=False)
+    ]
+    bounds = sorted({bound for chunks in tokens for chunk in chunks for bound in chunk})
+    places = {bound: place for place, bound in enumerate(bounds)}
+    ranges = tuple(tuple((places[start], places[stop]) for start, stop in chunks) for chunks in tokens)
+    turns = (arrivals if gathers else departures)(len(layout.sizes), num_chunks, rank)
+    return Cut(tuple(bounds), ranges, tuple(turns))
+
+
+def _undivided(layout: Layout) -> Layout:
+    """All tokens as one chunk of one rank."""
+    return Layout(1, (layout.total_rows,), 1)
+
+
+def _table(rows: TokenRows, cut: Cut, config: GemmConfig, device: torch.device) -> Tensor:
+    from tpkernels.kernels.schedule import grouped_table
+
+    return grouped_table(rows.first_rows(cut.bounds), cut.ranges, cut.turns, config.block_m).to(device)
+
+
+def chunks_of(context: Context, channel: Channel) -> int:
+    """Chunks per shard: from facts that are equal on all ranks, because signals count them."""
+    if context.forced_chunks:
+        return min(MAX_CHUNKS, context.num_chunks)
+    return min(context.num_chunks, _config(context, channel, None, parts=context.problem.world_size).num_chunks)
+
+
+def _config(context: Context, channel: Channel, shape: tuple[int, int] | None, parts: int) -> GemmConfig:
+    """shape: N and K of this rank's weights; by default those of a typical one.  parts: in which tokens come or leave."""
+    problem, device = context.problem, channel.device
+    size, gathers = problem.world_size, problem.facts.gathers
+    gated = problem.activation in GATED
+    if shape is None:
+        shape = (problem.n // size // (2 if gated else 1), problem.k) if gathers else (problem.n, problem.k // size)
+    return configure_grouped(
+        capability=device.capability, num_sms=device.num_sms, tokens=problem.m, top_k=problem.top_k,
+        experts=problem.experts, n=shape[0], k=shape[1], dtype=str(problem.dtype).removeprefix("torch."),
+        world_size=parts, moved_row_bytes=problem.row_bytes, dual=gated,
+        allow_tf32=problem.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
+        reserved_sms=device.num_sms - gemm_programs(device.num_sms, waits=gathers),
+    )  # fmt: skip
+
+
+def _nothing_to_do(channel: Channel) -> Tensor:
+    """A table without tiles, for rehearsals."""
+    from tpkernels.kernels.schedule import FIELDS
+
+    empty: Tensor = channel.remember("no tiles", lambda: channel.device.zeros((1, FIELDS), torch.int32))
+    return empty
+
+
+def gather_launches(
+    context: Context, channel: Channel, call: AllGatherGroupedMatmul, whole: Tensor, outputs: Outputs, num_chunks: int
+) -> Callable[[TokenRows], list[Launch]]:
+    """The GEMMs of one gather, one per output, once the routing is known.  num_chunks: 0 where all tokens are there."""
+    rank, layout = (channel.rank, call.layout) if num_chunks else (0, _undivided(call.layout))
+    cut = _cut(layout, max(1, num_chunks), rank, True)
+    if not num_chunks:  # nobody else's
+        cut = replace(cut, turns=((channel.rank, 0),), ranges=cut.ranges * channel.size)
+    prepared = [_gather_launch(context, channel, call, whole, outputs, i, cut) for i in range(len(outputs.outs))]
+
+    def launches(rows: TokenRows) -> list[Launch]:
+        tokens, tables = rows.tokens.to(torch.int32), {}
+        for config, _ in prepared:
+            if config.block_m not in tables:
+                tables[config.block_m] = _table(rows, cut, config, whole.device)
+        return [launch(tokens, tables[config.block_m]) for config, launch in prepared]
+
+    return launches
+
+
+def _gather_launch(
+    context: Context, channel: Channel, call: AllGatherGroupedMatmul, whole: Tensor, outputs: Outputs, output: int,
+    cut: Cut,
+) -> tuple[GemmConfig, Callable[[Tensor, Tensor], Launch]]:  # fmt: skip
+    from tpkernels.kernels import grouped_matmul as kernel
+    from tpkernels.kernels.all_gather_matmul import Arrivals
+
+    gated, out = call.activation in GATED, outputs.outs[output]
+    parts = (0, 1) if gated else (output,)
+    weights = alike([call.matrices[part].transpose(1, 2) for part in parts])
+    biases = all_or_none([call.biases[part] for part in parts])
+    kept = [outputs.preactivations[part] for part in parts] if outputs.preactivations else []
+    settings: dict[str, Any] = {"activation": call.activation or "none"}
+    for name, values in (("weight", weights[1:]), ("bias", biases), ("preactivation", kept)):
+        suffixes = ("_up",) if name == "weight" else ("", "_up")
+        settings |= {f"{name}{suffix}": value for suffix, value in zip(suffixes, values, strict=False)}
+
+    def launch_of(arrivals: Arrivals, config: GemmConfig, tokens: Tensor) -> Callable[..., KnownLaunch | None]:
+        return partial(kernel.grouped_matmul, whole, weights[0], out, arrivals, config, tokens=tokens, **settings)
+
+    def prepare() -> Prepared:
+        config = _config(context, channel, (weights[0].shape[1], whole.shape[1]), cut.num_parts)
+        arrivals = Arrivals(_nothing_to_do(channel), channel.flags, table_of(channel), channel.op(context.problem.op))
+        tokens = whole.new_empty(out.shape[0], dtype=torch.int32)
+        return Prepared(config, arrivals, cut.num_chunks, rehearse(launch_of(arrivals, config, tokens)))
+
+    kind = ("grouped gather", call.layout, settings["activation"], cut.num_chunks, len(cut.turns))
+    tensors = [whole, weights[0], out, *(value for value in settings.values() if not isinstance(value, str))]
+    config, arrivals, _, known = of_kind(channel, context, kind, tensors, prepare)
+
+    def launch(tokens: Tensor, order: Tensor) -> Launch:
+        return with_known(known, launch_of(replace(arrivals, order=order), config, tokens))
+
+    return config, launch
+
+
+def combining_launches(
+    context: Context, channel: Channel, call: GroupedMatmulAllReduce, layout: Layout | None, parts: Sequence[Matrix],
+    staging: Tensor,
+) -> tuple[list[Launch], int]:  # fmt: skip
+    """The GEMMs that put the sums of tokens into ``parts`` by owner, and the number of chunks of every shard.
+
+    ``parts`` begin at addresses relative to ``staging``.  Chunk c of owner o raises local flag o * chunks + c.  Without
+    a layout all tokens are one chunk of one owner, and no flag is raised.
+    """
+    announces = layout is not None
+    layout = _undivided(Layout(1, (call.rows.num_tokens,), 1)) if layout is None else layout
+    num_chunks = chunks_of(context, channel) if announces else 1
+    cut = _cut(layout, num_chunks, channel.rank if announces else 0, False)
+    products = call.like.new_empty(call.rows.count, call.columns)
+    launches: list[Launch] = []
+    for i in range(len(call.xs)):
+        is_last = i == len(call.xs) - 1
+        combination = _combination(channel, call, cut, parts, staging, announces) if is_last else None
+        launches.append(_product_launch(context, channel, call, i, products, cut, combination))
+    return launches, num_chunks
+
+
+def _product_launch(
+    context: Context, channel: Channel, call: GroupedMatmulAllReduce, i: int, products: Tensor, cut: Cut,
+    combination: Combination | None,
+) -> Launch:  # fmt: skip
+    """``products`` of ``xs[i]``, to which those before are added."""
+    from tpkernels.kernels import grouped_matmul as kernel
+    from tpkernels.kernels.all_gather_matmul import Arrivals
+
+    x, weight = call.xs[i], call.matrices[i].transpose(1, 2)
+    bias = None if call.expert_biases is None else call.expert_biases.contiguous()
+    addend = products if i else None
+
+    def launch_of(arrivals: Arrivals, config: GemmConfig) -> Callable[..., KnownLaunch | None]:
+        return partial(
+            kernel.grouped_matmul, x, weight, products, arrivals, config, bias=bias, addend=addend,
+            combination=combination,
+        )  # fmt: skip
+
+    def prepare() -> Prepared:
+        config = _config(context, channel, (weight.shape[1], weight.shape[2]), cut.num_parts)
+        arrivals = Arrivals(_nothing_to_do(channel), channel.flags, table_of(channel), channel.op(context.problem.op))
+        return Prepared(config, arrivals, cut.num_chunks, rehearse(launch_of(arrivals, config)))
+
+    kind = ("grouped product", cut, i, combination is not None and combination.flags is not None)
+    optional = () if combination is None else (combination.row_weights, combination.token_addend)
+    tensors = (x, weight, products, bias, addend, *optional)
+    config, arrivals, _, known = of_kind(channel, context, kind, tensors, prepare)
+    order = _table(call.rows, cut, config, x.device)
+    return with_known(known, launch_of(replace(arrivals, order=order), config))
+
+
+def _combination(
+    channel: Channel, call: GroupedMatmulAllReduce, cut: Cut, parts: Sequence[Matrix], staging: Tensor, announces: bool
+) -> Combination:
+    from tpkernels.kernels.grouped_matmul import Combination
+
+    device, starts = channel.device, [part.address for part in parts]
+    chunks = []
+    for owner, ranges in enumerate(cut.ranges):
+        first = cut.bounds[ranges[0][0]]
+        for start, stop in ((cut.bounds[low], cut.bounds[high]) for low, high in ranges):
+            chunks.append([owner, start, stop - start, start - first])
+    flags = [channel.flag(slot) for slot in range(len(chunks))]
+    num_counters = len(chunks) * (1 + -(-call.columns // SMALLEST_BLOCK))
+    bases = channel.remember(("starts", *starts), lambda: device.upload(starts, torch.int64))
+    return Combination(
+        staging=bases + staging.data_ptr(),
+        rows_of_tokens=call.rows.of_tokens().to(torch.int32),
+        chunks=channel.remember(("combined chunks", cut), lambda: device.upload(chunks, torch.int32)),
+        flags=channel.remember(("chunk flags", len(chunks)), lambda: device.upload(flags, torch.int64))
+        if announces
+        else None,
+        counters=channel.remember(("counters", num_counters), lambda: device.zeros((num_counters,), torch.int32)),
+        staging_dtype=call.like.dtype,
+        staging_stride=call.columns,
+        row_weights=call.weights,
+        token_addend=None if call.addend is None else call.addend.contiguous(),
+    )
