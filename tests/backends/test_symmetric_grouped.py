@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ pytest.importorskip("triton")
 
 from tests.backends.emulated import Emulation
 from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase, judge
-from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -55,9 +53,7 @@ def judge_all(emulation: Emulation, chosen: Sequence[GroupedCase]) -> int:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_values_and_gradients_are_within_the_bound(
-    pools: Pools, emulation: Emulation, world: int, full: bool
-) -> None:
+def test_values_and_gradients_are_within_the_bound(pools: Pools, emulation: Emulation, world: int, full: bool) -> None:
     chosen = cases(world) if full else cases(world)[world % 3 :: 3]
     settings = replace(emulation, num_chunks=2, late_us=500)
     pools(world).run(judge_all, settings, chosen, timeout=PATIENCE_S)

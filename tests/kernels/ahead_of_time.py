@@ -69,7 +69,7 @@ def probe(package: str) -> list[str]:
 class Variant:
     """One specialisation, at the configuration that config.py gives for a typical shape."""
 
-    kernel: str  # "gather" or "scatter"
+    kernel: str  # "gather", "scatter"; or "experts", grouped, which gathers, or with top_k sums a token's rows
     capability: int
     dtype: str = "bfloat16"
     activation: str = "none"
@@ -84,16 +84,18 @@ class Variant:
     transposed: bool = False  # the weight is contiguous along N
     m: int = SHAPE["m"]
     loop: str = ""  # another than that of the configuration
+    top_k: int = 0
     sampled: bool = True  # part of the run without --full
 
     @property
     def name(self) -> str:
         told = [self.kernel, f"sm_{self.capability}", self.dtype]
         told += [value for value in (self.activation, self.scale) if value != "none"]
+        told += [f"top_{self.top_k}"] if self.top_k else []
         told += [
             key for key in ("bias", "preactivation", "addend", "transposed", "pointers", "pads") if getattr(self, key)
         ]
-        if self.kernel == "scatter":
+        if self.kernel == "scatter" or self.top_k:
             told.append(f"staging_{self.staging}")
         told += [self.loop] if self.loop else []
         return "-".join([*told, *([] if self.even_k else ["odd_k"]), *([] if self.m == SHAPE["m"] else [f"m{self.m}"])])
@@ -124,6 +126,16 @@ def variants() -> list[Variant]:
             replace(scatter, dtype="float32", sampled=False),
             replace(scatter, m=8, sampled=False),
         ]
+        experts = Variant("experts", capability)
+        found += [
+            replace(experts, activation="swiglu", bias=True, sampled=capability == 90),
+            replace(experts, activation="clamped_swiglu", preactivation=True, bias=True, sampled=False),
+            replace(experts, top_k=8, staging="bf16", sampled=capability == 90),
+            replace(experts, transposed=True, sampled=False),
+            replace(experts, top_k=2, staging="bf16", transposed=True, addend=True, sampled=False),
+            replace(experts, dtype="float32", even_k=False, sampled=False),
+            replace(experts, top_k=8, staging="bf16", m=32, sampled=False),
+        ]
         if capability >= 90:
             found += [
                 replace(gather, dtype="float8_e4m3fn", scale="row", bias=True, sampled=capability == 90),
@@ -137,22 +149,25 @@ def variants() -> list[Variant]:
     return found
 
 
+def configuration(variant: Variant, package: str) -> Any:
+    configs = importlib.import_module(f"{package}.config")
+    common: dict[str, Any] = {
+        "capability": variant.capability, "num_sms": {80: 108, 100: 148}.get(variant.capability, 132),
+        "dtype": variant.dtype, "dual": variant.activation in GATED, "moved_row_bytes": 2 * SHAPE["k"],
+        **{name: SHAPE[name] for name in ("n", "k", "world_size")},
+    }  # fmt: skip
+    if variant.kernel == "experts":  # of 8, each with as many rows as a dense GEMM of this shape
+        return configs.configure_grouped(tokens=4 * variant.m, top_k=2, experts=8, **common)
+    return configs.configure(m=variant.m, pointers=variant.pointers, **common)
+
+
 def compile_variant(variant: Variant, package: str) -> tuple[Any, Any]:
     """The compiled kernel, and its configuration."""
-    configure = importlib.import_module(f"{package}.config").configure
-    shape = {**SHAPE, "m": variant.m}
-    config = configure(
-        capability=variant.capability,
-        num_sms={80: 108, 100: 148}.get(variant.capability, 132),
-        dtype=variant.dtype,
-        dual=variant.activation in GATED,
-        pointers=variant.pointers,
-        moved_row_bytes=2 * shape["k"],
-        **shape,
-    )
+    config = configuration(variant, package)
     narrow = not config.descriptors and (variant.transposed or not variant.even_k)
     config = replace(config, loop="nested" if narrow else variant.loop or config.loop)  # as `operands.loop_of` has it
     element = POINTER[variant.dtype]
+    staging = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[variant.staging]
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -173,7 +188,25 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, Any]:
     types = {name: "i32" for name in ("num_row_tiles", "n", "k", "op")} | {"group": "*i64", "order": "*i32"}
     scaled = variant.scale != "none"
     out = "bf16" if element == "fp8e4nv" else element
-    if variant.kernel == "gather":
+    if variant.kernel == "experts":
+        kernel = importlib.import_module(f"{package}.grouped_matmul").grouped_matmul_kernel
+        dual, sums = variant.activation in GATED, variant.top_k > 0
+        pointers = {
+            "x": True, "weight": True, "weight_up": dual, "out": True, "preactivation": variant.preactivation,
+            "preactivation_up": variant.preactivation and dual, "bias": variant.bias, "bias_up": variant.bias and dual,
+            "addend": variant.addend, "token_addend": sums and variant.addend,
+        }  # fmt: skip
+        types |= {name: f"*{element}" if given else None for name, given in pointers.items()}
+        types |= {name: "*i32" if sums else None for name in ("chunks", "counters", "rows_of_tokens")}
+        types |= {name: "*i64" if sums else None for name in ("staging", "flags")}
+        types |= {"tokens": None if sums else "*i32", "row_weights": "*fp32" if sums else None, "signals": "*i32"}
+        strides = ("x", "we", "wn", "wk", "out", "staging")
+        types |= {"num_slots": "i32", **{f"stride_{name}": "i32" for name in strides}}
+        constants = {name: constants[name] for name in constants if name in kernel.arg_names}
+        constants |= {
+            "ACTIVATION": variant.activation, "TOP_K": variant.top_k, "STAGING_DTYPE": staging if sums else None
+        }  # fmt: skip
+    elif variant.kernel == "gather":
         kernel = importlib.import_module(f"{package}.all_gather_matmul").all_gather_matmul_kernel
         dual = variant.activation in GATED
         described = f"tensordesc<{out}[{config.block_m}, {min(STORED_COLUMNS, config.block_n)}]>"
@@ -220,7 +253,6 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, Any]:
             "stride_staging": "i32",
             "stride_scale": "i32",
         }
-        staging = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[variant.staging]
         signal = triton.language.int64 if variant.pads else triton.language.int32
         constants |= {"STAGING": staging, "SIGNAL": signal, "HAS_ADDEND": variant.addend}
     constants["stride_wn" if variant.transposed else "stride_wk"] = 1  # as the launcher specialises them
@@ -278,12 +310,12 @@ def report(variant: Variant, package: str, ptx_folder: Path | None) -> dict[str,
     ptx = compiled.asm["ptx"]
     if ptx_folder is not None:
         (ptx_folder / f"{variant.name}.ptx").write_text(ptx)
-    gather = variant.kernel == "gather"
+    announces = variant.kernel == "scatter" or variant.top_k > 0
     return {
         **resources(compiled),
         "loop": config.loop,
         "work": work(disassemble(compiled.asm["cubin"])) if variant.dtype != "float32" else None,
-        "lint": lint(ptx, waits=gather, announces=not gather, descriptors=config.descriptors)
+        "lint": lint(ptx, waits=not announces, announces=announces, descriptors=config.descriptors)
         + narrow_products(compiled.asm["ttir"]),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4", ptx)),
         "narrow_stores": len(re.findall(r"st\.global\.b(?:16|32|64)? ", ptx)),

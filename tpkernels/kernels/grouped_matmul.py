@@ -119,16 +119,17 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
             if (source != rank) & (slot != ready) & (arrived != 0):
                 arrived = wait_at_least(signals + slot, epoch, group, op, source, chunk)
                 ready = slot
+        # Before the branch, in which the compiler knows what `arrived` is: there nothing would depend on the wait.
+        first_column = column * BLOCK_N
+        of_expert = expert.to(tl.int64) * stride_we
+        x_places, w_places, w_up_places = first_places(
+            x, weight + of_expert, None if weight_up is None else weight_up + of_expert,
+            behind(arrived, row), behind(arrived, rows), first_column, n, stride_x, stride_wn, stride_wk,
+            BLOCK_M, BLOCK_N, BLOCK_K, DUAL, False,
+        )  # fmt: skip
+        if tokens is not None:
+            x_places = _token_places(x, tokens, arrived, row, rows, stride_x, BLOCK_M, BLOCK_K)
         if arrived != 0:
-            first_column = column * BLOCK_N
-            of_expert = expert.to(tl.int64) * stride_we
-            x_places, w_places, w_up_places = first_places(
-                x, weight + of_expert, None if weight_up is None else weight_up + of_expert,
-                behind(arrived, row), behind(arrived, rows), first_column, n, stride_x, stride_wn, stride_wk,
-                BLOCK_M, BLOCK_N, BLOCK_K, DUAL, False,
-            )  # fmt: skip
-            if tokens is not None:
-                x_places = _token_places(x, tokens, arrived, row, rows, stride_x, BLOCK_M, BLOCK_K)
             acc, acc_up = no_sums(BLOCK_M, BLOCK_N, DUAL)
             if addend is not None:
                 acc += load_tile(addend, row, rows, first_column, n, stride_out, BLOCK_M, BLOCK_N)
@@ -275,14 +276,16 @@ def grouped_matmul(
         activation, weight_up=(weight, weight_up), preactivation_up=(preactivation, preactivation_up),
         bias_up=(bias, bias_up),
     )  # fmt: skip
-    if weight.dim() != 3 or (weight_up is not None and (weight_up.shape, weight_up.stride()) != (weight.shape, weight.stride())):
+    up = weight if weight_up is None else weight_up
+    if weight.dim() != 3 or (up.shape, up.stride()) != (weight.shape, weight.stride()):
         raise ValueError(f"weight {tuple(weight.shape)} must be [E, N, K], and weight_up must be laid out like it")
     if config.descriptors or config.loop != "nested":
         raise ValueError("a grouped GEMM has a nested loop and pointers to its operands: config.configure_grouped")
     (_, k), n = check_operands(x, weight[0], None, config, activation), weight.shape[1]
     rows = len(tokens) if tokens is not None else len(x)
-    for name, other in (("out", out), ("addend", addend), ("preactivation", preactivation), ("preactivation_up", preactivation_up)):
-        if other is not None and (tuple(other.shape) != (rows, n) or other.stride() != out.stride() or out.stride(1) != 1):
+    like_out = {"out": out, "addend": addend, "preactivation": preactivation, "preactivation_up": preactivation_up}
+    for name, other in like_out.items():
+        if other is not None and (tuple(other.shape), other.stride()) != ((rows, n), (out.stride(0), 1)):
             raise ValueError(f"{name} {tuple(other.shape)} strides {other.stride()} must be [{rows}, {n}], like out")
     if (rows == 0 or n == 0) and not rehearsal:
         return None

@@ -28,7 +28,6 @@ from tpkernels.backends.symmetric.kernel_launches import (
     with_known,
 )
 from tpkernels.backends.symmetric.residency import gemm_programs
-from tpkernels.dispatch import Problem
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.kernels.config import SMALLEST_BLOCK, GemmConfig, configure_grouped
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, Context, GroupedMatmulAllReduce
@@ -103,7 +102,7 @@ def chunks_of(context: Context, channel: Channel) -> int:
 
 
 def _config(context: Context, channel: Channel, shape: tuple[int, int] | None, parts: int) -> GemmConfig:
-    """shape: N and K of this rank's weights; by default those of a typical one.  parts: in which tokens come or leave."""
+    """shape: N and K of this rank's weights; by default those of a typical one.  parts: ranks whose chunks there are."""
     problem, device = context.problem, channel.device
     size, gathers = problem.world_size, problem.facts.gathers
     gated = problem.activation in GATED
