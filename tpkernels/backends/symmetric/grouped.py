@@ -121,8 +121,9 @@ def _with_bias(sums: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
 
 def _partial(channel: Channel, context: Context, call: GroupedMatmulAllReduce) -> Tensor:
     """This rank's sums of all tokens, on the current stream."""
-    partial_sums = call.like.new_empty(call.rows.num_tokens, call.columns)
-    parts = (Matrix(0, *partial_sums.shape, partial_sums.shape[1]),)
+    rows, columns = call.rows.num_tokens, call.columns
+    partial_sums = call.like.new_empty(rows, columns)
+    parts = (Matrix(0, rows, columns, columns),)
     launches, _ = combining_launches(context, channel, call, None, parts, partial_sums)
     for launch in launches:
         launch()

@@ -102,7 +102,7 @@ def chunks_of(context: Context, channel: Channel) -> int:
 
 
 def _config(context: Context, channel: Channel, shape: tuple[int, int] | None, parts: int) -> GemmConfig:
-    """shape: N and K of this rank's weights; by default those of a typical one.  parts: ranks whose chunks there are."""
+    """shape: N and K of this rank's weights; by default of a typical one.  parts: ranks whose chunks there are."""
     problem, device = context.problem, channel.device
     size, gathers = problem.world_size, problem.facts.gathers
     gated = problem.activation in GATED
