@@ -154,7 +154,7 @@ enum tpk_steps { TPK_BEGIN = 1, TPK_MOVE = 2, TPK_JOIN = 4, TPK_END = 8 };
 int tpk_call_run(const tpk_call* call, int32_t steps, const void* const* bases, int32_t num_bases, void* stream);
 
 /* out = round(part[0] + part[1] + ... (+ bias)), fp32, in rank order, rounded once.  Part r is [rows, columns] of
- * `part_dtype` with row stride `strides[r]`; `out` of out_dtype (equal, or part_dtype is F32).  `parts` and `strides`
+ * `part_dtype` with row stride `strides[r]`; `out` of out_dtype (equal, or one of them is F32).  `parts` and `strides`
  * are host arrays.  With num_chunks > 0 rows of chunk k (chunk_begin in csrc/common/schedule.h) are summed once signal
  * k of every other rank is there; without, everything must be there. */
 int tpk_reduce(const tpk_group* group, int32_t op, int32_t part_dtype, int32_t out_dtype, const void* const* parts,

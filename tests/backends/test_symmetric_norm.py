@@ -117,7 +117,7 @@ def test_gradients_go_by_the_scales_of_the_kernel(pools: Pools, emulation: Emula
 
 def first_use(emulation: Emulation, spoiled: str) -> str:
     """What the first call says, or "fine"; on rank 1 the kernel's sums, or its normed rows, are wrong by one."""
-    original = symmetric._one_shot_norm
+    original = symmetric.one_shot_norm
 
     def wrong_rows(*arguments: Any) -> Any:
         result = original(*arguments)
@@ -128,7 +128,7 @@ def first_use(emulation: Emulation, spoiled: str) -> str:
     with emulation.group() as group:
         if spoiled and dist.get_rank(group) == 1:
             fault = one_more("_one_shot_norm", -1) if spoiled == "sums" else mock.patch.object(
-                symmetric, "_one_shot_norm", wrong_rows
+                symmetric, "one_shot_norm", wrong_rows
             )  # fmt: skip
         x, w = torch.ones(3, 8), torch.ones(16, 8)
         with fault:

@@ -130,7 +130,7 @@ def first_use(emulation: Emulation, spoiled: bool) -> list[str]:
     """The ways that were tried before the first calls, or what a wrong sum makes of them."""
     with emulation.group() as made:
         case = case_of("all_reduce", shape=(300, 8))
-        with one_more("_two_shot", -1) if spoiled and dist.get_rank(made) == 1 else mock.patch.dict({}):
+        with one_more("two_shot", -1) if spoiled and dist.get_rank(made) == 1 else mock.patch.dict({}):
             try:
                 run(case, operands(case, 2), made)
             except tpk.errors.UnsupportedProblem as error:
@@ -151,7 +151,7 @@ def test_it_is_tried_before_it_is_trusted(pools: Pools, emulation: Emulation) ->
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_each_way_has_its_sizes(size: int) -> None:
     one_shot = (4 if size == 2 else 1) * symmetric.ONE_SHOT_BYTES
-    ways = {0: "_one_shot", one_shot: "_one_shot", one_shot + 1: "_two_shot", symmetric.TWO_SHOT_BYTES: "_two_shot"}
+    ways = {0: "one_shot", one_shot: "one_shot", one_shot + 1: "two_shot", symmetric.TWO_SHOT_BYTES: "two_shot"}
     for num_bytes, way in ways.items():
         assert symmetric.in_one_kernel(size, num_bytes) is getattr(symmetric, way)
     assert symmetric.in_one_kernel(size, symmetric.TWO_SHOT_BYTES + 1) is None

@@ -202,9 +202,9 @@ REFUSALS: Mapping[str, tuple[dict[str, Any], Callable[[cuda_group.Group, int], N
     "dtypes": (
         {},
         lambda g, a: g.reduce(
-            op=1, part_dtype=Dtype.BF16, parts=[a, a], strides=[8, 8], out=a, out_dtype=Dtype.F32, out_stride=8,
+            op=1, part_dtype=Dtype.BF16, parts=[a, a], strides=[8, 8], out=a, out_dtype=Dtype.F16, out_stride=8,
             rows=1, columns=8, stream=0),
-        r"part_dtype \(1\) and out_dtype \(0\) must be equal, or the first be fp32",
+        r"part_dtype \(1\) and out_dtype \(2\) must be equal, or one of them fp32",
     ),
     "parts": (
         {},

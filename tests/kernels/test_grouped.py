@@ -75,7 +75,7 @@ def test_a_table_has_every_row_once_within_one_expert_and_one_chunk() -> None:
 
 FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     "expert_of_another_tile": (
-        "gather", "grouped_matmul.py", ("expert = tl.load(order + row_tile", "expert = tl.load(order + row_tile // 2"), {},
+        "gather", "grouped_matmul.py", ("= tl.load(order + row_tile", "= tl.load(order + row_tile // 2"), {},
     ),
     "no_wait": (
         "gather", "grouped_matmul.py", ("(slot != ready)", "(slot == -5)"), {"shards": (3, 20), "delay": 0.1},

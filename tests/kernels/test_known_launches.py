@@ -28,14 +28,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.backends.test_symmetric_order import Recorder, caller, calls
 from tpkernels.backends.symmetric import kernel_launches
 from tpkernels.kernels import all_gather_matmul as gather
+from tpkernels.kernels import grouped_matmul as grouped
 from tpkernels.kernels import known_launches
 from tpkernels.kernels import matmul_reduce_scatter as scatter
-from tpkernels.kernels.config import GemmConfig, configure
+from tpkernels.kernels.config import GemmConfig, configure, configure_grouped
 from tpkernels.kernels.known_launches import KnownLaunch
 
 pytestmark = pytest.mark.cpu
 
 M, N, K, TP = 96, 64, 128, 2
+KERNELS = (gather.all_gather_matmul_kernel, scatter.matmul_reduce_scatter_kernel, grouped.grouped_matmul_kernel)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -85,7 +87,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Noting]]
         driver = Noting(capability)
         monkeypatch.setattr(triton.runtime.driver, "_active", driver)
         monkeypatch.setattr(triton.compiler, "compile", driver.compile)
-        for kernel in (gather.all_gather_matmul_kernel, scatter.matmul_reduce_scatter_kernel):
+        for kernel in KERNELS:
             monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
 
         def run(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -162,6 +164,38 @@ def scatters(kind: str, capability: int) -> Case:
     return Case(operands, launch)
 
 
+def experts(kind: str, capability: int) -> Case:
+    """A grouped GEMM, of which the tables of the routing are others with each call, too."""
+    config = configure_grouped(
+        capability=capability, num_sms=132, tokens=M, top_k=2, experts=3, n=N, k=K, dtype="bfloat16", world_size=TP,
+        moved_row_bytes=2 * K, dual=kind == "gated",
+    )  # fmt: skip
+    flags, group, many = zeros(8, dtype=torch.int32), torch.zeros(9).long(), {"dtype": torch.int32}
+    arrivals = gather.Arrivals(zeros(1, 8, **many), flags, group, 3)
+
+    def operands() -> dict[str, Tensor]:
+        made = {"weight": zeros(3, N, K), "out": zeros(2 * M, N), "order": zeros(5, 8, **many)}
+        if kind == "gated":
+            up = {"weight_up": zeros(3, N, K), "bias": zeros(3, N), "bias_up": zeros(3, N)}
+            return {"x": zeros(M, K), **made, **up, "tokens": zeros(2 * M, **many)}
+        sums = {"staging": torch.zeros(TP).long(), "rows_of_tokens": zeros(M, 2, **many)}
+        return {"x": zeros(2 * M, K), **made, **sums, "row_weights": torch.zeros(2 * M), "token_addend": zeros(M, N)}
+
+    def launch(x: Tensor, weight: Tensor, out: Tensor, order: Tensor, **more: Any) -> KnownLaunch | None:
+        if kind == "sums":
+            of_call = {name: more.pop(name) for name in list(more) if name not in ("known", "rehearsal")}
+            more["combination"] = grouped.Combination(
+                chunks=chunks, flags=addresses, counters=flags, staging_dtype=BF16, staging_stride=N, **of_call
+            )
+        activation = "swiglu" if kind == "gated" else "none"
+        return grouped.grouped_matmul(
+            x, weight, out, replace(arrivals, order=order), config, activation=activation, **more
+        )
+
+    chunks, addresses = zeros(TP, 4, **many), torch.zeros(TP).long()
+    return Case(operands, launch)
+
+
 def both(driver: Noting, case: Case) -> list[tuple[Any, ...]]:
     """What the launcher is given for the same operands by Triton, and by a launch that is known from others."""
     first, later = case.operands(), case.operands()
@@ -177,7 +211,8 @@ def both(driver: Noting, case: Case) -> list[tuple[Any, ...]]:
 
 CASES = [
     (gathers, "plain", 90), (gathers, "gated", 90), (gathers, "scales", 90), (gathers, "transposed", 90),
-    (gathers, "gated", 80), (scatters, "plain", 90), (scatters, "scales", 90), (scatters, "transposed", 80),
+    (gathers, "gated", 80), (experts, "gated", 80), (experts, "sums", 80),
+    (scatters, "plain", 90), (scatters, "scales", 90), (scatters, "transposed", 80),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ LINEAR, ATTENTION = "tests/nn/test_linear.py", "tests/nn/test_attention.py"
 VERIFY = "tests/verification/test_verification.py"
 CHECKPOINT = "tests/state/test_checkpoint.py"
 SHARED_FILE, KERNELS = "backends/shared_memory/implementations.py", "tests/kernels/test_interpreted.py"
-LAUNCHES = "tests/kernels/test_known_launches.py"
+LAUNCHES, GROUPED_KERNEL = "tests/kernels/test_known_launches.py", "tests/kernels/test_grouped.py"
 WIDENED, WIDENS = "gemm/widened.py", "tests/backends/test_widened.py"
 IDENTITY, LIVENESS = "tests/comm/test_job_identity.py", "tests/comm/test_liveness.py"
 INTERRUPTS, MODES = "tests/comm/test_interrupts.py", "tests/ops/test_autograd_modes.py"
@@ -417,6 +417,10 @@ EDITS = (
     Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),
     Edit("kernels/matmul_reduce_scatter.py", "first_column + half * (BLOCK_N // 2)", "first_column", KERNELS),
     # launches that are known
+    Edit("kernels/grouped_matmul.py", "(slot != ready)", "(slot == -5)", GROUPED_KERNEL),
+    Edit("kernels/grouped_matmul.py", "+ row_tile * FIELDS + 7", "+ row_tile * FIELDS + 3", GROUPED_KERNEL),
+    Edit("kernels/grouped_matmul.py", "product = product *", "product = product + 0 *", GROUPED_KERNEL),
+    Edit("kernels/schedule.py", "counts.sum(1)[turn]", "counts.amax(1)[turn]", GROUPED_KERNEL),
     Edit("kernels/known_launches.py", "base=tensor", "base=like.base", LAUNCHES),
     Edit("kernels/known_launches.py", "else None if like is None", "else tensor if like is None", LAUNCHES),
     Edit("backends/symmetric/kernel_launches.py", ", t.data_ptr() % 16)", ")", LAUNCHES),

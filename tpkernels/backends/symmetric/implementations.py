@@ -58,10 +58,10 @@ from tpkernels.backends.symmetric.copy_engine_traffic import (
     reduce,
     staged,
 )
-from tpkernels.backends.symmetric.cuda_group import Norm
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, Steps
 from tpkernels.backends.symmetric.kernel_launches import Launch, gather_launches, scatter_launch
 from tpkernels.backends.symmetric.memory import Device
+from tpkernels.backends.symmetric.one_kernel import one_shot, one_shot_norm, two_shot
 from tpkernels.backends.symmetric.resource import MULTICAST, SymmetricMemory, channels_of
 from tpkernels.backends.symmetric.self_check import Way
 from tpkernels.comm import resources
@@ -79,7 +79,6 @@ from tpkernels.ops.contract import (
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
-    ResidualNorm,
 )
 from tpkernels.partition import Layout, array_split_sizes
 
@@ -153,8 +152,8 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     layout = Layout(1, array_split_sizes(rows, channel.size), 1)
     as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile, call.out_dtype)
     in_kernel = in_one_kernel(channel.size, rows * columns * like.element_size())
-    if in_kernel is _one_shot and call.tail is not None:
-        out = _one_shot_norm(channel, context, product(as_scatter), bias, call.tail)
+    if in_kernel is one_shot and call.tail is not None:
+        out = one_shot_norm(channel, context, product(as_scatter), bias, call.tail)
         call.meanwhile()
         return out
     if in_kernel is not None:
@@ -312,45 +311,6 @@ def fused_scatter(
     return out
 
 
-def _one_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole call in one kernel, in which everybody sums everything."""
-    part = channel.device.library.one_shot_slot_bytes(x.numel() * x.element_size())
-    return _sum_in_one_kernel(channel, context, op, x, bias, channel.size * part, two_steps=False)
-
-
-def _two_shot(channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole call in one kernel, in which everybody sums a share and sends the sums."""
-    num_bytes = channel.device.library.two_shot_slot_bytes(x.numel() * x.element_size(), channel.size)
-    return _sum_in_one_kernel(channel, context, op, x, bias, num_bytes, two_steps=True)
-
-
-def _one_shot_norm(channel: Channel, context: Context, x: Tensor, bias: Tensor | None, tail: ResidualNorm) -> Tensor:
-    """:func:`_one_shot`, and what follows it, in the same kernel."""
-    out, part = torch.empty_like(x), channel.device.library.one_shot_slot_bytes(x.numel() * x.element_size())
-    channel.prepare(channel.size * part, context.fingerprint, context.text)
-    residual, weight, normed, scales = (t.data_ptr() for t in (tail.residual, tail.weight, tail.normed, tail.scales))
-    norm = Norm(residual, weight, normed, scales, tail.eps)
-    channel.group.all_reduce_norm(
-        channel.one_shot("matmul_all_reduce"), norm, dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
-        rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
-        stream=channel.device.stream(),
-    )  # fmt: skip
-    return out
-
-
-def _sum_in_one_kernel(
-    channel: Channel, context: Context, op: str, x: Tensor, bias: Tensor | None, slot_bytes: int, *, two_steps: bool
-) -> Tensor:
-    out = torch.empty_like(x)
-    channel.prepare(slot_bytes, context.fingerprint, context.text)
-    channel.group.all_reduce(
-        channel.one_shot(op), dtype=DTYPES[x.dtype], x=x.data_ptr(), out=out.data_ptr(),
-        rows=x.shape[0], columns=x.shape[1], bias=0 if bias is None else bias.data_ptr(),
-        stream=channel.device.stream(), two_steps=two_steps,
-    )  # fmt: skip
-    return out
-
-
 def _placed(part: Matrix, whole: Tensor) -> Matrix:
     """At its address in a tensor."""
     return part._replace(address=whole.data_ptr() + part.address)
@@ -390,8 +350,8 @@ _Sums = Callable[[Channel, Context, str, Tensor, Tensor | None], Tensor]
 def in_one_kernel(size: int, num_bytes: int) -> _Sums | None:
     """What sums so much over all ranks in one kernel; None if that is too much for one."""
     if num_bytes <= _one_shot_bytes(size):
-        return _one_shot
-    return _two_shot if num_bytes <= TWO_SHOT_BYTES else None
+        return one_shot
+    return two_shot if num_bytes <= TWO_SHOT_BYTES else None
 
 
 def _one_shot_bytes(size: int) -> int:
@@ -418,11 +378,11 @@ def _way(sums: _Sums | None, fused: bool, problem: Problem) -> Way:
     rows = max(FUSE_FROM_ROWS, CHECKED_ROWS) if fused else 1
     if not problem.facts.everywhere:
         return Way("beside the GEMM" if fused else "by itself", rows)
-    if sums is _one_shot:
+    if sums is one_shot:
         return Way("in one step", norm=problem.facts.multiplies)
     row_bytes = self_check.K * (problem.out_dtype or problem.dtype).itemsize
     in_one_step = _one_shot_bytes(problem.world_size)
-    if sums is _two_shot:
+    if sums is two_shot:
         return Way("in one kernel of two steps", 1, 1 + in_one_step // row_bytes)
     return Way("in two steps", rows, 1 + max(in_one_step, TWO_SHOT_BYTES) // row_bytes)
 
@@ -442,7 +402,7 @@ def estimate(problem: Problem, costs: Costs) -> float:
     everywhere = problem.facts.everywhere
     sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
     if sums is not None:
-        return symmetric_costs.of_one_kernel(problem, costs, steps=1 if sums is _one_shot else 2)
+        return symmetric_costs.of_one_kernel(problem, costs, steps=1 if sums is one_shot else 2)
     fused = bool(problem.flops) and problem.m >= FUSE_FROM_ROWS * problem.world_size
     return symmetric_costs.of_copies(problem, costs, calls=2 if everywhere else 1, fused=fused)
 
@@ -453,7 +413,7 @@ def describe(problem: Problem) -> str:
     sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes)
     how = "reduce-scatter, then all-gather of the sums"
     if sums is not None:
-        how = "in one step" if sums is _one_shot else f"in one kernel: {how}"
+        how = "in one step" if sums is one_shot else f"in one kernel: {how}"
     # The switch could add them (multimem.ld_reduce), in an order and a rounding of its own: see ARCHITECTURE.md.
     pushed = "pushed by multicast stores (NVLS), summed by the ranks in fixed order"
     return f"{how}, {pushed}" if MULTICAST in problem.features(SymmetricMemory.name) else how
