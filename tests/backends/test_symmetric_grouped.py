@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from tests.backends.emulated import Emulation
+from tpkernels.errors import UnsupportedProblem
+from tpkernels.gemm.grouped import TokenRows
 from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase, judge
 from tpkernels.testing.spawn import Pools
 
@@ -49,6 +53,29 @@ def judge_all(emulation: Emulation, chosen: Sequence[GroupedCase]) -> int:
         for case in chosen:
             judge(case, group)
     return len(chosen)
+
+
+WHOLE = TokenRows.of_tokens
+
+
+def first_uses(emulation: Emulation, spoiled: bool) -> list[str]:
+    """What the first call of each op says; spoiled: all rows of a token are taken for the first row of all."""
+    said, fault = [], mock.patch.object(TokenRows, "of_tokens", lambda rows: WHOLE(rows) * 0)
+    with emulation.group() as group, fault if spoiled else nullcontext():
+        for op in (SCATTER,) if spoiled else OPS:
+            try:
+                judge(GroupedCase(op, SIZES[2], implementation="symmetric"), group, backward=False)
+            except UnsupportedProblem as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.full("interpreted ranks, and larger problems than they are given elsewhere")
+def test_first_calls_are_preceded_by_one_whose_answer_is_known(pools: Pools, emulation: Emulation) -> None:
+    settings = replace(emulation, num_chunks=2, checks=True, one_shot_bytes=10**6)
+    assert pools(2).run(first_uses, settings, False, timeout=PATIENCE_S) == [[], []]
+    for said in pools(2).run(first_uses, settings, True, timeout=PATIENCE_S):
+        assert len(said) == 1 and SCATTER in said[0] and "elements are wrong" in said[0], said
 
 
 @pytest.mark.sample(1)

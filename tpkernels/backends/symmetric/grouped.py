@@ -140,7 +140,9 @@ for _op, _work in (
     ("grouped_matmul_reduce_scatter", grouped_matmul_reduce_scatter),
     ("grouped_matmul_all_reduce", grouped_matmul_all_reduce),
 ):
+    _runs = partial(dense.checked, _work)
     dispatch.register(
-        Implementation("symmetric", _op, dense.refuses, dense.estimate, partial(dense.checked, _work),
-                       describe=dense.describe)
-    )  # fmt: skip
+        Implementation(
+            "symmetric", _op, dense.refuses, dense.estimate, _runs, partial(dense.agree, _runs), describe=dense.describe
+        )
+    )

@@ -358,15 +358,16 @@ def _one_shot_bytes(size: int) -> int:
     return (4 if size == 2 else 1) * ONE_SHOT_BYTES
 
 
-def _agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
+def agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, layout: Layout) -> Tiles | None:
     """Check the kernels of this problem on this group (self_check), then return measured tiles that all ranks share."""
     everywhere = problem.facts.everywhere
     sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
     if everywhere:
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
-    fused = problem.facts.multiplies and not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS
+    rows = layout.max_shard_rows * problem.top_k
+    fused = problem.facts.multiplies and not layout.feature and rows >= FUSE_FROM_ROWS
     self_check.check(work, group, call, problem, _way(sums, fused, problem))
-    if sums is not None or not fused:
+    if sums is not None or not fused or problem.facts.grouped:
         return None
     if not _has_kernel(channels_of(group).device, problem.out_dtype):
         return None
@@ -430,5 +431,5 @@ for _op, _work in (
 ):
     _runs = partial(checked, _work)
     dispatch.register(
-        Implementation("symmetric", _op, refuses, estimate, _runs, partial(_agree, _runs), describe=describe)
+        Implementation("symmetric", _op, refuses, estimate, _runs, partial(agree, _runs), describe=describe)
     )

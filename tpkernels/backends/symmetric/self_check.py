@@ -29,11 +29,15 @@ from tpkernels.dispatch import Costs, Problem, dtype_text
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import fp8
 from tpkernels.gemm.fp8 import Operand, Scaled
+from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops.contract import (
     AllGather,
+    AllGatherGroupedMatmul,
     AllGatherMatmul,
     AllReduce,
     Context,
+    GroupedMatmulAllReduce,
+    GroupedMatmulReduceScatter,
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
@@ -47,6 +51,7 @@ __all__ = ["Way", "check"]
 K, N = 192, 264
 # Of K, in each row of x: sums over K and 64 ranks are at most 256, which bf16 has exactly.
 NONZEROS = 4
+EXPERTS = 3  # of which each token has two: sums over 32 ranks are at most 256
 # Of the operations of a norm, each by at most half an eps of fp32; the result's own comes on top.
 _ROUNDINGS = 6
 
@@ -105,9 +110,11 @@ def _verdict_of(work: Callable[[Context, Any], Any], group: Group, problem: Prob
     device = channels.device
     small = _Small(group, problem, way)
     text = f"the check at the first use of {problem.op}, {problem.dtype}, {way.name}"
+    shrunk = replace(problem, m=sum(small.sizes), n=N, k=K, activation=None)
+    if problem.facts.grouped:
+        shrunk = replace(shrunk, experts=EXPERTS, top_k=2)
     context = Context(
-        group, 0, 2, text, zlib.crc32(text.encode()), replace(problem, m=sum(small.sizes), n=N, k=K, activation=None),
-        Costs(), forced_chunks=True,
+        group, 0, 2, text, zlib.crc32(text.encode()), shrunk, Costs(), forced_chunks=True,
     )  # fmt: skip
     try:
         pairs = small.run(partial(work, context))
@@ -150,6 +157,8 @@ class _Small:
         layout, rank, size = self._layout, self._rank, self._size
         whole, out_dtype = sum(self.sizes), self._problem.out_dtype
         own = slice(offsets(self.sizes)[rank], offsets(self.sizes)[rank] + self.sizes[rank])
+        if self._problem.facts.grouped:
+            return [self._with_experts(work, own)]
         match self._problem.op:
             case "all_gather":
                 shards = [self._x(r, self.sizes[r]) for r in range(size)]
@@ -176,6 +185,32 @@ class _Small:
         if self._problem.facts.everywhere:
             return [(work(AllReduce(mine)), sum(addends, self._zero()))]
         return [(work(ReduceScatter(mine, layout)), sum(addends, self._zero())[own])]
+
+    def _with_experts(self, work: Callable[[Any], Any], own: slice) -> tuple[Tensor, Tensor]:
+        """Each token has two of the experts; the weights of the routing are -1 and 1."""
+        whole, experts = sum(self.sizes), torch.arange(sum(self.sizes), device=self._device) % EXPERTS
+        rows = TokenRows(torch.stack([experts, (experts + 2) % EXPERTS], 1), EXPERTS)
+        of_row = rows.of_slots(torch.stack([experts, (experts + 2) % EXPERTS], 1))
+
+        def products(x: Tensor, rank: int) -> Tensor:
+            every = torch.stack([x @ self._weight(rank + 7 * e).t() for e in range(EXPERTS)])
+            return every[of_row, torch.arange(len(of_row), device=self._device)]
+
+        weights = self._stored(torch.stack([self._weight(self._rank + 7 * e) for e in range(EXPERTS)]))
+        matrices = [weights.transpose(1, 2)]
+        if self._problem.facts.gathers:
+            shards = [self._x(r, size) for r, size in enumerate(self.sizes)]
+            x = self._stored(shards[self._rank])
+            call = AllGatherGroupedMatmul(x, self._layout, lambda: rows, matrices, [None])
+            return work(call).outs[0], products(torch.cat(shards)[rows.tokens], self._rank)
+        signs = 1.0 - 2.0 * (rows.slots % 2)
+        total = torch.zeros(whole, N, device=self._device)
+        for r in range(self._size):
+            total.index_add_(0, rows.tokens, products(self._x(r, rows.count), r) * signs[:, None])
+        xs = [self._stored(self._x(self._rank, rows.count))]
+        if self._problem.facts.everywhere:
+            return work(GroupedMatmulAllReduce(xs, matrices, rows, signs)), total
+        return work(GroupedMatmulReduceScatter(xs, matrices, rows, signs, layout=self._layout)), total[own]
 
     def _normed(
         self, work: Callable[[Any], Any], xs: list[Operand], matrices: list[Operand], total: Tensor
