@@ -127,7 +127,7 @@ def first_use(emulation: Emulation, spoiled: str) -> str:
     fault: Any = mock.patch.dict({})
     with emulation.group() as group:
         if spoiled and dist.get_rank(group) == 1:
-            fault = one_more("_one_shot_norm", -1) if spoiled == "sums" else mock.patch.object(
+            fault = one_more("one_shot_norm", -1) if spoiled == "sums" else mock.patch.object(
                 symmetric, "one_shot_norm", wrong_rows
             )  # fmt: skip
         x, w = torch.ones(3, 8), torch.ones(16, 8)

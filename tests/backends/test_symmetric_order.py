@@ -149,7 +149,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    monkeypatch.setattr(kernel_launches, "_rehearse", lambda *arguments: None)
+    monkeypatch.setattr(kernel_launches, "rehearse", lambda *arguments: None)
     monkeypatch.setattr(symmetric, "ONE_SHOT_BYTES", 64)
     monkeypatch.setattr(symmetric, "TWO_SHOT_BYTES", 600)
     yield Recorder()

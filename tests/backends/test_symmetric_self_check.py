@@ -85,7 +85,7 @@ def one_more(name: str, out: int) -> Any:
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a shard is not what was sent": (GATHER, lambda: one_more("pull", 4)),
     "a sum over ranks is wrong": (SCATTER, lambda: one_more("reduce", 5)),
-    "a sum in one kernel is wrong": (REDUCE, lambda: one_more("_one_shot", -1)),
+    "a sum in one kernel is wrong": (REDUCE, lambda: one_more("one_shot", -1)),
 }
 
 

@@ -75,7 +75,7 @@ def counter_of(size: int, one_link: bool = False) -> Iterator[tuple[Counter, Any
     group.resources = {SymmetricMemory.name: SymmetricMemory(SymmetricChannels(group, device, one_link=one_link))}
     device.count()
     try:
-        with mock.patch.object(kernel_launches, "_rehearse", lambda *arguments: None):
+        with mock.patch.object(kernel_launches, "rehearse", lambda *arguments: None):
             yield device, group
     finally:
         device.count(only=False)
