@@ -80,6 +80,7 @@ def test_first_calls_are_preceded_by_one_whose_answer_is_known(pools: Pools, emu
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.slow("10 s: grouped ops, forward and backward, on interpreted ranks; tests/kernels interprets the kernel")
 def test_values_and_gradients_are_within_the_bound(pools: Pools, emulation: Emulation, world: int, full: bool) -> None:
     chosen = cases(world) if full else cases(world)[world % 3 :: 3]
     settings = replace(emulation, num_chunks=2, late_us=500)
