@@ -37,8 +37,19 @@ def registry() -> Iterator[dict[tuple[str, str], Implementation]]:
     dispatch._registry.update(before)
 
 
-def offer(name: str, op: str = "all_gather_matmul", refusal: str | None = None, cost: float = 1.0) -> Implementation:
+def offer(
+    name: str, op: str = "all_gather_matmul", refusal: str | None = None, cost: float | None = 1.0
+) -> Implementation:
     return Implementation(name, op, lambda p: refusal, lambda p, costs: cost, lambda context, call: None)
+
+
+def test_what_nobody_can_estimate_runs_by_name_alone(registry: dict[tuple[str, str], Implementation]) -> None:
+    registry.clear()
+    for one in (offer("untimed", cost=None), offer("unfused", cost=1e9)):
+        dispatch.register(one)
+    chosen, explanation = dispatch.select(problem(), "auto", Costs())
+    assert chosen.name == "unfused" and "untimed  no estimate" in str(explanation), str(explanation)
+    assert dispatch.select(problem(), "untimed", Costs())[0].name == "untimed"
 
 
 @pytest.mark.parametrize("op", [*OPS, *GROUPED])

@@ -8,6 +8,7 @@ ranks (the :class:`Problem`, and :class:`Costs` that the ranks agreed on), so th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -264,18 +265,18 @@ class Costs:
 class Implementation:
     """What a backend offers for one op.
 
-    ``refuses`` returns None or the reason why it cannot run a problem, ``estimate`` its time in microseconds, and
-    ``run`` executes the op's contract (see :mod:`tpkernels.ops.contract`).  ``agree``, if it has one, is called on
-    every rank when a signature is new to the group, and may exchange records; what it returns comes with every such
-    call, in ``Context.agreed``.  ``repeat``, if it has one, takes what ``run`` took and returns what the contract
-    offers for further calls like that one, or None.  ``describe``, if it has one, says in a few words how it would run
-    a problem that it does not refuse.
+    ``refuses`` returns None or the reason why it cannot run a problem, ``estimate`` its time in microseconds (None
+    where nobody knows: "auto" takes another one), and ``run`` executes the op's contract (see
+    :mod:`tpkernels.ops.contract`).  ``agree``, if it has one, is called on every rank when a signature is new to the
+    group, and may exchange records; what it returns comes with every such call, in ``Context.agreed``.  ``repeat``, if
+    it has one, takes what ``run`` took and returns what the contract offers for further calls like that one, or None.
+    ``describe``, if it has one, says in a few words how it would run a problem that it does not refuse.
     """
 
     name: str
     op: str
     refuses: Callable[[Problem], str | None]
-    estimate: Callable[[Problem, Costs], float]
+    estimate: Callable[[Problem, Costs], float | None]
     run: Callable[..., Any]
     agree: Callable[..., Any] | None = None
     repeat: Callable[..., Any] | None = None
@@ -321,7 +322,8 @@ class Explanation:
             if candidate.refusal is not None:
                 what = f"cannot run: {candidate.refusal}"
             else:
-                what = f"estimate {candidate.estimate_us:,.0f} us{', ' if candidate.how else ''}{candidate.how}"
+                what = "no estimate" if candidate.estimate_us is None else f"estimate {candidate.estimate_us:,.0f} us"
+                what += f"{', ' if candidate.how else ''}{candidate.how}"
             lines.append(f"   {candidate.name:<{width}}  {what}")
         if self.costs.widens and not p.same_bits:
             lines.append(
@@ -390,7 +392,7 @@ def select(problem: Problem, requested: str, costs: Costs) -> tuple[Implementati
         able = [offer for offer in able if offer.name == requested]
         reason = "forced by implementation="
     else:
-        estimates = {candidate.name: candidate.estimate_us or 0.0 for candidate in candidates}
+        estimates = {c.name: math.inf if c.estimate_us is None else c.estimate_us for c in candidates}
         able = sorted(able, key=lambda offer: estimates[offer.name])
         reason = "smallest estimate" if len(able) > 1 else "the only one that can run this"
     if not able:

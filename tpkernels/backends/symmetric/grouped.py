@@ -11,7 +11,8 @@ What else a launch needs is made at the first call of its kind.
 
 Biases of a reduction, which differ from token to token, are added to the sums in fp32 by torch, and rounded with them.
 
-Experts that are dealt out over the ranks have no implementation here.
+Experts that are dealt out over the ranks have no implementation here.  No GPU has timed these calls: they are made
+where ``implementation="symmetric"`` asks for them, and "auto" leaves them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.copy_engine_traffic import Matrix, largest_shard, pull
 from tpkernels.backends.symmetric.grouped_launches import Outputs, chunks_of, combining_launches, gather_launches
 from tpkernels.backends.symmetric.resource import channels_of
-from tpkernels.dispatch import Implementation
+from tpkernels.dispatch import Costs, Implementation, Problem
 from tpkernels.ops.contract import (
     GATED,
     AllGatherGroupedMatmul,
@@ -135,6 +136,14 @@ def _is_cut(context: Context, layout: Layout) -> bool:
     return layout.max_shard_rows * context.problem.top_k >= dense.FUSE_FROM_ROWS
 
 
+def _estimate(problem: Problem, costs: Costs) -> None:
+    return None
+
+
+def _describe(problem: Problem) -> str:
+    return "by name alone: no GPU has timed it"
+
+
 for _op, _work in (
     ("all_gather_grouped_matmul", all_gather_grouped_matmul),
     ("grouped_matmul_reduce_scatter", grouped_matmul_reduce_scatter),
@@ -143,6 +152,6 @@ for _op, _work in (
     _runs = partial(dense.checked, _work)
     dispatch.register(
         Implementation(
-            "symmetric", _op, dense.refuses, dense.estimate, _runs, partial(dense.agree, _runs), describe=dense.describe
+            "symmetric", _op, dense.refuses, _estimate, _runs, partial(dense.agree, _runs), describe=_describe
         )
     )
