@@ -6,7 +6,9 @@ trl and datasets, with pandas and pyarrow, are 150 MB: `.ci/run` installs them b
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,30 +30,49 @@ import tpkernels.integrations.transformers as tpk_transformers
 from tests.integrations.test_page import losses_of, run_examples
 from tests.integrations.transformers import scenarios, test_replicas
 from tests.integrations.transformers.running import Sentences, options, train
-from tests.integrations.transformers.scenarios import Scenario
+from tests.integrations.transformers.scenarios import ROWS, Scenario
+from tests.integrations.transformers.variations import COMPILED, PLACES, VARIATIONS, alone, varied
 
 pytestmark = pytest.mark.gloo
 
 LLAMA = Scenario("llama", "prepare")
 
 
-def sft(*, model: Any, args: Any, train_dataset: Sentences, eval_dataset: None, callbacks: list[Any]) -> Any:
-    import datasets
-    import pyarrow
+TAKEN = (
+    *("save_strategy", "save_steps", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("max_grad_norm", "adam_epsilon", "bf16", "gradient_checkpointing", "torch_compile", "torch_compile_backend"),
+    *("eval_strategy", "eval_steps", "per_device_eval_batch_size"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+)
+"""What SFTConfig is told as the arguments say."""
+
+
+def sft(
+    *, model: Any, args: Any, train_dataset: Sentences, eval_dataset: Sentences | None, callbacks: list[Any]
+) -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    rows = [{name: ids.tolist() for name, ids in train_dataset[at].items()} for at in range(len(train_dataset))]
-    # By itself a data set is named by the digest of its pickled self, which pyarrow's types do not allow everywhere.
-    data = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows)), fingerprint="sentences")
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(67)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2")
-    taken = ("save_strategy", "save_steps", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
-    given = options(args.output_dir, **{name: getattr(args, name) for name in taken})
-    own = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None, "gradient_checkpointing": False}
-    config = SFTConfig(**given, **own, bf16=False)
-    return SFTTrainer(model=model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=callbacks)
+    own = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+    config = SFTConfig(**options(args.output_dir, **{name: getattr(args, name) for name in TAKEN}), **own)
+    # In evaluation trl gives the batches of replicas one weight, however many labels they have: here all have as many.
+    evaluated = eval_dataset and [
+        {**eval_dataset[at], "labels": eval_dataset[at]["input_ids"]} for at in range(len(eval_dataset))
+    ]
+    data = {"train_dataset": rows_of(train_dataset), "eval_dataset": evaluated and rows_of(evaluated)}
+    return SFTTrainer(model=model, args=config, processing_class=tokenizer, callbacks=callbacks, **data)
+
+
+def rows_of(sentences: Any) -> Any:
+    import datasets
+    import pyarrow
+
+    rows = [{name: ids.tolist() for name, ids in sentences[at].items()} for at in range(len(sentences))]
+    # By itself a data set is named by the digest of its pickled self, which pyarrow's types do not allow everywhere.
+    return datasets.Dataset(datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows)), fingerprint="sentences")
 
 
 def trained(scenario: Scenario, path: str, folder: str, expected: Reference) -> list[dict[str, float]]:
@@ -125,6 +146,32 @@ def test_sft_trainer_gives_each_replica_its_own_rows(ranks: Pools, tmp_path: Pat
     expected, path = reference(scenario, tmp_path), scenarios.saved(scenario, tmp_path)
     assert ranks(4).run(on_replicas, path, folder, shard, expected, timeout=2 * LIMIT_S) == [[{}, {}]] * 4
     check_file(folder, expected)
+
+
+def load(way: str, path: str, replicas: int, **options: Any) -> Any:
+    if replicas == 1:
+        return scenarios.load(way, path)
+    return test_replicas.load(replace(LLAMA, trainer=COMPILED if options else {}), path, shard=False)
+
+
+def reasons(breaks: Mapping[str, int]) -> set[str]:
+    """Without the addresses of objects."""
+    return {text.partition("\n")[0] for text in breaks}
+
+
+@pytest.mark.full("variations on two, three and four ranks")
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_variations_of_sft_trainer_train_as_on_one_process(ranks: Pools, tmp_path: Path, variation: str) -> None:
+    scenario = replace(LLAMA, changes={"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24})
+    told, path = VARIATIONS[variation], scenarios.saved(scenario, tmp_path)
+    torch._dynamo.utils.counters.clear()
+    expected = alone(scenario.build, tmp_path, told, list(ROWS), trained_by=sft)
+    of_trl = reasons(torch._dynamo.utils.counters["graph_break"])  # its own loss breaks the graph
+    for number, (way, world, replicas) in enumerate(PLACES):
+        given = (partial(load, way, path), str(tmp_path / str(number)), replicas, told, expected)
+        for wrong, compiled, breaks in ranks(world).run(partial(varied, trained_by=sft), *given, timeout=2 * LIMIT_S):
+            assert (wrong, compiled) == ({}, variation == "compiled"), (way, world)
+            assert reasons(breaks) <= of_trl, (way, world, breaks)
 
 
 def example(folder: str) -> str:
