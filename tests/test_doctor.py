@@ -100,8 +100,9 @@ def test_the_page_about_trainers_has_the_tested_versions() -> None:
     page = ROOT.joinpath("docs", "trainers.md").read_text(encoding="utf-8")
     readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")
     for module, versions in packages.TESTED.items():
-        name = {"ray": "Ray Train"}.get(module, rf"{module}\S*")
-        assert re.search(rf"\b{name} {' and '.join(versions)}\b", readme, re.I), f"README: {module} {versions}"
+        name = {"ray": "Ray Train", "torch": "torch's `parallelize_module`"}.get(module, rf"{module}\S*")
+        in_words = " and ".join([", ".join(versions[:-1]), versions[-1]])
+        assert re.search(rf"{name} {in_words}\b", readme, re.I), f"README: {module} {versions}"
         pattern = rf"^\| (?:the )?{name} \| {re.escape(', '.join(versions))} \|"
         assert re.search(pattern, page, re.M | re.I), f"{module} {versions}"
 

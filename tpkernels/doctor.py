@@ -377,6 +377,7 @@ def _extras() -> Iterator[Finding]:
         ("matplotlib", "figures of benchmarks"),
         ("cloudpickle", "tpk.launch of a notebook's function"),
         ("keras", "tpk.keras"),
+        ("torch", "its parallelize_module, see docs/trainers.md"),
         ("accelerate", "transformers' Trainer, see docs/trainers.md"),
         ("peft", "adapters, see docs/trainers.md"),
         ("lightning", "Fabric and Lightning's Trainer, see docs/trainers.md"),

@@ -35,6 +35,7 @@ PIP_LINES = {
 }
 
 TESTED = {
+    "torch": ("2.14", "2.13", "2.12"),
     "transformers": ("5.24", "5.23"),
     "accelerate": ("1.15", "1.14"),
     "peft": ("0.21", "0.20"),
@@ -44,7 +45,7 @@ TESTED = {
     "trl": ("1.16", "1.14"),
     "ray": ("2.60", "2.58"),
 }
-"""Of the trainers that tpkernels runs in, the versions that its tests were run with, the newest first."""
+"""Of torch and the trainers that tpkernels runs in, the versions that its tests were run with, the newest first."""
 
 
 class MissingPackage(ModuleNotFoundError):
@@ -74,7 +75,7 @@ def how_to_install(module: str) -> str:
 
 
 def untested(module: str, version: str) -> str | None:
-    """A sentence if ``version`` of a trainer is older or newer than those that were tested; None otherwise."""
+    """A sentence if ``version`` of torch or a trainer is older or newer than those that were tested; None otherwise."""
     if module not in TESTED:
         return None
 
