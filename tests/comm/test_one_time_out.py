@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from tpkernels.partition import Layout
 pytestmark = pytest.mark.cpu
 
 TIMEOUT_S = 10.0
+REMOTE: Any = SimpleNamespace(is_local=False, is_dead=lambda: False, is_stopped=lambda: False)
 SIGNATURE = Signature("all_gather", torch.float32, "cpu", Layout(1, (2, 2), 1), 3, "unfused")
 
 
@@ -96,3 +98,28 @@ def test_an_exchange_of_records_in_such_a_call_ends_as_well(
     looks: Any = mock.Mock(return_value={}, lost=None)
     monkeypatch.setattr(agreement, "unanswering", lambda group: unanswering)
     assert agreement._is_hopeless(group, 3, "call", 0.5, looks)[0] == hopeless
+
+
+def test_a_rank_whose_store_is_far_away_gives_signs_of_life_between_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round of requests took longer than others wait for a beat, who called the rank lost."""
+    now, beats = [1000.0], []
+    group = _group(since=now[0] - 4.0, peers=(REMOTE,), key="k")
+    group.in_flight, group.started = groups.InFlight(3, "all_reduce", now[0] - 4.0), {1: "all_reduce", 2: "all_reduce"}
+
+    def far(*given: Any) -> dict[int, Any]:
+        now[0] += 1.0
+        return {}
+
+    watch = monitor._Watch.__new__(monitor._Watch)
+    watch.group, watch.next_beat, watch.beats = group, now[0], 0
+    watch.store = SimpleNamespace(set=lambda *given: beats.append(now[0]))  # type: ignore[assignment]
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(monitor, "has_clashed", lambda *given: False)
+    monkeypatch.setattr(monitor.presence, "failures", far)
+    for name in ("read", "recorded", "announce"):
+        monkeypatch.setattr(monitor.agreement, name, far)
+    watch.tick()
+    gaps = [later - earlier for earlier, later in pairwise(beats)]
+    assert len(beats) >= 4 and max(gaps) <= 2.0, beats

@@ -120,22 +120,29 @@ class _Watch:
         if in_flight is not None and is_suspicious and self._sees_a_death():  # the store may have died with that peer
             self._end_call(in_flight, None, now)
             return
-        if now >= self.next_beat:
-            self.next_beat = now + heartbeats.every(self.group)
-            self.beats += 1
-            self.store.set(f"{self.group.key}/beat/{self.group.rank}", heartbeats.beat(self.group, self.beats))
-            if self.group.verdict is None and has_clashed(self.store, self.group.job):
-                self._end(GroupMismatch(f"rank {self.group.rank}, group {self.group.name!r}: {TWO_JOBS}"))
+        if self._beat() and self.group.verdict is None and has_clashed(self.store, self.group.job):
+            self._end(GroupMismatch(f"rank {self.group.rank}, group {self.group.name!r}: {TWO_JOBS}"))
         if self.group.trail is not None and self.group.verdict is None:
             self._compare_order(self.group.trail)
         if in_flight is not None and is_suspicious:
             if not self.group.co_located:
                 heartbeats.listen(self.group, agreement.read(self.group, "beat", self.store), now)
+                self._beat()
             verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
             if not hopeless and self.group.is_overdue() and agreement.unanswering(self.group):
                 verdict, hopeless = self._blame(in_flight, "its time is up", self.group.timeout), True
             if hopeless:
                 self._end_call(in_flight, verdict, now)
+
+    def _beat(self) -> bool:
+        """Give a sign of life if it is time, as between requests that a store far away answers slowly."""
+        now = time.monotonic()
+        if now < self.next_beat:
+            return False
+        self.next_beat = now + heartbeats.every(self.group)
+        self.beats += 1
+        self.store.set(f"{self.group.key}/beat/{self.group.rank}", heartbeats.beat(self.group, self.beats))
+        return True
 
     def _end_call(self, in_flight: InFlight, verdict: CommunicationError | None, now: float) -> None:
         if self.group.in_flight is not in_flight:
@@ -221,6 +228,7 @@ class _Watch:
         for call, signature in {**group.started, in_flight.call: in_flight.signature}.items():
             agreement.announce(group, call, str(signature), self.store)
             records = agreement.recorded(group, f"call/{call}", self.store)
+            self._beat()
             # All sides of a disagreement are worth a moment's wait: the message then blames the right ranks.
             if len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS:
                 verdict = verdict or agreement.mismatch(group, call, records)

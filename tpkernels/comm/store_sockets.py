@@ -44,12 +44,16 @@ def port_of(store: Any) -> int | None:
 
 
 def serves(port: int) -> bool:
-    """Whether this process listens at the port.
+    """Whether this process serves the store at the port: it listens there, and its client is connected to this host.
 
-    To read the kernel's table of connections took 17 ms for each group on a busy machine of 24 GiB, where this takes
-    0.3.
+    On another host than the store's, gloo may listen at a port of the same number.  To read the kernel's table of
+    connections took 17 ms for each group on a busy machine of 24 GiB, where this takes 0.3.
     """
-    return any(_listens(descriptor) and _port(descriptor, "getsockname") == port for descriptor in _descriptors())
+    descriptors = _descriptors()
+    if not any(_listens(one) and _port(one, "getsockname") == port for one in descriptors):
+        return False
+    clients = [one for one in descriptors if _port(one, "getpeername") == port]
+    return any(_host(one, "getpeername") == _host(one, "getsockname") for one in clients)
 
 
 @contextmanager
@@ -113,8 +117,23 @@ def _listens(descriptor: int) -> bool:
 
 def _port(descriptor: int, which: str) -> int | None:
     """The port of this end of a TCP socket, or of the other one; None for anything else."""
+    name = _name(descriptor, which)
+    return None if name is None else int(struct.unpack_from("!H", name, 2)[0])
+
+
+def _host(descriptor: int, which: str) -> bytes | None:
+    """The address of a host, like :func:`_port`."""
+    name = _name(descriptor, which)
+    if name is None:
+        return None
+    (family,) = struct.unpack_from("=H", name)
+    return name[4:8] if family == socket.AF_INET else name[8:24]
+
+
+def _name(descriptor: int, which: str) -> bytes | None:
+    """A sockaddr_in or sockaddr_in6."""
     name, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
     if getattr(_libc(), which)(descriptor, name, ctypes.byref(size)):
         return None
-    (family,), (port,) = struct.unpack_from("=H", name), struct.unpack_from("!H", name, 2)
-    return int(port) if family in (socket.AF_INET, socket.AF_INET6) else None
+    (family,) = struct.unpack_from("=H", name)
+    return name.raw if family in (socket.AF_INET, socket.AF_INET6) else None
