@@ -32,7 +32,7 @@ from tpkernels.backends.symmetric import cuda_native
 from tpkernels.comm import watchdog
 from tpkernels.errors import UnsupportedPlatform
 from tpkernels.gemm import native
-from tpkernels.packages import PIP_LINES, check_platform, untested
+from tpkernels.packages import PIP_LINES, check_platform, how_to_install, untested
 from tpkernels.selftest.two_ranks import WORKS, Trial, try_everything
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]
@@ -393,7 +393,8 @@ def _extras() -> Iterator[Finding]:
             status: Status = "optional" if advice else "ok"
             yield Finding("optional packages", f"{module} ({purpose})", version or "there", status, advice)
         else:
-            yield Finding("optional packages", f"{module} ({purpose})", "missing", "optional", PIP_LINES[module])
+            advice = PIP_LINES.get(module) or how_to_install(module)
+            yield Finding("optional packages", f"{module} ({purpose})", "missing", "optional", advice)
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
