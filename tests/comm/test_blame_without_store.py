@@ -388,7 +388,7 @@ def test_the_time_in_which_a_rank_stood_still_is_not_one_of_waiting_for_records(
     clock = _Clock(monkeypatch, agreement)
     clock.jump = stood_still
     monkeypatch.setattr(agreement, "_is_there", lambda group, key: False)
-    monkeypatch.setattr(agreement, "_is_hopeless", lambda *given: (False, {}))
+    monkeypatch.setattr(agreement, "_look", lambda *given: (False, {}))
     monkeypatch.setattr(agreement, "recorded", lambda *given: {})
     group = _group(listened_ago=0.1)
     group.control = SimpleNamespace(answered_at=0.0, within=lambda limit: None)

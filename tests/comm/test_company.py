@@ -50,7 +50,7 @@ def _together(work: Callable[[], object], store: Any, rank: int = 0) -> object:
     ("came", "stopped", "blamed", "words"),
     [
         (True, True, (1,), r"rank\(s\) \[1\] are stopped"),
-        (True, False, (), "every rank gives signs of life"),
+        (True, False, (), "every rank came, and none is known"),
         (False, False, (1,), r"rank\(s\) \[1\] did not come"),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_rank_of_another_host_that_came_and_gives_no_sign_of_life_is_named(
     monkeypatch.setattr(Identity, "is_stopped", lambda who: False)
     try:
         with pytest.raises(
-            PeerLost, match="every rank gives" if beats else r"no sign of life from rank\(s\) \[1\]"
+            PeerLost, match="none is known" if beats else r"no sign of life from rank\(s\) \[1\]"
         ) as raised:
             _together(stuck, store)
         assert raised.value.ranks == (() if beats else (1,))

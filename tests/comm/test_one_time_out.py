@@ -97,7 +97,7 @@ def test_an_exchange_of_records_in_such_a_call_ends_as_well(
     group = _group(since=time.monotonic() - lasted, listened=time.monotonic(), peers=())
     looks: Any = mock.Mock(return_value={}, lost=None)
     monkeypatch.setattr(agreement, "unanswering", lambda group: unanswering)
-    assert agreement._is_hopeless(group, 3, "call", 0.5, looks)[0] == hopeless
+    assert agreement._look(group, 3, "call", 0.5, looks)[0] == hopeless
 
 
 def test_a_rank_whose_store_is_far_away_gives_signs_of_life_between_its_requests(

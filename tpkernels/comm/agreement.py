@@ -109,7 +109,7 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
         if now > next_look:
             # Every rank looks at all others: where they are many, each looks less often.
             next_look = now + LOOK_EVERY * max(1.0, group.size / 8)
-            hopeless, found = _is_hopeless(group, call, part, now - start, looks)
+            hopeless, found = _look(group, call, part, now - start, looks)
             if len(found) == group.size:
                 return found  # to ask once more, for less than the time that is left, may fail
             if hopeless:
@@ -130,10 +130,10 @@ def _is_there(group: Group, key: str) -> bool:
         return False
 
 
-def _is_hopeless(group: Group, call: int, part: str, waited: float, looks: Looks) -> tuple[bool, dict[int, Record]]:
-    """Whether a rank cannot come any more, or those that came disagree and the others had time to join in.
+def _look(group: Group, call: int, part: str, waited: float, looks: Looks) -> tuple[bool, dict[int, Record]]:
+    """Whether to wait longer is hopeless, and what the ranks that came have said.
 
-    And what those have said that came.
+    It is where a rank cannot come any more, or those that came disagree and the others had time to join in.
 
     A rank that refused its arguments, and one that knows the call and waits in it, leave records without counting them.
     """

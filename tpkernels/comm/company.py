@@ -69,7 +69,7 @@ def together(
     stopped = [other for other, who in came.items() if other != rank and who.is_stopped()]
     missing = [other for other in range(size) if other not in came]
     silent = [other for other in company.silent() if other not in missing]
-    why = "every rank gives signs of life: two of them cannot reach each other"
+    why = "every rank came, and none is known to be stopped: two of them may not reach each other"
     if stopped:
         why = f"rank(s) {stopped} are stopped"
     elif missing:
