@@ -26,7 +26,7 @@ inline Call next_call(Random& random, int number, int world_size, bool one_slot)
     call.op = static_cast<int>(pick(random, 0, kOps - 1));
     call.slot = pick(random, 0, 3) == 0 ? static_cast<int>(pick(random, 0, 1)) : number & 1;  // as replayed graphs may
     if (one_slot) call.slot = 0;
-    call.type = static_cast<int>(pick(random, 0, 4));
+    call.type = static_cast<int>(pick(random, 0, 6));
     call.fingerprint = static_cast<std::uint32_t>(random());
     call.chunks = static_cast<int>(pick(random, 1, 3));
     for (int rank = 0; rank < world_size; ++rank) call.rows.push_back(pick(random, 0, 5));

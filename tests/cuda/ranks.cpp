@@ -342,8 +342,12 @@ void run_call(const World& world, Rank& me, const Call& call) {
             return run_call<Half, Half>(world, me, call);
         case 3:
             return run_call<float, Bf16>(world, me, call);
-        default:
+        case 4:
             return run_call<float, Half>(world, me, call);
+        case 5:
+            return run_call<Bf16, float>(world, me, call);
+        default:
+            return run_call<Half, float>(world, me, call);
     }
 }
 
