@@ -1,10 +1,11 @@
-"""Grouped GEMMs of `symmetric`, as W processes with an emulated GPU each (emulated.py): values, gradients, bits."""
+"""Grouped GEMMs of `symmetric`, experts cut or dealt out, as W processes with an emulated GPU each (emulated.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,9 +14,14 @@ import torch
 pytest.importorskip("triton")
 
 from tests.backends.emulated import Emulation
+from tpkernels.backends.symmetric.dealt import _Slots
+from tpkernels.backends.symmetric.resource import channels_of
+from tpkernels.comm.groups import resolve
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm.grouped import TokenRows
-from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase, judge
+from tpkernels.testing import dealt, grouped
+from tpkernels.testing.dealt import DEALT, DISPATCH, DealtCase
+from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -48,7 +54,35 @@ def cases(world: int) -> list[GroupedCase]:
     return [*found, GroupedCase(COPY, SIZES[world], activation="swiglu", bias=True, implementation="symmetric")]
 
 
-def judge_all(emulation: Emulation, chosen: Sequence[GroupedCase]) -> int:
+def dealt_cases(world: int) -> list[DealtCase]:
+    """The same of experts that are dealt out, and ranks without experts, without tokens, or without either."""
+    found = []
+    for op in DEALT:
+        base = DealtCase(op, SIZES[world], implementation="symmetric")
+        found += [
+            base.but(dtype=BF16, bias=True, load="one", top_k=3, call=2),
+            base.but(dtype=FP16, routing_dtype=FP16, load="few", top_k=1, strided=True, call=3),
+            base.but(sizes=(0,) * world, bias=True, call=5),
+            base.but(shape=(33, 40), dealt=(0,) * (world - 1) + (5,), bias=True, dtype=BF16, call=7),
+            base.but(shape=(1, 1), num_experts=2, load="one", call=6),
+            base.but(sizes=(*(0,) * (world - 1), 11), num_experts=2 * world + 1, top_k=3, call=4),
+        ]
+    base = DealtCase(DISPATCH, SIZES[world], implementation="symmetric")
+    found += [
+        base.but(activation="swiglu", bias=True, dtype=BF16, call=8),
+        base.but(activation="clamped_swiglu", shape=(6, 90), dtype=BF16, bias=True, call=14),
+        base.but(activation="silu", bias=True, dtype=FP16, call=12),
+    ]
+    return found
+
+
+def judge(case: GroupedCase | DealtCase, group: Any, *, backward: bool = True) -> list[torch.Tensor]:
+    if isinstance(case, DealtCase):
+        return dealt.judge(case, group, backward=backward)
+    return grouped.judge(case, group, backward=backward)
+
+
+def judge_all(emulation: Emulation, chosen: Sequence[GroupedCase | DealtCase]) -> int:
     with emulation.group() as group:
         for case in chosen:
             judge(case, group)
@@ -62,12 +96,23 @@ def first_uses(emulation: Emulation, spoiled: bool) -> list[str]:
     """What the first call of each op says; spoiled: all rows of a token are taken for the first row of all."""
     said, fault = [], mock.patch.object(TokenRows, "of_tokens", lambda rows: WHOLE(rows) * 0)
     with emulation.group() as group, fault if spoiled else nullcontext():
-        for op in (SCATTER,) if spoiled else OPS:
+        for op in (SCATTER,) if spoiled else (*OPS, *DEALT):
+            case = DealtCase if op in DEALT else GroupedCase
             try:
-                judge(GroupedCase(op, SIZES[2], implementation="symmetric"), group, backward=False)
+                judge(case(op, SIZES[2], implementation="symmetric"), group, backward=False)
             except UnsupportedProblem as error:
                 said.append(str(error))
     return said
+
+
+def test_rows_of_two_ranks_lie_apart_in_a_slot_that_all_ranks_take_to_be_as_large() -> None:
+    counts = [[3, 5, 0, 7], [0, 0, 0, 0], [2, 9, 1, 1], [4, 0, 6, 8]]
+    slots = _Slots(counts, 10)
+    for owner, of_owner in enumerate(counts):
+        parts = [(slots.place(owner, other), 10 * of_owner[other]) for other in range(4) if other != owner]
+        for (start, size), (following, _) in zip(parts, [*parts[1:], (slots.num_bytes, 0)], strict=True):
+            assert start % 16 == 0 and start + size <= following
+    assert slots.num_bytes == 256 and _Slots([[0, 0], [0, 0]], 10).num_bytes == 1
 
 
 @pytest.mark.full("interpreted ranks, and larger problems than they are given elsewhere")
@@ -88,3 +133,35 @@ def test_values_and_gradients_are_within_the_bound(pools: Pools, emulation: Emul
     # Few tokens: they are gathered, or summed, before anything else.
     apart = replace(settings, fuse_from_rows=10**6, one_shot_bytes=10**6 if world == 2 else 0)
     pools(world).run(judge_all, apart, chosen[::2], timeout=PATIENCE_S)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.slow("10 s: dealt-out experts, forward and backward, on interpreted ranks")
+def test_dealt_out_experts_are_within_the_bound(pools: Pools, emulation: Emulation, world: int, full: bool) -> None:
+    chosen = dealt_cases(world) if full else dealt_cases(world)[world % 3 :: 3]
+    settings = replace(emulation, num_chunks=2, late_us=500)
+    pools(world).run(judge_all, settings, chosen, timeout=PATIENCE_S)
+    apart = replace(settings, fuse_from_rows=10**6)
+    pools(world).run(judge_all, apart, chosen[::2], timeout=PATIENCE_S)
+
+
+def other_routings(emulation: Emulation) -> list[str]:
+    """One call per routing, all of one kind: what of them the channel has kept after the first, and after the last."""
+    kept = []
+    with emulation.group() as group:
+        for op in DEALT:
+            for number in range(4):
+                load = ("mixed", "one", "few", "mixed")[number]
+                case = DealtCase(op, (9, 4), load=load, call=number, implementation="symmetric", integers=True)
+                judge(case, group, backward=False)
+                if number in (0, 3):
+                    kept.append(sorted(map(str, channels_of(resolve(group)).main._remembered)))
+    assert kept[0] == kept[1] and kept[2] == kept[3], "a routing was remembered"
+    return kept[0]
+
+
+@pytest.mark.full("interpreted ranks")
+def test_calls_of_another_routing_are_of_the_same_kind(pools: Pools, emulation: Emulation) -> None:
+    """Kernels are prepared once for all routings, and what is made of one is forgotten with its call."""
+    assert all(pools(2).run(other_routings, replace(emulation, num_chunks=2), timeout=PATIENCE_S))

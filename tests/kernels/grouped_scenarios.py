@@ -6,7 +6,7 @@ As in scenarios.py, on a GPU as well. `Case.rows` are tokens; each has `top_k` r
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.scenarios import MARGIN, Case, Surroundings, _arrive, _run_beside, _watch, as_int32, padded
+from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.partition import chunk_ranges, offsets
 from tpkernels.testing import grouped_expected as expected
@@ -23,9 +24,11 @@ from tpkernels.testing.payload import payload
 
 @dataclass(frozen=True)
 class Experts(Case):
-    """`load`: as in tpkernels/testing/grouped.py. addend: of the tokens, and a first product for all rows."""
+    """`load`: as in tpkernels/testing/grouped.py. addend: of the tokens, and a first product for all rows. dealt: this
+    rank has the first two experts, and the tokens of all ranks that have one of them."""
 
     loop: str = "nested"
+    dealt: bool = False
     experts: int = 4
     top_k: int = 2
     load: str = "mixed"
@@ -119,19 +122,27 @@ def combine(case: Experts) -> None:
     around, world_size = Surroundings(case), len(case.shards)
     flags = case.place(torch.full((world_size, case.num_chunks), as_int32(case.first_epoch - 1), dtype=torch.int32))
     counters = case.place(torch.zeros(world_size * case.num_chunks * (1 + case.n), dtype=torch.int32))
-    chunks = [
-        [owner, start, stop - start, start - offsets(case.shards)[owner]]
-        for owner, ranges in enumerate(case.ranges())
-        for start, stop in ranges
-    ]
+    whole = case
     for call in range(case.calls):
         epoch = as_int32(case.first_epoch + call)
         around.begin(epoch)
-        experts, rows = case.rows_by_expert(call)
+        experts, rows = whole.rows_by_expert(call)
+        routing_weights = payload(tuple(experts.shape), torch.float32, call=call, name="routing")
+        row_weights = rows.of_slots(case.place(routing_weights))
+        if case.dealt:
+            rows = DealtRows(case.place(experts), (2, case.experts - 2), whole.shards, 0)
+            row_weights = rows.of_slots(case.place(routing_weights))
+            case = replace(whole, shards=tuple(stop - start for start, stop in rows.sources))
+            experts = experts[rows.received.cpu()]
+            routing_weights = routing_weights[rows.received.cpu()] * (experts < 2)
+        chunks = [
+            [owner, start, stop - start, start - offsets(case.shards)[owner]]
+            for owner, ranges in enumerate(case.ranges())
+            for start, stop in ranges
+        ]
         names = ("gate", "up") if case.addend else ("gate",)
         xs = [payload((rows.count, case.k), case.dtype, call=call, name=f"x {name}") for name in names]
         weights = [case.weights(call, name) for name in names]
-        routing_weights = payload(tuple(experts.shape), torch.float32, call=call, name="routing")
         width = -(-case.n // 8) * 8 + 8
         addend = payload((case.rows, width), case.dtype, call=call, name="addend") if case.addend else None
         staging = [torch.full((rows_of, width), float("nan")).to(case.dtype) for rows_of in case.shards]
@@ -142,7 +153,7 @@ def combine(case: Experts) -> None:
             chunks=case.place(torch.tensor(chunks, dtype=torch.int32)),
             flags=case.place(torch.tensor([flag.data_ptr() for flag in flags.flatten()])),
             counters=counters, staging_dtype=case.dtype, staging_stride=width,
-            row_weights=rows.of_slots(case.place(routing_weights)),
+            row_weights=row_weights,
             token_addend=None if addend is None else case.place(addend),
         )  # fmt: skip
         order = arrivals(case.table(rows, "departures"), flags.flatten(), around.group, 7)
@@ -160,8 +171,11 @@ def combine(case: Experts) -> None:
         stop = threading.Event()
         watcher = threading.Thread(target=_watch, args=(case, flags, epoch, staging, seen, stop))
         _run_beside(case, launches[-1], watcher, stop)
+        # Rows of the other ranks' experts, which come behind, count nothing.
+        missing = torch.zeros(experts.numel() - rows.count, case.k, dtype=case.dtype)
         sums = expected.reduced(
-            [xs], [[w.cpu() for w in weights]], experts, routing_weights, dtype=case.dtype
+            [[torch.cat([x, missing]) for x in xs]], [[w.cpu() for w in weights]], experts, routing_weights,
+            dtype=case.dtype,
         )  # fmt: skip
         if addend is not None:
             sums = sums.plus(addend[:, : case.n]).rounded(case.dtype)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.grouped_scenarios import Experts
 from tests.kernels.interpreter import Failed, Interpreter, mutant
+from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.kernels.schedule import arrivals, grouped_table
 
@@ -30,6 +31,7 @@ COMBINE: dict[str, dict[str, Any]] = {
     "bf16": {},
     "addend and two products": {"addend": True, "dtype": torch.float16, "rank": 1, "top_k": 3},
     "all tokens on one expert": {"load": "one", "dtype": torch.float32, "transposed": True, "rank": 2},
+    "tokens with fewer rows here than experts": {"dealt": True, "top_k": 3, "experts": 5, "calls": 2},
     "more tokens than are summed at once": {"shards": (70, 5), "num_chunks": 1, "experts": 2, "programs": 1},
     "epochs that wrap": {"calls": 3, "first_epoch": 2**31 - 2, "shards": (0, 20), "num_chunks": 3},
 }
@@ -71,6 +73,24 @@ def test_a_table_has_every_row_once_within_one_expert_and_one_chunk() -> None:
     assert sorted(seen) == list(range(14)) and table[1, 2] == 1
 
 
+def test_rows_of_dealt_out_experts_are_listed_by_token_and_cut_by_chunk() -> None:
+    generator = torch.Generator().manual_seed(3)
+    experts = torch.rand(23, 6, generator=generator).topk(3, 1).indices
+    for rank, (first, count) in enumerate([(0, 2), (2, 1), (3, 3)]):
+        rows = DealtRows(experts, (2, 1, 3), (10, 0, 13), rank)
+        for place, of_token in enumerate(rows.of_tokens().tolist()):
+            found = [row for row in of_token if row >= 0]
+            assert found == [row for row, token in enumerate(rows.tokens.tolist()) if token == place]
+            assert of_token == found + [-1] * (3 - len(found)) and found == sorted(found)
+        bounds = [0, 1, rows.num_tokens // 2, rows.num_tokens]
+        first_rows, slots = rows.first_rows(bounds), experts.flatten()[rows.slots] - first
+        assert first_rows.shape == (4, count)
+        for cut, bound in enumerate(bounds):
+            for expert in range(count):
+                earlier = (slots < expert) | ((slots == expert) & (rows.tokens < bound))
+                assert first_rows[cut, expert] == earlier.sum()
+
+
 # ---------------------------------------------------------------- the tests can fail
 
 FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
@@ -93,6 +113,10 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     ),
     "flag_of_the_first_columns": (
         "combine", "grouped_matmul.py", ("counters + slot, num_column_tiles)", "counters + slot, 1)"), {"n": 150},
+    ),
+    "rows_that_are_not_there": (
+        "combine", "grouped_matmul.py", ("inside = (row[:, None] >= 0)", "inside = (row[:, None] >= -1)"),
+        {"dealt": True},
     ),
     "tokens_of_another_chunk": (
         "combine", "grouped_matmul.py", ("token = first_token + start + offsets", "token = start + offsets"), {},

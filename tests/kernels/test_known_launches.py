@@ -178,21 +178,25 @@ def experts(kind: str, capability: int) -> Case:
         if kind == "gated":
             up = {"weight_up": zeros(3, N, K), "bias": zeros(3, N), "bias_up": zeros(3, N)}
             return {"x": zeros(M, K), **made, **up, "tokens": zeros(2 * M, **many)}
-        sums = {"staging": torch.zeros(TP).long(), "rows_of_tokens": zeros(M, 2, **many)}
+        sums = {
+            "staging": torch.zeros(TP).long(),
+            "rows_of_tokens": zeros(M, 2, **many),
+            "chunks": zeros(TP, 4, **many),
+        }
         return {"x": zeros(2 * M, K), **made, **sums, "row_weights": torch.zeros(2 * M), "token_addend": zeros(M, N)}
 
     def launch(x: Tensor, weight: Tensor, out: Tensor, order: Tensor, **more: Any) -> KnownLaunch | None:
         if kind == "sums":
             of_call = {name: more.pop(name) for name in list(more) if name not in ("known", "rehearsal")}
             more["combination"] = grouped.Combination(
-                chunks=chunks, flags=addresses, counters=flags, staging_dtype=BF16, staging_stride=N, **of_call
+                flags=addresses, counters=flags, staging_dtype=BF16, staging_stride=N, **of_call
             )
         activation = "swiglu" if kind == "gated" else "none"
         return grouped.grouped_matmul(
             x, weight, out, replace(arrivals, order=order), config, activation=activation, **more
         )
 
-    chunks, addresses = zeros(TP, 4, **many), torch.zeros(TP).long()
+    addresses = torch.zeros(TP).long()
     return Case(operands, launch)
 
 

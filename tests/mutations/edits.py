@@ -421,6 +421,13 @@ EDITS = (
     Edit("kernels/grouped_matmul.py", "+ row_tile * FIELDS + 7", "+ row_tile * FIELDS + 3", GROUPED_KERNEL),
     Edit("kernels/grouped_matmul.py", "product = product *", "product = product + 0 *", GROUPED_KERNEL),
     Edit("kernels/schedule.py", "counts.sum(1)[turn]", "counts.amax(1)[turn]", GROUPED_KERNEL),
+    Edit("gemm/dealt.py", "(self.num_tokens, self.top_k), -1)", "(self.num_tokens, self.top_k), 0)", GROUPED_KERNEL),
+    Edit(
+        "backends/symmetric/dealt.py",
+        "if rank != owner)",
+        "if rank == owner)",
+        "tests/backends/test_symmetric_grouped.py -k lie",
+    ),
     Edit("kernels/known_launches.py", "base=tensor", "base=like.base", LAUNCHES),
     Edit("kernels/known_launches.py", "else None if like is None", "else tensor if like is None", LAUNCHES),
     Edit("backends/symmetric/kernel_launches.py", ", t.data_ptr() % 16)", ")", LAUNCHES),

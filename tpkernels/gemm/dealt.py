@@ -54,8 +54,15 @@ class DealtRows(TokenRows):
         self._sort(flat[here] - first, last - first)
         self.slots, self.tokens = here[self._order], self._token_of_slot[self._order]
 
-    def _slots_before(self, token: int) -> int:
-        return int(torch.searchsorted(self._token_of_slot, token))
+    def _slots_before(self, tokens: Sequence[int]) -> Tensor:
+        return torch.searchsorted(self._token_of_slot, torch.tensor(tokens, device=self._flat.device))
+
+    def of_tokens(self) -> Tensor:
+        order = self.tokens.argsort(stable=True)
+        tokens = self.tokens[order]
+        found = self.tokens.new_full((self.num_tokens, self.top_k), -1)
+        found[tokens, torch.arange(len(tokens), device=tokens.device) - torch.searchsorted(tokens, tokens)] = order
+        return found
 
     def to_slots(self, values: Tensor) -> Tensor:
         """``[T, k]`` of all tokens; 0 for the experts of other ranks."""

@@ -76,7 +76,8 @@ class TokenRows:
     def _up_to(self, token: int) -> list[int]:
         """Of each expert, the first row whose token is not before this one."""
         if token not in self._before:
-            counts = self._flat[: self._slots_before(token)].bincount(minlength=self.num_experts).tolist()
+            slots = int(self._slots_before([token])[0])
+            counts = self._flat[:slots].bincount(minlength=self.num_experts).tolist()
             self._before[token] = [start + count for start, count in zip(self._starts, counts, strict=True)]
         return self._before[token]
 
@@ -85,18 +86,18 @@ class TokenRows:
 
         Cuts ascend, and the last one is the number of tokens.  All of them cost one wait for the device.
         """
-        ends = torch.tensor([self._slots_before(cut) for cut in cuts], device=self._flat.device)
+        ends = self._slots_before(cuts)
         parts = torch.bucketize(torch.arange(len(self._flat), device=self._flat.device), ends, right=True)
         keys = parts * self.num_experts + self._flat
         counts = keys.bincount(minlength=len(cuts) * self.num_experts).view(-1, self.num_experts)
         return counts[: len(cuts)].cumsum(0).cpu() + torch.tensor(self._starts)
 
     def of_tokens(self) -> Tensor:
-        """The rows of each token, in the order of its experts: ``[T, k]``."""
+        """The rows of each token, in the order of its experts: ``[T, k]``; -1 behind them where it has fewer here."""
         return self.tokens.argsort(stable=True).view(self.num_tokens, self.top_k)
 
-    def _slots_before(self, token: int) -> int:
-        return token * self.top_k
+    def _slots_before(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, device=self._flat.device) * self.top_k
 
     def of_slots(self, values: Tensor) -> Tensor:
         """``[T, k]`` in the order of the rows, ``[T * k]``."""

@@ -77,11 +77,11 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     token_addend,
     row_weights,
     rows_of_tokens,
+    chunks,
     signals,
     group,
     op,
     flags,
-    chunks,
     counters,
     num_slots,
     n,
@@ -197,12 +197,12 @@ def _combine(  # type: ignore[no-untyped-def]
                 token_addend, first_token + start, count, first_column, n, stride_staging, _TOKENS_AT_ONCE, BLOCK_N
             )
         for place in tl.static_range(TOP_K):
-            row = tl.load(rows_of_tokens + token.to(tl.int64) * TOP_K + place, mask=offsets < count, other=0)
+            row = tl.load(rows_of_tokens + token.to(tl.int64) * TOP_K + place, mask=offsets < count, other=-1)
             places = products + row.to(tl.int64)[:, None] * stride_out + n_offsets[None, :]
-            inside = (offsets[:, None] < count) & (n_offsets[None, :] < n)
+            inside = (row[:, None] >= 0) & (n_offsets[None, :] < n)
             product = tl.load(places, mask=inside, other=0.0).to(tl.float32)
             if row_weights is not None:
-                product = product * tl.load(row_weights + row, mask=offsets < count, other=0.0)[:, None]
+                product = product * tl.load(row_weights + row, mask=row >= 0, other=0.0)[:, None]
             acc += product
         store_tile(base, acc, first_row + start, count, first_column, n, stride_staging, _TOKENS_AT_ONCE, BLOCK_N)
 
@@ -212,10 +212,10 @@ class Combination:
     """Where the sums of tokens go; all tensors on the launching device.
 
     staging: int64 [owners], base addresses of [shard rows of the owner, N] in `staging_dtype`, multiples of 16, rows
-    `staging_stride` elements apart. rows_of_tokens: int32 [tokens, top k], `TokenRows.of_tokens`. chunks: int32 [slots,
-    CHUNK_FIELDS]. flags: int64 [slots], addresses of one int32 signal per chunk, or nobody is told. counters: int32
-    [slots * (1 + column tiles)], zeros before the first call. row_weights: fp32 [rows], or all are 1. token_addend:
-    [tokens, N], as far apart as rows of staging.
+    `staging_stride` elements apart. rows_of_tokens: int32 [tokens, top k], `TokenRows.of_tokens`, -1 for no row.
+    chunks: int32 [slots, CHUNK_FIELDS]. flags: int64 [slots], addresses of one int32 signal per chunk, or nobody is
+    told. counters: int32 [slots * (1 + column tiles)], zeros before the first call. row_weights: fp32 [rows], or all
+    are 1. token_addend: [tokens, N], as far apart as rows of staging.
     """
 
     staging: Tensor
@@ -245,6 +245,7 @@ def grouped_matmul(
     preactivation: Tensor | None = None,
     preactivation_up: Tensor | None = None,
     combination: Combination | None = None,
+    most_rows: int | None = None,
     rehearsal: bool = False,
     known: KnownLaunch | None = None,
 ) -> KnownLaunch | None:
@@ -253,7 +254,8 @@ def grouped_matmul(
     x [tokens or rows, K], its K contiguous; weight [E, N, K], with any strides, and weight_up with the same; biases
     [E, N], contiguous; tokens int32 [rows]. `arrivals.order` is a `schedule.grouped_table` made with this tile height;
     there `rank` is this one for rows that are there, or combined, of the owner. In a combination, whose products `out`
-    are no result, `arrivals.signals` is not read.
+    are no result, `arrivals.signals` is not read. most_rows: that a launch which is known from this one may have, where
+    they differ from call to call.
 
     A rehearsal, and what is `known` from one: as in `all_gather_matmul.all_gather_matmul`.
 
@@ -261,10 +263,13 @@ def grouped_matmul(
         ValueError: operands that do not fit together, or that the kernel cannot take.
     """
     changing = (
-        (None, None, None, None)
+        (None, None, None, None, None)
         if combination is None
-        else (combination.staging, combination.token_addend, combination.row_weights, combination.rows_of_tokens)
-    )
+        else (
+            combination.staging, combination.token_addend, combination.row_weights, combination.rows_of_tokens,
+            combination.chunks,
+        )
+    )  # fmt: skip
     operands = (
         x, weight, weight_up, out, preactivation, preactivation_up, bias, bias_up, addend, tokens, arrivals.order,
         *changing,
@@ -290,13 +295,14 @@ def grouped_matmul(
     if (rows == 0 or n == 0) and not rehearsal:
         return None
     # Rows are cut into tiles anew in every call: this many at most, with one that is not full per expert and chunk.
-    most = (triton.cdiv(rows, config.block_m) + len(arrivals.signals) * len(weight)) * triton.cdiv(n, config.block_n)
-    programs = min(max(1, most), config.num_programs)
+    most_rows = rows if most_rows is None else most_rows
+    row_tiles = triton.cdiv(most_rows, config.block_m) + len(arrivals.signals) * len(weight)
+    programs = min(max(1, row_tiles * triton.cdiv(n, config.block_n)), config.num_programs)
     tables: tuple[Any, ...] = (arrivals.signals, arrivals.group, arrivals.op)
     if combination is None:
-        tables += (None, None, None, 0)
+        tables += (None, None, 0)
     else:
-        tables += (combination.flags, combination.chunks, combination.counters, len(combination.chunks))
+        tables += (combination.flags, combination.counters, len(combination.chunks))
     numbers = (
         n, k, x.stride(0), *weight.stride(), out.stride(0), 0 if combination is None else combination.staging_stride,
     )  # fmt: skip
@@ -312,6 +318,6 @@ def grouped_matmul(
             *operands, *tables, *numbers, **constants,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
-    if rows == 0 or n == 0:
+    if most_rows == 0 or n == 0:
         return None
     return known_launch(compiled, programs, operands, (*tables, *numbers, *constants.values()))

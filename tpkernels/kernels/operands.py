@@ -38,7 +38,7 @@ def check_operands(a: Tensor, b: Tensor, out: Tensor | None, config: GemmConfig,
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation ({activation!r}) must be one of {', '.join(map(repr, ACTIVATIONS))}")
     for what, tensor in (("a", a), ("out", out)):
-        if tensor is not None and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        if tensor is not None and len(tensor) and tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise ValueError(f"{what} with strides {tensor.stride()} must be contiguous along its last dim")
     if config.descriptors and not (descriptors_fit(a) and weight_descriptor_fits(b)):
         raise ValueError(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tpkernels import config
 from tpkernels.backends.symmetric import cuda_group, cuda_native
@@ -166,6 +167,11 @@ class Channel:
         assert self._slots is not None, "no slot was reserved"
         start = self.slot * self._slot_bytes + offset
         return [address + start for address in self._slots.addresses]
+
+    def own_slot(self) -> Tensor:
+        """The bytes of this rank's current slot."""
+        assert self._slots is not None, "no slot was reserved"
+        return self._slots.local[self.slot * self._slot_bytes :][: self._slot_bytes]
 
     @property
     def is_captured(self) -> bool:

@@ -11,7 +11,7 @@ Everything only enqueues.  What must be signalled is enqueued before what waits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -29,6 +29,7 @@ __all__ = [
     "DTYPES",
     "Matrix",
     "aligned",
+    "fetch",
     "largest_shard",
     "matrices_of",
     "part_bytes",
@@ -100,12 +101,49 @@ def _pull(
             signal_peers=channel.group.others,
         )
     ]  # fmt: skip
-    runs = _runs(channel, num_chunks, layout.max_shard_rows * row_bytes)
+    rows = [layout.shard_rows(peer) for peer in range(channel.size)]
+    pieces = lambda peer, start, stop: _pieces(layout, peer, start, stop, row_bytes, itemsize)  # noqa: E731
+    chunks += _fetched(channel, rows, pieces, layout.max_shard_rows * row_bytes, num_chunks, flags)
+    for piece in _pieces(layout, rank, 0, layout.shard_rows(rank), row_bytes, itemsize):
+        chunks.append(
+            _chunk(
+                0, _ON_STREAM, piece.whole, piece.shard, piece, target_base=_WHOLE, source_base=_SHARD,
+                source_stride=piece.shard_stride, target_stride=piece.whole_stride,
+            )
+        )  # fmt: skip
+    return channel.planned(op, chunks, channel.size * num_chunks if flags else 0)
+
+
+def fetch(
+    channel: Channel, op: str, rows: Sequence[int], places: Sequence[int], row_bytes: int, num_chunks: int, flags: bool
+) -> Call:
+    """A call that fetches ``rows[p]`` rows of each peer p, which begin ``places[p]`` bytes into its slot.
+
+    They are there when the peer has signalled chunk 0.  The call's second base is a tensor of the rows of all ranks, in
+    which this rank's are left alone.  After ``channel.prepare``, for this call alone: its numbers are a routing's.
+    """
+    firsts = offsets(rows)
+
+    def pieces(peer: int, start: int, stop: int) -> list[_Piece]:
+        num_bytes = (stop - start) * row_bytes
+        where = _Piece(places[peer] + start * row_bytes, (firsts[peer] + start) * row_bytes, 1, num_bytes, 0, 0)
+        return [where] if num_bytes else []
+
+    chunks = _fetched(channel, rows, pieces, max(rows) * row_bytes, num_chunks, flags)
+    return channel.planned(op, chunks, channel.size * num_chunks if flags else 0)
+
+
+def _fetched(
+    channel: Channel, rows: Sequence[int], pieces_of: Callable[[int, int, int], list[_Piece]], largest: int,
+    num_chunks: int, flags: bool,
+) -> list[Chunk]:  # fmt: skip
+    """The peers' rows from their slots, chunk by chunk.  pieces_of: a peer's rows; largest: bytes of all of them."""
+    chunks, slots = [], channel.addresses()
+    runs = _runs(channel, num_chunks, largest)
     for number in range(num_chunks):
         for turn, peers in enumerate(runs):
             lane = turn % channel.pull_lanes
-            ranges = {peer: chunk_ranges(layout.shard_rows(peer), num_chunks)[number] for peer in peers}
-            pieces = {peer: _pieces(layout, peer, *ranges[peer], row_bytes, itemsize) for peer in peers}
+            pieces = {peer: pieces_of(peer, *chunk_ranges(rows[peer], num_chunks)[number]) for peer in peers}
             last = peers[-1]
             if number == 0 and not pieces[last]:  # an empty shard: its rank is heard of all the same
                 pieces[last] = [_Piece(0, 0, 0, 0, 0, 0)]
@@ -123,14 +161,7 @@ def _pull(
                         raise_ranks=_ranks(raised) if i == len(every) - 1 else 0,
                     )
                 )  # fmt: skip
-    for piece in _pieces(layout, rank, 0, layout.shard_rows(rank), row_bytes, itemsize):
-        chunks.append(
-            _chunk(
-                0, _ON_STREAM, piece.whole, piece.shard, piece, target_base=_WHOLE, source_base=_SHARD,
-                source_stride=piece.shard_stride, target_stride=piece.whole_stride,
-            )
-        )  # fmt: skip
-    return channel.planned(op, chunks, channel.size * num_chunks if flags else 0)
+    return chunks
 
 
 _ON_STREAM = -1  # a lane: the current stream
@@ -184,21 +215,30 @@ def staged(layout: Layout, columns: int, itemsize: int) -> tuple[tuple[Matrix, .
 
 def push(
     channel: Channel, op: str, whole: Tensor, parts: tuple[Matrix, ...], itemsize: int, num_chunks: int, flags: bool,
-    steps: Steps,
+    steps: Steps, places: Sequence[int] | None = None,
 ) -> Call:  # fmt: skip
     """Steps of a call that sends each peer its part, chunk by chunk, and signals every chunk, also an empty one.
 
     Parts are relative to ``whole``. With ``flags``, chunk c of owner o waits for flag ``o * num_chunks + c``, which
-    nobody raises for an empty chunk.
+    nobody raises for an empty chunk. places: where in the slot of each owner its part goes, in bytes, where the routing
+    decides it (and the call is not remembered); by default there is room for as much from every rank.
     """
-    key = ("push", op, parts, itemsize, num_chunks, flags, *channel.addresses())
-    call: Call = channel.remember(key, lambda: _push(channel, op, parts, itemsize, num_chunks, flags), on_device=False)
+    if places is not None:
+        call = _push(channel, op, parts, itemsize, num_chunks, flags, places)
+    else:
+        key = ("push", op, parts, itemsize, num_chunks, flags, *channel.addresses())
+        of_rank = [channel.rank * part_bytes(part, itemsize) for part in parts]
+        make = lambda: _push(channel, op, parts, itemsize, num_chunks, flags, of_rank)  # noqa: E731
+        call = channel.remember(key, make, on_device=False)
     channel.run(call, steps, whole.data_ptr())
     return call
 
 
-def _push(channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool) -> Call:
-    rank, chunks = channel.rank, []
+def _push(
+    channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num_chunks: int, flags: bool,
+    places: Sequence[int],
+) -> Call:  # fmt: skip
+    chunks, slots = [], channel.addresses()
     runs = _runs(channel, num_chunks, max(part_bytes(part, itemsize) for part in parts))
     for number in range(num_chunks):
         for turn, owners in enumerate(runs):
@@ -207,7 +247,7 @@ def _push(channel: Channel, op: str, parts: Sequence[Matrix], itemsize: int, num
             for owner in owners:
                 part, (start, stop) = parts[owner], ranges[owner]
                 row_bytes, stride = part.columns * itemsize, part.stride * itemsize
-                target = channel.addresses(rank * part_bytes(part, itemsize))[owner] + start * row_bytes
+                target = slots[owner] + places[owner] + start * row_bytes
                 chunks.append(
                     _chunk(
                         number, turn % channel.num_lanes, target, part.address + start * stride,

@@ -11,13 +11,15 @@ What else a launch needs is made at the first call of its kind.
 
 Biases of a reduction, which differ from token to token, are added to the sums in fp32 by torch, and rounded with them.
 
-Experts that are dealt out over the ranks have no implementation here.  No GPU has timed these calls: they are made
-where ``implementation="symmetric"`` asks for them, and "auto" leaves them.
+No GPU has timed these calls: they are made where ``implementation="symmetric"`` asks for them, and "auto" leaves them.
+Experts that are dealt out over the ranks: ``dealt.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +42,22 @@ from tpkernels.ops.contract import (
 )
 from tpkernels.partition import Layout, array_split_sizes, offsets
 
-__all__ = ["all_gather_grouped_matmul", "grouped_matmul_all_reduce", "grouped_matmul_reduce_scatter"]
+__all__ = [
+    "all_gather_grouped_matmul",
+    "grouped_matmul_all_reduce",
+    "grouped_matmul_reduce_scatter",
+    "is_cut",
+    "outputs_of",
+    "partial_sums",
+    "register",
+]
 
 
 def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) -> Gathered:
     channel, layout, op = channels_of(context.group).main, call.layout, "all_gather_grouped_matmul"
-    whole, outputs = whole_like(call.x, layout), _outputs(context, call)
-    num_chunks = chunks_of(context, channel) if _is_cut(context, layout) else 0
-    launches_of = gather_launches(context, channel, call, whole, outputs, num_chunks)
+    whole, outputs = whole_like(call.x, layout), outputs_of(call, layout.total_rows * context.problem.top_k)
+    num_chunks = chunks_of(context, channel) if is_cut(context, layout) else 0
+    launches_of = gather_launches(context, channel, call, layout, whole, outputs, num_chunks)
     channel.prepare(largest_shard(layout, call.x), context.fingerprint, context.text)
     try:
         if num_chunks:
@@ -65,8 +75,7 @@ def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) ->
     return Gathered(outputs.outs, outputs.preactivations, whole if call.keep_whole else None)
 
 
-def _outputs(context: Context, call: AllGatherGroupedMatmul) -> Outputs:
-    rows = call.layout.total_rows * context.problem.top_k
+def outputs_of(call: AllGatherGroupedMatmul, rows: int) -> Outputs:
     empty = [partial(call.x.new_empty, (rows, matrix.shape[2])) for matrix in call.matrices]
     kept = empty if call.keep_preactivation and call.activation is not None else []
     return Outputs([make() for make in (empty[:1] if call.activation in GATED else empty)], [make() for make in kept])
@@ -85,7 +94,7 @@ def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) ->
     in_kernel = dense.in_one_kernel(channel.size, call.rows.num_tokens * call.columns * sums.itemsize)
     if in_kernel is None:
         return dense.gather_sums(channel, context, op, _sum_shard(channel, context, call, layout), layout)
-    out = in_kernel(channel, context, op, _partial(channel, context, call).to(sums), None)
+    out = in_kernel(channel, context, op, partial_sums(channel, context, call).to(sums), None)
     call.meanwhile()
     return _with_bias(out, call.bias, like)
 
@@ -94,14 +103,14 @@ def _sum_shard(channel: Channel, context: Context, call: GroupedMatmulAllReduce,
     """The sum over the ranks of this rank's tokens, with their biases."""
     op, bias = context.problem.op, call.bias
     sums = None if bias is None else torch.float32
-    if _is_cut(context, layout):
+    if is_cut(context, layout):
         cut = call if isinstance(call, GroupedMatmulReduceScatter) else _scattered(call, layout)
         own = dense.fused_scatter(
             channel, context, op, cut, None, partial(combining_launches, context, channel, call, layout), sums
         )
     else:
         own = dense.scatter(
-            channel, context, op, _partial(channel, context, call), layout, None, call.meanwhile, sums
+            channel, context, op, partial_sums(channel, context, call), layout, None, call.meanwhile, sums
         )  # fmt: skip
     if bias is not None and bias.shape[0] != own.shape[0]:  # of all tokens
         first = offsets(layout.sizes)[channel.rank]
@@ -120,20 +129,27 @@ def _with_bias(sums: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
     return sums if bias is None else (sums + bias).to(like.dtype)
 
 
-def _partial(channel: Channel, context: Context, call: GroupedMatmulAllReduce) -> Tensor:
+def partial_sums(channel: Channel, context: Context, call: GroupedMatmulAllReduce) -> Tensor:
     """This rank's sums of all tokens, on the current stream."""
     rows, columns = call.rows.num_tokens, call.columns
-    partial_sums = call.like.new_empty(rows, columns)
-    parts = (Matrix(0, rows, columns, columns),)
-    launches, _ = combining_launches(context, channel, call, None, parts, partial_sums)
+    sums = call.like.new_empty(rows, columns)
+    launches, _ = combining_launches(context, channel, call, None, (Matrix(0, rows, columns, columns),), sums)
     for launch in launches:
         launch()
-    return partial_sums
+    return sums
 
 
-def _is_cut(context: Context, layout: Layout) -> bool:
+def is_cut(context: Context, layout: Layout) -> bool:
     """Whether tokens come and leave in chunks beside the GEMM: where those of a shard make a tile's rows."""
     return layout.max_shard_rows * context.problem.top_k >= dense.FUSE_FROM_ROWS
+
+
+def register(op: str, work: Callable[[Context, Any], Any]) -> None:
+    """By name alone, with the checks of the dense ops."""
+    runs = partial(dense.checked, work)
+    dispatch.register(
+        Implementation("symmetric", op, dense.refuses, _estimate, runs, partial(dense.agree, runs), describe=_describe)
+    )
 
 
 def _estimate(problem: Problem, costs: Costs) -> None:
@@ -144,14 +160,6 @@ def _describe(problem: Problem) -> str:
     return "by name alone: no GPU has timed it"
 
 
-for _op, _work in (
-    ("all_gather_grouped_matmul", all_gather_grouped_matmul),
-    ("grouped_matmul_reduce_scatter", grouped_matmul_reduce_scatter),
-    ("grouped_matmul_all_reduce", grouped_matmul_all_reduce),
-):
-    _runs = partial(dense.checked, _work)
-    dispatch.register(
-        Implementation(
-            "symmetric", _op, dense.refuses, _estimate, _runs, partial(dense.agree, _runs), describe=_describe
-        )
-    )
+register("all_gather_grouped_matmul", all_gather_grouped_matmul)
+register("grouped_matmul_reduce_scatter", grouped_matmul_reduce_scatter)
+register("grouped_matmul_all_reduce", grouped_matmul_all_reduce)

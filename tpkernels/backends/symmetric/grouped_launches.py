@@ -1,12 +1,13 @@
 """Launches of the grouped kernel: what all calls of a kind have in common, and the tables of one call's routing.
 
-The number of rows is known from the shapes, so that kernels are compiled, loaded and remembered before a call begins;
-which tiles there are is known when the routing is, and then uploaded (`tpkernels/kernels/schedule.py`).
+Kernels are compiled, loaded and remembered before a call begins, for as many rows as the problem may have; which tiles
+there are is known when the routing is, and then uploaded (`tpkernels/kernels/schedule.py`).  Where experts are dealt
+out, the routing also says how many rows there are, and how many tokens a chunk has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,7 @@ from tpkernels.backends.symmetric.kernel_launches import (
     with_known,
 )
 from tpkernels.backends.symmetric.residency import gemm_programs
+from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.kernels.config import SMALLEST_BLOCK, GemmConfig, configure_grouped
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, Context, GroupedMatmulAllReduce
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from tpkernels.kernels.grouped_matmul import Combination
     from tpkernels.kernels.known_launches import KnownLaunch
 
-__all__ = ["Outputs", "chunks_of", "combining_launches", "gather_launches"]
+__all__ = ["Outputs", "chunks_of", "combining_launches", "cut_of", "gather_launches", "tile_table"]
 
 
 class Outputs(NamedTuple):
@@ -69,7 +71,8 @@ class Cut:
 
 
 @lru_cache(maxsize=256)
-def _cut(layout: Layout, num_chunks: int, rank: int, gathers: bool) -> Cut:
+def cut_of(layout: Layout, num_chunks: int, rank: int, gathers: bool) -> Cut:
+    """Of tokens by the rank that they come from (or go to), as this rank multiplies them."""
     from tpkernels.kernels.schedule import arrivals, departures
 
     tokens = [
@@ -88,7 +91,8 @@ def _undivided(layout: Layout) -> Layout:
     return Layout(1, (layout.total_rows,), 1)
 
 
-def _table(rows: TokenRows, cut: Cut, config: GemmConfig, device: torch.device) -> Tensor:
+def tile_table(rows: TokenRows, cut: Cut, config: GemmConfig, device: torch.device) -> Tensor:
+    """What a launch reads of one call's routing."""
     from tpkernels.kernels.schedule import grouped_table
 
     return grouped_table(rows.first_rows(cut.bounds), cut.ranges, cut.turns, config.block_m).to(device)
@@ -104,8 +108,8 @@ def chunks_of(context: Context, channel: Channel) -> int:
 def _config(context: Context, channel: Channel, shape: tuple[int, int] | None, parts: int) -> GemmConfig:
     """shape: N and K of this rank's weights; by default of a typical one.  parts: ranks whose chunks there are."""
     problem, device = context.problem, channel.device
-    size, gathers = problem.world_size, problem.facts.gathers
-    gated = problem.activation in GATED
+    gathers, gated = problem.facts.gathers, problem.activation in GATED
+    size = 1 if problem.facts.dealt else problem.world_size  # parts of a weight
     if shape is None:
         shape = (problem.n // size // (2 if gated else 1), problem.k) if gathers else (problem.n, problem.k // size)
     return configure_grouped(
@@ -117,6 +121,11 @@ def _config(context: Context, channel: Channel, shape: tuple[int, int] | None, p
     )  # fmt: skip
 
 
+def _most_rows(context: Context) -> int:
+    """Of a rank; experts that are dealt out may leave it fewer."""
+    return context.problem.m * context.problem.top_k
+
+
 def _nothing_to_do(channel: Channel) -> Tensor:
     """A table without tiles, for rehearsals."""
     from tpkernels.kernels.schedule import FIELDS
@@ -126,11 +135,17 @@ def _nothing_to_do(channel: Channel) -> Tensor:
 
 
 def gather_launches(
-    context: Context, channel: Channel, call: AllGatherGroupedMatmul, whole: Tensor, outputs: Outputs, num_chunks: int
-) -> Callable[[TokenRows], list[Launch]]:
-    """The GEMMs of one gather, one per output, once the routing is known.  num_chunks: 0 where all tokens are there."""
-    rank, layout = (channel.rank, call.layout) if num_chunks else (0, _undivided(call.layout))
-    cut = _cut(layout, max(1, num_chunks), rank, True)
+    context: Context, channel: Channel, call: AllGatherGroupedMatmul, layout: Layout, whole: Tensor, outputs: Outputs,
+    num_chunks: int,
+) -> Callable[[TokenRows], list[Launch]]:  # fmt: skip
+    """The GEMMs of one gather, one per output, once the routing is known.
+
+    layout: of the tokens of ``whole`` by the rank that they come from.  num_chunks: 0 where all of them are there.
+    """
+    if not len(call.matrices[0]):  # of experts that are dealt out there may be none here
+        return lambda _: []
+    rank, layout = (channel.rank, layout) if num_chunks else (0, _undivided(layout))
+    cut = cut_of(layout, max(1, num_chunks), rank, True)
     if not num_chunks:  # nobody else's
         cut = replace(cut, turns=((channel.rank, 0),), ranges=cut.ranges * channel.size)
     prepared = [_gather_launch(context, channel, call, whole, outputs, i, cut) for i in range(len(outputs.outs))]
@@ -139,7 +154,7 @@ def gather_launches(
         tokens, tables = rows.tokens.to(torch.int32), {}
         for config, _ in prepared:
             if config.block_m not in tables:
-                tables[config.block_m] = _table(rows, cut, config, whole.device)
+                tables[config.block_m] = tile_table(rows, cut, config, whole.device)
         return [launch(tokens, tables[config.block_m]) for config, launch in prepared]
 
     return launches
@@ -163,7 +178,10 @@ def _gather_launch(
         settings |= {f"{name}{suffix}": value for suffix, value in zip(suffixes, values, strict=False)}
 
     def launch_of(arrivals: Arrivals, config: GemmConfig, tokens: Tensor) -> Callable[..., KnownLaunch | None]:
-        return partial(kernel.grouped_matmul, whole, weights[0], out, arrivals, config, tokens=tokens, **settings)
+        return partial(
+            kernel.grouped_matmul, whole, weights[0], out, arrivals, config, tokens=tokens,
+            most_rows=_most_rows(context), **settings,
+        )  # fmt: skip
 
     def prepare() -> Prepared:
         config = _config(context, channel, (weights[0].shape[1], whole.shape[1]), cut.num_parts)
@@ -171,9 +189,10 @@ def _gather_launch(
         tokens = whole.new_empty(out.shape[0], dtype=torch.int32)
         return Prepared(config, arrivals, cut.num_chunks, rehearse(launch_of(arrivals, config, tokens)))
 
-    kind = ("grouped gather", call.layout, settings["activation"], cut.num_chunks, len(cut.turns))
-    tensors = [whole, weights[0], out, *(value for value in settings.values() if not isinstance(value, str))]
-    config, arrivals, _, known = of_kind(channel, context, kind, tensors, prepare)
+    kind = ("grouped gather", settings["activation"], cut.num_chunks, len(cut.turns))
+    fixed = [weights[0], *(settings.get(name) for name in ("weight_up", "bias", "bias_up"))]
+    by_row = [whole, out, *(settings.get(name) for name in ("preactivation", "preactivation_up"))]
+    config, arrivals, _, known = of_kind(channel, context, kind, fixed, prepare, by_row)
 
     def launch(tokens: Tensor, order: Tensor) -> Launch:
         return with_known(known, launch_of(replace(arrivals, order=order), config, tokens))
@@ -188,14 +207,16 @@ def combining_launches(
     """The GEMMs that put the sums of tokens into ``parts`` by owner, and the number of chunks of every shard.
 
     ``parts`` begin at addresses relative to ``staging``.  Chunk c of owner o raises local flag o * chunks + c.  Without
-    a layout all tokens are one chunk of one owner, and no flag is raised.
+    a layout (of the tokens by owner) all tokens are one chunk of one owner, and no flag is raised.
     """
     announces = layout is not None
     layout = _undivided(Layout(1, (call.rows.num_tokens,), 1)) if layout is None else layout
     num_chunks = chunks_of(context, channel) if announces else 1
-    cut = _cut(layout, num_chunks, channel.rank if announces else 0, False)
+    cut = cut_of(layout, num_chunks, channel.rank if announces else 0, False)
     products = call.like.new_empty(call.rows.count, call.columns)
     launches: list[Launch] = []
+    if not len(call.matrices[0]):  # of experts that are dealt out there may be none here
+        return launches, num_chunks
     for i in range(len(call.xs)):
         is_last = i == len(call.xs) - 1
         combination = _combination(channel, call, cut, parts, staging, announces) if is_last else None
@@ -218,7 +239,7 @@ def _product_launch(
     def launch_of(arrivals: Arrivals, config: GemmConfig) -> Callable[..., KnownLaunch | None]:
         return partial(
             kernel.grouped_matmul, x, weight, products, arrivals, config, bias=bias, addend=addend,
-            combination=combination,
+            combination=combination, most_rows=_most_rows(context),
         )  # fmt: skip
 
     def prepare() -> Prepared:
@@ -226,11 +247,12 @@ def _product_launch(
         arrivals = Arrivals(_nothing_to_do(channel), channel.flags, table_of(channel), channel.op(context.problem.op))
         return Prepared(config, arrivals, cut.num_chunks, rehearse(launch_of(arrivals, config)))
 
-    kind = ("grouped product", cut, i, combination is not None and combination.flags is not None)
+    announces = combination is not None and combination.flags is not None
+    kind = ("grouped product", cut.num_chunks, len(cut.turns), i, combination is not None, announces)
     optional = () if combination is None else (combination.row_weights, combination.token_addend)
-    tensors = (x, weight, products, bias, addend, *optional)
-    config, arrivals, _, known = of_kind(channel, context, kind, tensors, prepare)
-    order = _table(call.rows, cut, config, x.device)
+    by_row = (x, products, addend, *optional)
+    config, arrivals, _, known = of_kind(channel, context, kind, (weight, bias), prepare, by_row)
+    order = tile_table(call.rows, cut, config, x.device)
     return with_known(known, launch_of(replace(arrivals, order=order), config))
 
 
@@ -240,6 +262,14 @@ def _combination(
     from tpkernels.kernels.grouped_matmul import Combination
 
     device, starts = channel.device, [part.address for part in parts]
+
+    def uploaded(key: Hashable, values: list[Any], dtype: torch.dtype) -> Tensor:
+        """What the routing has made may never come again."""
+        if isinstance(call.rows, DealtRows):
+            return device.upload(values, dtype)
+        kept: Tensor = channel.remember(key, lambda: device.upload(values, dtype))
+        return kept
+
     chunks = []
     for owner, ranges in enumerate(cut.ranges):
         first = cut.bounds[ranges[0][0]]
@@ -247,11 +277,10 @@ def _combination(
             chunks.append([owner, start, stop - start, start - first])
     flags = [channel.flag(slot) for slot in range(len(chunks))]
     num_counters = len(chunks) * (1 + -(-call.columns // SMALLEST_BLOCK))
-    bases = channel.remember(("starts", *starts), lambda: device.upload(starts, torch.int64))
     return Combination(
-        staging=bases + staging.data_ptr(),
+        staging=uploaded(("starts", *starts), starts, torch.int64) + staging.data_ptr(),
         rows_of_tokens=call.rows.of_tokens().to(torch.int32),
-        chunks=channel.remember(("combined chunks", cut), lambda: device.upload(chunks, torch.int32)),
+        chunks=uploaded(("combined chunks", cut), chunks, torch.int32),
         flags=channel.remember(("chunk flags", len(chunks)), lambda: device.upload(flags, torch.int64))
         if announces
         else None,

@@ -111,17 +111,20 @@ def with_known(known: KnownLaunch | None, launch: Callable[..., object]) -> Laun
 
 def of_kind(
     channel: Channel, context: Context, kind: tuple[Any, ...], operands: Sequence[Tensor | None],
-    prepare: Callable[[], Prepared],
+    prepare: Callable[[], Prepared], by_row: Sequence[Tensor | None] = (),
 ) -> Prepared:  # fmt: skip
-    """What was prepared at the first launch of the kind; pure functions choose it from what the key says."""
+    """What was prepared at the first launch of the kind; pure functions choose it from what the key says.
+
+    by_row: operands of which the number of rows differs from call to call, and does not matter.
+    """
     chosen_by = context.problem, context.num_chunks, context.forced_chunks, context.agreed
-    made: Prepared = channel.remember(("launch", *kind, *chosen_by, *_facts(operands)), prepare)
+    made: Prepared = channel.remember(("launch", *kind, *chosen_by, *_facts(operands), *_facts(by_row, 1)), prepare)
     return made
 
 
-def _facts(operands: Sequence[Tensor | None]) -> list[Any]:
+def _facts(operands: Sequence[Tensor | None], from_dim: int = 0) -> list[Any]:
     """Of operands, what a kernel is compiled for."""
-    return [None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in operands]
+    return [None if t is None else (t.dtype, t.shape[from_dim:], t.stride(), t.data_ptr() % 16) for t in operands]
 
 
 def alike(weights: Sequence[Tensor]) -> list[Tensor]:

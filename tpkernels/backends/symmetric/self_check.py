@@ -28,6 +28,7 @@ from tpkernels.comm.transport import TransportFailure
 from tpkernels.dispatch import Costs, Problem, dtype_text
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import fp8
+from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops.contract import (
@@ -36,14 +37,16 @@ from tpkernels.ops.contract import (
     AllGatherMatmul,
     AllReduce,
     Context,
+    DispatchGroupedMatmul,
     GroupedMatmulAllReduce,
+    GroupedMatmulCombine,
     GroupedMatmulReduceScatter,
     MatmulAllReduce,
     MatmulReduceScatter,
     ReduceScatter,
     ResidualNorm,
 )
-from tpkernels.partition import Layout, offsets
+from tpkernels.partition import Layout, array_split_sizes, offsets
 
 __all__ = ["Way", "check"]
 
@@ -188,9 +191,12 @@ class _Small:
 
     def _with_experts(self, work: Callable[[Any], Any], own: slice) -> tuple[Tensor, Tensor]:
         """Each token has two of the experts; the weights of the routing are -1 and 1."""
-        whole, experts = sum(self.sizes), torch.arange(sum(self.sizes), device=self._device) % EXPERTS
-        rows = TokenRows(torch.stack([experts, (experts + 2) % EXPERTS], 1), EXPERTS)
-        of_row = rows.of_slots(torch.stack([experts, (experts + 2) % EXPERTS], 1))
+        whole, first = sum(self.sizes), torch.arange(sum(self.sizes), device=self._device) % EXPERTS
+        experts = torch.stack([first, (first + 2) % EXPERTS], 1)
+        if self._problem.facts.dealt:
+            return self._dealt_out(work, experts, own)
+        rows = TokenRows(experts, EXPERTS)
+        of_row = rows.of_slots(experts)
 
         def products(x: Tensor, rank: int) -> Tensor:
             every = torch.stack([x @ self._weight(rank + 7 * e).t() for e in range(EXPERTS)])
@@ -211,6 +217,28 @@ class _Small:
         if self._problem.facts.everywhere:
             return work(GroupedMatmulAllReduce(xs, matrices, rows, signs)), total
         return work(GroupedMatmulReduceScatter(xs, matrices, rows, signs, layout=self._layout)), total[own]
+
+    def _dealt_out(self, work: Callable[[Any], Any], experts: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+        """The same, where each expert is on one rank; fewer experts than ranks leave some without."""
+        dealt = array_split_sizes(EXPERTS, self._size)
+        rows = DealtRows(experts, dealt, self.sizes, self._rank)
+        of_experts, flat = torch.stack([self._weight(7 * e) for e in range(EXPERTS)]), experts.flatten()
+
+        def products(x: Tensor, slots: Tensor) -> Tensor:
+            return torch.einsum("sk,enk->esn", x, of_experts)[flat[slots], torch.arange(len(x), device=x.device)]
+
+        here = slice(offsets(dealt)[self._rank], offsets(dealt)[self._rank] + dealt[self._rank])
+        matrices = [self._stored(of_experts[here]).transpose(1, 2)]
+        if self._problem.facts.gathers:
+            x = torch.cat([self._x(r, size) for r, size in enumerate(self.sizes)])
+            call = DispatchGroupedMatmul(self._stored(x[own]), self._layout, lambda: rows, matrices, [None])
+            return work(call).outs[0], products(x[rows.slots // 2], rows.slots)
+        slots = torch.arange(experts.numel(), device=self._device)
+        x, signs = self._x(0, len(slots)), 1.0 - 2.0 * (slots % 2)
+        combine = GroupedMatmulCombine(
+            [self._stored(x[rows.slots])], matrices, rows, signs[rows.slots], layout=self._layout
+        )  # fmt: skip
+        return work(combine), (products(x, slots) * signs[:, None]).view(len(experts), 2, N).sum(1)[own]
 
     def _normed(
         self, work: Callable[[Any], Any], xs: list[Operand], matrices: list[Operand], total: Tensor
