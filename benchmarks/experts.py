@@ -73,11 +73,11 @@ LAYERS = {
 
 
 class Ways:
-    """The ways of one layer, on this rank; every rank has the operands of all."""
+    """The ways of one layer, on this rank; every rank has the operands of all, and its own ones on the device."""
 
-    def __init__(self, layer: Layer, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.layer, self.rank = layer, dist.get_rank()
-        self.group = dist.group.WORLD
+        self.group: Any = dist.group.WORLD
         generator = torch.Generator().manual_seed(1)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -92,8 +92,11 @@ class Ways:
         self.weights = weights / weights.sum(-1, keepdim=True)
         half = layer.tokens // WORLD
         self.own = slice(self.rank * half, (self.rank + 1) * half)
-        self.own_x = self.x[self.own].clone()
-        self.own_routing = tpk.Routing(self.experts[self.own].clone(), self.weights[self.own].clone())
+        self.device = torch.device(device)
+        self.own_x, *routing = (
+            one[self.own].to(device, copy=True) for one in (self.x, self.experts, self.weights)
+        )  # fmt: skip
+        self.own_routing = tpk.Routing(*routing)
 
     def slices(self, layout: str, rank: int) -> list[Tensor]:
         """Gate, up and down of a rank."""
@@ -104,11 +107,12 @@ class Ways:
 
     @cached_property
     def held(self) -> dict[str, list[Tensor]]:
-        return {layout: self.slices(layout, self.rank) for layout in LAYOUTS}
+        return {layout: [one.to(self.device) for one in self.slices(layout, self.rank)] for layout in LAYOUTS}
 
     def ours(self, layout: str, implementation: str, held: list[Tensor], x: Tensor, routing: tpk.Routing) -> Tensor:
         gate, up, down = held
         options: dict[str, Any] = {"implementation": implementation}
+        h: Any  # a gated pair makes one tensor
         if layout == "features":
             h, whole = tpk.all_gather_grouped_matmul(
                 x, (gate, up), routing, self.group, activation=self.layer.activation, **options
@@ -170,6 +174,7 @@ class Ways:
             for sent, received in ((bound_there, bound_back), (bound_back.clone(), bound_there.clone())):
                 works = [dist.irecv(received, peer), dist.isend(sent, peer)]
                 for work in works:
+                    assert work is not None
                     work.wait()
 
         return run
@@ -185,7 +190,7 @@ class Ways:
 
         return timed
 
-    def _block(self, x: Tensor, counts: Tensor, held: list[Tensor]) -> Tensor:
+    def block(self, x: Tensor, counts: Tensor, held: list[Tensor]) -> Tensor:
         offsets = counts.cumsum(0).to(torch.int32)
         gate, up, down = held
         pair = [F.grouped_mm(x, one.transpose(1, 2), offs=offsets) for one in (gate, up)]
@@ -199,7 +204,7 @@ class Ways:
             gather(whole, part)
         slots = experts.flatten().argsort(stable=True)
         tokens, counts = slots // layer.top_k, experts.flatten().bincount(minlength=layer.experts)
-        y = self._block(x[tokens], counts, self.held["features"]) * weights.flatten()[slots, None]
+        y = self.block(x[tokens], counts, self.held["features"]) * weights.flatten()[slots, None]
         partial = torch.zeros(x.shape).index_add_(0, tokens, y).to(x.dtype)
         mine = torch.empty_like(self.own_x)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -221,7 +226,7 @@ class Ways:
         numbers = torch.arange(dealt[self.rank]).repeat(WORLD).repeat_interleave(arriving)
         order = numbers.argsort(stable=True)
         y = torch.empty_like(x)
-        y[order] = self._block(x[order], by_source.sum(0), self.held["experts"])
+        y[order] = self.block(x[order], by_source.sum(0), self.held["experts"])
         back = self.own_x.new_empty(len(slots), x.shape[1])
         dist.all_to_all_single(back, y, sent, received)
         weighted = back * weights.flatten()[slots, None]

@@ -18,7 +18,10 @@ from tpkernels.backends.symmetric import cuda_native
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "gpu"
 # The cheap ones first: whoever runs out of time has seen them.
-TEST_FILES = ("test_virtual_ranks", "test_kernels", "test_symmetric", "test_nccl", "test_several_gpus", "test_trainers")
+TEST_FILES = (
+    "test_virtual_ranks", "test_kernels", "test_experts", "test_symmetric", "test_nccl", "test_several_gpus",
+    "test_trainers",
+)  # fmt: skip
 
 
 # What `setup.py build_ext --inplace` does for the CUDA kernels, and for them alone: the compiled core stays as it is.

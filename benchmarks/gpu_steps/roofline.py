@@ -34,9 +34,10 @@ class Card:
     memory_gbps: float
     pcie_gbps: float
 
-    def library_gemm_s(self, m: int, n: int, k: int, itemsize: int = 2) -> float:
+    def library_gemm_s(self, m: int, n: int, k: int, itemsize: int = 2, experts: int = 1) -> float:
+        """Grouped: m rows of all experts, each with a weight of its own."""
         peak = self.fp8_tflops if itemsize == 1 and self.fp8_tflops else self.tflops
-        moved = itemsize * (m * k + n * k) + 2 * m * n
+        moved = itemsize * (m * k + experts * n * k) + 2 * m * n
         return KERNEL_S + max(2.0 * m * n * k / (LIBRARY_SHARE * 1e12 * peak), self._memory_s(moved))
 
     def our_gemm_s(self, m: int, n: int, k: int, itemsize: int = 2, drains: bool = False) -> float:

@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 import torch  # noqa: E402
 
-from gpu_steps import faults, gemm, link, reducer  # noqa: E402
+from gpu_steps import experts, faults, gemm, link, reducer  # noqa: E402
 from gpu_steps.lab import Lab  # noqa: E402
 from gpu_steps.outcome import Outcome, Recorder  # noqa: E402
 from tpkernels.measure.cases import Shape  # noqa: E402
@@ -27,6 +27,7 @@ from tpkernels.measure.cases import Shape  # noqa: E402
 def alone(lab: Lab, recorder: Recorder) -> None:
     gemm.measure_gather(lab, recorder, Shape(530, 200, 600), 2)
     gemm.measure_scatter(lab, recorder, Shape(530, 400, 264), 2)
+    experts.check_layer(lab, experts.Layer(experts=5, top_k=3, d_model=200, d_ff=130, tokens=301))
     reducer.measure_reducer(lab, recorder, 3, torch.bfloat16, rows=37, columns=1000)
     faults.aborts(lab, recorder, 1)
 

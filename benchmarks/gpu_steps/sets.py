@@ -41,22 +41,24 @@ class StepSet:
 SETS = (
     StepSet("smoke", 60, (
         Step("build", "the CUDA library, if there is none yet", 25, "programs", "build"),
-        Step("smoke", "right or wrong: reducer, one-shot, AG and RS GEMM, a missing flag", 35, "smoke"),
+        Step("smoke", "right or wrong: reducer, one-shot, AG and RS GEMM, grouped, a missing flag", 35, "smoke"),
     ), gate=True),
-    StepSet("core", 360, (
+    StepSet("core", 500, (
         Step("environment", "versions, clocks, bandwidths", 50, "environment"),
         Step("gemm", "G1 loops with flags preset against cuBLAS, G2 waits and signals", 180, "gemm"),
         Step("reducer", "G4 the sum over ranks against copy bandwidth", 40, "reducer"),
         Step("faults", "R21 waits that end, R22 graphs with fresh data", 80, "faults"),
+        Step("experts", "the grouped kernel on layers of four models against F.grouped_mm", 140, "experts"),
     )),
     StepSet("link", 300, (
         Step("link", "G3 overlap with PCIe as the link; arrival clock; host enqueue beside device time", 180, "link"),
         Step("one-queue", "the same with one hardware queue, by how flags are raised", 110, "link", "run_one_queue",
              (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)),
     )),
-    StepSet("ranks", 420, (
+    StepSet("ranks", 530, (
         Step("sharing", "how several processes can share this GPU", 90, "sharing"),
-        Step("tests", "tests/gpu: every op, dtype and cut, gradients, graphs, time-outs", 320, "programs", "tests"),
+        Step("tests", "tests/gpu: every op, dtype and cut, gradients, graphs, time-outs", 340, "programs", "tests"),
+        Step("experts-ranks", "layers with experts, as two processes on this GPU", 100, "experts_ranks"),
     )),
     StepSet("sanitizer", 480, tuple(
         Step(f"{tool}-{way}", f"{tool} over small cases, kernels {way}", 120, "programs", f"{tool}_{way}")

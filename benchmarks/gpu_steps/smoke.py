@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpu_steps import faults
+from gpu_steps import experts, faults
 from gpu_steps.environment import versions
 from gpu_steps.gemm import departures_of
 from gpu_steps.lab import Lab, LoneRank, check_product
@@ -26,6 +26,7 @@ from tpkernels.kernels import matmul_reduce_scatter as scatter
 
 SHAPE = (512, 384, 256)  # M, N, K
 TP = 4
+EXPERTS = experts.Layer(experts=5, top_k=2, d_model=256, d_ff=192, tokens=300)
 
 
 def run(recorder: Recorder) -> None:
@@ -38,6 +39,7 @@ def run(recorder: Recorder) -> None:
         "a one-shot all-reduce of two virtual ranks is right": partial(one_shot, lab),
         "all-gather + GEMM, flags preset": partial(gather_gemm, lab),
         "GEMM + reduce-scatter, flags preset": partial(scatter_gemm, lab),
+        "experts, gathered and summed, flags preset": partial(experts.check_layer, lab, EXPERTS),
         "a missing flag ends in time, by name, and the context lives": partial(missing_flag, lab),
     }
     for name in checks:

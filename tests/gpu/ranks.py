@@ -28,7 +28,10 @@ from tpkernels.backends.symmetric.resource import SymmetricMemory
 from tpkernels.comm import startup
 from tpkernels.comm.groups import resolve
 from tpkernels.partition import array_split_sizes
+from tpkernels.testing import dealt, grouped
 from tpkernels.testing.cases import Case
+from tpkernels.testing.dealt import DealtCase
+from tpkernels.testing.grouped import GroupedCase
 from tpkernels.testing.library_sums import summed_in_fp32
 from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.payload import exact_matmul, integer_payload, payload
@@ -78,6 +81,19 @@ def judge_all(cases: Sequence[Case], judge: str, num_chunks: int | None) -> int:
                 judge_cases([case], group)
             else:
                 JUDGES[judge](case, group)
+            settle()
+        _nothing_failed(group)
+    return len(cases)
+
+
+def judge_experts(cases: Sequence[GroupedCase | DealtCase], num_chunks: int | None) -> int:
+    """Every case with experts, forward and backward, on one new group of these ranks; how many there were."""
+    with new_group(num_chunks, timeout=PATIENCE_S) as group:
+        for case in cases:
+            if isinstance(case, DealtCase):
+                dealt.judge(case, group, device=PLACE.device)
+            else:
+                grouped.judge(case, group, device=PLACE.device)
             settle()
         _nothing_failed(group)
     return len(cases)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.gpu import ranks as scenarios
+from tests.gpu.test_experts import cases_of as experts_of
 from tests.gpu.test_symmetric import cases_of, scaled_cases_of
 from tests.ops import test_gated
 from tests.ops.test_gradients import within_bounds
-from tpkernels.dispatch import OPS
+from tpkernels.dispatch import GROUPED, OPS
 from tpkernels.ops.residual_norm import Norm
 from tpkernels.testing.cases import GATHER, REDUCE, SCATTER
 from tpkernels.testing.spawn import Pools, RanksFailed, WorkerPool
@@ -28,6 +29,13 @@ def test_the_cases_for_symmetric_are_right_for_another_implementation(ranks: Poo
         cases = [case.but(implementation=STAND_IN) for case in cases_of(op, 2, full=False)]
         assert ranks(2).run(scenarios.judge_all, cases[-3:], "values", 3) == [len(cases[-3:])] * 2
     assert ranks(2).run(scenarios.judge_all, scaled_cases_of(STAND_IN, 2)[-5:], "values", 3) == [5, 5]
+
+
+@pytest.mark.slow("2 s")
+def test_the_cases_with_experts_are_right_for_another_implementation(ranks: Pools) -> None:
+    for op in GROUPED:
+        cases = [case.but(implementation=STAND_IN) for case in experts_of(op, 2, full=False)]
+        assert ranks(2).run(scenarios.judge_experts, cases[-2:], 3) == [2, 2]
 
 
 def test_replays_are_judged_with_fresh_data_and_a_stale_one_is_caught(ranks: Pools) -> None:

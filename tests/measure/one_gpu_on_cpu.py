@@ -25,7 +25,21 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import one_gpu
-from gpu_steps import environment, faults, gemm, link, programs, reducer, rivals, sanitized, sharing, smoke, tiles
+from gpu_steps import (  # fmt: skip
+    environment,
+    experts,
+    experts_ranks,
+    faults,
+    gemm,
+    link,
+    programs,
+    reducer,
+    rivals,
+    sanitized,
+    sharing,
+    smoke,
+    tiles,
+)
 from gpu_steps.lab import Lab
 from gpu_steps.outcome import Outcome, Recorder
 from gpu_steps.roofline import card_of
@@ -59,6 +73,11 @@ def make_small(folder: Path) -> None:
     smoke.SHAPE, smoke.TP = (40, 32, 24), 2
     gemm.TP = 2
     gemm.SHAPES = {"all_gather_matmul": [Shape(40, 32, 64)], "matmul_reduce_scatter": [Shape(40, 48, 40)]}
+    smoke.EXPERTS = experts.Layer(experts=3, top_k=2, d_model=40, d_ff=24, tokens=19)
+    experts.RANKS, experts.COMPILERS = 3, 1
+    experts.LAYERS = {"small": smoke.EXPERTS, "clamped": replace(smoke.EXPERTS, activation="clamped_swiglu", tokens=5)}
+    of_ranks = {name: replace(one, tokens=24, d_model=64, d_ff=64) for name, one in experts_ranks.PROBLEMS.items()}
+    experts_ranks.DEVICE, experts_ranks.PROBLEMS = "cpu", of_ranks
     reducer.WORLD_SIZES, reducer.ROWS, reducer.COLUMNS = (3,), 5, 24
     faults.TIMEOUT_S, faults.OVER_S, faults.TRIALS, faults.REPLAYS = 0.05, 60.0, 1, 5
     link.TP, link.M, link.K, link.RATIOS, link.CHUNKS, link.CLOCKED = 3, 40, 24, (0.4,), (3,), ((40, 24),)
@@ -110,6 +129,11 @@ def no_announcement(
     multiply(x, weight, departures, *rest, **how)
 
 
+def all_elements(multiply: Callable[..., None], x: Tensor, weight: Tensor, out: Tensor, *rest: Any, **how: Any) -> None:
+    multiply(x, weight, out, *rest, **how)
+    out += 1
+
+
 def the_flag_comes(multiply: Callable[..., None], *operands: Any, **named: Any) -> None:
     if operands[3].op == 3:  # that of the missing flag
         operands[3].signals.fill_(1)
@@ -122,6 +146,7 @@ FAULTS: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (Group, "all_reduce", another_call),
     (gather, "all_gather_matmul", one_element),
     (scatter, "matmul_reduce_scatter", no_announcement),
+    (experts, "grouped_matmul", all_elements),
     (gather, "all_gather_matmul", the_flag_comes),
 )
 

@@ -164,10 +164,10 @@ def call(case: DealtCase, parts: DealtOperands, own: list[Tensor], group: Any) -
     return [h, *whole]
 
 
-def judge(case: DealtCase, group: Any, *, backward: bool = True) -> list[Tensor]:
-    """Run the case on this rank, judge values and gradients, and return both."""
+def judge(case: DealtCase, group: Any, *, backward: bool = True, device: torch.device | str = "cpu") -> list[Tensor]:
+    """Run the case on this rank, with tensors on the device, judge values and gradients, and return both."""
     rank, parts = dist.get_rank(group), operands(case)
-    own = parts.own(case, rank)
+    own = parts.own(case, rank, device)
     kept = [one.clone() for one in own]
     for one in own:
         one.requires_grad_(backward)
@@ -186,7 +186,7 @@ def judge(case: DealtCase, group: Any, *, backward: bool = True) -> list[Tensor]
     if not case.combines:
         targets.append(outs[2])
         grads.append(payload(outs[2].shape, outs[2].dtype, name="d routing"))
-    found = torch.autograd.grad(targets, own, grads)
+    found = torch.autograd.grad(targets, own, [grad.to(device) for grad in grads])
     bounds = expected_gradients(case, parts, rank)
     for name, grad, bound in zip(names(case), found, bounds, strict=True):
         bound.check(grad, f"{what}: d {name}")

@@ -186,10 +186,10 @@ def call(case: GroupedCase, parts: GroupedOperands, own: list[Tensor], group: An
     return [h, *whole, *gathered]
 
 
-def judge(case: GroupedCase, group: Any, *, backward: bool = True) -> list[Tensor]:
-    """Run the case on this rank, judge values and gradients, and return both."""
+def judge(case: GroupedCase, group: Any, *, backward: bool = True, device: torch.device | str = "cpu") -> list[Tensor]:
+    """Run the case on this rank, with tensors on the device, judge values and gradients, and return both."""
     rank, parts = dist.get_rank(group), operands(case)
-    own = parts.own(case, rank)
+    own = parts.own(case, rank, device)
     kept = [one.clone() for one in own]
     for one in own:
         one.requires_grad_(backward)
@@ -209,6 +209,7 @@ def judge(case: GroupedCase, group: Any, *, backward: bool = True) -> list[Tenso
     if case.return_gathered:
         targets.append(outs[3])
         grads.append(payload(outs[3].shape, outs[3].dtype, rank=rank, name="d gathered"))
+    grads = [grad.to(device) for grad in grads]
     found: list[Tensor | None] = list(torch.autograd.grad(targets, own, grads, allow_unused=case.op == COPY))
     for name, grad, bound in zip(_names(case), found, expected_gradients(case, parts, dys, rank), strict=True):
         if bound is None:
