@@ -177,7 +177,7 @@ def refusals() -> list[Said]:
         (dispatch, {"w": torch.ones(3, 5, 7)}),
         (dispatch, {"activation": "swiglu"}),
         (dispatch, {"shard_sizes": [3, 5]}),
-        (dispatch, {"implementation": "symmetric"}),
+        (dispatch, {"implementation": "symmetrical"}),
         (combine, {"h": h[:7]}),
         (combine, {"bias": torch.ones(6, 8)}),
         (combine, {"shard_sizes": [4, 5]}),
