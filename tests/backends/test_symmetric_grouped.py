@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton")
 
-from tests.backends.emulated import Emulation
+from tests.backends.emulated import Emulation, give_up_after
+from tests.backends.test_symmetric import forgotten
+from tpkernels.backends.symmetric import cuda_group
 from tpkernels.backends.symmetric.dealt import _Slots
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
-from tpkernels.errors import UnsupportedProblem
+from tpkernels.errors import CommunicationError, UnsupportedProblem
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.testing import dealt, grouped
-from tpkernels.testing.dealt import DEALT, DISPATCH, DealtCase
+from tpkernels.testing.dealt import COMBINE, DEALT, DISPATCH, DealtCase
 from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase
 from tpkernels.testing.spawn import Pools
 
@@ -165,3 +169,70 @@ def other_routings(emulation: Emulation) -> list[str]:
 def test_calls_of_another_routing_are_of_the_same_kind(pools: Pools, emulation: Emulation) -> None:
     """Kernels are prepared once for all routings, and what is made of one is forgotten with its call."""
     assert all(pools(2).run(other_routings, replace(emulation, num_chunks=2), timeout=PATIENCE_S))
+
+
+# --- faults of dealt-out experts --------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
+    "rows are taken from another rank's place": (DISPATCH, lambda: mock.patch.object(_Slots, "place", lambda *_: 0)),
+    "sums are put into another rank's place": (COMBINE, lambda: mock.patch.object(_Slots, "place", lambda *_: 0)),
+    "rows are fetched before they are there": (DISPATCH, lambda: forgotten("wait_peers")),
+    "sums leave before they are made": (COMBINE, lambda: forgotten("wait_ranks")),
+    "sums are added before they are there": (COMBINE, lambda: mock.patch.object(cuda_group.Group, "wait")),
+}
+
+
+def seeded(emulation: Emulation, fault: str) -> str:
+    """The judge's error; ranks are late in turns, so that nobody finds by chance what it did not wait for."""
+    op, patch = WRONG[fault]
+    with emulation.group() as group:
+        rank = dist.get_rank(group)
+        case = DealtCase(op, (9, 6, 11), num_experts=6, top_k=3, implementation="symmetric")
+        judge(case, group, backward=False)
+        found = "nothing"
+        with patch():
+            for number in range(8):
+                if (number + rank) % 2:
+                    time.sleep(0.2)  # longer than a busy machine keeps the other ranks from their cores
+                try:
+                    judge(case.but(call=number), group, backward=False)
+                except AssertionError as error:
+                    found = str(error)
+    return found
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.slow("4 s in the interpreter: that the tests of dealt-out experts can fail")
+def test_a_seeded_fault_is_caught(pools: Pools, emulation: Emulation, fault: str) -> None:
+    said = pools(3).run(seeded, replace(emulation, num_chunks=2), fault, timeout=PATIENCE_S)
+    assert any("exceed the bound" in one for one in said), said
+
+
+def missing(emulation: Emulation, op: str) -> str:
+    """What this rank raises where rank 1 keeps its signals to itself."""
+    silent = mock.patch.object(cuda_group.Group, "signal") if op == DISPATCH else forgotten("signal_peers")
+    with emulation.group() as made:
+        rank = dist.get_rank(made)
+        case = DealtCase(op, (9, 6, 11), num_experts=6, top_k=3, implementation="symmetric")
+        judge(case, made, backward=False)
+        give_up_after(made, 2.0)
+        parts = dealt.operands(case)
+        with silent if rank == 1 else nullcontext():
+            try:
+                for _ in range(3):
+                    dealt.call(case, parts, parts.own(case, rank), made)
+            except CommunicationError as error:
+                return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("op", DEALT)
+@pytest.mark.slow("3 s in the interpreter")
+def test_rows_that_never_come_end_in_an_error_that_names_their_rank(
+    pools: Pools, emulation: Emulation, op: str
+) -> None:
+    told = pools(3).run(missing, replace(emulation, num_chunks=2), op, timeout=PATIENCE_S)
+    assert any(one.startswith("CollectiveTimeout") and "for rank 1" in one for one in told), told
+    assert all(one.split(":")[0] in ("CollectiveTimeout", "PeerLost", "GroupPoisoned") for one in told), told
