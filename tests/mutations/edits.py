@@ -421,7 +421,12 @@ EDITS = (
     Edit("kernels/grouped_matmul.py", "+ row_tile * FIELDS + 7", "+ row_tile * FIELDS + 3", GROUPED_KERNEL),
     Edit("kernels/grouped_matmul.py", "product = product *", "product = product + 0 *", GROUPED_KERNEL),
     Edit("kernels/schedule.py", "counts.sum(1)[turn]", "counts.amax(1)[turn]", GROUPED_KERNEL),
-    Edit("gemm/dealt.py", "(self.num_tokens, self.top_k), -1)", "(self.num_tokens, self.top_k), 0)", GROUPED_KERNEL),
+    Edit(
+        "gemm/dealt.py",
+        "(self.num_tokens, self.top_k), -1)",
+        "(self.num_tokens, self.top_k), 0)",
+        f"{GROUPED_KERNEL} -k listed",
+    ),
     Edit(
         "backends/symmetric/dealt.py",
         "if rank != owner)",
