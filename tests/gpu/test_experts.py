@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.backends.test_symmetric_grouped import cases, dealt_cases
+from tests.backends.grouped_cases import cases, dealt_cases
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
 from tests.gpu.test_kernels import NANOSECONDS
