@@ -27,7 +27,7 @@ from tpkernels.measure.cases import Shape  # noqa: E402
 def alone(lab: Lab, recorder: Recorder) -> None:
     gemm.measure_gather(lab, recorder, Shape(530, 200, 600), 2)
     gemm.measure_scatter(lab, recorder, Shape(530, 400, 264), 2)
-    experts.check_layer(lab, experts.Layer(experts=5, top_k=3, d_model=200, d_ff=130, tokens=301))
+    experts.check_layer(lab, experts.Layer(experts=5, top_k=3, d_model=200, d_ff=130, tokens=70))
     reducer.measure_reducer(lab, recorder, 3, torch.bfloat16, rows=37, columns=1000)
     faults.aborts(lab, recorder, 1)
 
