@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "gpu"
 # The cheap ones first: whoever runs out of time has seen them.
 TEST_FILES = (
-    "test_virtual_ranks", "test_kernels", "test_experts", "test_symmetric", "test_nccl", "test_several_gpus",
+    "test_virtual_ranks", "test_kernels", "test_symmetric", "test_experts", "test_nccl", "test_several_gpus",
     "test_trainers",
 )  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_tokens_that_never_come_are_reported_the_kernel_ends_and_the_context_sur
 
 
 def cases_of(op: str, world: int, full: bool) -> list[GroupedCase | DealtCase]:
-    """Small ones for every option, and tokens enough for the kernels that overlap."""
+    """Small ones for every option, and tokens enough for the kernels that overlap; each of them compiles its own."""
     every: list[GroupedCase | DealtCase] = [*cases(world), *dealt_cases(world)]
     small = [case for case in every if case.op == op]
     kind: Any = DealtCase if op in DEALT else GroupedCase
@@ -74,7 +74,7 @@ def cases_of(op: str, world: int, full: bool) -> list[GroupedCase | DealtCase]:
     large += [base.but(sizes=(0, *(190,) * (world - 1)), dtype=torch.float16, load="one", top_k=3, call=21)]
     if op in (GATHER_OP, DEALT[0]):
         large.append(base.but(activation="swiglu", dtype=torch.bfloat16, call=22))
-    return [*(small if full else small[::3]), *large]
+    return [*small, *large] if full else [small[0], large[0], large[-1]]
 
 
 @pytest.mark.parametrize("op", GROUPED)
@@ -82,6 +82,6 @@ def cases_of(op: str, world: int, full: bool) -> list[GroupedCase | DealtCase]:
 def test_values_and_gradients_are_within_the_bound(symmetric_ranks: Shared, world: int, op: str, full: bool) -> None:
     chosen = cases_of(op, world, full)
     if world == 3 and not full:
-        chosen = chosen[1::2]
+        chosen = chosen[1:]
     judged = symmetric_ranks(world).run(scenarios.judge_experts, chosen, 3, timeout=CALL_S)
     assert judged == [len(chosen)] * world
