@@ -27,6 +27,7 @@ from tpkernels.gemm.grouped import TokenRows
 from tpkernels.testing import dealt, grouped
 from tpkernels.testing.dealt import COMBINE, DEALT, DISPATCH, DealtCase
 from tpkernels.testing.grouped import SCATTER, GroupedCase
+from tpkernels.testing.numeric import assert_bitwise_equal
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -102,6 +103,31 @@ def test_dealt_out_experts_are_within_the_bound(pools: Pools, emulation: Emulati
     pools(world).run(judge_all, settings, chosen, timeout=PATIENCE_S)
     apart = replace(settings, fuse_from_rows=10**6)
     pools(world).run(judge_all, apart, chosen[::2], timeout=PATIENCE_S)
+
+
+def exact(emulation: Emulation) -> list[torch.Tensor]:
+    """Results and gradients of integers, whose sums are exact, which have the bits of unfused."""
+    found = []
+    with emulation.group() as group:
+        for op in (*OPS, *DEALT):
+            for dtype in (torch.float32, torch.bfloat16):
+                kind: Any = DealtCase if op in DEALT else GroupedCase
+                case = kind(op, (11, 0, 4), dtype=dtype, integers=True, bias=True, num_experts=5, top_k=3)
+                results = [judge(case.but(implementation=name), group) for name in ("symmetric", "unfused")]
+                for now, before in zip(*results, strict=True):
+                    assert_bitwise_equal(now.detach(), before.detach(), f"{case}", either_zero=True)
+                found += [one.detach() for one in results[0]]
+    return found
+
+
+@pytest.mark.full("three interpreted ranks, in one chunk and in three")
+def test_integers_have_the_bits_of_unfused_in_any_number_of_chunks(pools: Pools, emulation: Emulation) -> None:
+    of_one, of_three = (
+        pools(3).run(exact, replace(emulation, num_chunks=chunks, late_us=500), timeout=PATIENCE_S) for chunks in (1, 3)
+    )
+    for one, three in zip(of_one, of_three, strict=True):
+        for before, now in zip(one, three, strict=True):
+            assert_bitwise_equal(now, before, "3 chunks against 1", either_zero=True)
 
 
 def other_routings(emulation: Emulation) -> list[str]:
