@@ -100,6 +100,17 @@ def test_a_rank_that_is_stopped_is_named_beside_one_that_has_gone() -> None:
     assert error.ranks == (HOST, OTHER) and "[0] died, and rank(s) [2] are stopped" in str(error), error
 
 
+def test_of_those_that_did_not_come_a_stopped_one_is_named_alone() -> None:
+    """Rank 3 waited for rank 2, which was stopped, and rank 0 left with the store: rank 1 blamed ranks 2 and 3."""
+    group = _group(listened_ago=0.3)
+    group.size, group.missed, group.visits = 4, (3, (OTHER, 3)), (1, 1, 1, 1)
+    here = {"is_local": True, "is_dead": lambda: False, "is_stopped": lambda: False}
+    dead, stopped = here | {"is_dead": lambda: True}, here | {"is_stopped": lambda: True}
+    group.peers = tuple(SimpleNamespace(**one) for one in (dead, here, stopped, here))
+    error = blame(group, 3, "all_reduce(...)", "reset by peer", TIMEOUT_S, suspects=[HOST])
+    assert error.ranks == (OTHER,) and "[2] are stopped" in str(error), error
+
+
 @pytest.mark.parametrize(("missed", "blamed"), [((), OTHER), ((HOST,), HOST)])
 def test_a_host_that_leaves_with_the_store_as_it_is_asked_for_beats_has_not_missed_the_call(
     missed: tuple[int, ...], blamed: int, monkeypatch: pytest.MonkeyPatch

@@ -180,9 +180,13 @@ def _missed(group: Group, call: int, start: float, waited: float) -> list[int]:
 def _missed_before(
     group: Group, head: str, ranks: Sequence[int], lost: RuntimeError, symptom: str
 ) -> CommunicationError:
-    """The error of a rank whose store was lost after others had not come: its host may have left like anybody else."""
-    what = f"{head}rank(s) {list(ranks)} did not answer within {group.timeout:g} s, and now the store is lost"
-    return PeerLost(f"{what}: {lost}. {symptom}", ranks=ranks)
+    """The error of a rank whose store was lost after others had not come: its host may have left like anybody else.
+
+    Where one of this host is stopped, others may have waited for it, too, and left when they gave up.
+    """
+    stopped = _stopped(group)
+    said = f"{stopped} are stopped" if stopped else f"{list(ranks)} did not answer within {group.timeout:g} s"
+    return PeerLost(f"{head}rank(s) {said}, and now the store is lost: {lost}. {symptom}", ranks=stopped or ranks)
 
 
 def _store_lost(
