@@ -139,6 +139,43 @@ def widened_section(path: Path, content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def experts_section(path: Path, content: dict[str, Any]) -> list[str]:
+    """A layer of experts in both layouts: every way's time, and the fastest fused one against what a user has today."""
+    rate, ways = content["setup"]["rate"], ("gemm", "comm", "torch", "unfused", "chunked", "shared_memory", "auto")
+    where = f"two hosts in the network lab at {rate}" if rate else "two ranks of one host"
+    lines = [f"### Layers of experts, {where}", "", *_origin(path, content), ""]
+    lines += ["| layer | layout | " + " | ".join(ways) + " | torch / auto | unfused / auto | auto / roof | n |"]
+    lines += ["|---|---|" + "---:|" * (len(ways) + 4)]
+    for result in content["results"]:
+        for layout in result["summary"]:
+            times = {way: result["times"].get(f"{layout} {way}") for way in ways}
+            ms = {way: time["median_ms"] for way, time in times.items() if time is not None}
+            roof = f"{ms['auto'] / max(ms['gemm'], ms['comm']):.2f}"
+            lines.append(
+                f"| {result['layer']} / {result['divided']} | {layout} | "
+                + " | ".join(_milliseconds(times[way]) for way in ways)
+                + f" | {ms['torch'] / ms['auto']:.2f} | {ms['unfused'] / ms['auto']:.2f} | {roof} | "
+                f"{len(times['auto']['samples_ms'])} |"  # type: ignore[index]
+            )
+    return [*lines, ""]
+
+
+def decoding_section(path: Path, content: dict[str, Any]) -> list[str]:
+    """Greedy decoding by each way, and the CPU time of a rank."""
+    lines = ["### Decoding, two ranks of one host", "", *_origin(path, content), ""]
+    lines += ["| model | way | ms per token (quartiles) | CPU ms of rank 0 | one / way | CPU: way / one | n |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|"]
+    for result in content["results"]:
+        times, cpu = result["ms_per_token_quartiles"], result["cpu_ms_per_token_of_rank_0_quartiles"]
+        for way, (low, median, high) in times.items():
+            lines.append(
+                f"| {result['model']}, {result['parameters'] / 1e6:.0f} M | {way} | {median:.1f} ({low:.1f} to {high:.1f}) "
+                f"| {cpu[way][1]:.1f} | {times['one'][1] / median:.2f} | {cpu[way][1] / cpu['one'][1]:.2f} | "
+                f"{content['setup']['repeats']} |"
+            )
+    return [*lines, ""]
+
+
 def values_section(path: Path, content: dict[str, Any]) -> list[str]:
     """Cells that passed, of those that there are, by mode and ranks; which models were not seen at all in a mode."""
     setup, rows = content["setup"], content["results"]
@@ -270,6 +307,8 @@ def sections() -> str:
         "never-slower": never_slower_section,
         "residual-norm": norm_section,
         "widened-gemm": widened_section,
+        "experts": experts_section,
+        "decoding": decoding_section,
         "values": values_section,
         "same-bits": same_bits_section,
         "one-gpu": one_gpu_section,

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tpkernels.comm import agreement, groups, monitor, transport
+from tpkernels.comm import agreement, groups, heartbeats, monitor, transport
 from tpkernels.comm.groups import Group
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.errors import CollectiveTimeout
@@ -123,3 +123,29 @@ def test_a_rank_whose_store_is_far_away_gives_signs_of_life_between_its_requests
     watch.tick()
     gaps = [later - earlier for earlier, later in pairwise(beats)]
     assert len(beats) >= 4 and max(gaps) <= 2.0, beats
+
+
+def test_a_rank_whose_store_is_far_away_hears_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of requests took longer than may lie between two looks, so that nobody was ever said to be silent."""
+    now, (per_request, long) = [1000.0], (0.12, 4.0)
+    group = _group(since=now[0], peers=(REMOTE, REMOTE), key="k")
+    group.in_flight, group.started = groups.InFlight(3, "all_reduce", now[0]), {}
+
+    def far(*given: Any) -> dict[int, Any]:
+        now[0] += per_request
+        return {}
+
+    watch = monitor._Watch.__new__(monitor._Watch)
+    watch.group, watch.next_beat, watch.beats = group, now[0], 0
+    watch.store = SimpleNamespace(set=far)  # type: ignore[assignment]
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for name in ("announce", "recorded"):
+        monkeypatch.setattr(monitor.agreement, name, lambda *given: (far(), far())[0])
+    monkeypatch.setattr(monitor, "has_clashed", far)
+    monkeypatch.setattr(monitor.presence, "failures", lambda *given: (far(), far())[0])
+    monkeypatch.setattr(monitor.agreement, "read", lambda *given: far() | {1: "7 3"})
+    monkeypatch.setattr(monitor.agreement, "unanswering", lambda group: [])  # the call is to go on
+    while now[0] < 1000.0 + long:
+        watch.tick()
+        now[0] += monitor.PERIOD
+    assert heartbeats.silent(group, [1], group.listened) == [1]

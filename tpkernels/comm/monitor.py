@@ -126,7 +126,7 @@ class _Watch:
             self._compare_order(self.group.trail)
         if in_flight is not None and is_suspicious:
             if not self.group.co_located:
-                heartbeats.listen(self.group, agreement.read(self.group, "beat", self.store), now)
+                self._listen()
                 self._beat()
             verdict, hopeless = self._inspect(in_flight, now - in_flight.since)
             if not hopeless and self.group.is_overdue() and agreement.unanswering(self.group):
@@ -143,6 +143,13 @@ class _Watch:
         self.beats += 1
         self.store.set(f"{self.group.key}/beat/{self.group.rank}", heartbeats.beat(self.group, self.beats))
         return True
+
+    def _listen(self) -> dict[int, str]:
+        """The beats of all ranks; a round of slow requests hears them twice, or the gaps between would be too long."""
+        said = agreement.read(self.group, "beat", self.store)
+        if not self.group.co_located:
+            heartbeats.listen(self.group, said, time.monotonic())
+        return said
 
     def _end_call(self, in_flight: InFlight, verdict: CommunicationError | None, now: float) -> None:
         if self.group.in_flight is not in_flight:
@@ -233,7 +240,7 @@ class _Watch:
             if len(records) == group.size or age > SUSPICIOUS_AFTER + agreement.AWAIT_OTHERS:
                 verdict = verdict or agreement.mismatch(group, call, records)
         # Of the last one, which waits. Ranks that have what they need of it go on, and say so with their beats.
-        came = heartbeats.calls(agreement.read(group, "beat", self.store))
+        came = heartbeats.calls(self._listen())
         group.missed = call, tuple(one for one in range(group.size) if one not in records and came.get(one, -1) < call)
         return verdict, verdict is not None or self._knows_of_a_loss()
 
