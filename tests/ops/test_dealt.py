@@ -18,6 +18,7 @@ import torch.distributed as dist
 import tpkernels as tpk
 from tests.ops.support import IMPLEMENTATIONS, Said, assert_peer_is_told, new_group, refused
 from tpkernels.backends.point_to_point import dealt as point_to_point
+from tpkernels.backends.shared_memory import implementations as shared_memory
 from tpkernels.comm.groups import resolve
 from tpkernels.errors import GroupMismatch
 from tpkernels.gemm.dealt import DealtRows
@@ -78,9 +79,10 @@ def test_values_and_gradients_are_within_the_bound(
 
 
 def exact(num_chunks: int | None) -> list[list[torch.Tensor]]:
-    """Both ops forward and backward on integers, whose sums are exact, in all implementations."""
-    found = []
-    with new_group(num_chunks) as group:
+    """Both ops forward and backward on integers, whose sums are exact, in all implementations; shared memory in both
+    of its ways."""
+    found, one_gemm = [], mock.patch.object(shared_memory, "in_one_gemm", lambda problem, costs: num_chunks == 1)
+    with new_group(num_chunks) as group, one_gemm:
         for op in DEALT:
             for dtype in (FP32, BF16):
                 case = DealtCase(op, (11, 0, 4), dtype=dtype, integers=True, bias=True, num_experts=5, top_k=3)

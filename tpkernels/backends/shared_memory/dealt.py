@@ -1,7 +1,8 @@
 """``shared_memory`` where experts are dealt out: each rank picks its tokens, and their sums, out of its peers' memory.
 
-A rank stages its tokens once; who has experts of theirs copies those out and multiplies them, own tokens first.  On the
-way back it writes the sums of all received tokens to its segment, and their owners add them up from there.
+A rank stages its tokens once; who has experts of theirs copies those out and multiplies them, own tokens first; where a
+GEMM per expert and rank costs more than to wait, all of them in one grouped GEMM.  On the way back it writes the sums of
+all received tokens to its segment, and their owners add them up from there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["dispatch_grouped_matmul", "grouped_matmul_combine"]
 
 def dispatch_grouped_matmul(context: Context, call: DispatchGroupedMatmul) -> Gathered:
     segments, layout, rank, x = dense.segments_of(context), call.layout, context.group.rank, call.x
-    rows, firsts = call.rows(), offsets(call.layout.sizes)
+    rows, firsts, at_once = call.rows(), offsets(call.layout.sizes), dense.in_one_gemm(context.problem, context.costs)
     received = x.new_empty(rows.num_tokens, x.shape[1])
     epilogue = GroupedEpilogue(call, rows)
     segments.reserve(dense.largest_shard(layout, x))
@@ -38,8 +39,12 @@ def dispatch_grouped_matmul(context: Context, call: DispatchGroupedMatmul) -> Ga
                 tokens = segments.view(peer, (layout.sizes[peer], x.shape[1]), x.dtype)
             start, stop = rows.sources[peer]
             received[start:stop] = tokens.index_select(0, rows.received[start:stop] - firsts[peer])
-            with timeline.span("gemm", "gemm", peer=peer):
-                epilogue.fill_tokens(received[start:stop], start)
+            if not at_once:
+                with timeline.span("gemm", "gemm", peer=peer):
+                    epilogue.fill_tokens(received[start:stop], start)
+        if at_once:
+            with timeline.span("gemm", "gemm"):
+                epilogue.fill_tokens(received, 0)
     return Gathered(epilogue.outs, epilogue.preactivations, received if call.keep_whole else None)
 
 
