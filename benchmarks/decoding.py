@@ -194,8 +194,8 @@ def main() -> int:
             low, median, high = result["ms_per_token_quartiles"][way]
             cpu = result["cpu_ms_per_token_of_rank_0_quartiles"][way][1]
             print(f"  {way:<13} {median:7.2f} ({low:.2f} to {high:.2f})   CPU of rank 0: {cpu:.2f}")
-        print(f"  transformers / ours {result['transformers_over_ours']:.2f}, one / ours {result['one_over_ours']:.2f}, "
-              f"CPU of ours / one {result['cpu_of_ours_over_one']:.2f}")  # fmt: skip
+        over = {name: result[name] for name in ("transformers_over_ours", "one_over_ours", "cpu_of_ours_over_one")}
+        print("  " + ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in over.items()))
     if args.json:
         setup = {"world_size": WORLD, "threads_per_rank": 1, "repeats": args.repeats, "dtype": "bf16"}
         content = {**report.describe_environment(setup), "results": results}

@@ -1,8 +1,8 @@
 """``shared_memory`` where experts are dealt out: each rank picks its tokens, and their sums, out of its peers' memory.
 
-A rank stages its tokens once; who has experts of theirs copies those out and multiplies them, own tokens first; where a
-GEMM per expert and rank costs more than to wait, all of them in one grouped GEMM.  On the way back it writes the sums of
-all received tokens to its segment, and their owners add them up from there.
+A rank stages its tokens once; who has experts of theirs copies those out and multiplies them, own tokens first; where
+a GEMM per expert and rank costs more than to wait, all of them in one grouped GEMM.  On the way back it writes the sums
+of all received tokens to its segment, and their owners add them up from there.
 """
 
 from __future__ import annotations
