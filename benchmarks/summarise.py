@@ -167,11 +167,11 @@ def decoding_section(path: Path, content: dict[str, Any]) -> list[str]:
     lines += ["|---|---|---:|---:|---:|---:|---:|"]
     for result in content["results"]:
         times, cpu = result["ms_per_token_quartiles"], result["cpu_ms_per_token_of_rank_0_quartiles"]
+        model = f"{result['model']}, {result['parameters'] / 1e6:.0f} M"
         for way, (low, median, high) in times.items():
             lines.append(
-                f"| {result['model']}, {result['parameters'] / 1e6:.0f} M | {way} | "
-                f"{median:.1f} ({low:.1f} to {high:.1f}) | {cpu[way][1]:.1f} | {times['one'][1] / median:.2f} | {cpu[way][1] / cpu['one'][1]:.2f} | "
-                f"{content['setup']['repeats']} |"
+                f"| {model} | {way} | {median:.1f} ({low:.1f} to {high:.1f}) | {cpu[way][1]:.1f} | "
+                f"{times['one'][1] / median:.2f} | {cpu[way][1] / cpu['one'][1]:.2f} | {content['setup']['repeats']} |"
             )
     return [*lines, ""]
 
