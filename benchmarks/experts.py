@@ -5,12 +5,14 @@
     python benchmarks/experts.py --layer qwen3-30b-a3b --backward
 
 Layers of known models, hidden sizes and features divided so that two ranks of a small machine hold them; number of
-experts, k and activation are the model's. Each rank has half of the tokens. Per layout ("features": a slice of every
-expert; "experts": some whole experts) the ways that take turns in one run:
+experts, k and activation are the model's. The ways of each layout take turns in one run. In "features" (a slice of
+every expert) and "experts" (some whole experts) each rank has half of the tokens; in "whole" every rank has all of them,
+a slice of every expert, and the sums of all:
 
 gemm      the local arithmetic with everything here (a roof)
 comm      what travels, once, point to point (the other roof): tokens there, sums back
-torch     what a user writes: all-gather or all-to-all of torch, `F.grouped_mm`, reduce-scatter or all-to-all
+torch     what a user writes: all-gather or all-to-all of torch, `F.grouped_mm`, reduce-scatter, all-to-all, all-reduce
+transformers   in "whole": its own module of experts, cut by its `tp_plan` (that of GPT-OSS cuts no experts)
 unfused, chunked, shared_memory, auto     ours
 
 Every result is checked against fp64 with the elementwise bound, on some tokens, before anything is timed. With
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from experts_of_transformers import cut_experts
 from torch import Tensor
 
 import tpkernels as tpk
@@ -48,7 +51,7 @@ from tpkernels.testing import grouped_expected as expected
 from tpkernels.testing.numeric import Bounded
 
 WORLD, CHECKED = 2, 24
-LAYOUTS = ("features", "experts")
+LAYOUTS = ("features", "experts", "whole")
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,15 @@ class Ways:
 
     def slices(self, layout: str, rank: int) -> list[Tensor]:
         """Gate, up and down of a rank."""
-        if layout == "features":
+        if layout != "experts":
             cut = [(self.gate, 1), (self.up, 1), (self.down, 2)]
             return [tpk.array_split(one, WORLD, dim)[rank].contiguous() for one, dim in cut]
         return [tpk.array_split(one, WORLD, 0)[rank].contiguous() for one in (self.gate, self.up, self.down)]
 
     @cached_property
     def held(self) -> dict[str, list[Tensor]]:
-        return {layout: [one.to(self.device) for one in self.slices(layout, self.rank)] for layout in LAYOUTS}
+        held = {layout: [one.to(self.device) for one in self.slices(layout, self.rank)] for layout in LAYOUTS[:2]}
+        return {**held, "whole": held["features"]}
 
     def ours(self, layout: str, implementation: str, held: list[Tensor], x: Tensor, routing: tpk.Routing) -> Tensor:
         gate, up, down = held
@@ -118,6 +122,9 @@ class Ways:
                 x, (gate, up), routing, self.group, activation=self.layer.activation, **options
             )
             return tpk.grouped_matmul_reduce_scatter(h, down, whole, self.group, **options)
+        if layout == "whole":
+            h = tpk.copy_grouped_matmul(x, (gate, up), routing, self.group, activation=self.layer.activation)
+            return tpk.grouped_matmul_all_reduce(h, down, routing, self.group, **options)
         sizes = array_split_sizes(self.layer.experts, WORLD)
         h, whole = tpk.dispatch_grouped_matmul(
             x, (gate, up), routing, self.group, activation=self.layer.activation, expert_sizes=sizes, **options
@@ -125,15 +132,24 @@ class Ways:
         return tpk.grouped_matmul_combine(h, down, whole, self.group, expert_sizes=sizes, **options)
 
     def forward(self, layout: str, implementation: str) -> Callable[[], Tensor]:
-        return lambda: self.ours(layout, implementation, self.held[layout], self.own_x, self.own_routing)
+        x, routing = self.given(layout)
+        return lambda: self.ours(layout, implementation, self.held[layout], x, routing)
+
+    def given(self, layout: str) -> tuple[Tensor, tpk.Routing]:
+        """This rank's tokens."""
+        if layout == "whole":
+            x, experts, weights = (one.to(self.device) for one in (self.x, self.experts, self.weights))
+            return x, tpk.Routing(experts, weights)
+        return self.own_x, self.own_routing
 
     def both_passes(self, layout: str, implementation: str) -> Callable[[], list[Tensor]]:
         held = [one.clone().requires_grad_() for one in self.held[layout]]
-        x, weights = self.own_x.clone().requires_grad_(), self.own_routing.weights.clone().requires_grad_()
+        tokens, routing = self.given(layout)
+        x, weights = tokens.clone().requires_grad_(), routing.weights.clone().requires_grad_()
         dy = torch.ones_like(x)
 
         def run() -> list[Tensor]:
-            y = self.ours(layout, implementation, held, x, tpk.Routing(self.own_routing.experts, weights))
+            y = self.ours(layout, implementation, held, x, tpk.Routing(routing.experts, weights))
             return [y.detach(), *torch.autograd.grad(y, [x, weights, *held], dy)]
 
         return run
@@ -144,11 +160,12 @@ class Ways:
     def rows(self) -> dict[str, Any]:
         layer, half = self.layer, self.layer.tokens // WORLD
         dealt = DealtRows(self.experts, array_split_sizes(layer.experts, WORLD), [half] * WORLD, self.rank)
-        return {"features": TokenRows(self.experts, layer.experts), "experts": dealt}
+        all_rows = TokenRows(self.experts, layer.experts)
+        return {"features": all_rows, "experts": dealt, "whole": all_rows}
 
     def gemm(self, layout: str) -> Callable[[], Tensor]:
         rows, (gate, up, down) = self.rows[layout], self.held[layout]
-        x = self.x if layout == "features" else self.x[rows.received]
+        x = self.x[rows.received] if layout == "experts" else self.x
         weights = row_weights(tpk.Routing(self.experts, self.weights), rows, x.dtype)
 
         def run() -> Tensor:
@@ -182,7 +199,7 @@ class Ways:
     # -- torch -----------------------------------------------------------------------------------------------------
 
     def torch_way(self, layout: str) -> Callable[[], Tensor]:
-        run = self._torch_features if layout == "features" else self._torch_experts
+        run = {"features": self._torch_features, "experts": self._torch_experts, "whole": self._torch_whole}[layout]
 
         def timed() -> Tensor:
             with gloo_threads.as_torch_made_them():
@@ -197,19 +214,40 @@ class Ways:
         return F.grouped_mm(gate_forward(self.layer.activation, *pair), down.transpose(1, 2), offs=offsets)
 
     def _torch_features(self) -> Tensor:
-        layer, experts = self.layer, torch.empty_like(self.experts)
+        experts = torch.empty_like(self.experts)
         x, weights = torch.empty_like(self.x), torch.empty_like(self.weights)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for whole, part in ((x, self.own_x), (experts, self.own_routing.experts), (weights, self.own_routing.weights)):
             gather(whole, part)
-        slots = experts.flatten().argsort(stable=True)
-        tokens, counts = slots // layer.top_k, experts.flatten().bincount(minlength=layer.experts)
-        y = self.block(x[tokens], counts, self.held["features"]) * weights.flatten()[slots, None]
-        partial = torch.zeros(x.shape).index_add_(0, tokens, y).to(x.dtype)
+        partial = self._partial(x, experts, weights)
         mine = torch.empty_like(self.own_x)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(mine, partial)
         return mine
+
+    def _torch_whole(self) -> Tensor:
+        y = self._partial(self.x, self.experts, self.weights)
+        dist.all_reduce(y)
+        return y
+
+    def _partial(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """This rank's slices of the experts, summed over those of a token."""
+        layer, slots = self.layer, experts.flatten().argsort(stable=True)
+        tokens, counts = slots // layer.top_k, experts.flatten().bincount(minlength=layer.experts)
+        y = self.block(x[tokens], counts, self.held["features"]) * weights.flatten()[slots, None]
+        return torch.zeros(x.shape).index_add_(0, tokens, y).to(x.dtype)
+
+    def of_transformers(self, name: str) -> Callable[[], Tensor] | None:
+        module = cut_experts(name, self.layer.top_k, self.gate, self.up, self.down)
+        if module is None:
+            return None
+        weights = self.weights.to(self.x.dtype)
+
+        def timed() -> Tensor:
+            with gloo_threads.as_torch_made_them(), torch.no_grad():
+                return module(self.x, self.experts, weights)
+
+        return timed
 
     def _torch_experts(self) -> Tensor:
         layer, (experts, weights) = self.layer, self.own_routing
@@ -257,7 +295,8 @@ class Ways:
 
     @cached_property
     def bounds(self) -> dict[str, Bounded]:
-        return {layout: self._bound(layout) for layout in LAYOUTS}
+        bounds = {layout: self._bound(layout) for layout in LAYOUTS[:2]}
+        return {**bounds, "whole": bounds["features"]}
 
     def verify(self, name: str, result: object) -> None:
         layout, way = name.split(" ")
@@ -266,9 +305,9 @@ class Ways:
         y = result[0] if isinstance(result, list) else result
         assert isinstance(y, Tensor)
         bound = self.bounds[layout]
-        if way == "torch":  # rounds a weighted row, or a sum of two ranks, where ours does not
+        if way in ("torch", "transformers"):  # round a weighted row, or a sum of two ranks, where ours does not
             bound = Bounded(bound.value, 2 * bound.error)
-        bound.check(y[self.places], name)
+        bound.check(y[self.places + self.own.start] if layout == "whole" else y[self.places], name)
 
 
 def run_rank(names: list[str], dtype_name: str, backward: bool, repeats: int, small: bool) -> list[dict[str, Any]]:
@@ -293,6 +332,8 @@ def _run_layer(name: str, layer: Layer, dtype: torch.dtype, backward: bool, repe
         candidates[f"{layout} gemm"], candidates[f"{layout} comm"] = ways.gemm(layout), ways.comm(layout)
         candidates[f"{layout} torch"] = ways.torch_way(layout)
         candidates |= {f"{layout} {way}": ways.forward(layout, way) for way in (*able, "auto")}
+        if layout == "whole" and (theirs := ways.of_transformers(name)) is not None:
+            candidates["whole transformers"] = theirs
     times = measure(candidates, repeats=repeats, warmup=2, verify=ways.verify)
     return {
         "layer": name, **vars(layer), "dtype": str(dtype).removeprefix("torch."),
@@ -303,10 +344,14 @@ def _run_layer(name: str, layer: Layer, dtype: torch.dtype, backward: bool, repe
 
 
 def _able(layout: str, ways: Ways) -> list[str]:
-    op = "all_gather_grouped_matmul" if layout == "features" else "dispatch_grouped_matmul"
     hidden, features = ways.x.shape[1], ways.up.shape[1]
+    op, n, k = {
+        "features": ("all_gather_grouped_matmul", 2 * features, hidden),
+        "experts": ("dispatch_grouped_matmul", 2 * features, hidden),
+        "whole": ("grouped_matmul_all_reduce", hidden, features),
+    }[layout]
     said = tpk.explain(
-        op, m=ways.layer.tokens, n=2 * features, k=hidden, dtype=ways.x.dtype, group=ways.group,
+        op, m=ways.layer.tokens, n=n, k=k, dtype=ways.x.dtype, group=ways.group,
         experts=ways.layer.experts, top_k=ways.layer.top_k,
     )  # fmt: skip
     return [one.name for one in said.candidates if one.refusal is None]
@@ -332,6 +377,7 @@ def _summary(layout: str, times: dict[str, Measurement]) -> dict[str, float | st
         "fused": best, "fused_ms": 1e3 * fused[best], "auto_ms": 1e3 * mine["auto"],
         "fused_over_roof": None if roof is None else fused[best] / roof,
         "torch_over_fused": mine["torch"] / fused[best] if "torch" in mine else None,
+        "transformers_over_fused": mine["transformers"] / fused[best] if "transformers" in mine else None,
         "unfused_over_fused": mine["unfused"] / fused[best],
         "overlap_efficiency": None if roof is None else (mine["unfused"] - fused[best]) / (mine["unfused"] - roof),
     }  # fmt: skip

@@ -141,7 +141,8 @@ def widened_section(path: Path, content: dict[str, Any]) -> list[str]:
 
 def experts_section(path: Path, content: dict[str, Any]) -> list[str]:
     """A layer of experts in both layouts: every way's time, and the fastest fused one against what a user has today."""
-    rate, ways = content["setup"]["rate"], ("gemm", "comm", "torch", "unfused", "chunked", "shared_memory", "auto")
+    ways = ("gemm", "comm", "torch", "transformers", "unfused", "chunked", "shared_memory", "auto")
+    rate = content["setup"]["rate"]
     where = f"two hosts in the network lab at {rate}" if rate else "two ranks of one host"
     lines = [f"### Layers of experts, {where}", "", *_origin(path, content), ""]
     lines += ["| layer | layout | " + " | ".join(ways) + " | torch / auto | unfused / auto | auto / roof | n |"]
