@@ -6,8 +6,8 @@
 
 Layers of known models, hidden sizes and features divided so that two ranks of a small machine hold them; number of
 experts, k and activation are the model's. The ways of each layout take turns in one run. In "features" (a slice of
-every expert) and "experts" (some whole experts) each rank has half of the tokens; in "whole" every rank has all of them,
-a slice of every expert, and the sums of all:
+every expert) and "experts" (some whole experts) each rank has half of the tokens; in "whole" every rank has all of
+them, a slice of every expert, and the sums of all:
 
 gemm      the local arithmetic with everything here (a roof)
 comm      what travels, once, point to point (the other roof): tokens there, sums back

@@ -145,17 +145,22 @@ def experts_section(path: Path, content: dict[str, Any]) -> list[str]:
     rate = content["setup"]["rate"]
     where = f"two hosts in the network lab at {rate}" if rate else "two ranks of one host"
     lines = [f"### Layers of experts, {where}", "", *_origin(path, content), ""]
-    lines += ["| layer | layout | " + " | ".join(ways) + " | torch / auto | unfused / auto | auto / roof | n |"]
-    lines += ["|---|---|" + "---:|" * (len(ways) + 4)]
+    lines += [
+        "| layer | layout | "
+        + " | ".join(ways)
+        + " | torch / auto | transformers / auto | unfused / auto | auto / roof | n |"
+    ]
+    lines += ["|---|---|" + "---:|" * (len(ways) + 5)]
     for result in content["results"]:
         for layout in result["summary"]:
             times = {way: result["times"].get(f"{layout} {way}") for way in ways}
             ms = {way: time["median_ms"] for way, time in times.items() if time is not None}
             roof = f"{ms['auto'] / max(ms['gemm'], ms['comm']):.2f}"
+            theirs = f"{ms['transformers'] / ms['auto']:.2f}" if "transformers" in ms else "-"
             lines.append(
                 f"| {result['layer']} / {result['divided']} | {layout} | "
                 + " | ".join(_milliseconds(times[way]) for way in ways)
-                + f" | {ms['torch'] / ms['auto']:.2f} | {ms['unfused'] / ms['auto']:.2f} | {roof} | "
+                + f" | {ms['torch'] / ms['auto']:.2f} | {theirs} | {ms['unfused'] / ms['auto']:.2f} | {roof} | "
                 f"{len(times['auto']['samples_ms'])} |"  # type: ignore[index]
             )
     return [*lines, ""]
