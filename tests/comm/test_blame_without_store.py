@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tpkernels.backends.shared_memory import rendezvous, segments
 from tpkernels.comm import agreement, meeting, presence
-from tpkernels.comm.blame import blame, diagnose
+from tpkernels.comm.blame import blame, diagnose, failed_first
 from tpkernels.comm.bounded_store import BoundedStore, StoreLost, StoreSilent
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.liveness import Identity
@@ -109,6 +109,45 @@ def test_of_those_that_did_not_come_a_stopped_one_is_named_alone() -> None:
     group.peers = tuple(SimpleNamespace(**one) for one in (dead, here, stopped, here))
     error = blame(group, 3, "all_reduce(...)", "reset by peer", TIMEOUT_S, suspects=[HOST])
     assert error.ranks == (OTHER,) and "[2] are stopped" in str(error), error
+
+
+def test_silence_is_listened_for_from_the_first_answer_of_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first answers took some tenths of a second, and a rank that was dead was called one that came late."""
+    now = [time.monotonic()]
+
+    def failures(*given: Any) -> dict[int, Any]:
+        now[0] += 0.0 if now[0] > start + 0.3 else 0.4
+        return {}
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    start, beats = now[0], {HOST: 6, MINE: 6, OTHER: 6}
+
+    def read(*given: Any) -> dict[int, str]:
+        for rank in (HOST, MINE):
+            beats[rank] += 1
+        return {rank: f"{number} 3" for rank, number in beats.items()}
+
+    monkeypatch.setattr("tpkernels.comm.blame.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(presence, "failures", failures)
+    monkeypatch.setattr("tpkernels.comm.blame.recorded", lambda *given: {})
+    monkeypatch.setattr("tpkernels.comm.blame.read", read)
+    group = _group(listened_ago=2 * TIMEOUT_S)
+    error = blame(group, 3, "all_reduce(...)", "closed by peer", 0.1, peer=OTHER)
+    assert error.ranks == (OTHER,) and "no sign of life" in str(error), error
+    assert now[0] - start < TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "blamed"),
+    [("PeerLost", [], ()), ("PeerLost", [2], (2,)), ("CollectiveTimeout", [], ()), ("GroupMismatch", [], (HOST,))],
+)
+def test_a_rank_that_lost_the_store_and_named_nobody_is_not_named_by_its_peers(
+    kind: str, ranks: list[int], blamed: tuple[int, ...]
+) -> None:
+    error = failed_first("", {HOST: {"kind": kind, "message": "the group's store is lost", "ranks": ranks}})
+    assert error.ranks == blamed and "rank 0 failed first" in str(error)
 
 
 @pytest.mark.parametrize(("missed", "blamed"), [((), OTHER), ((HOST,), HOST)])

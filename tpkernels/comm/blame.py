@@ -18,10 +18,16 @@ __all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first", "
 HEARTBEAT_PATIENCE = 3.0
 # What ends within a part of the time-out, and takes so long and half of it more, was the work of a stopped process.
 _SLOW = 1.0
+# A look at the store takes up to so long on a busy machine, and a beat is not missing before.
+_LATE = 0.1
 _T = TypeVar("_T")
 _ERRORS: dict[str, type[CommunicationError]] = {
     cls.__name__: cls for cls in (GroupMismatch, PeerLost, CollectiveTimeout)
 }
+
+
+_OF_OTHERS = (PeerLost.__name__, CollectiveTimeout.__name__)
+"""What a rank says of its peers; of itself it says so with its number."""
 
 
 def diagnose(group: Group, call: int, signature: str, error: transport.TransportFailure) -> CommunicationError:
@@ -73,8 +79,9 @@ def blame(
     remote = [rank for rank, one in enumerate(group.peers) if not one.is_local]
     patience = min(HEARTBEAT_PATIENCE, max(0.5, group.timeout / 2, heartbeats.silence(group) + 0.3 if remote else 0.0))
     start = time.monotonic()
-    deadline = start + max(0.0, min(patience, group.timeout - waited))
-    looks, next_beats = Looks(group, store), start
+    left = max(0.0, group.timeout - waited)
+    deadline = start + min(patience, left)
+    looks, next_beats, listens = Looks(group, store), start, False
     while True:
         if group.verdict is not None:
             return group.verdict
@@ -104,6 +111,8 @@ def blame(
             beats = looks(lambda store: read(group, "beat", store))
             if looks.lost is None:  # else they may beat, and nobody hears them
                 heartbeats.listen(group, beats, now)
+                if not listens:  # silence is counted from here, and a busy or distant store was slow so far
+                    listens, deadline = True, max(deadline, min(now + heartbeats.silence(group) + _LATE, start + left))
         if now > deadline:
             break
         time.sleep(0.02)
@@ -207,10 +216,14 @@ def _store_lost(
 
 
 def failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> CommunicationError:
-    """The error of a rank whose peers left ``notes`` of their own."""
+    """The error of a rank whose peers left ``notes`` of their own.
+
+    A rank that lost the store, or waited in vain, and could name nobody, is not to blame for that either.
+    """
     rank, note = next(iter(notes.items()))
     cls = _ERRORS.get(note["kind"], PeerLost)
-    return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=note["ranks"] or (rank,))
+    ranks = note["ranks"] if note["kind"] in _OF_OTHERS else note["ranks"] or (rank,)
+    return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=ranks)
 
 
 def _head(group: Group, call: int, signature: str) -> str:
