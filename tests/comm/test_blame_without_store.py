@@ -140,13 +140,13 @@ def test_silence_is_listened_for_from_the_first_answer_of_a_slow_store(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "blamed"),
-    [("PeerLost", [], ()), ("PeerLost", [2], (2,)), ("CollectiveTimeout", [], ()), ("GroupMismatch", [], (HOST,))],
+    ("why", "ranks", "blamed"),
+    [("the group's store is lost", [], ()), ("the group's store is lost", [2], (2,)), ("no memory", [], (HOST,))],
 )
 def test_a_rank_that_lost_the_store_and_named_nobody_is_not_named_by_its_peers(
-    kind: str, ranks: list[int], blamed: tuple[int, ...]
+    why: str, ranks: list[int], blamed: tuple[int, ...]
 ) -> None:
-    error = failed_first("", {HOST: {"kind": kind, "message": "the group's store is lost", "ranks": ranks}})
+    error = failed_first("", {HOST: {"kind": "PeerLost", "message": f"rank 0: {why}: ...", "ranks": ranks}})
     assert error.ranks == blamed and "rank 0 failed first" in str(error)
 
 

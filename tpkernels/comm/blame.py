@@ -26,8 +26,7 @@ _ERRORS: dict[str, type[CommunicationError]] = {
 }
 
 
-_OF_OTHERS = (PeerLost.__name__, CollectiveTimeout.__name__)
-"""What a rank says of its peers; of itself it says so with its number."""
+_NO_STORE = "the group's store is lost"
 
 
 def diagnose(group: Group, call: int, signature: str, error: transport.TransportFailure) -> CommunicationError:
@@ -207,7 +206,7 @@ def _store_lost(
     other, and nothing tells which.
     """
     if group.store_host is None:
-        return PeerLost(f"{head}the group's store is lost: {lost}. {symptom}", ranks=tuple(suspects))
+        return PeerLost(f"{head}{_NO_STORE}: {lost}. {symptom}", ranks=tuple(suspects))
     host = group.store_host
     what = f"the group's store, which rank {host} serves, is lost"
     if broke in (None, host):
@@ -218,11 +217,11 @@ def _store_lost(
 def failed_first(head: str, notes: Mapping[int, Mapping[str, Any]]) -> CommunicationError:
     """The error of a rank whose peers left ``notes`` of their own.
 
-    A rank that lost the store, or waited in vain, and could name nobody, is not to blame for that either.
+    A rank that lost a store which no rank serves names nobody, and is not to blame for that either.
     """
     rank, note = next(iter(notes.items()))
     cls = _ERRORS.get(note["kind"], PeerLost)
-    ranks = note["ranks"] if note["kind"] in _OF_OTHERS else note["ranks"] or (rank,)
+    ranks = note["ranks"] or (() if _NO_STORE in note["message"] else (rank,))
     return cls(f"{head}rank {rank} failed first: {note['message']}", ranks=ranks)
 
 
