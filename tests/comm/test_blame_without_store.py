@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.comm.three_hosts import HOST, MINE, OTHER, TIMEOUT_S, LostStore, group_of_three
 from tpkernels.backends.shared_memory import rendezvous, segments
-from tpkernels.comm import agreement, meeting, presence
-from tpkernels.comm.blame import blame, diagnose, failed_first
+from tpkernels.comm import meeting, presence
+from tpkernels.comm.blame import blame, diagnose
 from tpkernels.comm.bounded_store import BoundedStore, StoreLost, StoreSilent
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.comm.liveness import Identity
@@ -23,32 +24,6 @@ from tpkernels.comm.transport import TransportFailure
 from tpkernels.errors import CollectiveTimeout, PeerLost
 
 pytestmark = pytest.mark.cpu
-
-HOST, MINE, OTHER = 0, 1, 2
-TIMEOUT_S = 2.0
-
-
-class _Lost:
-    is_silent, is_served_here = False, False
-    answered_at = 0.0
-
-    def within(self, limit: float) -> _Lost:
-        return self
-
-    def check(self, keys: list[str]) -> bool:
-        raise StoreLost("broken pipe")
-
-
-def _group(*, listened_ago: float, silent_for: float = 0.0) -> Any:
-    """Rank 1 of three on three hosts; rank 2 had been silent for so long when the store was last read."""
-    now = time.monotonic()
-    beats = {rank: ("1 3", now - listened_ago - 0.1) for rank in (HOST, MINE)}
-    return SimpleNamespace(
-        name="tp", rank=MINE, size=3, timeout=TIMEOUT_S, control=_Lost(), key="k", visits=(1, 1, 1), verdict=None,
-        peers=tuple(Identity(f"host {rank}", 7, 7) for rank in range(3)), store_host=HOST, calls=4,
-        heard={**beats, OTHER: ("1 2", now - listened_ago - silent_for)}, listened=now - listened_ago,
-        missed=(0, ()),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -63,7 +38,7 @@ def _group(*, listened_ago: float, silent_for: float = 0.0) -> Any:
 def test_the_host_of_a_lost_store_is_blamed_if_nobody_was_missing_before(
     listened_ago: float, silent_for: float, peer: int | None, blamed: int
 ) -> None:
-    group = _group(listened_ago=listened_ago, silent_for=silent_for)
+    group = group_of_three(listened_ago=listened_ago, silent_for=silent_for)
     error = blame(group, 3, "all_reduce(...)", "recv timed out", TIMEOUT_S, peer=peer)
     assert error.ranks == (blamed,) and str(blamed) in str(error), error
 
@@ -82,7 +57,7 @@ def test_a_host_of_the_store_that_is_gone_is_blamed_if_nobody_was_missing_before
     missed: tuple[int, tuple[int, ...]], waited: float, blamed: int
 ) -> None:
     """Rank 0 left with its error about rank 2, and took the store with it: ranks said that rank 0 died."""
-    group = _group(listened_ago=0.3)
+    group = group_of_three(listened_ago=0.3)
     group.missed = missed
     here = SimpleNamespace(is_local=True, is_dead=lambda: False, is_stopped=lambda: False)
     group.peers = (SimpleNamespace(**{**vars(here), "is_dead": lambda: True}), here, here)
@@ -92,7 +67,7 @@ def test_a_host_of_the_store_that_is_gone_is_blamed_if_nobody_was_missing_before
 
 def test_a_rank_that_is_stopped_is_named_beside_one_that_has_gone() -> None:
     """Rank 2 was stopped, rank 0 left with its error, and the store with it: rank 1 said that rank 0 died."""
-    group = _group(listened_ago=TIMEOUT_S)
+    group = group_of_three(listened_ago=TIMEOUT_S)
     here = {"is_local": True, "is_dead": lambda: False, "is_stopped": lambda: False}
     dead, stopped = here | {"is_dead": lambda: True}, here | {"is_stopped": lambda: True}
     group.peers = tuple(SimpleNamespace(**one) for one in (dead, here, stopped))
@@ -102,7 +77,7 @@ def test_a_rank_that_is_stopped_is_named_beside_one_that_has_gone() -> None:
 
 def test_of_those_that_did_not_come_a_stopped_one_is_named_alone() -> None:
     """Rank 3 waited for rank 2, which was stopped, and rank 0 left with the store: rank 1 blamed ranks 2 and 3."""
-    group = _group(listened_ago=0.3)
+    group = group_of_three(listened_ago=0.3)
     group.size, group.missed, group.visits = 4, (3, (OTHER, 3)), (1, 1, 1, 1)
     here = {"is_local": True, "is_dead": lambda: False, "is_stopped": lambda: False}
     dead, stopped = here | {"is_dead": lambda: True}, here | {"is_stopped": lambda: True}
@@ -111,54 +86,15 @@ def test_of_those_that_did_not_come_a_stopped_one_is_named_alone() -> None:
     assert error.ranks == (OTHER,) and "[2] are stopped" in str(error), error
 
 
-def test_silence_is_listened_for_from_the_first_answer_of_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first answers took some tenths of a second, and a rank that was dead was called one that came late."""
-    now = [time.monotonic()]
-
-    def failures(*given: Any) -> dict[int, Any]:
-        now[0] += 0.0 if now[0] > start + 0.3 else 0.4
-        return {}
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    start, beats = now[0], {HOST: 6, MINE: 6, OTHER: 6}
-
-    def read(*given: Any) -> dict[int, str]:
-        for rank in (HOST, MINE):
-            beats[rank] += 1
-        return {rank: f"{number} 3" for rank, number in beats.items()}
-
-    monkeypatch.setattr("tpkernels.comm.blame.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    monkeypatch.setattr(presence, "failures", failures)
-    monkeypatch.setattr("tpkernels.comm.blame.recorded", lambda *given: {})
-    monkeypatch.setattr("tpkernels.comm.blame.read", read)
-    group = _group(listened_ago=2 * TIMEOUT_S)
-    error = blame(group, 3, "all_reduce(...)", "closed by peer", 0.1, peer=OTHER)
-    assert error.ranks == (OTHER,) and "no sign of life" in str(error), error
-    assert now[0] - start < TIMEOUT_S
-
-
-@pytest.mark.parametrize(
-    ("why", "ranks", "blamed"),
-    [("the group's store is lost", [], ()), ("the group's store is lost", [2], (2,)), ("no memory", [], (HOST,))],
-)
-def test_a_rank_that_lost_the_store_and_named_nobody_is_not_named_by_its_peers(
-    why: str, ranks: list[int], blamed: tuple[int, ...]
-) -> None:
-    error = failed_first("", {HOST: {"kind": "PeerLost", "message": f"rank 0: {why}: ...", "ranks": ranks}})
-    assert error.ranks == blamed and "rank 0 failed first" in str(error)
-
-
 @pytest.mark.parametrize(("missed", "blamed"), [((), OTHER), ((HOST,), HOST)])
 def test_a_host_that_leaves_with_the_store_as_it_is_asked_for_beats_has_not_missed_the_call(
     missed: tuple[int, ...], blamed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks 1 and 2 were cut off from each other; rank 0 went on, and they said that it did not come to their call."""
-    asked: list[str] = []
+    asked: list[Any] = []
 
-    def read(group: Any, what: str, store: Any) -> dict[int, str]:
-        asked.append(what)
+    def read(group: Any, store: Any) -> dict[int, str]:
+        asked.append(store)
         if len(asked) > 1:
             raise StoreLost("reset")
         return {HOST: "6 4", MINE: "6 3", OTHER: "6 3"}
@@ -167,8 +103,8 @@ def test_a_host_that_leaves_with_the_store_as_it_is_asked_for_beats_has_not_miss
     monkeypatch.setattr(presence, "failures", lambda *given: {})
     monkeypatch.setattr("tpkernels.comm.blame.recorded", lambda *given: {OTHER: Record(signature, {})})
     monkeypatch.setattr("tpkernels.comm.blame.told", lambda *given: {})
-    monkeypatch.setattr("tpkernels.comm.blame.read", read)
-    group = _group(listened_ago=0.1)
+    monkeypatch.setattr("tpkernels.comm.blame.beats", read)
+    group = group_of_three(listened_ago=0.1)
     group.missed = (3, missed)
     error = blame(group, 3, signature, "recv timed out", TIMEOUT_S, peer=OTHER)
     assert error.ranks == (blamed,) and len(asked) == 2, error
@@ -188,11 +124,11 @@ def test_a_peer_is_named_whose_connection_broke_like_that_to_the_store(
 ) -> None:
     """Rank 2 died, rank 0 left with its error, and rank 1 said that rank 0 was lost."""
 
-    def check(store: _Lost, keys: list[str]) -> bool:
+    def check(store: LostStore, keys: list[str]) -> bool:
         raise lost
 
-    monkeypatch.setattr(_Lost, "check", check)
-    group = _group(listened_ago=TIMEOUT_S)
+    monkeypatch.setattr(LostStore, "check", check)
+    group = group_of_three(listened_ago=TIMEOUT_S)
     error = blame(group, 3, "all_gather(...)", "connection reset by peer", waited * TIMEOUT_S, peer=peer)
     assert error.ranks == blamed and all(str(one) in str(error) for one in blamed), error
 
@@ -213,7 +149,7 @@ def test_the_host_of_the_store_stays_until_others_have_failed_too(
 
     monkeypatch.setattr(presence, "failures", failures)
     monkeypatch.setattr(presence, "_AWAIT_READERS", 60.0)
-    group = _group(listened_ago=0.1)
+    group = group_of_three(listened_ago=0.1)
     group.store_host, group.co_located, group.timeout = host, False, 1e4
     presence.stay(group, PeerLost("died", ranks=(blamed,)))
     assert len(looked) == looks
@@ -232,7 +168,7 @@ def test_a_rank_that_waits_for_a_stopped_one_or_for_the_store_is_not_blamed(
     late: int, stopped: int | None, answered_ago: float, blamed: int | None
 ) -> None:
     """Rank 0, or the store, was stopped, and rank 1 blamed rank 2, for which it waited in memory."""
-    group = _group(listened_ago=0.1)
+    group = group_of_three(listened_ago=0.1)
     group.store_host, group.in_flight = None, SimpleNamespace(since=time.monotonic() - TIMEOUT_S)
     group.control.answered_at = time.monotonic() - answered_ago
     group.peers = tuple(SimpleNamespace(is_stopped=lambda rank=rank: rank == stopped) for rank in range(3))
@@ -243,7 +179,7 @@ def test_a_rank_that_waits_for_a_stopped_one_or_for_the_store_is_not_blamed(
 
 
 def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:
-    error = meeting._blame_meeting(_group(listened_ago=9.0), StoreLost("no answer"), [], TIMEOUT_S)
+    error = meeting._blame_meeting(group_of_three(listened_ago=9.0), StoreLost("no answer"), [], TIMEOUT_S)
     assert error.ranks == (HOST,) and f"rank {HOST}" in str(error), error
 
 
@@ -251,7 +187,7 @@ def test_a_meeting_for_which_the_store_is_lost_names_its_host() -> None:
 def test_rank_0_that_leaves_the_set_up_of_shared_memory_for_want_of_the_store_is_not_blamed(
     served_by: int | None,
 ) -> None:
-    group = _group(listened_ago=9.0)
+    group = group_of_three(listened_ago=9.0)
     group.store_host = served_by
     error = segments._culprit(group, 3, rendezvous.Lost("rank 0 went away", (HOST,)), 0.5 * TIMEOUT_S)
     assert error.ranks == (() if served_by is None else (HOST,)) and "store" in str(error), error
@@ -291,7 +227,7 @@ def test_whose_connection_broke_is_blamed_alone_while_others_may_still_come(
     _see(monkeypatch, *came)
     monkeypatch.setattr(meeting, "HEARTBEAT_PATIENCE", 0.0)
     error = TransportFailure("connection reset by peer", HOST)
-    found = meeting._blame_meeting(_group(listened_ago=0.0), error, [HOST, OTHER], waited)
+    found = meeting._blame_meeting(group_of_three(listened_ago=0.0), error, [HOST, OTHER], waited)
     assert list(found.ranks) == blamed, found
 
 
@@ -299,7 +235,7 @@ def _meet(monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., Any]) -> Peer
     """What a first meeting raises whose transfers are these."""
     monkeypatch.setattr(meeting.transport, "exchange", exchange)
     monkeypatch.setattr(meeting.presence, "come", lambda group: None)
-    group = _group(listened_ago=9.0)
+    group = group_of_three(listened_ago=9.0)
     group.backends = SimpleNamespace(meeting_device=lambda device: device, waits_in_streams=lambda kind: False)
     group.key, group.unsent, group.card = None, [], None
     group.job = JobIdentity("job")
@@ -369,12 +305,12 @@ def test_a_rank_that_comes_too_late_to_a_lost_store_does_not_say_who_is_to_blame
         _see(monkeypatch, MINE)
     else:
 
-        def check(store: _Lost, keys: list[str]) -> bool:
+        def check(store: LostStore, keys: list[str]) -> bool:
             raise lost
 
-        monkeypatch.setattr(_Lost, "check", check)
+        monkeypatch.setattr(LostStore, "check", check)
     monkeypatch.setattr(meeting, "HEARTBEAT_PATIENCE", 0.0)
-    group = _group(listened_ago=9.0)
+    group = group_of_three(listened_ago=9.0)
     group.store_host, group.store = host, None
     error = meeting._blame_meeting(group, meeting._HadClosed("closed by rank 2", OTHER), [], waited * TIMEOUT_S)
     assert error.ranks == blamed and f"rank {OTHER}" in str(error), error
@@ -401,7 +337,7 @@ def test_what_a_rank_says_to_a_store_that_was_silent_since_it_came_is_read_by_it
     """The host of the store was stopped; woken, it did not know the others' notes for those of this group."""
     served = _Served()
     served.answers.set()
-    mine, host = _group(listened_ago=9.0), _group(listened_ago=9.0)
+    mine, host = group_of_three(listened_ago=9.0), group_of_three(listened_ago=9.0)
     for group, rank in ((mine, MINE), (host, HOST)):
         group.rank, group.visits, group.control = rank, (), BoundedStore(served, TIMEOUT_S)
     presence.come(host)
@@ -415,71 +351,3 @@ def test_what_a_rank_says_to_a_store_that_was_silent_since_it_came_is_read_by_it
     while not (said := presence.failures(host)) and time.monotonic() < deadline:
         time.sleep(0.005)
     assert said[MINE]["ranks"] == [HOST], said
-
-
-class _Clock:
-    """In the place of a module's clock: it stands still until somebody sleeps, and jumps where it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-        self.now, self.slept, self.jump = 1e6, 0, 0.0
-        for module in modules:
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-
-    def sleep(self, seconds: float) -> None:
-        self.slept += 1
-        self.now += seconds + (self.jump if self.slept == 3 else 0.0)
-
-
-@pytest.mark.parametrize(("stood_still", "lasted"), [(0.0, TIMEOUT_S), (1.7 * TIMEOUT_S, 2.7 * TIMEOUT_S)])
-def test_the_time_in_which_a_rank_stood_still_is_not_one_of_waiting_for_records(
-    stood_still: float, lasted: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 was stopped, the others gave up, and it blamed them before their notes had come."""
-    clock = _Clock(monkeypatch, agreement)
-    clock.jump = stood_still
-    monkeypatch.setattr(agreement, "_is_there", lambda group, key: False)
-    monkeypatch.setattr(agreement, "_look", lambda *given: (False, {}))
-    monkeypatch.setattr(agreement, "recorded", lambda *given: {})
-    group = _group(listened_ago=0.1)
-    group.control = SimpleNamespace(answered_at=0.0, within=lambda limit: None)
-    start = clock.now
-    assert agreement._poll(group, 3, "call", start) == {}
-    assert lasted <= clock.now - start < lasted + 0.1
-
-
-def test_records_that_are_all_there_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that had been stopped saw them, and blamed the store that took half a second for the same once more."""
-    group = _group(listened_ago=0.1)
-    group.peers, group.is_overdue = (SimpleNamespace(is_dead=lambda: False),) * 3, lambda: False
-    group.co_located = True
-    everybody = {rank: Record("save_pretrained", {}) for rank in range(3)}
-    answers = iter([everybody])
-    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
-    monkeypatch.setattr(agreement, "_is_there", lambda group, key: False)
-    monkeypatch.setattr(presence, "failures", lambda *given: {})
-    monkeypatch.setattr(agreement, "read", lambda *given: {})
-    monkeypatch.setattr(agreement, "recorded", lambda *given: next(answers))
-    assert agreement._poll(group, 3, "call", time.monotonic()) == everybody
-
-
-@pytest.mark.parametrize(("lasted", "looks"), [(1.0, 1), (1.7, 2)])
-def test_a_rank_whose_wait_ended_late_hears_what_the_others_have_said(
-    lasted: float, looks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was stopped in a transfer, and blamed its peer before that one's note had come."""
-    notes = [{}, {OTHER: {"kind": "CollectiveTimeout", "message": "rank 1 did not come", "ranks": [MINE]}}]
-    looked: list[int] = []
-
-    def failures(group: Any, store: Any) -> Any:
-        looked.append(1)
-        return notes[min(len(looked), 2) - 1]
-
-    monkeypatch.setattr(presence, "failures", failures)
-    for name in ("recorded", "told", "read"):
-        monkeypatch.setattr(f"tpkernels.comm.blame.{name}", lambda *given, **options: {})
-    group = _group(listened_ago=0.1)
-    here = SimpleNamespace(is_local=True, is_dead=lambda: False, is_stopped=lambda: False)
-    group.peers, group.in_flight = (here,) * 3, SimpleNamespace(since=time.monotonic() - lasted * TIMEOUT_S)
-    failure = TransportFailure("recv timed out", OTHER, lasted=lasted * TIMEOUT_S)
-    error = diagnose(group, 3, "all_gather(...)", failure)
-    assert len(looked) == looks and (error.ranks == (MINE,)) == (looks == 2), (looked, error)

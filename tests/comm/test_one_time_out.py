@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tpkernels.comm import agreement, groups, heartbeats, monitor, transport
+from tpkernels.comm import agreement, groups, heartbeats, monitor, records, transport
 from tpkernels.comm.groups import Group
 from tpkernels.comm.job_identity import JobIdentity
 from tpkernels.errors import CollectiveTimeout
@@ -79,7 +79,7 @@ def test_a_call_whose_time_is_up_ends_where_a_rank_does_not_answer(
     watch.group, watch.next_beat, watch.store = group, now + 60.0, None  # type: ignore[assignment]
     watch._inspect = lambda *given: (None, False)  # type: ignore[method-assign]
     monkeypatch.setattr(monitor.heartbeats, "listen", lambda *given: None)
-    monkeypatch.setattr(monitor.agreement, "read", lambda *given: {})
+    monkeypatch.setattr(monitor.agreement, "beats", lambda *given: {})
     monkeypatch.setattr(monitor.agreement, "unanswering", lambda group: unanswering)
     late = CollectiveTimeout("rank(s) [1] are stopped", ranks=(1,))
     monkeypatch.setattr(monitor.agreement, "blame", lambda *given, **options: late)
@@ -118,7 +118,7 @@ def test_a_rank_whose_store_is_far_away_gives_signs_of_life_between_its_requests
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(monitor, "has_clashed", lambda *given: False)
     monkeypatch.setattr(monitor.presence, "failures", far)
-    for name in ("read", "recorded", "announce"):
+    for name in ("beats", "recorded", "announce"):
         monkeypatch.setattr(monitor.agreement, name, far)
     watch.tick()
     gaps = [later - earlier for earlier, later in pairwise(beats)]
@@ -143,9 +143,30 @@ def test_a_rank_whose_store_is_far_away_hears_who_is_silent(monkeypatch: pytest.
         monkeypatch.setattr(monitor.agreement, name, lambda *given: (far(), far())[0])
     monkeypatch.setattr(monitor, "has_clashed", far)
     monkeypatch.setattr(monitor.presence, "failures", lambda *given: (far(), far())[0])
-    monkeypatch.setattr(monitor.agreement, "read", lambda *given: far() | {1: "7 3"})
+    monkeypatch.setattr(monitor.agreement, "beats", lambda *given: far() | {1: "7 3"})
     monkeypatch.setattr(monitor.agreement, "unanswering", lambda group: [])  # the call is to go on
     while now[0] < 1000.0 + long:
         watch.tick()
         now[0] += monitor.PERIOD
     assert heartbeats.silent(group, [1], group.listened) == [1]
+
+
+def test_a_rank_that_waits_for_others_gives_signs_of_life_that_those_who_have_met_hear() -> None:
+    """One was stopped when it had met some; they called those dead that still waited for it."""
+    kept: dict[str, str] = {}
+    store: Any = SimpleNamespace(
+        set=kept.__setitem__, check=lambda keys: kept.keys() >= set(keys),
+        texts=lambda keys: {key: kept[key] for key in keys},
+    )  # fmt: skip
+    heard = []
+    watch = monitor._Watch.__new__(monitor._Watch)
+    watch.group, watch.next_beat, watch.beats, watch.store = _group(visits=(1, 1)), 0.0, 0, store
+    met = _group(peers=(REMOTE, REMOTE), key="k")
+    for _ in range(2):
+        watch.next_beat = 0.0
+        watch.tick()
+        heard.append(records.beats(met, store))
+    assert [sorted(one) for one in heard] == [[0], [0]] and heard[0] != heard[1]
+    assert heartbeats.calls(heard[1]) == {}
+    kept["k/beat/0"] = "9 3"
+    assert records.beats(met, store) == {0: "9 3"}

@@ -30,13 +30,14 @@ from tpkernels.comm.blame import Looks, blame, diagnose, stood_still, unanswerin
 from tpkernels.comm.bounded_store import StoreLost, StoreSilent
 from tpkernels.comm.groups import Group
 from tpkernels.comm.meeting import LOOK_EVERY, card_of, meet
-from tpkernels.comm.records import Record, announce, mismatch, publish, raise_if, read, recorded, told
+from tpkernels.comm.records import Record, announce, beats, mismatch, publish, raise_if, recorded, told
 from tpkernels.errors import CommunicationError
 
 __all__ = [
     "Looks",
     "Record",
     "announce",
+    "beats",
     "blame",
     "diagnose",
     "exchange_records",
@@ -44,7 +45,6 @@ __all__ = [
     "meet",
     "mismatch",
     "publish",
-    "read",
     "recorded",
     "refuse",
     "told",
@@ -146,9 +146,9 @@ def _look(group: Group, call: int, part: str, waited: float, looks: Looks) -> tu
     if group.is_overdue() and unanswering(group):
         return True, present
     if not group.co_located and now - group.listened > heartbeats.LISTEN_EVERY:  # the monitor listens later, in calls
-        beats = looks(lambda store: read(group, "beat", store))
+        said = looks(lambda store: beats(group, store))
         if looks.lost is None:
-            heartbeats.listen(group, beats, now)
+            heartbeats.listen(group, said, now)
     return waited > AWAIT_OTHERS and mismatch(group, call, present) is not None, present
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tpkernels.comm import heartbeats, presence, transport
 from tpkernels.comm.bounded_store import BoundedStore, StoreSilent
 from tpkernels.comm.groups import Group
-from tpkernels.comm.records import Record, mismatch, read, recorded, told
+from tpkernels.comm.records import Record, beats, mismatch, recorded, told
 from tpkernels.errors import CollectiveTimeout, CommunicationError, GroupMismatch, PeerLost
 
 __all__ = ["HEARTBEAT_PATIENCE", "Looks", "blame", "diagnose", "failed_first", "stood_still", "unanswering"]
@@ -107,9 +107,9 @@ def blame(
         now = time.monotonic()
         if remote and now >= next_beats:
             next_beats = now + heartbeats.LISTEN_EVERY
-            beats = looks(lambda store: read(group, "beat", store))
+            said = looks(lambda store: beats(group, store))
             if looks.lost is None:  # else they may beat, and nobody hears them
-                heartbeats.listen(group, beats, now)
+                heartbeats.listen(group, said, now)
                 if not listens:  # silence is counted from here, and a busy or distant store was slow so far
                     listens, deadline = True, max(deadline, min(now + heartbeats.silence(group) + _LATE, start + left))
         if now > deadline:
@@ -133,8 +133,8 @@ def blame(
     # Ranks whose operations run on a device do not stay in their calls: they say how far they have come.
     reached = looks(lambda store: told(group, "order", lambda note: int(note["call"]), store))
     # Ranks that have what they need of this call go on, and may wait in a later one.
-    beats = looks(lambda store: read(group, "beat", store))
-    came = {rank for rank, at in heartbeats.calls(beats).items() if at >= call}
+    said = looks(lambda store: beats(group, store))
+    came = {rank for rank, at in heartbeats.calls(said).items() if at >= call}
     late = [rank for rank in range(group.size) if rank not in {*records, *came} and reached.get(rank, -1) < call]
     if looks.lost is not None:  # its host has left in this moment
         late = _missed(group, call, start, waited)

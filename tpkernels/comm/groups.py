@@ -288,8 +288,8 @@ def all_groups() -> list[Group]:
 
 
 def live_groups() -> list[Group]:
-    """Groups of this process whose ranks have met."""
-    return [group for group in all_groups() if group.key is not None]
+    """Groups of this process whose ranks have met, or to whose meeting it has come."""
+    return [group for group in all_groups() if group.key is not None or group.visits]
 
 
 # These two may run when the interpreter ends and this module's names are gone: they take what they need with them.

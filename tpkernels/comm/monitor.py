@@ -109,6 +109,9 @@ class _Watch:
         if self.group.poison is not None:
             self._end_what_is_left(self.group.works)
             return
+        if self.group.key is None:  # its ranks have not met, and some may wait for this one where they have
+            self._beat()
+            return
         now = time.monotonic()
         # What the device waits for comes first: the store may have died with the peer.
         if self.group.works is not None and self.group.verdict is None:
@@ -141,12 +144,15 @@ class _Watch:
             return False
         self.next_beat = now + heartbeats.every(self.group)
         self.beats += 1
-        self.store.set(f"{self.group.key}/beat/{self.group.rank}", heartbeats.beat(self.group, self.beats))
+        if self.group.key is None:
+            presence.beat(self.group, self.beats, self.store)
+        else:
+            self.store.set(f"{self.group.key}/beat/{self.group.rank}", heartbeats.beat(self.group, self.beats))
         return True
 
     def _listen(self) -> dict[int, str]:
         """The beats of all ranks; a round of slow requests hears them twice, or the gaps between would be too long."""
-        said = agreement.read(self.group, "beat", self.store)
+        said = agreement.beats(self.group, self.store)
         if not self.group.co_located:
             heartbeats.listen(self.group, said, time.monotonic())
         return said

@@ -2,7 +2,8 @@
 
 ``tpkernels/meeting/RANK`` in the group's store says who a rank is (:class:`~tpkernels.comm.liveness.Identity`) and, if
 so, why it failed; ``tpkernels/meeting/visits/RANK`` counts the groups that a rank has come to with this store, which
-tells what it says of this one from what it said of a predecessor.  ``tpkernels/meeting/alarm`` exists once a rank has
+tells what it says of this one from what it said of a predecessor.  ``tpkernels/meeting/beat/RANK`` is the heartbeat of
+a rank that still waits for others there, for those who have met.  ``tpkernels/meeting/alarm`` exists once a rank has
 failed.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ from tpkernels.comm.groups import Group
 from tpkernels.comm.liveness import Identity
 from tpkernels.errors import CommunicationError
 
-__all__ = ["come", "everybody", "existing", "failures", "present", "say", "stay", "tell", "understood"]
+__all__ = [
+    "beat", "come", "everybody", "existing", "failures", "present", "say", "stay", "tell", "understood", "waiting",
+]  # fmt: skip
 
 _T = TypeVar("_T")
 
@@ -59,6 +62,20 @@ def _visits(rank: int) -> str:
 
 def _note(visit: int, failed: Mapping[str, Any] | None) -> str:
     return json.dumps({"who": Identity.mine().to_json(), "visit": visit, "failed": failed})
+
+
+def beat(group: Group, number: int, store: BoundedStore) -> None:
+    """Give a sign of life while this rank waits for others."""
+    store.set(_beats(group.rank), str(number))
+
+
+def waiting(ranks: Iterable[int], store: BoundedStore) -> dict[int, str]:
+    """The last such sign of each of ``ranks`` that has given one."""
+    return existing(store, {rank: _beats(rank) for rank in ranks})
+
+
+def _beats(rank: int) -> str:
+    return f"{_MEETING}/beat/{rank}"
 
 
 def present(group: Group, store: BoundedStore) -> dict[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ from tpkernels.comm.bounded_store import BoundedStore
 from tpkernels.comm.groups import Group
 from tpkernels.errors import CommunicationError, GroupMismatch
 
-__all__ = ["Record", "announce", "mismatch", "publish", "raise_if", "read", "recorded", "told"]
+__all__ = ["Record", "announce", "beats", "mismatch", "publish", "raise_if", "read", "recorded", "told"]
 
 _T = TypeVar("_T")
 
@@ -109,3 +109,10 @@ def _keys(group: Group, what: str) -> dict[int, str]:
 def read(group: Group, what: str, store: BoundedStore | None = None) -> dict[int, str]:
     """The notes ``what/RANK`` that exist now, by rank."""
     return presence.existing(store or group.control, _keys(group, what))
+
+
+def beats(group: Group, store: BoundedStore | None = None) -> dict[int, str]:
+    """The last sign of life of each rank; of one that still waits to meet another one, that which it gives there."""
+    said = read(group, "beat", store)
+    absent = [rank for rank in range(group.size) if rank not in said]
+    return said | presence.waiting(absent, store or group.control) if absent else said
