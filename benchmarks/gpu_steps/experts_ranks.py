@@ -29,14 +29,14 @@ RANKS_S = 90.0
 
 
 def run(recorder: Recorder) -> None:
-    said = {layout: f"torch between symmetric collectives / ours, {layout}" for layout in experts.LAYOUTS}
+    said = {layout: f"torch between symmetric collectives / ours, {layout}" for layout in experts.CUT_TOKENS}
     for name in PROBLEMS:
         for what in said.values():  # three passes over the rows, and half of what travels
             recorder.predict("-", name, what, 1.2)
     for name, measured in tpk.launch(on_rank, experts.WORLD, PROBLEMS, DEVICE, timeout=RANKS_S)[0].items():
         for layout, what in said.items():
             ratio = measured["features torch"].median / measured[f"{layout} symmetric"].median
-            times = times_of(measured) if layout == experts.LAYOUTS[0] else {}
+            times = times_of(measured) if layout == experts.CUT_TOKENS[0] else {}
             recorder.row(Row("-", name, what, ratio, "contention stress", "", REPEATS, times))
 
 
@@ -52,7 +52,7 @@ def _compare(layer: experts.Layer, device: str) -> dict[str, Measurement]:
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     ways, name = experts.Ways(layer, torch.bfloat16, place), "symmetric" if device == "cuda" else "unfused"
     candidates: dict[str, Callable[[], object]] = {
-        f"{layout} symmetric": ways.forward(layout, name) for layout in experts.LAYOUTS
+        f"{layout} symmetric": ways.forward(layout, name) for layout in experts.CUT_TOKENS
     }  # fmt: skip
     candidates["features torch"] = between_collectives(ways, name)
     with torch.no_grad():
