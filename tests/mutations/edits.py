@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.edit import Edit
+from tests.mutations.fp8_edits import FP8
 from tests.mutations.planner_edits import PLANNER
 from tests.mutations.trainer_edits import TRAINERS
 
@@ -380,10 +381,6 @@ EDITS = (
     Edit(WIDENED, "bias[low:high, left:right]", "bias[:high - low, left:right]", WIDENS),
     Edit("ops/agreed_call.py", 'record.facts["widens"] for record in records', 'records[0].facts["widens"]', WIDENS),
     Edit("ops/main_grad.py", "widened.matmul(dz.t(), x)", "torch.mm(dz.t(), x)", WIDENS),
-    # fp8
-    Edit("gemm/fp8.py", "total.mul_(x.scale).mul_(matrix.scale)", "total.mul_(x.scale)", "tests/ops/test_fp8.py"),
-    Edit("gemm/fp8.py", "mul_(256.0)", "mul_(255.0)", "tests/ops/test_fp8.py"),
-    Edit("gemm/fp8.py", "        start = stop\n", "        start = k\n", "tests/ops/test_fp8.py"),
     # the same bits at every degree
     Edit(CANONICAL, 'place=f"leaf {len(parts)}"', 'place="leaf"', f"{BITS} -k every_op"),
     Edit(
@@ -443,6 +440,7 @@ EDITS = (
         '"LOCAL_RANK": str(0)',
         "tests/launching/test_local_ranks.py",
     ),
+    *FP8,
     *PLANNER,
     *TRAINERS,
 )

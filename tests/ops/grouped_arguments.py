@@ -33,12 +33,13 @@ def grouped_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
     h, down, bias = t(2 * whole, 5), t(3, 8, 5, label="down"), t(3, 8, label="bias", r=0)
     dz, dy = t(2 * whole, 5, grad=False), t(whole, 8, grad=False, r=0)
     saved = (h.detach(), down.detach(), bias.detach(), *plain)
+    none_scaled: tuple[Any, ...] = (None, [], None)
     return [
         ("all_gather_grouped_matmul", (
-            t(own, 8), [w, w2], [b, none], *own_routing, name, None, uneven, True, False, "chunked",
+            t(own, 8), [w, w2], [b, none], *own_routing, *none_scaled, name, None, uneven, True, False, "chunked",
         )),
         ("all_gather_grouped_matmul", (
-            t(own, 8), [w, w], [b, none], *own_routing, name, "swiglu", uneven, False, True, "unfused",
+            t(own, 8), [w, w], [b, none], *own_routing, *none_scaled, name, "swiglu", uneven, False, True, "unfused",
         )),
         ("all_gather_grouped_matmul_backward", (
             [dz], t(own, 8, grad=False), [w.detach()], experts, None, name, uneven, False, [True] * 3, "chunked",
@@ -47,18 +48,19 @@ def grouped_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
             [dz, dz], t(whole, 8, grad=False), [w.detach(), w.detach()], experts, t(whole, 8, grad=False), name,
             uneven, True, [True, True, False], "unfused",
         )),
-        ("grouped_matmul_reduce_scatter", (h, down, bias, *routing, name, uneven, "chunked")),
-        ("grouped_matmul_reduce_scatter", (h, down, None, *routing, name, None, "unfused")),
+        ("grouped_matmul_reduce_scatter", (h, down, bias, *routing, *none_scaled, name, uneven, "chunked")),
+        ("grouped_matmul_reduce_scatter", (h, down, None, *routing, *none_scaled, name, None, "unfused")),
         ("grouped_matmul_reduce_scatter_backward", (
             t(own, 8, grad=False), *saved, name, uneven, "chunked", [True, True, True, True],
         )),
         ("grouped_matmul_reduce_scatter_backward", (
             t(own, 8, grad=False), *saved, name, uneven, "unfused", [False, True, False, False],
         )),
-        ("grouped_matmul_all_reduce", (h, down, bias, *routing, name, "chunked")),
+        ("grouped_matmul_all_reduce", (h, down, bias, *routing, *none_scaled, name, "chunked")),
         ("grouped_matmul_all_reduce_backward", (dy, *saved, name, "chunked", [True, True, True, True])),
         *dealt_op_arguments(name),
-        ("copy_grouped_matmul", (t(whole, 8, r=0), [w, w2], [b, none], experts, name, "chunked")),
+        *fp8_op_arguments(name),
+        ("copy_grouped_matmul", (t(whole, 8, r=0), [w, w2], [b, none], experts, *none_scaled, name, "chunked")),
         ("copy_grouped_matmul_backward", (
             [dz], t(whole, 8, r=0, grad=False), [w.detach()], experts, name, "chunked", [True, True, True],
         )),
@@ -84,15 +86,47 @@ def dealt_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
     of_all = (experts, t(whole, 2, r=0, grad=False))
     return [
         ("dispatch_grouped_matmul", (
-            t(own, 8), [w, w], [b, b], *routing, name, "swiglu", uneven, uneven, True, True, "chunked",
+            t(own, 8), [w, w], [b, b], *routing, None, [], None, name, "swiglu", uneven, uneven, True, True, "chunked",
         )),
         ("dispatch_grouped_matmul_backward", (
             [dz], received, [w.detach()], experts, name, uneven, uneven, [True] * 3, "chunked",
         )),
-        ("grouped_matmul_combine", (h, down, bias, experts, t(whole, 2, r=0), name, uneven, uneven, "unfused")),
+        ("grouped_matmul_combine", (
+            h, down, bias, experts, t(whole, 2, r=0), None, [], None, name, uneven, uneven, "unfused",
+        )),
         ("grouped_matmul_combine_backward", (
             t(own, 8, grad=False), h.detach(), down.detach(), bias.detach(), *of_all, name, uneven, uneven, "unfused",
             [True] * 4,
+        )),
+    ]  # fmt: skip
+
+
+def fp8_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
+    """Calls on fp8 operands, of 3 experts on each rank; scales per row, per expert and for all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, w, h, down = (
+        payload(shape, rank=rank).to(torch.float8_e4m3fn) for shape in ((2, 8), (3, 5, 8), (4 * world, 5), (3, 8, 5))
+    )
+    experts, weights = torch.arange(4 * world).view(-1, 2) % 3, payload((2 * world, 2))
+    bias, one, per_token = payload((3, 5), torch.float16), torch.ones(()), torch.full((2, 1), 0.5)
+    own, per_expert = (experts[:2], weights[:2]), torch.full((3, 1, 1), 2.0)
+    rows = DealtRows(experts, [3] * world, [2] * world, rank)
+    return [
+        ("all_gather_grouped_matmul", (
+            x, [w, w], [bias, bias], *own, per_token, [per_expert, one], torch.float16, name, "swiglu", None, True,
+            False, "chunked",
+        )),
+        ("dispatch_grouped_matmul", (
+            x, [w], [], *own, one, [torch.full((3, 5, 1), 0.5)], torch.float32, name, None, None, None, False, False,
+            "unfused",
+        )),
+        ("copy_grouped_matmul", (x, [w], [bias], own[0], per_token, [one], torch.float16, name, "chunked")),
+        ("grouped_matmul_reduce_scatter", (
+            h, down, None, experts, weights, one, [per_expert], torch.bfloat16, name, None, "chunked",
+        )),
+        ("grouped_matmul_combine", (
+            h[: rows.count], down, None, experts, weights, one, [per_expert], torch.bfloat16, name, None, None,
+            "unfused",
         )),
     ]  # fmt: skip
 

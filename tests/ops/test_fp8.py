@@ -61,8 +61,17 @@ def test_quantised_numbers_are_the_nearest_ones_and_reach_the_largest() -> None:
     assert zeros.shape == (2, 0) and bool((one == 1).all())
     nan, scale = tpk.quantize_fp8(torch.tensor([[float("nan"), 1.0], [1.0, 2.0]]), per="row")
     assert nan.float().isnan().tolist() == [[True, True], [False, False]] or bool(nan.float().isnan()[0, 0])
-    with pytest.raises(ValueError, match="per must be 'tensor' or 'row', got 'column'"):
+    experts = torch.stack([payload((3, 4)), 1e3 * payload((3, 4)), torch.zeros(3, 4)])
+    numbers, scale = tpk.quantize_fp8(experts, per="matrix")
+    assert scale.shape == (3, 1, 1) and numbers.float().abs().amax((1, 2)).tolist() == [448, 448, 0]
+    for whole, own, own_scale in zip(experts, numbers, scale, strict=True):
+        assert_bitwise_equal(tpk.quantize_fp8(whole)[0].float(), own.float())
+        assert_bitwise_equal(tpk.quantize_fp8(whole)[1], own_scale.view(()))
+    assert tpk.quantize_fp8(torch.zeros(2, 0, 5), per="matrix")[1].flatten().tolist() == [1, 1]
+    with pytest.raises(ValueError, match="per must be 'tensor', 'row' or 'matrix', got 'column'"):
         tpk.quantize_fp8(x, per="column")
+    with pytest.raises(ValueError, match=r"per='matrix' needs a tensor of at least 2 dimensions, got shape \(5,\)"):
+        tpk.quantize_fp8(x[:, 0], per="matrix")
 
 
 @gloo

@@ -35,6 +35,10 @@ def judged_by_mypy(x: Tensor, w: Tensor, routing: tpk.Routing, group: Any) -> No
     assert_type(
         tpk.all_gather_grouped_matmul(x, w, routing, group, return_gathered=True), tuple[Tensor, tpk.Routing, Tensor]
     )
+    assert_type(
+        tpk.all_gather_grouped_matmul(x, w, routing, group, scale_x=x, return_gathered=True),
+        tuple[Tensor, tpk.Routing, Tensor, Tensor],
+    )
     assert_type(tpk.dispatch_grouped_matmul(x, w, routing, group), tuple[Tensor, tpk.Routing])
     assert_type(tpk.dispatch_grouped_matmul(x, [w, w], routing, group), tuple[list[Tensor], tpk.Routing])
     assert_type(tpk.matmul_all_reduce(x, w, group), Tensor)

@@ -23,9 +23,9 @@ class GroupedEpilogue(Epilogue):
 
     def __init__(self, call: AllGatherGroupedMatmul, rows: TokenRows) -> None:
         first = AllGatherMatmul(
-            call.x, call.layout, [matrix.new_empty(matrix.shape[1:], device="meta") for matrix in call.matrices],
-            [None] * len(call.matrices),
-            call.activation, keep_preactivation=call.keep_preactivation,
+            call.x, call.layout, [torch.empty(matrix.shape[1:], device="meta") for matrix in call.matrices],
+            [None] * len(call.matrices), call.activation, keep_preactivation=call.keep_preactivation,
+            out_dtype=call.out_dtype, packed=call.packed,
         )  # fmt: skip
         super().__init__(first, rows.count)
         self._rows, self._matrices, self._expert_biases = rows, call.matrices, call.biases
@@ -36,7 +36,7 @@ class GroupedEpilogue(Epilogue):
             picked = x.index_select(0, self._rows.tokens[low:high] - start)
             matrices = [matrix[expert] for matrix in self._matrices]
             biases = [None if bias is None else bias[expert] for bias in self._expert_biases]
-            self.multiply(picked, low, matrices, biases)
+            self.multiply(self.call.operand(picked), low, matrices, biases)
 
 
 def takes_few_rows(call: GroupedMatmulAllReduce) -> bool:

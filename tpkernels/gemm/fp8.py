@@ -24,8 +24,10 @@ from torch import Tensor
 
 __all__ = [
     "DTYPE",
+    "ExpertMatrices",
     "Operand",
     "Scaled",
+    "ScaledExperts",
     "multiply",
     "pack",
     "packed_bytes",
@@ -46,8 +48,9 @@ _WIDENED_AT_ONCE = 256 * 1024
 def quantize_fp8(x: Tensor, *, per: str = "tensor") -> tuple[Tensor, Tensor]:
     """The nearest e4m3 numbers and their scale, for the fp8 operands of the ops: ``x ~ numbers * scale``.
 
-    ``scale = max |x| / 448`` in fp32, over the whole tensor (shape ``()``) or over each row, which is the last
-    dimension (``per="row"``, shape ``[..., 1]``); 1 where all is zero.  NaN stays NaN, and infinity becomes it.
+    ``scale = max |x| / 448`` in fp32, over the whole tensor (shape ``()``), over each row, which is the last dimension
+    (``per="row"``, shape ``[..., 1]``), or over each matrix, as those of experts, which is the last two (``"matrix"``,
+    shape ``[..., 1, 1]``); 1 where all is zero.  NaN stays NaN, and infinity becomes it.
 
     Examples:
         >>> numbers, scale = tpk.quantize_fp8(torch.tensor([1.0, -896.0]))
@@ -55,13 +58,18 @@ def quantize_fp8(x: Tensor, *, per: str = "tensor") -> tuple[Tensor, Tensor]:
         (torch.float8_e4m3fn, tensor(2.))
 
     Raises:
-        ValueError: ``per`` is neither "tensor" nor "row".
+        ValueError: ``per`` is none of these, or x has no such dimensions.
     """
-    if per not in ("tensor", "row"):
-        raise ValueError(f"per must be 'tensor' or 'row', got {per!r}")
+    if per not in ("tensor", "row", "matrix"):
+        raise ValueError(f"per must be 'tensor', 'row' or 'matrix', got {per!r}")
+    dims = {"tensor": 0, "row": 1, "matrix": 2}[per]
+    if x.dim() < dims:
+        raise ValueError(f"per={per!r} needs a tensor of at least {dims} dimensions, got shape {tuple(x.shape)}")
     wide = x.detach().float()
-    if per == "row":
-        largest = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.new_zeros(*x.shape[:-1], 1)
+    if dims:
+        over, kept = tuple(range(-dims, 0)), x.shape[: x.dim() - dims]
+        empty = not x.shape[-dims:].numel()
+        largest = wide.new_zeros(*kept, *[1] * dims) if empty else wide.abs().amax(over, keepdim=True)
     else:
         largest = wide.abs().amax() if x.numel() else wide.new_zeros(())
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
@@ -108,7 +116,36 @@ class Scaled:
         return self._wide
 
 
+class ScaledExperts:
+    """Weights of experts, ``[E, columns, contraction]``, as their matrices ``[E, contraction, columns]`` in fp8.
+
+    ``scale`` has an element per row of the weights, per expert, or one for all.  What a GEMM makes of a matrix is made
+    once, and only of experts that are used; it is kept until the call ends.
+    """
+
+    __slots__ = ("_matrices", "_scale", "_weights")
+
+    def __init__(self, weights: Tensor, scale: Tensor) -> None:
+        per_row = (*weights.shape[:2], 1)
+        self._weights = weights
+        self._scale = (scale.reshape(1, 1, 1) if scale.numel() == 1 else scale).expand(per_row)
+        self._matrices: dict[int, Scaled] = {}
+
+    @property
+    def shape(self) -> torch.Size:
+        experts, columns, contraction = self._weights.shape
+        return torch.Size((experts, contraction, columns))
+
+    def __getitem__(self, expert: int) -> Scaled:
+        found = self._matrices.get(expert)
+        if found is None:
+            found = self._matrices[expert] = Scaled(self._weights[expert].t(), self._scale[expert].t())
+        return found
+
+
 Operand = Tensor | Scaled
+ExpertMatrices = Tensor | ScaledExperts
+"""``[E, contraction, columns]``."""
 
 
 def scale_rows(scale: Tensor, rows: int) -> Tensor:

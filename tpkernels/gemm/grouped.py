@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.gemm import few_rows
+from tpkernels.gemm import few_rows, fp8
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled
 
 __all__ = [
     "Add",
@@ -108,16 +109,22 @@ class TokenRows:
         return torch.empty_like(values).index_copy_(0, self.slots, values).view(self.num_tokens, self.top_k)
 
 
-def are_few(x: Tensor, matrices: Tensor, rows: TokenRows) -> bool:
-    """Whether the compiled kernel for few rows was measured to be the one to take in this process.
+def are_few(x: Operand, matrices: ExpertMatrices, rows: TokenRows) -> bool:
+    """Whether the compiled kernel for few rows was measured to be the one to take in this process; not for fp8.
 
     A function of all rows, so that a call has the same bits however its tokens are cut.
     """
+    if isinstance(x, Scaled):
+        return False
     return x.is_cpu and few_rows.wins(rows.count, matrices.shape[2], matrices.shape[1], x.dtype)
 
 
-def multiply(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None, few: bool) -> None:
+def multiply(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None, few: bool) -> None:
     """out = x @ matrix + bias; ``few``: by the compiled kernel, if the transpose of the matrix lies by its rows."""
+    if isinstance(x, Scaled) or isinstance(matrix, Scaled):
+        assert isinstance(x, Scaled) and isinstance(matrix, Scaled)
+        fp8.multiply(x, matrix, out, bias)
+        return
     if few and few_rows.multiply(x, matrix.t(), out, bias):
         return
     if bias is None:
@@ -127,10 +134,20 @@ def multiply(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None, few: b
 
 
 def products(
-    x: Tensor, matrices: Tensor, rows: TokenRows, biases: Tensor | None = None, *, few: bool = False
+    x: Operand,
+    matrices: ExpertMatrices,
+    rows: TokenRows,
+    biases: Tensor | None = None,
+    *,
+    few: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x[token of row] @ matrices[e] + biases[e]`` for every row, e its expert; matrices ``[E, contraction, N]``."""
-    found = x.new_empty(rows.count, matrices.shape[2])
+    """``x[token of row] @ matrices[e] + biases[e]`` for every row, e its expert; matrices ``[E, contraction, N]``.
+
+    ``out_dtype``: of the products of an fp8 x.
+    """
+    like = x.like(out_dtype) if isinstance(x, Scaled) else x
+    found = like.new_empty(rows.count, matrices.shape[2])
     for expert, low, high in rows.runs():
         picked, bias = x.index_select(0, rows.tokens[low:high]), None if biases is None else biases[expert]
         multiply(picked, matrices[expert], found[low:high], bias, few)

@@ -19,7 +19,7 @@ The weights of the routing are only passed on: their gradient is this rank's row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, GroupedMatmulReduceScatter
+from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
 from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
 from tpkernels.ops.options import GatedName, GroupedGatherKeywords, Products
@@ -51,6 +52,9 @@ from tpkernels.partition import Layout
 
 __all__ = ["all_gather_grouped_matmul"]
 
+GroupedGathered = tuple[Products, Routing] | tuple[Products, Routing, Tensor] | tuple[Products, Routing, Tensor, Tensor]
+"""What a gather returns where a type checker cannot tell: with ``return_gathered`` also x, and of fp8 its scales."""
+
 
 class _Gather(NamedTuple):
     """What a call says beside its tensors."""
@@ -67,37 +71,45 @@ class _Gather(NamedTuple):
 
 @overload
 def all_gather_grouped_matmul(
-    x_shard: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, activation: str | None = None,
-    return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
+    x_shard: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: str | None = None, return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
 ) -> tuple[Tensor, Routing]: ...  # fmt: skip
 
 
 @overload
 def all_gather_grouped_matmul(  # type: ignore[overload-overlap]  # a str may be one of these
-    x_shard: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, activation: GatedName,
-    return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
+    x_shard: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: GatedName, return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
 ) -> tuple[Tensor, Routing]: ...  # fmt: skip
 
 
 @overload
 def all_gather_grouped_matmul(
-    x_shard: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, activation: str | None = None,
-    return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
+    x_shard: Tensor, weights: Sequence[Tensor], routing: Routing, group: GroupLike, *, scale_x: Tensor | None = None,
+    activation: str | None = None, return_gathered: Literal[False] = False, **keywords: Unpack[GroupedGatherKeywords],
 ) -> tuple[list[Tensor], Routing]: ...  # fmt: skip
 
 
 @overload
 def all_gather_grouped_matmul(
-    x_shard: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, activation: str | None = None,
-    return_gathered: Literal[True], **keywords: Unpack[GroupedGatherKeywords],
+    x_shard: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, scale_x: None = None,
+    activation: str | None = None, return_gathered: Literal[True], **keywords: Unpack[GroupedGatherKeywords],
 ) -> tuple[Tensor, Routing, Tensor]: ...  # fmt: skip
 
 
 @overload
 def all_gather_grouped_matmul(
+    x_shard: Tensor, weights: Tensor, routing: Routing, group: GroupLike, *, scale_x: Tensor,
+    activation: str | None = None, return_gathered: Literal[True], **keywords: Unpack[GroupedGatherKeywords],
+) -> tuple[Tensor, Routing, Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def all_gather_grouped_matmul(
     x_shard: Tensor, weights: Tensor | Sequence[Tensor], routing: Routing, group: GroupLike, *,
-    activation: str | None = None, return_gathered: bool = False, **keywords: Unpack[GroupedGatherKeywords],
-) -> tuple[Products, Routing] | tuple[Products, Routing, Tensor]: ...  # fmt: skip
+    scale_x: Tensor | None = None, activation: str | None = None, return_gathered: bool = False,
+    **keywords: Unpack[GroupedGatherKeywords],
+) -> GroupedGathered: ...  # fmt: skip
 
 
 def all_gather_grouped_matmul(
@@ -107,12 +119,15 @@ def all_gather_grouped_matmul(
     group: GroupLike,
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     shard_sizes: Sequence[int] | None = None,
     return_gathered: bool = False,
     save_gathered: bool = False,
     implementation: str = "auto",
-) -> tuple[Products, Routing] | tuple[Products, Routing, Tensor]:
+) -> GroupedGathered:
     """Gather tokens and their routing over the group, and multiply each token with the weights of its experts.
 
     Unfused equation, with the tokens of all ranks T = sum(shard_sizes)::
@@ -127,24 +142,30 @@ def all_gather_grouped_matmul(
     =============  ===============================  ==================================================================
     argument       shape                            notes
     =============  ===============================  ==================================================================
-    ``x_shard``    ``[shard_sizes[rank], K]``       this rank's tokens; fp32, bf16, fp16 or fp64; any strides
+    ``x_shard``    ``[shard_sizes[rank], K]``       this rank's tokens; fp32, bf16, fp16, fp64, fp8 (e4m3); any strides
     ``weights``    ``[E, N_i, K]``, one or several  this rank's rows of every expert; N_i may differ between ranks
     ``routing``    of ``[shard_sizes[rank], k]``    of this rank's tokens
     ``bias``       ``[E, N_i]`` or None             one per weight, this rank's part
+    ``scale_x``    ``[shard_sizes[rank], 1]`` or 1  fp32, for fp8: per token, or one for all
+    ``scale_w...`` ``[E, N_i, 1]``, or see below    fp32, for fp8: per row of each expert's weight; one per weight
     ``h_i``        ``[T * k, N_i]``                 a row per token and expert, by expert, then by token; dtype of x
     =============  ===============================  ==================================================================
 
     Args:
+        scale_x, scale_weight: x and weights are fp8, and stand for ``x * scale_x`` and ``weights * scale_weight``; the
+            latter may also be ``[E, 1, 1]``, per expert, or one for all.  :func:`tpkernels.quantize_fp8` makes both.
+            Scales of x are gathered with it.  There is no gradient.
+        out_dtype: dtype of h and of biases in fp8 calls: bfloat16 (default), float16 or float32; h is rounded once.
         shard_sizes: number of tokens of every rank; needed, on every rank, when they are not all equal.
         activation: None, "relu", "gelu", "gelu_tanh" or "silu"; or "swiglu", "geglu" or "clamped_swiglu" (that of
             GPT-OSS), of two weights, which may be views: ``both[:, 0::2]`` and ``both[:, 1::2]`` where they interleave.
-        return_gathered: also return the gathered x (differentiable).
+        return_gathered: also return the gathered x (differentiable); of an fp8 x its scales as well, ``[T, 1]``.
         save_gathered: keep the gathered x for the backward pass instead of gathering it again.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
     Returns:
         ``(h, whole)`` for one weight or a gated pair, else ``(list of h, whole)``; with ``return_gathered`` also the
-        gathered x.  ``whole`` is the :class:`~tpkernels.Routing` of all tokens, which
+        gathered x, for fp8 and its scales.  ``whole`` is the :class:`~tpkernels.Routing` of all tokens, which
         :func:`tpkernels.grouped_matmul_reduce_scatter` needs, equal on all ranks.  The gradient that arrives for its
         weights must be equal on all ranks, as that of the reducing ops is; each rank takes the part of its tokens.
 
@@ -169,16 +190,20 @@ def all_gather_grouped_matmul(
     biases = as_list(bias, len(matrices))
     refuse(group, "all_gather_grouped_matmul", "the rows of an expert's GEMM are cut in no blocks")
     check_local(group, x_shard=[x_shard], weights=matrices, bias=biases, routing=routing)
+    scales = scales_of(group, scale_x, scale_weight, out_dtype, x_shard, *matrices, *biases, routing.weights)
     needs_grad = wants_grad(x_shard, *matrices, *biases, routing.weights)
     options = _Gather(
         group_name(group), activation, None if shard_sizes is None else list(shard_sizes),
         return_gathered or (save_gathered and needs_grad), activation is not None and needs_grad, implementation,
     )  # fmt: skip
-    outputs = call("all_gather_grouped_matmul", x_shard, matrices, pack_biases(biases, x_shard), routing, options)
+    outputs = call(
+        "all_gather_grouped_matmul", x_shard, matrices, pack_biases(biases, x_shard), routing, scales, options
+    )
     count = _num_outputs(activation, len(matrices))
     h = outputs[0] if single else outputs[:count]
     whole = Routing(*outputs[count : count + 2])
-    return (h, whole, outputs[-1]) if return_gathered else (h, whole)
+    gathered = outputs[-2 if scales.are_given else -1 :] if return_gathered else []
+    return cast(GroupedGathered, (h, whole, *gathered))
 
 
 def _num_outputs(activation: str | None, num_weights: int) -> int:
@@ -194,15 +219,17 @@ def _check(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     routing: Routing,
+    scales: Scales,
     options: _Gather,
     rank: int,
     size: int,
 ) -> Layout:
     """The layout of the gathered tokens."""
-    check_common("all_gather_grouped_matmul", x, options.implementation, options.activation)
+    check_common("all_gather_grouped_matmul", x, options.implementation, options.activation, scaled=scales.are_given)
     if x.dim() != 2:
         raise ValueError(f"x_shard must be [tokens, K], got shape {tuple(x.shape)}")
-    check_expert_weights(x, weights, biases)
+    check_expert_weights(x, weights, biases, out_dtype=scales.out_dtype)
+    scales.check(x, weights)
     check_gate(options.activation, weights)
     check_routing(routing, x.shape[0], x.device)
     check_shard_sizes(options.shard_sizes, size, own=(rank, x.shape[0]))
@@ -210,12 +237,12 @@ def _check(
 
 
 def _kernel(
-    x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, options: _Gather
+    x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, scales: Scales, options: _Gather
 ) -> list[Tensor]:
     group = resolve(options.group_name)
     bias_list = unpack_biases(biases, matrices)
     try:
-        layout = _check(x, matrices, bias_list, routing, options, group.rank, group.size)
+        layout = _check(x, matrices, bias_list, routing, scales, options, group.rank, group.size)
         check_expert_values(routing.experts, matrices[0].shape[0])
     except ValueError as error:
         agreement.refuse(group, "all_gather_grouped_matmul", str(error))
@@ -223,39 +250,41 @@ def _kernel(
     num_experts = matrices[0].shape[0]
     whole = start_routing(group, routing, layout, num_experts, x.dtype, lambda experts: TokenRows(experts, num_experts))
     arguments = AllGatherGroupedMatmul(
-        flat(x), layout, whole.rows, [weight.transpose(1, 2) for weight in matrices], bias_list, options.activation,
-        options.keep_gathered, options.keep_preactivation,
+        scales.travelling(x), layout, whole.rows, scales.matrices(matrices), bias_list, options.activation,
+        options.keep_gathered, options.keep_preactivation, scales.out_dtype, scales.packed(x),
     )  # fmt: skip
     signature = grouped_signature(
         "all_gather_grouped_matmul", x, layout, x.shape[1], options.implementation,
-        (num_experts, routing.experts.shape[1]), activation=options.activation,
+        (num_experts, routing.experts.shape[1]), activation=options.activation, out_dtype=scales.out_dtype,
     )  # fmt: skip
     try:
         result = agreed_call.run(group, signature, sum([weight.shape[1] for weight in matrices]), arguments, x.device)
     except UnsupportedProblem:  # on all ranks, which go on: so does what has started
         whole.routing()
         raise
-    gathered = [result.whole] if options.keep_gathered else []
+    gathered = scales.arrived(result.whole, x) if options.keep_gathered else []
     outputs = [*result.outs, *whole.routing(), *result.preactivations, *gathered]
     return [fresh(one, one.shape) for one in outputs]
 
 
-def _fake(x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, options: _Gather) -> list[Tensor]:
+def _fake(
+    x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, scales: Scales, options: _Gather
+) -> list[Tensor]:
     pg = process_group(options.group_name)
-    layout = _check(x, matrices, unpack_biases(biases, matrices), routing, options, pg.rank(), pg.size())
+    layout = _check(x, matrices, unpack_biases(biases, matrices), routing, scales, options, pg.rank(), pg.size())
     tokens, top_k = sum(layout.sizes), routing.experts.shape[1]
     whole = [one.new_empty(tokens, top_k) for one in routing]
     kept = matrices if options.keep_preactivation and options.activation is not None else []
     outs, before = (
-        [x.new_empty(tokens * top_k, weight.shape[1]) for weight in of]
+        [x.new_empty(tokens * top_k, weight.shape[1], dtype=scales.dtype(x)) for weight in of]
         for of in (matrices[: _num_outputs(options.activation, len(matrices))], kept)
     )
-    return [*outs, *whole, *before, *([x.new_empty(tokens, x.shape[1])] if options.keep_gathered else [])]
+    return [*outs, *whole, *before, *(scales.fake_arrived(tokens, x) if options.keep_gathered else [])]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, biases, _, _, *rest = inputs
-    options = _Gather(*rest)
+    options = _Gather(*behind_scales(rest))
     if options.activation is not None and not options.keep_preactivation:
         raise ValueError(
             "torch.ops.tpkernels.all_gather_grouped_matmul needs keep_preactivation=True when it is differentiated"

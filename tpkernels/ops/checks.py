@@ -20,6 +20,7 @@ from tpkernels.partition import Layout
 __all__ = [
     "DTYPES",
     "as_list",
+    "check_bias_dtype",
     "check_common",
     "check_dim",
     "check_gate",
@@ -99,9 +100,14 @@ def check_weights(
             name = f"bias[{i}]" if len(weights) > 1 else "bias"
             if bias.shape != (weight.shape[0],):
                 raise ValueError(f"{name} must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-            if out_dtype is not None and bias.dtype != out_dtype:
-                raise ValueError(f"{name} must have the dtype of the result (out_dtype={out_dtype}), got {bias.dtype}")
+            check_bias_dtype(name, bias, out_dtype)
             check_same(name, bias, x, dtype=out_dtype)
+
+
+def check_bias_dtype(name: str, bias: Tensor, out_dtype: torch.dtype | None) -> None:
+    """``out_dtype``: of the result, if the operands are fp8."""
+    if out_dtype is not None and bias.dtype != out_dtype:
+        raise ValueError(f"{name} must have the dtype of the result (out_dtype={out_dtype}), got {bias.dtype}")
 
 
 def check_gate(activation: str | None, weights: Sequence[Tensor]) -> None:
@@ -112,7 +118,7 @@ def check_gate(activation: str | None, weights: Sequence[Tensor]) -> None:
 
 
 def check_scales(x: Tensor, weights: Sequence[Tensor], scale_x: Tensor, scale_weights: Sequence[Tensor]) -> None:
-    """fp32 scales of fp8 operands: one element, or one per row of x and of each weight."""
+    """fp32 scales of fp8 operands: one element, or one per row of x and of each weight, or per expert of weights."""
     _check_scale("scale_x", scale_x, x, x)
     if len(scale_weights) != len(weights):
         raise ValueError(f"scale_weight must have one entry per weight ({len(weights)}), got {len(scale_weights)}")
@@ -122,14 +128,16 @@ def check_scales(x: Tensor, weights: Sequence[Tensor], scale_x: Tensor, scale_we
 
 def _check_scale(name: str, scale: Tensor, of: Tensor, x: Tensor) -> None:
     per_row = (*of.shape[:-1], 1)
-    if scale.shape != per_row and scale.numel() != 1:
+    per_expert = (of.shape[0], 1, 1) if of.dim() == 3 and of is not x else per_row
+    if scale.shape not in (per_row, per_expert) and scale.numel() != 1:
+        experts = "" if per_expert == per_row else f" or {per_expert} (per expert)"
         raise ValueError(
-            f"{name} must have one element (per tensor) or shape {per_row} (per row), got {tuple(scale.shape)}"
+            f"{name} must have one element (per tensor) or shape {per_row} (per row){experts}, got {tuple(scale.shape)}"
         )
     check_same(name, scale, x, dtype=torch.float32)
 
 
-def check_out_dtype(out_dtype: torch.dtype) -> None:
+def check_out_dtype(out_dtype: torch.dtype | None) -> None:
     if out_dtype not in SCALED_OUT_DTYPES:
         raise ValueError(f"out_dtype must be one of {dtype_names(SCALED_OUT_DTYPES)}, got {out_dtype}")
 

@@ -231,13 +231,22 @@ def _all_gather_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def start_gather(
-    group: Group, x2d: Tensor, layout: Layout, implementation: str, detail: str = "", *, at_once: bool = False
+    group: Group,
+    x2d: Tensor,
+    layout: Layout,
+    implementation: str,
+    detail: str = "",
+    *,
+    at_once: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Callable[[], Tensor]:
     """Post an all-gather; returns the function that waits for it.  See :class:`~tpkernels.ops.contract.AllGather`.
 
-    ``detail``: what else the ranks must have in common.  ``at_once``: the function is called next.
+    ``detail``: what else the ranks must have in common.  ``at_once``: the function is called next.  ``dtype``: another
+    one of as many bytes, whose costs the ranks know.
     """
-    signature = Signature("all_gather", x2d.dtype, x2d.device.type, layout, x2d.shape[1], implementation, detail)
+    dtype = dtype or x2d.dtype
+    signature = Signature("all_gather", dtype, x2d.device.type, layout, x2d.shape[1], implementation, detail)
     if layout.feature:
         signature = signature._replace(columns=sum(layout.sizes))
     arguments = AllGather(x2d, layout)

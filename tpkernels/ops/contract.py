@@ -3,9 +3,9 @@
 Ops check their arguments, agree with the other ranks and flatten every tensor to two dimensions; a backend sees only
 the dataclasses below.  Matrices are ``[contraction, columns]`` views (the transpose of an ``nn.Linear`` weight in the
 forward pass, the weight itself in the gradient), with whatever strides they have.  In fp8 calls they are
-:class:`~tpkernels.gemm.fp8.Scaled`, as are the ``xs`` of reducing ops, and ``out_dtype`` stands where else the dtype
-of x does: results, biases and what is sent of partials have it.  Where the ranks have agreed to multiply bf16 or fp16
-in fp32 they are :class:`~tpkernels.gemm.widened.Widened`.
+:class:`~tpkernels.gemm.fp8.Scaled`, those of experts :class:`~tpkernels.gemm.fp8.ScaledExperts`, as are the ``xs`` of
+reducing ops, and ``out_dtype`` stands where else the dtype of x does: results, biases and what is sent of partials have
+it.  Where the ranks have agreed to multiply bf16 or fp16 in fp32 they are :class:`~tpkernels.gemm.widened.Widened`.
 
 All implementations must: leave their inputs alone; return fresh tensors; accumulate over ranks in fp32 (fp64 for
 fp64), in rank order, rounding once; accept shards of zero rows; and report a failed wait as
@@ -25,7 +25,7 @@ from tpkernels.comm.groups import Group
 from tpkernels.dispatch import Costs, Problem
 from tpkernels.gemm import fp8, residual_norm
 from tpkernels.gemm.dealt import DealtRows
-from tpkernels.gemm.fp8 import Operand, Scaled
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.ops.activations import (
@@ -256,17 +256,21 @@ class AllGatherGroupedMatmul:
 
     ``matrices`` are ``[E, contraction, columns]`` and ``biases`` ``[E, columns]``; ``run`` returns a :class:`Gathered`.
     ``x`` is this rank's contiguous ``[tokens, contraction]``, and the layout is one of rows with one segment per rank.
+    An fp8 x, and the whole, are packed as in :class:`AllGatherMatmul`.
     """
 
     x: Tensor
     layout: Layout
     rows: Callable[[], TokenRows]
     """Waits for the tokens' experts, which travel beside x; to be called once x is on its way, as often as you like."""
-    matrices: Sequence[Tensor]
+    matrices: Sequence[ExpertMatrices]
     biases: Sequence[Tensor | None]
     activation: str | None = None
     keep_whole: bool = False
     keep_preactivation: bool = False
+    out_dtype: torch.dtype | None = None
+    packed: tuple[int, ...] = ()
+    """K, where rows are packed."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +284,8 @@ class GroupedMatmulAllReduce:
     once; what is sent of partials has the dtype of xs.  ``meanwhile`` as in :class:`MatmulReduceScatter`.
     """
 
-    xs: Sequence[Tensor]
-    matrices: Sequence[Tensor]
+    xs: Sequence[Operand]
+    matrices: Sequence[ExpertMatrices]
     rows: TokenRows
     weights: Tensor | None
     """``[rows]`` in the accumulation dtype; None: all are 1."""
@@ -291,11 +295,13 @@ class GroupedMatmulAllReduce:
     meanwhile: Callable[[], None] = nothing
     expert_biases: Tensor | None = None
     """``[E, columns]``: part of the (only) product of an expert's rows."""
+    out_dtype: torch.dtype | None = None
 
     @property
     def like(self) -> Tensor:
         """A tensor of the dtype and on the device of the result."""
-        return self.xs[0]
+        x = self.xs[0]
+        return x.like(self.out_dtype) if isinstance(x, Scaled) else x
 
     @property
     def tail(self) -> None:

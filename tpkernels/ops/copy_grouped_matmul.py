@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
@@ -26,9 +27,10 @@ from tpkernels.gemm.grouped import TokenRows, are_few, bias_gradients, products
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
+from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
 from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
-from tpkernels.ops.options import CopyKeywords, GatedName, Reduce
+from tpkernels.ops.options import GatedName, GroupedCopyKeywords, Reduce
 from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.routing import (
     Routing,
@@ -52,8 +54,9 @@ def copy_grouped_matmul(
     routing: Routing,
     group: GroupLike,
     *,
+    scale_x: Tensor | None = None,
     activation: str | None = None,
-    **keywords: Unpack[CopyKeywords],
+    **keywords: Unpack[GroupedCopyKeywords],
 ) -> Tensor: ...
 
 
@@ -64,8 +67,9 @@ def copy_grouped_matmul(  # type: ignore[overload-overlap]  # a str may be one o
     routing: Routing,
     group: GroupLike,
     *,
+    scale_x: Tensor | None = None,
     activation: GatedName,
-    **keywords: Unpack[CopyKeywords],
+    **keywords: Unpack[GroupedCopyKeywords],
 ) -> Tensor: ...
 
 
@@ -76,8 +80,9 @@ def copy_grouped_matmul(
     routing: Routing,
     group: GroupLike,
     *,
+    scale_x: Tensor | None = None,
     activation: str | None = None,
-    **keywords: Unpack[CopyKeywords],
+    **keywords: Unpack[GroupedCopyKeywords],
 ) -> list[Tensor]: ...
 
 
@@ -88,6 +93,9 @@ def copy_grouped_matmul(
     group: GroupLike,
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     implementation: str = "auto",
 ) -> Tensor | list[Tensor]:
@@ -102,7 +110,9 @@ def copy_grouped_matmul(
 
     ``x`` is ``[T, K]`` and, like ``routing``, equal on all ranks; ``weight_i`` is ``[E, N_i, K]``, ``bias_i`` ``[E,
     N_i]``, ``h_i`` ``[T * k, N_i]``.  :func:`tpkernels.grouped_matmul_all_reduce` takes h, and has the gradient of the
-    routing's weights.
+    routing's weights.  Operands may be fp8, with ``scale_x``, ``scale_weight`` and ``out_dtype`` as in
+    :func:`tpkernels.all_gather_grouped_matmul`; products are rounded to that before an activation, as they are to the
+    dtype of other operands.
 
     Examples:
         >>> x, weights = torch.ones(2, 8), torch.ones(3, 5, 8)
@@ -120,10 +130,11 @@ def copy_grouped_matmul(
     biases = as_list(bias, len(matrices))
     refuse(group, "copy_grouped_matmul", "the rows of an expert's GEMM are cut in no blocks")
     check_local(None, x=[x], weights=matrices, bias=biases, routing=routing)
-    check_common(_DUAL, x, implementation, activation)
+    scales = scales_of(None, scale_x, scale_weight, out_dtype, x, *matrices, *biases)
+    check_common(_DUAL, x, implementation, activation, scaled=scales.are_given)
     check_gate(activation, matrices)
     outs = call(
-        "copy_grouped_matmul", x, matrices, pack_biases(biases, x), routing.experts,
+        "copy_grouped_matmul", x, matrices, pack_biases(biases, x), routing.experts, scales,
         Reduce(group_name(group), implementation),
     )  # fmt: skip
     if activation in GATED:
@@ -133,37 +144,46 @@ def copy_grouped_matmul(
 
 
 def _check(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], experts: Tensor, options: Reduce
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    experts: Tensor,
+    scales: Scales,
+    options: Reduce,
 ) -> None:
-    check_common(_DUAL, x, options.implementation)
+    check_common(_DUAL, x, options.implementation, scaled=scales.are_given)
     if x.dim() != 2:
         raise ValueError(f"x must be [tokens, K], got shape {tuple(x.shape)}")
-    check_expert_weights(x, weights, biases, "x")
-    check_routing(Routing(experts, x.new_empty(experts.shape)), x.shape[0], x.device)
+    check_expert_weights(x, weights, biases, "x", out_dtype=scales.out_dtype)
+    scales.check(x, weights)
+    check_routing(Routing(experts, x.new_empty(experts.shape, dtype=scales.dtype(x))), x.shape[0], x.device)
 
 
-def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], experts: Tensor, options: Reduce) -> list[Tensor]:
+def _kernel(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], experts: Tensor, scales: Scales, options: Reduce
+) -> list[Tensor]:
     bias_list = unpack_biases(biases, weights)
-    _check(x, weights, bias_list, experts, options)
+    _check(x, weights, bias_list, experts, scales, options)
     check_expert_values(experts, weights[0].shape[0])
-    rows, x2d = TokenRows(experts, weights[0].shape[0]), flat(x)
+    rows, x2d = TokenRows(experts, weights[0].shape[0]), scales.rows(x)
     outs = []
-    for weight, bias in zip(weights, bias_list, strict=True):
-        matrices = weight.transpose(1, 2)
+    for matrices, bias in zip(scales.matrices(weights), bias_list, strict=True):
         # The unfused way is what others are compared with: torch's GEMM.
         few = options.implementation != "unfused" and are_few(x2d, matrices, rows)
-        outs.append(products(x2d, matrices, rows, bias, few=few))
+        outs.append(products(x2d, matrices, rows, bias, few=few, out_dtype=scales.out_dtype))
     return outs
 
 
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], experts: Tensor, options: Reduce) -> list[Tensor]:
-    _check(x, weights, unpack_biases(biases, weights), experts, options)
-    return [x.new_empty(experts.numel(), weight.shape[1]) for weight in weights]
+def _fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], experts: Tensor, scales: Scales, options: Reduce
+) -> list[Tensor]:
+    _check(x, weights, unpack_biases(biases, weights), experts, scales, options)
+    return [x.new_empty(experts.numel(), weight.shape[1], dtype=scales.dtype(x)) for weight in weights]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, experts, *options = inputs
-    ctx.options = Reduce(*options)
+    x, weights, biases, experts, *rest = inputs
+    ctx.options = Reduce(*behind_scales(rest))
     ctx.save_for_backward(x, experts, *weights)
     ctx.has_bias = has_bias(biases)
     ctx.sinks = sinks_of(weights)

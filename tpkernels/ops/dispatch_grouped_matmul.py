@@ -34,6 +34,7 @@ from tpkernels.gemm.grouped import bias_gradients
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_shard_sizes
 from tpkernels.ops.contract import GATED, DispatchGroupedMatmul, GroupedMatmulCombine
+from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.expert_sizes import check_expert_sizes, dealt_signature, sizes_of_experts
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
 from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
@@ -105,6 +106,9 @@ def dispatch_grouped_matmul(
     *,
     expert_sizes: Sequence[int] | None = None,
     bias: Tensor | Sequence[Tensor | None] | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     shard_sizes: Sequence[int] | None = None,
     implementation: str = "auto",
@@ -125,15 +129,18 @@ def dispatch_grouped_matmul(
     =============  ============================  =====================================================================
     argument       shape                         notes
     =============  ============================  =====================================================================
-    ``x``          ``[shard_sizes[rank], K]``    this rank's tokens; fp32, bf16, fp16 or fp64; any strides
+    ``x``          ``[shard_sizes[rank], K]``    this rank's tokens; fp32, bf16, fp16, fp64, fp8 (e4m3); any strides
     ``weights``    ``[E_r, N_i, K]``, or more    those of this rank's experts, of which there may be none
     ``routing``    of ``[shard_sizes[rank], k]`` of this rank's tokens, to experts from 0 to E - 1
     ``bias``       ``[E_r, N_i]`` or None        one per weight
+    ``scale_x``    as many as of a gather        fp32, for fp8: per token, or one for all
+    ``scale_w...`` ``[E_r, N_i, 1]``, or fewer   fp32, for fp8: per row, per expert or one for all; one per weight
     ``h_i``        ``[n, N_i]``                  a row per token and expert of this rank, by expert, then by token
     =============  ============================  =====================================================================
 
     Args:
         expert_sizes: number of experts of every rank; needed, on every rank, when they are not all equal.
+        scale_x, scale_weight, out_dtype: of fp8 operands, as in :func:`tpkernels.all_gather_grouped_matmul`.
         activation: as in :func:`tpkernels.all_gather_grouped_matmul`.
         shard_sizes: number of tokens of every rank; needed, on every rank, when they are not all equal.
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
@@ -166,13 +173,14 @@ def dispatch_grouped_matmul(
     matrices = [weights] if isinstance(weights, Tensor) else list(weights)
     biases = as_list(bias, len(matrices))
     check_local(group, x=[x], weights=matrices, bias=biases, routing=routing)
+    scales = scales_of(group, scale_x, scale_weight, out_dtype, x, *matrices, *biases, routing.weights)
     needs_grad = wants_grad(x, *matrices, *biases, routing.weights)
     options = _Dispatch(
         group_name(group), activation, None if shard_sizes is None else list(shard_sizes),
         None if expert_sizes is None else list(expert_sizes), needs_grad, activation is not None and needs_grad,
         implementation,
     )  # fmt: skip
-    outputs = call(_OP, x, matrices, pack_biases(biases, x), routing, options)
+    outputs = call(_OP, x, matrices, pack_biases(biases, x), routing, scales, options)
     count = _num_outputs(activation, len(matrices))
     return outputs[0] if single else outputs[:count], Routing(*outputs[count : count + 2])
 
@@ -186,15 +194,17 @@ def _check(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     routing: Routing,
+    scales: Scales,
     options: _Dispatch,
     rank: int,
     size: int,
 ) -> tuple[Layout, list[int]]:
     """The layout of all tokens, and the number of experts of every rank."""
-    check_common(_OP, x, options.implementation, options.activation)
+    check_common(_OP, x, options.implementation, options.activation, scaled=scales.are_given)
     if x.dim() != 2:
         raise ValueError(f"x must be [tokens, K], got shape {tuple(x.shape)}")
-    check_expert_weights(x, weights, biases, "x", at_least=0)
+    check_expert_weights(x, weights, biases, "x", at_least=0, out_dtype=scales.out_dtype)
+    scales.check(x, weights)
     check_gate(options.activation, weights)
     check_routing(routing, x.shape[0], x.device)
     check_shard_sizes(options.shard_sizes, size, own=(rank, x.shape[0]))
@@ -204,12 +214,12 @@ def _check(
 
 
 def _kernel(
-    x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, options: _Dispatch
+    x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, scales: Scales, options: _Dispatch
 ) -> list[Tensor]:
     group = resolve(options.group_name)
     bias_list = unpack_biases(biases, matrices)
     try:
-        layout, experts = _check(x, matrices, bias_list, routing, options, group.rank, group.size)
+        layout, experts = _check(x, matrices, bias_list, routing, scales, options, group.rank, group.size)
         check_expert_values(routing.experts, sum(experts))
     except ValueError as error:
         agreement.refuse(group, _OP, str(error))
@@ -219,12 +229,12 @@ def _kernel(
         lambda all_of: DealtRows(all_of, experts, layout.sizes, group.rank),
     )  # fmt: skip
     arguments = DispatchGroupedMatmul(
-        flat(x), layout, whole.rows, [weight.transpose(1, 2) for weight in matrices], bias_list, options.activation,
-        options.keep_received, options.keep_preactivation,
+        scales.travelling(x), layout, whole.rows, scales.matrices(matrices), bias_list, options.activation,
+        options.keep_received, options.keep_preactivation, scales.out_dtype, scales.packed(x),
     )  # fmt: skip
     signature = dealt_signature(
         _OP, x, layout, x.shape[1], options.implementation, experts, routing.experts.shape[1],
-        activation=options.activation,
+        activation=options.activation, out_dtype=scales.out_dtype,
     )  # fmt: skip
     try:
         result = agreed_call.run(group, signature, sum([weight.shape[1] for weight in matrices]), arguments, x.device)
@@ -237,10 +247,10 @@ def _kernel(
 
 
 def _fake(
-    x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, options: _Dispatch
+    x: Tensor, matrices: list[Tensor], biases: list[Tensor], routing: Routing, scales: Scales, options: _Dispatch
 ) -> list[Tensor]:
     pg = process_group(options.group_name)
-    layout, _ = _check(x, matrices, unpack_biases(biases, matrices), routing, options, pg.rank(), pg.size())
+    layout, _ = _check(x, matrices, unpack_biases(biases, matrices), routing, scales, options, pg.rank(), pg.size())
     tokens, top_k = sum(layout.sizes), routing.experts.shape[1]
     rows: int | SymInt = tokens * top_k
     received: int | SymInt = tokens
@@ -250,7 +260,7 @@ def _fake(
         received = context.new_dynamic_size() if options.keep_received else 0
     kept = matrices if options.keep_preactivation and options.activation is not None else []
     outs, before = (
-        [x.new_empty(rows, weight.shape[1]) for weight in of]
+        [x.new_empty(rows, weight.shape[1], dtype=scales.dtype(x)) for weight in of]
         for of in (matrices[: _num_outputs(options.activation, len(matrices))], kept)
     )
     whole = [one.new_empty(tokens, top_k) for one in routing]
@@ -259,7 +269,7 @@ def _fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, biases, _, _, *rest = inputs
-    options = _Dispatch(*rest)
+    options = _Dispatch(*behind_scales(rest))
     kept = options.keep_received and (options.activation is None or options.keep_preactivation)
     if not kept:
         raise ValueError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tpkernels.ops.routing import grouped_signature
@@ -49,10 +50,11 @@ def dealt_signature(
     *,
     detail: str = "",
     activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Signature:
     """``layout``: of the tokens of all ranks."""
     dealt = f"dealt out as {list(expert_sizes)}"
     return grouped_signature(
         op, x, layout, columns, implementation, (sum(expert_sizes), top_k),
-        detail=f"{dealt}, {detail}" if detail else dealt, activation=activation,
+        detail=f"{dealt}, {detail}" if detail else dealt, activation=activation, out_dtype=out_dtype,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def _check(
     for name, value in (("m", m), ("n", n), ("k", k)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    if dtype == fp8.DTYPE and "matmul" in op and op not in dispatch.GROUPED:
+    if dtype == fp8.DTYPE and "matmul" in op:
         check_out_dtype(torch.bfloat16 if out_dtype is None else out_dtype)
         return
     if out_dtype is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
@@ -20,6 +21,7 @@ from tpkernels.gemm.grouped import TokenRows, products
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import check_local
 from tpkernels.ops.contract import GroupedMatmulAllReduce
+from tpkernels.ops.expert_scales import Scales, scales_of
 from tpkernels.ops.grouped_reduction import (
     backward_of,
     check_reduction,
@@ -47,6 +49,9 @@ def grouped_matmul_all_reduce(
     group: GroupLike,
     *,
     bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """Multiply rows with the weights of their experts, sum each token's and sum over the group; for whole residuals.
@@ -61,15 +66,16 @@ def grouped_matmul_all_reduce(
     =============  ==================  ================================================================
     argument       shape               notes
     =============  ==================  ================================================================
-    ``h``          ``[T * k, F_r]``    fp32, bf16, fp16 or fp64; any strides
+    ``h``          ``[T * k, F_r]``    fp32, bf16, fp16, fp64 or fp8 (e4m3); any strides
     ``weights``    ``[E, H, F_r]``     this rank's columns of every expert; F_r may differ between ranks
     ``routing``    of ``[T, k]``       equal on all ranks, which is compared
     ``bias``       ``[E, H]`` or None  equal on all ranks; added once, after the sum over the ranks
     ``y``          ``[T, H]``          equal on all ranks; dtype of h
     =============  ==================  ================================================================
 
-    Roundings, and the gradients of ``bias`` and the routing's weights, are as in
-    :func:`tpkernels.grouped_matmul_reduce_scatter`.  The gradient that arrives for y must be the same on every rank.
+    Operands may be fp8, with ``scale_x`` (of h), ``scale_weight`` and ``out_dtype`` as in
+    :func:`tpkernels.grouped_matmul_reduce_scatter`, whose roundings, and gradients of ``bias`` and the routing's
+    weights, this op has.  The gradient that arrives for y must be the same on every rank.
 
     Examples:
         >>> h, weights = torch.ones(2, 5), torch.ones(3, 6, 5)  # one token, 2 experts
@@ -83,28 +89,34 @@ def grouped_matmul_all_reduce(
     """
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
-    y: Tensor = call(_OP, h, weights, bias, routing, Reduce(group_name(group), implementation))
+    scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
+    y: Tensor = call(_OP, h, weights, bias, routing, scales, Reduce(group_name(group), implementation))
     return y
 
 
-def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce) -> Tensor:
+def _kernel(
+    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, options: Reduce
+) -> Tensor:
     group = resolve(options.group_name)
     refuse_reduction(
-        group, _OP, weight, routing, lambda: check_reduction(_OP, h, weight, bias, routing, options.implementation)
-    )
+        group, _OP, weight, routing,
+        lambda: check_reduction(_OP, h, weight, bias, routing, scales, options.implementation),
+    )  # fmt: skip
     tokens, top_k = routing.experts.shape
-    arguments = GroupedMatmulAllReduce(**fields(h, weight, bias, routing, slice(None)))
+    arguments = GroupedMatmulAllReduce(**fields(h, weight, bias, routing, scales, slice(None)))
     layout, experts = rows_layout(tokens, group.size), (weight.shape[0], top_k)
     has_bias, columns = bias is not None, weight.shape[1]
-    signature = grouped_signature(_OP, h, layout, columns, options.implementation, experts, bias=has_bias)
+    signature = grouped_signature(
+        _OP, h, layout, columns, options.implementation, experts, bias=has_bias, out_dtype=scales.out_dtype
+    )
     same = compared_routing(group, signature, routing)
     y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
     return fresh(y, (tokens, weight.shape[1]))
 
 
-def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: Reduce) -> Tensor:
-    check_reduction(_OP, h, weight, bias, routing, options.implementation)
-    return h.new_empty(routing.experts.shape[0], weight.shape[1])
+def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, options: Reduce) -> Tensor:
+    check_reduction(_OP, h, weight, bias, routing, scales, options.implementation)
+    return h.new_empty(routing.experts.shape[0], weight.shape[1], dtype=scales.dtype(h))
 
 
 def _backward_kernel(

@@ -30,6 +30,7 @@ from tpkernels.gemm.grouped import reduced_bias_gradient, reduced_matrix_gradien
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import check_common, check_local, check_shard_sizes
 from tpkernels.ops.contract import DispatchGroupedMatmul, Gathered, GroupedMatmulCombine, accumulation_dtype
+from tpkernels.ops.expert_scales import Scales, scales_of
 from tpkernels.ops.expert_sizes import check_expert_sizes, dealt_signature, sizes_of_experts
 from tpkernels.ops.grouped_reduction import backward_of, fake_gradients, setup_context
 from tpkernels.ops.main_grad import Sink
@@ -68,6 +69,9 @@ def grouped_matmul_combine(
     *,
     expert_sizes: Sequence[int] | None = None,
     bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     shard_sizes: Sequence[int] | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -84,15 +88,19 @@ def grouped_matmul_combine(
     =============  ============================  =====================================================================
     argument       shape                         notes
     =============  ============================  =====================================================================
-    ``h``          ``[n, F]``                    fp32, bf16, fp16 or fp64; any strides
+    ``h``          ``[n, F]``                    fp32, bf16, fp16, fp64 or fp8 (e4m3); any strides
     ``weights``    ``[E_r, H, F]``               those of this rank's experts, of which there may be none
     ``routing``    of ``[T, k]``                 of all tokens, and equal on all ranks, which is compared
     ``bias``       ``[E_r, H]`` or None          those of this rank's experts
-    ``y``          ``[shard_sizes[rank], H]``    this rank's tokens; dtype of h
+    ``scale_x``    ``[n, 1]`` or 1               fp32, for fp8: per row of h, or one for all
+    ``scale_w...`` ``[E_r, H, 1]``, or fewer     fp32, for fp8: per row, per expert (``[E_r, 1, 1]``), or one for all
+    ``y``          ``[shard_sizes[rank], H]``    this rank's tokens; dtype of h, for fp8 ``out_dtype``
     =============  ============================  =====================================================================
 
     Args:
         expert_sizes: number of experts of every rank; needed, on every rank, when they are not all equal.
+        scale_x, scale_weight, out_dtype: of fp8 operands, as in :func:`tpkernels.all_gather_grouped_matmul`.  Products
+            and partials have ``out_dtype``.
         shard_sizes: number of tokens of every rank; default ``numpy.array_split`` (10 tokens over 3 ranks: 4, 3, 3).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
@@ -113,21 +121,30 @@ def grouped_matmul_combine(
     """
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
+    scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
     options = _Combine(
         group_name(group), None if shard_sizes is None else list(shard_sizes),
         None if expert_sizes is None else list(expert_sizes), implementation,
     )  # fmt: skip
-    y: Tensor = call(_OP, h, weights, bias, routing, options)
+    y: Tensor = call(_OP, h, weights, bias, routing, scales, options)
     return y
 
 
 def _check(
-    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: _Combine, rank: int, size: int
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    scales: Scales,
+    options: _Combine,
+    rank: int,
+    size: int,
 ) -> None:
-    check_common(_OP, h, options.implementation)
+    check_common(_OP, h, options.implementation, scaled=scales.are_given)
     if h.dim() != 2:
         raise ValueError(f"h must be [rows, F], got shape {tuple(h.shape)}")
-    check_expert_weights(h, [weight], [bias], "h", at_least=0)
+    check_expert_weights(h, [weight], [bias], "h", at_least=0, out_dtype=scales.out_dtype)
+    scales.check(h, [weight])
     check_routing(routing, None, h.device)
     check_shard_sizes(options.shard_sizes, size, total=routing.experts.shape[0])
     check_expert_sizes(options.expert_sizes, size, own=(rank, weight.shape[0]))
@@ -139,11 +156,17 @@ def _layout(routing: Routing, options: _Combine, size: int) -> Layout:
 
 
 def _rows(
-    group: Group, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: _Combine
+    group: Group,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    scales: Scales,
+    options: _Combine,
 ) -> DealtRows:
     """Of checked arguments; if they are wrong the peers are told, and this rank raises."""
     try:
-        _check(h, weight, bias, routing, options, group.rank, group.size)
+        _check(h, weight, bias, routing, scales, options, group.rank, group.size)
         experts = sizes_of_experts(options.expert_sizes, weight, group.size)
         check_expert_values(routing.experts, sum(experts))
         rows = DealtRows(routing.experts, experts, _layout(routing, options, group.size).sizes, group.rank)
@@ -158,25 +181,31 @@ def _rows(
     return rows
 
 
-def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: _Combine) -> Tensor:
+def _kernel(
+    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, options: _Combine
+) -> Tensor:
     group = resolve(options.group_name)
-    rows = _rows(group, h, weight, bias, routing, options)
+    rows = _rows(group, h, weight, bias, routing, scales, options)
     layout = _layout(routing, options, group.size)
     arguments = GroupedMatmulCombine(
-        [flat(h)], [weight.transpose(1, 2)], rows, row_weights(routing, rows, h.dtype), expert_biases=bias,
-        layout=layout,
+        [scales.rows(h)], scales.matrices([weight]), rows, row_weights(routing, rows, h.dtype), expert_biases=bias,
+        out_dtype=scales.out_dtype, layout=layout,
     )  # fmt: skip
     experts = sizes_of_experts(options.expert_sizes, weight, group.size)
-    signature = dealt_signature(_OP, h, layout, weight.shape[1], options.implementation, experts, rows.top_k)
+    signature = dealt_signature(
+        _OP, h, layout, weight.shape[1], options.implementation, experts, rows.top_k, out_dtype=scales.out_dtype
+    )
     same = compared_routing(group, signature, routing)
     y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
     return fresh(y, (layout.sizes[group.rank], weight.shape[1]))
 
 
-def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: _Combine) -> Tensor:
+def _fake(
+    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, options: _Combine
+) -> Tensor:
     pg = process_group(options.group_name)
-    _check(h, weight, bias, routing, options, pg.rank(), pg.size())
-    return h.new_empty(_layout(routing, options, pg.size()).sizes[pg.rank()], weight.shape[1])
+    _check(h, weight, bias, routing, scales, options, pg.rank(), pg.size())
+    return h.new_empty(_layout(routing, options, pg.size()).sizes[pg.rank()], weight.shape[1], dtype=scales.dtype(h))
 
 
 def _backward_kernel(

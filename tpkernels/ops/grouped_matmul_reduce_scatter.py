@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
@@ -28,6 +29,7 @@ from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherGroupedMatmul, Gathered, GroupedMatmulReduceScatter
+from tpkernels.ops.expert_scales import Scales, scales_of
 from tpkernels.ops.grouped_reduction import (
     backward_of,
     check_reduction,
@@ -56,6 +58,9 @@ def grouped_matmul_reduce_scatter(
     group: GroupLike,
     *,
     bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     shard_sizes: Sequence[int] | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -72,14 +77,18 @@ def grouped_matmul_reduce_scatter(
     =============  ============================  =====================================================================
     argument       shape                         notes
     =============  ============================  =====================================================================
-    ``h``          ``[T * k, F_r]``              fp32, bf16, fp16 or fp64; any strides
+    ``h``          ``[T * k, F_r]``              fp32, bf16, fp16, fp64 or fp8 (e4m3); any strides
     ``weights``    ``[E, H, F_r]``               this rank's columns of every expert; F_r may differ between ranks
     ``routing``    of ``[T, k]``                 of all tokens, and equal on all ranks, which is compared
     ``bias``       ``[E, H]`` or None            equal on all ranks; added once, after the sum over the ranks
-    ``y``          ``[shard_sizes[rank], H]``    dtype of h
+    ``scale_x``    ``[T * k, 1]`` or 1           fp32, for fp8: per row of h, or one for all
+    ``scale_w...`` ``[E, H, 1]``, ``[E, 1, 1]``  fp32, for fp8: per row of each expert's weight, per expert, or one (1)
+    ``y``          ``[shard_sizes[rank], H]``    dtype of h, for fp8 ``out_dtype``
     =============  ============================  =====================================================================
 
     Args:
+        scale_x, scale_weight, out_dtype: of fp8 operands, as in :func:`tpkernels.all_gather_grouped_matmul`; each rank
+            has scales of its own slice of F.  Products and partials have ``out_dtype``.
         shard_sizes: number of tokens of every rank; default ``numpy.array_split`` (10 tokens over 3 ranks: 4, 3, 3).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
@@ -100,16 +109,23 @@ def grouped_matmul_reduce_scatter(
     """
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
+    scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
     sizes = None if shard_sizes is None else list(shard_sizes)
-    y: Tensor = call(_OP, h, weights, bias, routing, GroupedScatter(group_name(group), sizes, implementation))
+    y: Tensor = call(_OP, h, weights, bias, routing, scales, GroupedScatter(group_name(group), sizes, implementation))
     return y
 
 
 def _check(
-    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: GroupedScatter, size: int
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    scales: Scales,
+    options: GroupedScatter,
+    size: int,
 ) -> Layout:
     """The layout of all tokens."""
-    check_reduction(_OP, h, weight, bias, routing, options.implementation)
+    check_reduction(_OP, h, weight, bias, routing, scales, options.implementation)
     check_shard_sizes(options.shard_sizes, size, total=routing.experts.shape[0])
     return _layout(routing, options, size)
 
@@ -119,26 +135,32 @@ def _layout(routing: Routing, options: GroupedScatter, size: int) -> Layout:
     return Layout(1, tuple(sizes if sizes is not None else array_split_sizes(routing.experts.shape[0], size)), 1)
 
 
-def _kernel(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: GroupedScatter) -> Tensor:
+def _kernel(
+    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, options: GroupedScatter
+) -> Tensor:
     group = resolve(options.group_name)
     layout: Layout = refuse_reduction(
-        group, _OP, weight, routing, lambda: _check(h, weight, bias, routing, options, group.size)
+        group, _OP, weight, routing, lambda: _check(h, weight, bias, routing, scales, options, group.size)
     )
     first = offsets(layout.sizes)[group.rank]
     own = slice(first, first + layout.sizes[group.rank])
-    arguments = GroupedMatmulReduceScatter(**fields(h, weight, bias, routing, own), layout=layout)
+    arguments = GroupedMatmulReduceScatter(**fields(h, weight, bias, routing, scales, own), layout=layout)
     experts = weight.shape[0], routing.experts.shape[1]
     has_bias, columns = bias is not None, weight.shape[1]
-    signature = grouped_signature(_OP, h, layout, columns, options.implementation, experts, bias=has_bias)
+    signature = grouped_signature(
+        _OP, h, layout, columns, options.implementation, experts, bias=has_bias, out_dtype=scales.out_dtype
+    )
     same = compared_routing(group, signature, routing)
     y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
     return fresh(y, (layout.sizes[group.rank], weight.shape[1]))
 
 
-def _fake(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, options: GroupedScatter) -> Tensor:
+def _fake(
+    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, options: GroupedScatter
+) -> Tensor:
     pg = process_group(options.group_name)
-    layout = _check(h, weight, bias, routing, options, pg.size())
-    return h.new_empty(layout.sizes[pg.rank()], weight.shape[1])
+    layout = _check(h, weight, bias, routing, scales, options, pg.size())
+    return h.new_empty(layout.sizes[pg.rank()], weight.shape[1], dtype=scales.dtype(h))
 
 
 def _backward_kernel(

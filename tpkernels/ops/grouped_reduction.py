@@ -16,6 +16,7 @@ from tpkernels.comm.groups import Group
 from tpkernels.gemm.grouped import TokenRows, reduced_bias_gradient, reduced_matrix_gradient, row_dots
 from tpkernels.ops.checks import check_common
 from tpkernels.ops.contract import accumulation_dtype
+from tpkernels.ops.expert_scales import Scales, behind_scales
 from tpkernels.ops.main_grad import Sink, sink_of
 from tpkernels.ops.registration import call_backward
 from tpkernels.ops.routing import (
@@ -26,7 +27,6 @@ from tpkernels.ops.routing import (
     row_weights,
     weighted_biases,
 )
-from tpkernels.ops.shapes import flat
 
 __all__ = [
     "backward_of",
@@ -42,13 +42,14 @@ _T = TypeVar("_T")
 
 
 def check_reduction(
-    op: str, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, implementation: str
+    op: str, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, implementation: str
 ) -> None:
     """``h`` has a row per expert of every token of ``routing``, ``weight`` is ``[E, H, F]``, ``bias`` ``[E, H]``."""
-    check_common(op, h, implementation)
+    check_common(op, h, implementation, scaled=scales.are_given)
     if h.dim() != 2:
         raise ValueError(f"h must be [tokens * k, F], got shape {tuple(h.shape)}")
-    check_expert_weights(h, [weight], [bias], "h")
+    check_expert_weights(h, [weight], [bias], "h", out_dtype=scales.out_dtype)
+    scales.check(h, [weight])
     check_routing(routing, None, h.device)
     tokens, top_k = routing.experts.shape
     if h.shape[0] != tokens * top_k:
@@ -69,20 +70,24 @@ def refuse_reduction(group: Group, op: str, weight: Tensor, routing: Routing, ch
     return found
 
 
-def fields(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, own: slice) -> dict[str, Any]:
+def fields(
+    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, scales: Scales, own: slice
+) -> dict[str, Any]:
     """The fields that the calls of both ops have; ``own``: the tokens of this rank's result."""
     rows = TokenRows(routing.experts, weight.shape[0])
     return {
-        "xs": [flat(h)],
-        "matrices": [weight.transpose(1, 2)],
+        "xs": [scales.rows(h)],
+        "matrices": scales.matrices([weight]),
         "rows": rows,
         "weights": row_weights(routing, rows, h.dtype),
         "bias": weighted_biases(Routing(routing.experts[own], routing.weights[own]), bias),
+        "out_dtype": scales.out_dtype,
     }
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, weight, bias, experts, routing_weights, *ctx.options = inputs
+    h, weight, bias, experts, routing_weights, *rest = inputs
+    ctx.options = behind_scales(rest)
     ctx.sinks = [sink_of(weight)]
     ctx.save_for_backward(h, weight, bias, experts, routing_weights)
 

@@ -17,6 +17,7 @@ __all__ = [
     "GatedName",
     "GatherKeywords",
     "Gathered",
+    "GroupedCopyKeywords",
     "GroupedGatherKeywords",
     "GroupedScatter",
     "Products",
@@ -69,16 +70,24 @@ class GatherKeywords(CopyKeywords, total=False):
     save_gathered: bool
 
 
-class GroupedGatherKeywords(CopyKeywords, total=False):
+class GroupedCopyKeywords(CopyKeywords, total=False):
+    """The same of an op with experts."""
+
+    scale_weight: Tensor | Sequence[Tensor] | None
+    out_dtype: torch.dtype | None
+
+
+class GroupedGatherKeywords(GroupedCopyKeywords, total=False):
     """The same of a gather of tokens."""
 
     shard_sizes: Sequence[int] | None
     save_gathered: bool
 
 
-class DispatchKeywords(CopyKeywords, total=False):
+class DispatchKeywords(GroupedCopyKeywords, total=False):
     """The same of an op that sends tokens to the experts of other ranks."""
 
+    scale_x: Tensor | None
     expert_sizes: Sequence[int] | None
     shard_sizes: Sequence[int] | None
 

@@ -6,7 +6,7 @@ many arguments of the op, one per field; the kernel and the fake are given the t
 Ops are functional (no input is written, no output shares memory with an input), take local tensors and a group's name,
 and are opaque to the compiler, which therefore needs the fake kernel for shapes.  Under autocast the ops with a GEMM
 follow the rule of ``F.linear`` (floating-point tensors other than float64 are cast to the autocast dtype, eager and
-compiled alike); collectives and gradients keep the dtypes that they are given.
+compiled alike); collectives, gradients and calls on fp8 operands keep the dtypes that they are given.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tpkernels.gemm import fp8
 from tpkernels.ops.plain_calls import is_plain
 
 __all__ = ["call", "call_backward", "define", "wants_grad"]
@@ -182,7 +183,7 @@ def _autocast_kernel(name: str, device: str, key: str, casts: bool | int) -> Cal
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def kernel(*args: Any) -> Any:
-        if casts:
+        if casts and args[0].dtype != fp8.DTYPE:
             dtype = torch.get_autocast_dtype(device)
             last = len(args) if casts is True else casts
             args = tuple(_cast(arg, dtype, device) if i < last else arg for i, arg in enumerate(args))

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, GroupLike, resolve
+from tpkernels.gemm import fp8
 from tpkernels.gemm.grouped import TokenRows
-from tpkernels.ops.checks import DTYPES, check_same, dtype_names
+from tpkernels.ops.checks import DTYPES, check_bias_dtype, check_same, dtype_names
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import accumulation_dtype
 from tpkernels.ops.signatures import Compared, Signature
@@ -109,10 +110,11 @@ def check_expert_weights(
     name_of_x: str = "x_shard",
     *,
     at_least: int = 1,
+    out_dtype: torch.dtype | None = None,
 ) -> None:
     """Weights ``[E, N_i, K]`` and biases ``[E, N_i]``, like ``x``, ``[rows, K]``, in dtype and device.
 
-    ``at_least``: so many experts.
+    ``at_least``: so many experts.  ``out_dtype``: of the biases, if x is fp8.
     """
     if not weights:
         raise ValueError("weights must be a tensor or a non-empty sequence of tensors")
@@ -134,7 +136,8 @@ def check_expert_weights(
             name = f"bias[{i}]" if len(weights) > 1 else "bias"
             if bias.shape != weight.shape[:2]:
                 raise ValueError(f"{name} must have shape {tuple(weight.shape[:2])}, got {tuple(bias.shape)}")
-            check_same(name, bias, x)
+            check_bias_dtype(name, bias, out_dtype)
+            check_same(name, bias, x, dtype=out_dtype)
 
 
 class WholeRouting(Generic[_Rows]):
@@ -177,7 +180,8 @@ def start_routing(
     top_k = experts.shape[1]
     packed = torch.cat([experts.to(integer), weights.detach().to(wide).contiguous().view(integer)], 1)
     detail = f"routing to {top_k} of {num_experts} experts with weights of {weights.dtype}"
-    pending = start_gather(group, packed.view(dtype), layout, "auto", detail)
+    sent = packed.view(torch.uint8 if dtype == fp8.DTYPE else dtype)  # no backend of c10d knows fp8
+    pending = start_gather(group, sent, layout, "auto", detail, dtype=dtype)
 
     def wait() -> Routing:
         whole = pending().view(integer)
@@ -233,11 +237,12 @@ def grouped_signature(
     detail: str = "",
     activation: str | None = None,
     bias: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Signature:
     """``experts``: how many there are, and how many a token has.  One rank takes what it can, whatever is forced."""
     if len(layout.sizes) == 1:
         implementation = "auto"
     return Signature(
-        op, x.dtype, x.device.type, layout, columns, implementation, detail, activation=activation,
+        op, x.dtype, x.device.type, layout, columns, implementation, detail, out_dtype, activation,
         experts=experts[0], top_k=experts[1], bias=bias,
     )  # fmt: skip

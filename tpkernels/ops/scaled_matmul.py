@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import process_group, resolve
+from tpkernels.comm.groups import GroupLike, process_group, resolve
 from tpkernels.gemm import fp8
 from tpkernels.gemm.fp8 import Scaled
 from tpkernels.ops import agreed_call
@@ -46,9 +46,17 @@ from tpkernels.ops.registration import call, define, wants_grad
 from tpkernels.ops.shapes import flat, fresh, pack_biases, rows_layout, unpack_biases
 from tpkernels.partition import Layout
 
-__all__ = ["ScaledGather", "ScaledReduce", "ScaledScatter", "all_gather_scaled_matmul", "scaled_reduction"]
+__all__ = [
+    "NO_GRADIENT",
+    "ScaledGather",
+    "ScaledReduce",
+    "ScaledScatter",
+    "admit",
+    "all_gather_scaled_matmul",
+    "scaled_reduction",
+]
 
-_NO_GRADIENT = "a call with fp8 operands has no gradient"
+NO_GRADIENT = "a call with fp8 operands has no gradient"
 
 
 class ScaledGather(NamedTuple):
@@ -91,7 +99,7 @@ def all_gather_scaled_matmul(
 ) -> list[Tensor]:
     """One output per weight, or one of a gated pair; with ``keep_gathered`` the gathered x and its scales behind."""
     scales = [scale_weight] if isinstance(scale_weight, Tensor) else list(scale_weight or ())
-    given_x, given_weights = _admit(options.group_name, scale_x, scales, x, *weights, *biases)
+    given_x, given_weights = admit(options.group_name, scale_x, scales, x, *weights, *biases)
     operands = _Several(x, weights, pack_biases(biases, x), given_x, given_weights)
     outputs: list[Tensor] = call("all_gather_scaled_matmul", operands, options)
     return outputs
@@ -107,16 +115,23 @@ def scaled_reduction(
     options: ScaledScatter | ScaledReduce,
 ) -> Tensor:
     """``op``: that of the options."""
-    given_x, given_weight = _admit(options.group_name, scale_x, [scale_weight], x, weight, bias)
+    given_x, given_weight = admit(options.group_name, scale_x, [scale_weight], x, weight, bias)
     y: Tensor = call(op, _Operands(x, weight, bias, given_x, *given_weight), options)
     return y
 
 
-def _admit(
-    group_name: str, scale_x: Tensor | None, scale_weights: Sequence[Tensor | None], *operands: Tensor | None
+def admit(
+    group: GroupLike | str | None,
+    scale_x: Tensor | None,
+    scale_weights: Sequence[Tensor | None],
+    *operands: Tensor | None,
+    differentiable: str = "x, weight, bias, scale_x and scale_weight",
 ) -> tuple[Tensor, list[Tensor]]:
-    """The scales, all of which must be there, be local, and like the operands have no use for a gradient."""
-    check_local(group_name, scale_x=[scale_x], scale_weight=scale_weights)
+    """The scales, all of which must be there, be local, and like the operands have no use for a gradient.
+
+    The ``group``, if any, is told of a refusal.  ``differentiable``: what could have a gradient in other calls.
+    """
+    check_local(group, scale_x=[scale_x], scale_weight=scale_weights)
     missing = [
         name
         for name, scales in (("scale_x", [scale_x]), ("scale_weight", scale_weights))
@@ -127,11 +142,12 @@ def _admit(
         reason = f"fp8 operands need scale_x and scale_weight, got no {' and no '.join(missing)}"
     elif wants_grad(scale_x, *scale_weights, *operands):
         reason = (
-            f"{_NO_GRADIENT}, but one of x, weight, bias, scale_x and scale_weight requires "
-            "one: call it under torch.no_grad(), or quantise inside of a torch.autograd.Function of yours"
+            f"{NO_GRADIENT}, but one of {differentiable} requires one: call it under torch.no_grad(), or quantise "
+            "inside of a torch.autograd.Function of yours"
         )
     if reason is not None:
-        agreement.refuse(resolve(group_name), "a call with fp8 operands", reason)
+        if group is not None:
+            agreement.refuse(resolve(group), "a call with fp8 operands", reason)
         raise ValueError(reason)
     return cast(Tensor, scale_x), [cast(Tensor, scale) for scale in scale_weights]
 
@@ -289,7 +305,7 @@ def _reduce_fake(operands: _Operands, options: ScaledReduce) -> Tensor:
 
 
 def _no_gradient(ctx: Any, *grads: Any) -> NoReturn:
-    raise RuntimeError(f"{_NO_GRADIENT}: quantise inside of a torch.autograd.Function of yours")
+    raise RuntimeError(f"{NO_GRADIENT}: quantise inside of a torch.autograd.Function of yours")
 
 
 for _name, _kernel, _fake in (

@@ -16,6 +16,7 @@ from torch import Tensor
 import tpkernels as tpk
 from tpkernels.partition import array_split_sizes, offsets
 from tpkernels.testing import grouped_expected as expected
+from tpkernels.testing.fp8_operands import fp8_of
 from tpkernels.testing.numeric import GATED, Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
 
@@ -44,7 +45,7 @@ class DealtCase:
 
     dealt: experts of every rank, by default as even as may be. load: "mixed", "one" (all tokens have expert 1 first) or
     "few" (the last expert has none). integers: every order of summation gives the same bits. call: another one gives
-    other values.
+    other values. fp8: as of a `GroupedCase`.
     """
 
     op: str
@@ -62,6 +63,7 @@ class DealtCase:
     integers: bool = False
     implementation: str = "chunked"
     call: int = 0
+    fp8: tuple[str, str] | None = None
 
     def but(self, **changes: Any) -> DealtCase:
         return replace(self, **changes)
@@ -145,7 +147,9 @@ def upstream_of(case: DealtCase, parts: DealtOperands, rank: int) -> Tensor:
     return upstream(case)[case.tokens_of(rank) if case.combines else parts.rows_of(case, rank)]
 
 
-def call(case: DealtCase, parts: DealtOperands, own: list[Tensor], group: Any) -> list[Tensor]:
+def call(
+    case: DealtCase, parts: DealtOperands, own: list[Tensor], group: Any, scales: dict[str, Any] | None = None
+) -> list[Tensor]:
     """The op on tensors of `parts.own`: its output, and of a dispatch the routing of all tokens."""
     rank = dist.get_rank(group)
     x, routing_weights, *rest = own
@@ -153,7 +157,7 @@ def call(case: DealtCase, parts: DealtOperands, own: list[Tensor], group: Any) -
     experts = parts.experts if case.combines else parts.experts[case.tokens_of(rank)]
     routing = tpk.Routing(experts.to(x.device), routing_weights)
     even = len(set(case.expert_sizes)) == 1
-    options: dict[str, Any] = {"implementation": case.implementation, "shard_sizes": case.sizes}
+    options: dict[str, Any] = {"implementation": case.implementation, "shard_sizes": case.sizes, **(scales or {})}
     options["expert_sizes"] = None if even else case.expert_sizes
     if case.combines:
         bias = biases[0] if biases else None
@@ -167,6 +171,8 @@ def call(case: DealtCase, parts: DealtOperands, own: list[Tensor], group: Any) -
 def judge(case: DealtCase, group: Any, *, backward: bool = True, device: torch.device | str = "cpu") -> list[Tensor]:
     """Run the case on this rank, with tensors on the device, judge values and gradients, and return both."""
     rank, parts = dist.get_rank(group), operands(case)
+    if case.fp8 is not None:
+        return _judge_fp8(case, parts, group, device)
     own = parts.own(case, rank, device)
     kept = [one.clone() for one in own]
     for one in own:
@@ -193,6 +199,34 @@ def judge(case: DealtCase, group: Any, *, backward: bool = True, device: torch.d
     return [*outs, *found]
 
 
+def _judge_fp8(case: DealtCase, parts: DealtOperands, group: Any, device: torch.device | str) -> list[Tensor]:
+    """The same of fp8 operands, which have no gradient."""
+    assert case.fp8 is not None
+    rank, (per_x, per_w) = dist.get_rank(group), case.fp8
+    x = fp8_of(parts.x, per_x, integers=case.integers)
+    weights = [fp8_of(w, per_w, integers=case.integers) for w in parts.weights]
+    own_x = x.narrow(parts.rows_of(case, rank) if case.combines else case.tokens_of(rank)).to(device)
+    own_weights = [w.narrow(case.experts_of(rank)).to(device) for w in weights]
+    _, routing_weights, *rest = parts.own(case, rank, device)
+    own = [own_x.numbers, routing_weights, *(w.numbers for w in own_weights), *rest[case.num_weights :]]
+    scales: Any = [w.scale for w in own_weights]
+    outs = call(
+        case, parts, own, group,
+        {
+            "scale_x": own_x.scale, "scale_weight": scales if case.num_weights > 1 else scales[0],
+            "out_dtype": case.dtype,
+        },
+    )  # fmt: skip
+    what = f"rank {rank}, {case}"
+    assert outs[0].dtype == case.dtype and outs[0].is_contiguous(), f"{what}: {outs[0].dtype}"
+    bounded: list[Any] = [w.bounded(device) for w in weights]
+    expected_value(case, parts._replace(x=x.exact, weights=bounded), rank).check(outs[0], what)
+    if not case.combines:
+        assert_bitwise_equal(outs[1], parts.experts, f"{what}: experts")
+        assert_bitwise_equal(outs[2], parts.routing_weights, f"{what}: weights of the routing")
+    return outs
+
+
 def names(case: DealtCase) -> list[str]:
     """Of what `DealtOperands.own` lists."""
     return ["x", "routing", *["weights"] * case.num_weights, *["bias"] * (case.num_weights if case.bias else 0)]
@@ -211,10 +245,11 @@ def expected_value(case: DealtCase, parts: DealtOperands, rank: int) -> Bounded:
         )  # fmt: skip
         return _rows(y, case.tokens_of(rank))
     before = _before(case, parts)
+    settings: Any = {"dtype": case.dtype, "input_rounded": case.fp8 is None}
     if case.activation in GATED:
-        h = before[0].gated(case.activation, before[1], dtype=case.dtype).rounded(case.dtype)
+        h = before[0].gated(case.activation, before[1], **settings).rounded(case.dtype)
     else:
-        h = before[0].activation(case.activation, dtype=case.dtype).rounded(case.dtype)
+        h = before[0].activation(case.activation, **settings).rounded(case.dtype)
     return _rows(h, parts.rows_of(case, rank))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import tpkernels as tpk
 from tpkernels.partition import offsets
 from tpkernels.testing import grouped_expected as expected
+from tpkernels.testing.fp8_operands import Fp8, fp8_of
 from tpkernels.testing.numeric import GATED, Bounded, assert_bitwise_equal
 from tpkernels.testing.payload import integer_payload, payload
 
@@ -50,7 +51,8 @@ class GroupedCase:
 
     own: rank r has r more of the features that are cut (N of a gather, K of a reduction). load: "mixed", "one" (all
     tokens have expert 1 first) or "few" (the last expert has none). integers: every order of summation gives the same
-    bits. call: another one gives other values.
+    bits. call: another one gives other values. fp8: what x and the weights have scales per (see `quantize_fp8`), where
+    they are fp8 and `dtype` is the result's; "mixed", of x: ranks in turn. Such a call is forward only.
     """
 
     op: str
@@ -70,6 +72,7 @@ class GroupedCase:
     save_gathered: bool = False
     implementation: str = "chunked"
     call: int = 0
+    fp8: tuple[str, str] | None = None
 
     def but(self, **changes: Any) -> GroupedCase:
         return replace(self, **changes)
@@ -163,14 +166,16 @@ def upstream(case: GroupedCase, parts: GroupedOperands, rank: int) -> Tensor:
     return _tensor(case, (case.tokens * case.top_k, parts.weights[rank][0].shape[1]), "dy", rank)
 
 
-def call(case: GroupedCase, parts: GroupedOperands, own: list[Tensor], group: Any) -> list[Tensor]:
+def call(
+    case: GroupedCase, parts: GroupedOperands, own: list[Tensor], group: Any, scales: dict[str, Any] | None = None
+) -> list[Tensor]:
     """The op on tensors of `parts.own`: its output, and of a gather the routing, and x if it was asked for."""
     rank = dist.get_rank(group)
     low, high = _range(case, rank) if case.op == GATHER else (0, case.tokens)
     x, routing_weights, *rest = own
     weights, biases = rest[: case.num_weights], rest[case.num_weights :]
     routing = tpk.Routing(parts.experts[low:high].to(x.device), routing_weights)
-    options: dict[str, Any] = {"implementation": case.implementation, "bias": biases or None}
+    options: dict[str, Any] = {"implementation": case.implementation, "bias": biases or None, **(scales or {})}
     if case.op == SCATTER:
         options["bias"] = biases[0] if biases else None
         return [tpk.grouped_matmul_reduce_scatter(x, weights[0], routing, group, shard_sizes=case.sizes, **options)]
@@ -189,6 +194,8 @@ def call(case: GroupedCase, parts: GroupedOperands, own: list[Tensor], group: An
 def judge(case: GroupedCase, group: Any, *, backward: bool = True, device: torch.device | str = "cpu") -> list[Tensor]:
     """Run the case on this rank, with tensors on the device, judge values and gradients, and return both."""
     rank, parts = dist.get_rank(group), operands(case)
+    if case.fp8 is not None:
+        return _judge_fp8(case, parts, group, device)
     own = parts.own(case, rank, device)
     kept = [one.clone() for one in own]
     for one in own:
@@ -220,6 +227,34 @@ def judge(case: GroupedCase, group: Any, *, backward: bool = True, device: torch
     return [*outs, *[grad for grad in found if grad is not None]]
 
 
+def _judge_fp8(case: GroupedCase, parts: GroupedOperands, group: Any, device: torch.device | str) -> list[Tensor]:
+    """The same of fp8 operands, which have no gradient."""
+    assert case.fp8 is not None
+    rank, (per_x, per_w) = dist.get_rank(group), case.fp8
+    kinds = ("row", "tensor") if per_x == "mixed" else (per_x,)
+    xs = [fp8_of(x, kinds[r % len(kinds)], integers=case.integers) for r, x in enumerate(parts.xs)]
+    weights = [[fp8_of(w, per_w, integers=case.integers) for w in several] for several in parts.weights]
+    _, routing_weights, *rest = parts.own(case, rank, device)
+    x, *own_weights = [one.to(device) for one in (xs[rank], *weights[rank])]
+    own = [x.numbers, routing_weights, *(w.numbers for w in own_weights), *rest[case.num_weights :]]
+    scales: list[Tensor] = [w.scale for w in own_weights]
+    kept = [one.clone() for one in (*own, *scales)]
+    outs = call(
+        case, parts, own, group,
+        {
+            "scale_x": x.scale, "scale_weight": scales if case.num_weights > 1 else scales[0],
+            "out_dtype": case.dtype,
+        },
+    )  # fmt: skip
+    what = f"rank {rank}, {case}"
+    for now, before in zip((*own, *scales), kept, strict=True):
+        assert_bitwise_equal(now, before, f"{what}: an input after the call")
+    assert outs[0].dtype == case.dtype, f"{what}: {outs[0].dtype}"
+    bounded: list[list[Any]] = [[w.bounded(device) for w in several] for several in weights]
+    _check_values(case, parts._replace(xs=[x.exact for x in xs], weights=bounded), outs, rank, what)
+    return outs
+
+
 def _names(case: GroupedCase) -> list[str]:
     biases = ["bias"] * (case.num_weights if case.bias else 0)
     return ["x", "routing", *["weights"] * case.num_weights, *biases]
@@ -229,9 +264,10 @@ def expected_value(case: GroupedCase, parts: GroupedOperands, rank: int) -> Boun
     """One rank's h or y within its bound."""
     if not case.reduces:
         before = _before(case, parts, rank)
+        settings: Any = {"dtype": case.dtype, "input_rounded": case.fp8 is None or case.op == COPY}
         if case.activation in GATED:
-            return before[0].gated(case.activation, before[1], dtype=case.dtype).rounded(case.dtype)
-        return before[0].activation(case.activation, dtype=case.dtype).rounded(case.dtype)
+            return before[0].gated(case.activation, before[1], **settings).rounded(case.dtype)
+        return before[0].activation(case.activation, **settings).rounded(case.dtype)
     y = expected.reduced(
         [[x] for x in parts.xs], [[w[0]] for w in parts.weights], parts.experts, parts.routing_weights,
         dtype=case.dtype, bias=parts.biases[0][0],
@@ -247,7 +283,8 @@ def _check_values(case: GroupedCase, parts: GroupedOperands, outs: list[Tensor],
         assert_bitwise_equal(outs[1], parts.experts, f"{what}: experts")
         assert_bitwise_equal(outs[2].detach(), parts.routing_weights, f"{what}: weights of the routing")
         if case.return_gathered:
-            assert_bitwise_equal(outs[3].detach(), torch.cat(parts.xs), f"{what}: gathered")
+            gathered = outs[3].detach() if case.fp8 is None else Fp8(outs[3], outs[4]).exact
+            assert_bitwise_equal(gathered, torch.cat(parts.xs), f"{what}: gathered")
 
 
 def _whole_x(case: GroupedCase, parts: GroupedOperands) -> Tensor:

@@ -36,7 +36,7 @@ def row_order(experts: Tensor) -> list[tuple[int, int, int]]:
 
 
 def products(
-    x: Operand, weights: Tensor, experts: Tensor, *, dtype: torch.dtype, bias: Tensor | None = None
+    x: Operand, weights: Operand, experts: Tensor, *, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Bounded:
     """x[token] @ weights[e]^T + bias[e] for every row, not yet rounded; x by token."""
     tokens = _tokens(experts)
@@ -51,7 +51,7 @@ def products(
 
 def reduced(
     xs: Sequence[Sequence[Operand]],
-    weights: Sequence[Sequence[Tensor]],
+    weights: Sequence[Sequence[Operand]],
     experts: Tensor,
     row_weights: Tensor | None,
     *,
@@ -79,7 +79,7 @@ def reduced(
 
 
 def _partial(
-    xs: Sequence[Operand], weights: Sequence[Tensor], experts: Tensor, row_weights: Tensor | None, dtype: torch.dtype
+    xs: Sequence[Operand], weights: Sequence[Operand], experts: Tensor, row_weights: Tensor | None, dtype: torch.dtype
 ) -> Bounded:
     rows = _by_expert(
         experts,
@@ -94,7 +94,7 @@ def _partial(
 
 def combined(
     xs: Sequence[Operand],
-    weights: Sequence[Tensor],
+    weights: Sequence[Operand],
     experts: Tensor,
     row_weights: Tensor | None,
     expert_sizes: Sequence[int],
@@ -203,8 +203,7 @@ def of_rows(values: Tensor, experts: Tensor) -> Tensor:
 
 
 def _take(x: Operand, rows: Tensor) -> Bounded:
-    x = Bounded.exact(x)
-    return Bounded(x.value[rows], x.error[rows])
+    return Bounded.exact(x)[rows]
 
 
 def _gradient(left: Operand, right: Operand, dtype: torch.dtype) -> Bounded:

@@ -148,6 +148,9 @@ class Bounded:
         factor = Bounded.exact(other)
         return Bounded(self.value * factor.value, self.error * factor.largest + self.largest * factor.error)
 
+    def __getitem__(self, index: int | Tensor) -> Bounded:
+        return Bounded(self.value[index], self.error[index])
+
     def narrow(self, dim: int, start: int, length: int) -> Bounded:
         return Bounded(self.value.narrow(dim, start, length), self.error.narrow(dim, start, length))
 

@@ -12,7 +12,7 @@ What else a launch needs is made at the first call of its kind.
 Biases of a reduction, which differ from token to token, are added to the sums in fp32 by torch, and rounded with them.
 
 No GPU has timed these calls: they are made where ``implementation="symmetric"`` asks for them, and "auto" leaves them.
-Experts that are dealt out over the ranks: ``dealt.py``.
+Refuses fp8 operands.  Experts that are dealt out over the ranks: ``dealt.py``.
 """
 
 from __future__ import annotations
@@ -145,11 +145,17 @@ def is_cut(context: Context, layout: Layout) -> bool:
 
 
 def register(op: str, work: Callable[[Context, Any], Any]) -> None:
-    """By name alone, with the checks of the dense ops."""
+    """By name alone, with the checks of the dense ops, for operands that are not fp8."""
     runs = partial(dense.checked, work)
     dispatch.register(
-        Implementation("symmetric", op, dense.refuses, _estimate, runs, partial(dense.agree, runs), describe=_describe)
+        Implementation("symmetric", op, _refuses, _estimate, runs, partial(dense.agree, runs), describe=_describe)
     )
+
+
+def _refuses(problem: Problem) -> str | None:
+    if problem.out_dtype is not None:
+        return "its kernel for experts takes no fp8 operands"
+    return dense.refuses(problem)
 
 
 def _estimate(problem: Problem, costs: Costs) -> None:
