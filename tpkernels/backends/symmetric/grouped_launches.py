@@ -30,6 +30,7 @@ from tpkernels.backends.symmetric.kernel_launches import (
 )
 from tpkernels.backends.symmetric.residency import gemm_programs
 from tpkernels.gemm.dealt import DealtRows
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.kernels.config import SMALLEST_BLOCK, GemmConfig, configure_grouped
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, Context, GroupedMatmulAllReduce
@@ -84,6 +85,12 @@ def cut_of(layout: Layout, num_chunks: int, rank: int, gathers: bool) -> Cut:
     ranges = tuple(tuple((places[start], places[stop]) for start, stop in chunks) for chunks in tokens)
     turns = (arrivals if gathers else departures)(len(layout.sizes), num_chunks, rank)
     return Cut(tuple(bounds), ranges, tuple(turns))
+
+
+def _unscaled(operand: Operand | ExpertMatrices) -> Tensor:
+    """fp8 operands are refused before."""
+    assert isinstance(operand, Tensor)
+    return operand
 
 
 def _undivided(layout: Layout) -> Layout:
@@ -169,7 +176,7 @@ def _gather_launch(
 
     gated, out = call.activation in GATED, outputs.outs[output]
     parts = (0, 1) if gated else (output,)
-    weights = alike([call.matrices[part].transpose(1, 2) for part in parts])
+    weights = alike([_unscaled(call.matrices[part]).transpose(1, 2) for part in parts])
     biases = all_or_none([call.biases[part] for part in parts])
     kept = [outputs.preactivations[part] for part in parts] if outputs.preactivations else []
     settings: dict[str, Any] = {"activation": call.activation or "none"}
@@ -232,7 +239,7 @@ def _product_launch(
     from tpkernels.kernels import grouped_matmul as kernel
     from tpkernels.kernels.all_gather_matmul import Arrivals
 
-    x, weight = call.xs[i], call.matrices[i].transpose(1, 2)
+    x, weight = _unscaled(call.xs[i]), _unscaled(call.matrices[i]).transpose(1, 2)
     bias = None if call.expert_biases is None else call.expert_biases.contiguous()
     addend = products if i else None
 
