@@ -84,9 +84,12 @@ class _Arguments(NamedTuple):
         return packed
 
     def padded(self, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        # torch wants lists for lists; those that have no gradient are empty where autograd records the op.
+        nothing = [[] if field.annotation == list[Tensor] else None for field in self.fields]
+
         def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             found = backward(ctx, *grads)
-            return (*found, *(None,) * (len(self.fields) - len(found)))
+            return (*found, *nothing[len(found) :])
 
         return padded
 
