@@ -59,11 +59,11 @@ def grouped_op_arguments(name: str) -> list[tuple[str, tuple[Any, ...]]]:
         ("grouped_matmul_all_reduce", (h, down, bias, *routing, *none_scaled, name, "chunked")),
         ("grouped_matmul_all_reduce_backward", (dy, *saved, name, "chunked", [True, True, True, True])),
         *dealt_op_arguments(name),
-        *fp8_op_arguments(name),
         ("copy_grouped_matmul", (t(whole, 8, r=0), [w, w2], [b, none], experts, *none_scaled, name, "chunked")),
         ("copy_grouped_matmul_backward", (
             [dz], t(whole, 8, r=0, grad=False), [w.detach()], experts, name, "chunked", [True, True, True],
         )),
+        *fp8_op_arguments(name),
     ]  # fmt: skip
 
 
