@@ -85,7 +85,7 @@ class _Arguments(NamedTuple):
 
     def padded(self, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
         # torch wants lists for lists; those that have no gradient are empty where autograd records the op.
-        nothing = [[] if field.annotation == list[Tensor] else None for field in self.fields]
+        nothing: list[Any] = [[] if field.annotation == list[Tensor] else None for field in self.fields]
 
         def padded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             found = backward(ctx, *grads)

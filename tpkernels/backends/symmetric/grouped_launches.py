@@ -149,7 +149,7 @@ def gather_launches(
 
     layout: of the tokens of ``whole`` by the rank that they come from.  num_chunks: 0 where all of them are there.
     """
-    if not len(call.matrices[0]):  # of experts that are dealt out there may be none here
+    if not call.matrices[0].shape[0]:  # of experts that are dealt out there may be none here
         return lambda _: []
     rank, layout = (channel.rank, layout) if num_chunks else (0, _undivided(layout))
     cut = cut_of(layout, max(1, num_chunks), rank, True)
@@ -222,7 +222,7 @@ def combining_launches(
     cut = cut_of(layout, num_chunks, channel.rank if announces else 0, False)
     products = call.like.new_empty(call.rows.count, call.columns)
     launches: list[Launch] = []
-    if not len(call.matrices[0]):  # of experts that are dealt out there may be none here
+    if not call.matrices[0].shape[0]:  # of experts that are dealt out there may be none here
         return launches, num_chunks
     for i in range(len(call.xs)):
         is_last = i == len(call.xs) - 1
