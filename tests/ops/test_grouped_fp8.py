@@ -26,6 +26,7 @@ from tpkernels.testing import grouped as grouped_cases
 from tpkernels.testing.dealt import COMBINE, DISPATCH, DealtCase
 from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase
 from tpkernels.testing.numeric import BoundExceeded, assert_bitwise_equal
+from tpkernels.testing.payload import payload
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -314,3 +315,36 @@ def recorded() -> None:
 
 def test_a_recorded_call_raises_and_autocast_leaves_fp8_alone(ranks: Pools) -> None:
     ranks(2).run(recorded)
+
+
+def block(x: Tensor, scale_x: Tensor, both: tuple[Tensor, Tensor], scales: list[Tensor], group: Any) -> list[Tensor]:
+    """A gather, and a reduction of what it made, quantised again."""
+    h, whole, *gathered = tpk.all_gather_grouped_matmul(
+        x, both, ROUTING, group, scale_x=scale_x, scale_weight=scales, out_dtype=FP16, activation="swiglu",
+        return_gathered=True, implementation="chunked",
+    )  # fmt: skip
+    numbers, scale = tpk.quantize_fp8(h, per="row")
+    down = both[0].view(torch.uint8).transpose(1, 2).contiguous().view(F8)
+    y = tpk.grouped_matmul_reduce_scatter(numbers, down, whole, group, scale_x=scale, scale_weight=scales[1])
+    copied = tpk.copy_grouped_matmul(
+        gathered[0], both[1], whole, group, scale_x=gathered[1], scale_weight=scales[1], out_dtype=FP32
+    )
+    return [h, y, copied, *gathered]
+
+
+def compiled() -> int:
+    with new_group(2) as group:
+        made = [tpk.quantize_fp8(payload((3, 5, 8), rank=dist.get_rank(), name=name), per="matrix") for name in "ab"]
+        x, scale_x = tpk.quantize_fp8(payload((4, 8), rank=dist.get_rank()), per="row")
+        arguments: Any = (x, scale_x, (made[0][0], made[1][0]), [made[0][1], made[1][1]], group)
+        torch._dynamo.reset()
+        found = torch.compile(block, fullgraph=True, backend="aot_eager")(*arguments)
+        for now, before in zip(found, block(*arguments), strict=True):
+            assert now.stride() == before.stride()
+            assert_bitwise_equal(now, before)
+    return len(found)
+
+
+@pytest.mark.full("seconds of compiling")
+def test_compiled_graphs_give_the_bits_of_eager(ranks: Pools) -> None:
+    assert ranks(2).run(compiled) == [5] * 2
