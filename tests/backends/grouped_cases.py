@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tpkernels.testing.dealt import DEALT, DISPATCH, DealtCase
 from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = {2: (9, 4), 3: (5, 0, 8), 4: (3, 1, 0, 6)}
 OPS = (GATHER, SCATTER, REDUCE)
 
@@ -54,3 +56,18 @@ def dealt_cases(world: int) -> list[DealtCase]:
         base.but(activation="silu", bias=True, dtype=FP16, call=12),
     ]
     return found
+
+
+def fp8_cases(world: int) -> list[GroupedCase | DealtCase]:
+    """Every op, kind of scale and dtype of results."""
+    found: list[GroupedCase | DealtCase] = []
+    for op in (*OPS, *DEALT):
+        kind: Any = DealtCase if op in DEALT else GroupedCase
+        base = kind(op, SIZES[world], (33, 40), bias=True, fp8=("row", "row"), implementation="symmetric")
+        found += [
+            base.but(dtype=BF16, call=20),
+            base.but(dtype=FP32, shape=(6, 9), fp8=("tensor", "matrix"), load="one", num_experts=5, top_k=3, call=21),
+        ]
+        if op in (GATHER, DISPATCH):
+            found.append(base.but(dtype=FP16, activation="swiglu", fp8=("row", "matrix"), call=22))
+    return [*found, GroupedCase(GATHER, SIZES[world], fp8=("mixed", "tensor"), dtype=BF16, return_gathered=True)]

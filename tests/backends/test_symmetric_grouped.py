@@ -16,7 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 from tests.backends.emulated import Emulation, give_up_after
-from tests.backends.grouped_cases import OPS, SIZES, cases, dealt_cases
+from tests.backends.grouped_cases import OPS, SIZES, cases, dealt_cases, fp8_cases
 from tests.backends.test_symmetric import forgotten
 from tpkernels.backends.symmetric import cuda_group
 from tpkernels.backends.symmetric.dealt import _Slots
@@ -149,6 +149,19 @@ def other_routings(emulation: Emulation) -> list[str]:
 def test_calls_of_another_routing_are_of_the_same_kind(pools: Pools, emulation: Emulation) -> None:
     """Kernels are prepared once for all routings, and what is made of one is forgotten with its call."""
     assert all(pools(2).run(other_routings, replace(emulation, num_chunks=2), timeout=PATIENCE_S))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.slow("interpreted ranks")
+def test_values_of_fp8_operands_are_within_the_bound(
+    pools: Pools, emulation: Emulation, world: int, full: bool
+) -> None:
+    chosen = fp8_cases(world) if full else fp8_cases(world)[world % 2 :: 2]
+    settings = replace(emulation, num_chunks=2, late_us=500, capability=90)
+    pools(world).run(judge_all, settings, chosen, timeout=PATIENCE_S)
+    apart = replace(settings, fuse_from_rows=10**6, one_shot_bytes=10**6)
+    pools(world).run(judge_all, apart, chosen[::2], timeout=PATIENCE_S)
 
 
 # --- faults of dealt-out experts --------------------------------------------------------------------------------------

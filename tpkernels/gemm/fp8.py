@@ -123,23 +123,28 @@ class ScaledExperts:
     once, and only of experts that are used; it is kept until the call ends.
     """
 
-    __slots__ = ("_matrices", "_scale", "_weights")
+    __slots__ = ("_matrices", "_scale", "weights")
 
     def __init__(self, weights: Tensor, scale: Tensor) -> None:
         per_row = (*weights.shape[:2], 1)
-        self._weights = weights
+        self.weights = weights
         self._scale = (scale.reshape(1, 1, 1) if scale.numel() == 1 else scale).expand(per_row)
         self._matrices: dict[int, Scaled] = {}
 
     @property
     def shape(self) -> torch.Size:
-        experts, columns, contraction = self._weights.shape
+        experts, columns, contraction = self.weights.shape
         return torch.Size((experts, contraction, columns))
+
+    @property
+    def scales(self) -> Tensor:
+        """One per row of the weights, ``[E, columns]``, contiguous."""
+        return self._scale.squeeze(-1).contiguous()
 
     def __getitem__(self, expert: int) -> Scaled:
         found = self._matrices.get(expert)
         if found is None:
-            found = self._matrices[expert] = Scaled(self._weights[expert].t(), self._scale[expert].t())
+            found = self._matrices[expert] = Scaled(self.weights[expert].t(), self._scale[expert].t())
         return found
 
 

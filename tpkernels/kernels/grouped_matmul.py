@@ -3,6 +3,8 @@
 
     out[i] = act(x[source of i] @ weight[expert of i]^T + bias[expert of i] + addend[i])          out [rows, N]
 
+and of fp8 operands the product times the scale of the source, and those of the expert's rows of the weight.
+
 The rows of `out` are sorted by expert (`tpkernels/gemm/grouped.py`), a tile has rows of one expert and one chunk, and
 which ones says a table that is made from the routing of each call (`schedule.grouped_table`). Its first entry is the
 number of tiles, so that launches of a kind differ in tensors alone. One kernel serves both halves of an expert's MLP:
@@ -71,6 +73,9 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     bias,
     bias_up,
     addend,
+    scale_x,
+    scale_weight,
+    scale_weight_up,
     tokens,
     order,
     staging,
@@ -92,6 +97,7 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     stride_wk,
     stride_out,
     stride_staging,
+    stride_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -141,6 +147,11 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 x_places, w_places, w_up_places = next_places(
                     x_places, w_places, w_up_places, stride_wk, BLOCK_K, DUAL, False
                 )
+            if scale_x is not None:
+                of_rows = _row_scales(scale_x, tokens, behind(arrived, row), rows, stride_scale, BLOCK_M)
+                acc = _scaled(acc, of_rows, scale_weight + expert * n, first_column, n, BLOCK_N)
+                if DUAL:
+                    acc_up = _scaled(acc_up, of_rows, scale_weight_up + expert * n, first_column, n, BLOCK_N)
             finish(
                 acc, acc_up, first_column, row, rows, n, out, None, preactivation, preactivation_up,
                 None if bias is None else bias + expert * n, None if bias_up is None else bias_up + expert * n,
@@ -164,6 +175,22 @@ def _token_places(x, tokens, arrived, row, rows, stride_x, BLOCK_M: tl.constexpr
     m_offsets, k_offsets = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     token = behind(arrived, tl.load(tokens + row + tl.where(m_offsets < rows, m_offsets, 0)))
     return x + token.to(tl.int64)[:, None] * stride_x + k_offsets[None, :]
+
+
+@triton.jit
+def _row_scales(scale_x, tokens, row, rows, stride_scale, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the tokens of a tile's rows, or of the rows themselves; gathered tokens bring theirs along."""
+    m_offsets = tl.arange(0, BLOCK_M)
+    sources = row + tl.where(m_offsets < rows, m_offsets, 0)
+    if tokens is not None:
+        sources = tl.load(tokens + sources)
+    return tl.load(scale_x + sources.to(tl.int64) * stride_scale)
+
+
+@triton.jit
+def _scaled(acc, of_rows, scale_weight, first_column, n, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    n_offsets = first_column + tl.arange(0, BLOCK_N)
+    return acc * of_rows[:, None] * tl.load(scale_weight + n_offsets, mask=n_offsets < n, other=0.0)[None, :]
 
 
 @triton.jit
@@ -242,6 +269,9 @@ def grouped_matmul(
     weight_up: Tensor | None = None,
     bias_up: Tensor | None = None,
     addend: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    scale_weight_up: Tensor | None = None,
     preactivation: Tensor | None = None,
     preactivation_up: Tensor | None = None,
     combination: Combination | None = None,
@@ -252,7 +282,8 @@ def grouped_matmul(
     """Launch on the current stream, into `out` [rows, N] (and `preactivation`, `..._up`, laid out alike).
 
     x [tokens or rows, K], its K contiguous; weight [E, N, K], with any strides, and weight_up with the same; biases
-    [E, N], contiguous; tokens int32 [rows]. `arrivals.order` is a `schedule.grouped_table` made with this tile height;
+    [E, N], contiguous; tokens int32 [rows]. Scales of fp8 operands are fp32: scale_x [tokens or rows, 1], scale_weight
+    [E, N], contiguous. `arrivals.order` is a `schedule.grouped_table` made with this tile height;
     there `rank` is this one for rows that are there, or combined, of the owner. In a combination, whose products `out`
     are no result, `arrivals.signals` is not read. most_rows: that a launch which is known from this one may have, where
     they differ from call to call.
@@ -271,7 +302,8 @@ def grouped_matmul(
         )
     )  # fmt: skip
     operands = (
-        x, weight, weight_up, out, preactivation, preactivation_up, bias, bias_up, addend, tokens, arrivals.order,
+        x, weight, weight_up, out, preactivation, preactivation_up, bias, bias_up, addend, scale_x, scale_weight,
+        scale_weight_up, tokens, arrivals.order,
         *changing,
     )  # fmt: skip
     if known is not None:
@@ -279,8 +311,10 @@ def grouped_matmul(
         return known
     check_pairs(
         activation, weight_up=(weight, weight_up), preactivation_up=(preactivation, preactivation_up),
-        bias_up=(bias, bias_up),
+        bias_up=(bias, bias_up), scale_weight_up=(scale_weight, scale_weight_up),
     )  # fmt: skip
+    if (scale_x is None) != (scale_weight is None) or (scale_x is not None and addend is not None):
+        raise ValueError("scale_x and scale_weight go together, and not with an addend")
     up = weight if weight_up is None else weight_up
     if weight.dim() != 3 or (up.shape, up.stride()) != (weight.shape, weight.stride()):
         raise ValueError(f"weight {tuple(weight.shape)} must be [E, N, K], and weight_up must be laid out like it")
@@ -305,6 +339,7 @@ def grouped_matmul(
         tables += (combination.flags, combination.counters, len(combination.chunks))
     numbers = (
         n, k, x.stride(0), *weight.stride(), out.stride(0), 0 if combination is None else combination.staging_stride,
+        0 if scale_x is None else scale_x.stride(0),
     )  # fmt: skip
     constants = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,

@@ -12,7 +12,7 @@ What else a launch needs is made at the first call of its kind.
 Biases of a reduction, which differ from token to token, are added to the sums in fp32 by torch, and rounded with them.
 
 No GPU has timed these calls: they are made where ``implementation="symmetric"`` asks for them, and "auto" leaves them.
-Refuses fp8 operands.  Experts that are dealt out over the ranks: ``dealt.py``.
+Refuses fp8 operands on GPUs without fp8.  Experts that are dealt out over the ranks: ``dealt.py``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tpkernels.backends.symmetric.copy_engine_traffic import Matrix, largest_sha
 from tpkernels.backends.symmetric.grouped_launches import Outputs, chunks_of, combining_launches, gather_launches
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.dispatch import Costs, Implementation, Problem
+from tpkernels.errors import UnsupportedProblem
 from tpkernels.ops.contract import (
     GATED,
     AllGatherGroupedMatmul,
@@ -76,7 +77,8 @@ def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) ->
 
 
 def outputs_of(call: AllGatherGroupedMatmul, rows: int) -> Outputs:
-    empty = [partial(call.x.new_empty, (rows, matrix.shape[2])) for matrix in call.matrices]
+    dtype = call.out_dtype or call.x.dtype
+    empty = [partial(call.x.new_empty, (rows, matrix.shape[2]), dtype=dtype) for matrix in call.matrices]
     kept = empty if call.keep_preactivation and call.activation is not None else []
     return Outputs([make() for make in (empty[:1] if call.activation in GATED else empty)], [make() for make in kept])
 
@@ -121,7 +123,7 @@ def _sum_shard(channel: Channel, context: Context, call: GroupedMatmulAllReduce,
 def _scattered(call: GroupedMatmulAllReduce, layout: Layout) -> GroupedMatmulReduceScatter:
     return GroupedMatmulReduceScatter(
         call.xs, call.matrices, call.rows, call.weights, None, call.addend, call.meanwhile, call.expert_biases,
-        layout=layout,
+        call.out_dtype, layout=layout,
     )  # fmt: skip
 
 
@@ -145,17 +147,19 @@ def is_cut(context: Context, layout: Layout) -> bool:
 
 
 def register(op: str, work: Callable[[Context, Any], Any]) -> None:
-    """By name alone, with the checks of the dense ops, for operands that are not fp8."""
-    runs = partial(dense.checked, work)
+    """By name alone, with the checks of the dense ops, and of the GPU where operands are fp8."""
+    runs = partial(dense.checked, partial(_with_kernel, work))
     dispatch.register(
-        Implementation("symmetric", op, _refuses, _estimate, runs, partial(dense.agree, runs), describe=_describe)
+        Implementation("symmetric", op, dense.refuses, _estimate, runs, partial(dense.agree, runs), describe=_describe)
     )
 
 
-def _refuses(problem: Problem) -> str | None:
-    if problem.out_dtype is not None:
-        return "its kernel for experts takes no fp8 operands"
-    return dense.refuses(problem)
+def _with_kernel(work: Callable[[Context, Any], Any], context: Context, call: Any) -> Any:
+    """All ranks have one kind of GPU."""
+    device = channels_of(context.group).device
+    if not dense.has_kernel(device, call.out_dtype):
+        raise UnsupportedProblem(f"fp8 operands of experts need capability 8.9, this GPU has {device.capability / 10}")
+    return work(context, call)
 
 
 def _estimate(problem: Problem, costs: Costs) -> None:

@@ -29,8 +29,9 @@ from tpkernels.backends.symmetric.kernel_launches import (
     with_known,
 )
 from tpkernels.backends.symmetric.residency import gemm_programs
+from tpkernels.gemm import fp8
 from tpkernels.gemm.dealt import DealtRows
-from tpkernels.gemm.fp8 import ExpertMatrices, Operand
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled, ScaledExperts
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.kernels.config import SMALLEST_BLOCK, GemmConfig, configure_grouped
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, Context, GroupedMatmulAllReduce
@@ -87,10 +88,16 @@ def cut_of(layout: Layout, num_chunks: int, rank: int, gathers: bool) -> Cut:
     return Cut(tuple(bounds), ranges, tuple(turns))
 
 
-def _unscaled(operand: Operand | ExpertMatrices) -> Tensor:
-    """fp8 operands are refused before."""
-    assert isinstance(operand, Tensor)
-    return operand
+def _weights(matrices: ExpertMatrices) -> tuple[Tensor, Tensor | None]:
+    """``[E, N, K]``, and the scales of fp8 ones."""
+    if isinstance(matrices, ScaledExperts):
+        return matrices.weights, matrices.scales
+    return matrices.transpose(1, 2), None
+
+
+def _rows(operand: Operand) -> tuple[Tensor, Tensor | None]:
+    """What is multiplied, and the scales of fp8 rows."""
+    return (operand.numbers, operand.scale) if isinstance(operand, Scaled) else (operand, None)
 
 
 def _undivided(layout: Layout) -> Layout:
@@ -176,29 +183,33 @@ def _gather_launch(
 
     gated, out = call.activation in GATED, outputs.outs[output]
     parts = (0, 1) if gated else (output,)
-    weights = alike([_unscaled(call.matrices[part]).transpose(1, 2) for part in parts])
+    given = [_weights(call.matrices[part]) for part in parts]
+    weights, scales = alike([weight for weight, _ in given]), [scale for _, scale in given]
+    x, scale_x = _rows(fp8.unpack(whole, call.packed) if call.packed else whole)
     biases = all_or_none([call.biases[part] for part in parts])
     kept = [outputs.preactivations[part] for part in parts] if outputs.preactivations else []
-    settings: dict[str, Any] = {"activation": call.activation or "none"}
-    for name, values in (("weight", weights[1:]), ("bias", biases), ("preactivation", kept)):
+    settings: dict[str, Any] = {"activation": call.activation or "none", "scale_x": scale_x}
+    named = (("weight", weights[1:]), ("bias", biases), ("preactivation", kept), ("scale_weight", scales))
+    for name, values in named:
         suffixes = ("_up",) if name == "weight" else ("", "_up")
         settings |= {f"{name}{suffix}": value for suffix, value in zip(suffixes, values, strict=False)}
 
     def launch_of(arrivals: Arrivals, config: GemmConfig, tokens: Tensor) -> Callable[..., KnownLaunch | None]:
         return partial(
-            kernel.grouped_matmul, whole, weights[0], out, arrivals, config, tokens=tokens,
+            kernel.grouped_matmul, x, weights[0], out, arrivals, config, tokens=tokens,
             most_rows=_most_rows(context), **settings,
         )  # fmt: skip
 
     def prepare() -> Prepared:
-        config = _config(context, channel, (weights[0].shape[1], whole.shape[1]), cut.num_parts)
+        config = _config(context, channel, (weights[0].shape[1], x.shape[1]), cut.num_parts)
         arrivals = Arrivals(_nothing_to_do(channel), channel.flags, table_of(channel), channel.op(context.problem.op))
         tokens = whole.new_empty(out.shape[0], dtype=torch.int32)
         return Prepared(config, arrivals, cut.num_chunks, rehearse(launch_of(arrivals, config, tokens)))
 
     kind = ("grouped gather", settings["activation"], cut.num_chunks, len(cut.turns))
-    fixed = [weights[0], *(settings.get(name) for name in ("weight_up", "bias", "bias_up"))]
-    by_row = [whole, out, *(settings.get(name) for name in ("preactivation", "preactivation_up"))]
+    of_experts = ("weight_up", "bias", "bias_up", "scale_weight", "scale_weight_up")
+    fixed = [weights[0], *(settings.get(name) for name in of_experts)]
+    by_row = [x, out, scale_x, *(settings.get(name) for name in ("preactivation", "preactivation_up"))]
     config, arrivals, _, known = of_kind(channel, context, kind, fixed, prepare, by_row)
 
     def launch(tokens: Tensor, order: Tensor) -> Launch:
@@ -239,14 +250,14 @@ def _product_launch(
     from tpkernels.kernels import grouped_matmul as kernel
     from tpkernels.kernels.all_gather_matmul import Arrivals
 
-    x, weight = _unscaled(call.xs[i]), _unscaled(call.matrices[i]).transpose(1, 2)
+    (x, scale_x), (weight, scale_weight) = _rows(call.xs[i]), _weights(call.matrices[i])
     bias = None if call.expert_biases is None else call.expert_biases.contiguous()
     addend = products if i else None
 
     def launch_of(arrivals: Arrivals, config: GemmConfig) -> Callable[..., KnownLaunch | None]:
         return partial(
-            kernel.grouped_matmul, x, weight, products, arrivals, config, bias=bias, addend=addend,
-            combination=combination, most_rows=_most_rows(context),
+            kernel.grouped_matmul, x, weight, products, arrivals, config, bias=bias, addend=addend, scale_x=scale_x,
+            scale_weight=scale_weight, combination=combination, most_rows=_most_rows(context),
         )  # fmt: skip
 
     def prepare() -> Prepared:
@@ -257,8 +268,8 @@ def _product_launch(
     announces = combination is not None and combination.flags is not None
     kind = ("grouped product", cut.num_chunks, len(cut.turns), i, combination is not None, announces)
     optional = () if combination is None else (combination.row_weights, combination.token_addend)
-    by_row = (x, products, addend, *optional)
-    config, arrivals, _, known = of_kind(channel, context, kind, (weight, bias), prepare, by_row)
+    by_row = (x, products, addend, scale_x, *optional)
+    config, arrivals, _, known = of_kind(channel, context, kind, (weight, bias, scale_weight), prepare, by_row)
     order = tile_table(call.rows, cut, config, x.device)
     return with_known(known, launch_of(replace(arrivals, order=order), config))
 

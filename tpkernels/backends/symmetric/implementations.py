@@ -86,6 +86,7 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "has_kernel",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",
@@ -111,7 +112,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     epilogue = Epilogue(call)
     launches: list[Launch] = []
     num_chunks = 1
-    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS and _has_kernel(channel.device, call.out_dtype):
+    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS and has_kernel(channel.device, call.out_dtype):
         launches, num_chunks = gather_launches(context, channel, call, whole, epilogue)
     _gather(channel, context, "all_gather_matmul", call.x, layout, whole, num_chunks, launches)
     if not launches:
@@ -122,7 +123,7 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     layout = call.layout
     channel, bias = channels_of(context.group).main, _contiguous(call.bias)
-    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
+    if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not has_kernel(channel.device, call.out_dtype):
         out = scatter(channel, context, "matmul_reduce_scatter", product(call), layout, bias, call.meanwhile)
     else:
         out = fused_scatter(channel, context, "matmul_reduce_scatter", call, bias, _dense(context, channel, call))
@@ -160,7 +161,7 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
         out = in_kernel(channel, context, "matmul_all_reduce", product(as_scatter), bias)
         call.meanwhile()
         return _finished(call, out)
-    if layout.max_shard_rows < FUSE_FROM_ROWS or not _has_kernel(channel.device, call.out_dtype):
+    if layout.max_shard_rows < FUSE_FROM_ROWS or not has_kernel(channel.device, call.out_dtype):
         own = scatter(channel, context, "matmul_all_reduce", product(as_scatter), layout, bias, call.meanwhile)
     else:
         launches_of = _dense(context, channel, as_scatter)
@@ -339,7 +340,7 @@ def checked(work: Callable[[Context, Any], Any], context: Context, call: Any) ->
             raise UnsupportedProblem(f"{context.text}: {refusal}") from refusal
 
 
-def _has_kernel(device: Device, out_dtype: torch.dtype | None) -> bool:
+def has_kernel(device: Device, out_dtype: torch.dtype | None) -> bool:
     """Whether the fused kernels run on this kind of GPU, which all ranks have; fp8 came with capability 8.9."""
     return out_dtype is None or device.capability >= FP8_CAPABILITY
 
@@ -369,7 +370,7 @@ def agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, l
     self_check.check(work, group, call, problem, _way(sums, fused, problem))
     if sums is not None or not fused or problem.facts.grouped:
         return None
-    if not _has_kernel(channels_of(group).device, problem.out_dtype):
+    if not has_kernel(channels_of(group).device, problem.out_dtype):
         return None
     return tuning.agree(group, call, tuning.gemm_of(problem), layout)
 

@@ -29,7 +29,7 @@ from tpkernels.dispatch import Costs, Problem, dtype_text
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import fp8
 from tpkernels.gemm.dealt import DealtRows
-from tpkernels.gemm.fp8 import Operand, Scaled
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled, ScaledExperts
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops.contract import (
     AllGather,
@@ -168,10 +168,7 @@ class _Small:
                 return [(work(AllGather(self._stored(shards[rank]), layout))(), torch.cat(shards))]
             case "all_gather_matmul":
                 shards = [self._x(r, self.sizes[r]) for r in range(size)]
-                x = self._stored(shards[rank])
-                packed: tuple[int, ...] = ()
-                if out_dtype is not None:
-                    x, packed = fp8.pack(x, self._ones(self.sizes[rank])), (K,)
+                x, packed = self._travelling(shards[rank])
                 call = AllGatherMatmul(x, layout, [self._matrix(rank)], [None], out_dtype=out_dtype, packed=packed)
                 return [(work(call).outs[0], torch.cat(shards) @ self._weight(rank).t())]
         if self._problem.facts.multiplies:
@@ -202,21 +199,24 @@ class _Small:
             every = torch.stack([x @ self._weight(rank + 7 * e).t() for e in range(EXPERTS)])
             return every[of_row, torch.arange(len(of_row), device=self._device)]
 
-        weights = self._stored(torch.stack([self._weight(self._rank + 7 * e) for e in range(EXPERTS)]))
-        matrices = [weights.transpose(1, 2)]
+        matrices = self._matrices(torch.stack([self._weight(self._rank + 7 * e) for e in range(EXPERTS)]))
+        out_dtype = self._problem.out_dtype
         if self._problem.facts.gathers:
             shards = [self._x(r, size) for r, size in enumerate(self.sizes)]
-            x = self._stored(shards[self._rank])
-            call = AllGatherGroupedMatmul(x, self._layout, lambda: rows, matrices, [None])
+            x, packed = self._travelling(shards[self._rank])
+            call = AllGatherGroupedMatmul(
+                x, self._layout, lambda: rows, matrices, [None], out_dtype=out_dtype, packed=packed
+            )
             return work(call).outs[0], products(torch.cat(shards)[rows.tokens], self._rank)
         signs = 1.0 - 2.0 * (rows.slots % 2)
         total = torch.zeros(whole, N, device=self._device)
         for r in range(self._size):
             total.index_add_(0, rows.tokens, products(self._x(r, rows.count), r) * signs[:, None])
-        xs = [self._stored(self._x(self._rank, rows.count))]
+        xs = [self._operand(self._x(self._rank, rows.count))]
         if self._problem.facts.everywhere:
-            return work(GroupedMatmulAllReduce(xs, matrices, rows, signs)), total
-        return work(GroupedMatmulReduceScatter(xs, matrices, rows, signs, layout=self._layout)), total[own]
+            return work(GroupedMatmulAllReduce(xs, matrices, rows, signs, out_dtype=out_dtype)), total
+        scatter = GroupedMatmulReduceScatter(xs, matrices, rows, signs, out_dtype=out_dtype, layout=self._layout)
+        return work(scatter), total[own]
 
     def _dealt_out(self, work: Callable[[Any], Any], experts: Tensor, own: slice) -> tuple[Tensor, Tensor]:
         """The same, where each expert is on one rank; fewer experts than ranks leave some without."""
@@ -228,15 +228,18 @@ class _Small:
             return torch.einsum("sk,enk->esn", x, of_experts)[flat[slots], torch.arange(len(x), device=x.device)]
 
         here = slice(offsets(dealt)[self._rank], offsets(dealt)[self._rank] + dealt[self._rank])
-        matrices = [self._stored(of_experts[here]).transpose(1, 2)]
+        matrices, out_dtype = self._matrices(of_experts[here]), self._problem.out_dtype
         if self._problem.facts.gathers:
             x = torch.cat([self._x(r, size) for r, size in enumerate(self.sizes)])
-            call = DispatchGroupedMatmul(self._stored(x[own]), self._layout, lambda: rows, matrices, [None])
+            sent, packed = self._travelling(x[own])
+            call = DispatchGroupedMatmul(
+                sent, self._layout, lambda: rows, matrices, [None], out_dtype=out_dtype, packed=packed
+            )
             return work(call).outs[0], products(x[rows.slots // 2], rows.slots)
         slots = torch.arange(experts.numel(), device=self._device)
         x, signs = self._x(0, len(slots)), 1.0 - 2.0 * (slots % 2)
         combine = GroupedMatmulCombine(
-            [self._stored(x[rows.slots])], matrices, rows, signs[rows.slots], layout=self._layout
+            [self._operand(x[rows.slots])], matrices, rows, signs[rows.slots], out_dtype=out_dtype, layout=self._layout
         )  # fmt: skip
         return work(combine), (products(x, slots) * signs[:, None]).view(len(experts), 2, N).sum(1)[own]
 
@@ -270,6 +273,17 @@ class _Small:
 
     def _stored(self, values: Tensor) -> Tensor:
         return values.to(self._problem.dtype)
+
+    def _travelling(self, values: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Rows that are sent, and the ``packed`` of their call."""
+        x = self._stored(values)
+        return (x, ()) if self._problem.out_dtype is None else (fp8.pack(x, self._ones(len(x))), (K,))
+
+    def _matrices(self, weights: Tensor) -> list[ExpertMatrices]:
+        """Of experts, [E, N, K]."""
+        stored = self._stored(weights)
+        scaled = self._problem.out_dtype is not None
+        return [ScaledExperts(stored, self._ones(1)) if scaled else stored.transpose(1, 2)]
 
     def _operand(self, values: Tensor) -> Operand:
         x = self._stored(values)
