@@ -145,6 +145,8 @@ def variants() -> list[Variant]:
                 replace(gather, pointers=True, bias=True, sampled=False),
                 replace(gather, activation="swiglu", bias=True, loop="flat", sampled=capability == 90),
                 replace(scatter, dtype="float8_e4m3fn", scale="row", sampled=False),
+                replace(experts, dtype="float8_e4m3fn", scale="row", activation="swiglu", bias=True, sampled=False),
+                replace(experts, dtype="float8_e4m3fn", scale="row", top_k=8, staging="bf16", sampled=False),
             ]
     return found
 
@@ -196,11 +198,14 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, Any]:
             "preactivation_up": variant.preactivation and dual, "bias": variant.bias, "bias_up": variant.bias and dual,
             "addend": variant.addend, "token_addend": sums and variant.addend,
         }  # fmt: skip
-        types |= {name: f"*{element}" if given else None for name, given in pointers.items()}
+        of = {name: element if name in ("x", "weight", "weight_up") else out for name in pointers}
+        types |= {name: f"*{of[name]}" if given else None for name, given in pointers.items()}
+        scales = {"scale_x": scaled, "scale_weight": scaled, "scale_weight_up": scaled and dual}
+        types |= {name: "*fp32" if given else None for name, given in scales.items()}
         types |= {name: "*i32" if sums else None for name in ("chunks", "counters", "rows_of_tokens")}
         types |= {name: "*i64" if sums else None for name in ("staging", "flags")}
         types |= {"tokens": None if sums else "*i32", "row_weights": "*fp32" if sums else None, "signals": "*i32"}
-        strides = ("x", "we", "wn", "wk", "out", "staging")
+        strides = ("x", "we", "wn", "wk", "out", "staging", "scale")
         types |= {"num_slots": "i32", **{f"stride_{name}": "i32" for name in strides}}
         constants = {name: constants[name] for name in constants if name in kernel.arg_names}
         constants |= {

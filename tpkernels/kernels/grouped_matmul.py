@@ -147,16 +147,16 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
                 x_places, w_places, w_up_places = next_places(
                     x_places, w_places, w_up_places, stride_wk, BLOCK_K, DUAL, False
                 )
+            of_rows = None
             if scale_x is not None:
                 of_rows = _row_scales(scale_x, tokens, behind(arrived, row), rows, stride_scale, BLOCK_M)
-                acc = _scaled(acc, of_rows, scale_weight + expert * n, first_column, n, BLOCK_N)
-                if DUAL:
-                    acc_up = _scaled(acc_up, of_rows, scale_weight_up + expert * n, first_column, n, BLOCK_N)
             finish(
                 acc, acc_up, first_column, row, rows, n, out, None, preactivation, preactivation_up,
                 None if bias is None else bias + expert * n, None if bias_up is None else bias_up + expert * n,
-                None, None, None, stride_out, 0,
-                BLOCK_M, BLOCK_N, ACTIVATION, bias is not None, "none", preactivation is not None,
+                of_rows, None if scale_weight is None else scale_weight + expert * n,
+                None if scale_weight_up is None else scale_weight_up + expert * n, stride_out, 0,
+                BLOCK_M, BLOCK_N, ACTIVATION, bias is not None, "none" if scale_x is None else "given",
+                preactivation is not None,
             )  # fmt: skip
             if COMBINES:
                 if count_tile(counters + num_slots + slot * num_column_tiles + column, chunk_tiles) != 0:
@@ -185,12 +185,6 @@ def _row_scales(scale_x, tokens, row, rows, stride_scale, BLOCK_M: tl.constexpr)
     if tokens is not None:
         sources = tl.load(tokens + sources)
     return tl.load(scale_x + sources.to(tl.int64) * stride_scale)
-
-
-@triton.jit
-def _scaled(acc, of_rows, scale_weight, first_column, n, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    n_offsets = first_column + tl.arange(0, BLOCK_N)
-    return acc * of_rows[:, None] * tl.load(scale_weight + n_offsets, mask=n_offsets < n, other=0.0)[None, :]
 
 
 @triton.jit

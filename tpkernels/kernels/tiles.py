@@ -235,14 +235,17 @@ def scaled(  # type: ignore[no-untyped-def]
 ):
     """acc times the operands' scales. SCALE: "none", "tensor" (one fp32 each), "row" (one per row of A and of B).
 
-    Those of A lie `stride_scale` apart, because gathered rows bring theirs along.
+    Those of A lie `stride_scale` apart, because gathered rows bring theirs along. "given": `scale_a` are the tile's.
     """
     if SCALE == "tensor":
         acc = acc * (tl.load(scale_a) * tl.load(scale_b))
-    if SCALE == "row":
+    if SCALE == "row" or SCALE == "given":
         m_offsets, n_offsets = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
-        places = scale_a + (row + m_offsets).to(tl.int64) * stride_scale
-        of_rows = tl.load(places, mask=m_offsets < rows, other=0.0)
+        if SCALE == "given":
+            of_rows = scale_a
+        else:
+            places = scale_a + (row + m_offsets).to(tl.int64) * stride_scale
+            of_rows = tl.load(places, mask=m_offsets < rows, other=0.0)
         of_columns = tl.load(scale_b + n_offsets, mask=n_offsets < n, other=0.0)
         acc = acc * of_rows[:, None] * of_columns[None, :]
     return acc
