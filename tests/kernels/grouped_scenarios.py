@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from tests.kernels.scenarios import MARGIN, Case, Surroundings, _arrive, _run_beside, _watch, as_int32, padded
+from tpkernels.gemm import fp8
 from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.partition import chunk_ranges, offsets
 from tpkernels.testing import grouped_expected as expected
+from tpkernels.testing.fp8_operands import Fp8
 from tpkernels.testing.numeric import GATED, assert_bitwise_equal
 from tpkernels.testing.payload import payload
 
@@ -62,6 +64,10 @@ class Experts(Case):
         return self.place(table)
 
 
+def scales_of(case: Experts, shape: tuple[int, ...], call: int, name: str) -> Tensor:
+    return payload(shape, torch.float32, call=call, rank=case.seed, name=f"scale {name}").abs() + 0.5
+
+
 def gather(case: Experts) -> None:
     """`calls` grouped GEMMs of other routings, whose tokens arrive late and in a shuffled order."""
     kernel, arrivals = case.module("grouped_matmul"), case.module("all_gather_matmul").Arrivals
@@ -73,35 +79,52 @@ def gather(case: Experts) -> None:
         around.begin(epoch)
         experts, rows = case.rows_by_expert(call)
         x = payload((case.rows, case.k), case.dtype, call=call, rank=case.seed, name="x")
-        whole, _ = padded(case.rows, case.k, case.dtype, device=case.device, stride=case.stride)
+        dtype, nothing = case.out_dtype or case.dtype, float("nan")
+        settings: dict[str, Any] = {}
+        if case.scale == "row":  # a row's scale comes with it; 255 is NaN in both
+            of_x = scales_of(case, (case.rows, 1), call, "x")
+            sent, nothing = fp8.pack(x, of_x), 255
+            whole = case.place(torch.full_like(sent, nothing))
+            (arriving,) = fp8.split(whole, (case.k,))
+            operand, settings["scale_x"] = arriving.numbers, arriving.scale
+            exact = x.double() * of_x.double()
+        else:
+            sent, exact = x, x
+            whole, _ = padded(case.rows, case.k, case.dtype, device=case.device, stride=case.stride)
+            operand = whole
         start = offsets(case.shards)[case.rank]
         stop = start + case.shards[case.rank]
-        whole[start:stop] = case.place(x[start:stop])
+        whole[start:stop] = case.place(sent[start:stop])
         names = ("gate", "up") if case.activation in GATED else ("gate",)
         weights = [case.weights(call, name) for name in names]
-        biases = [payload((case.experts, case.n), case.dtype, call=call, name=name) for name in names]
-        like_out = partial(padded, rows.count, case.n, case.dtype, device=case.device, stride=case.stride)
+        given: list[Any] = [w.cpu() for w in weights]
+        if case.scale == "row":
+            of_w = [scales_of(case, (case.experts, case.n), call, name) for name in names]
+            settings |= dict(zip(("scale_weight", "scale_weight_up"), map(case.place, of_w), strict=False))
+            given = [Fp8(w, scale.unsqueeze(2)).bounded(case.device) for w, scale in zip(given, of_w, strict=True)]
+        biases = [payload((case.experts, case.n), dtype, call=call, name=name) for name in names]
+        like_out = partial(padded, rows.count, case.n, dtype, device=case.device, stride=case.stride)
         out, margin = like_out()
         kept = [like_out()[0] for _ in names] if case.preactivation else []
-        settings: dict[str, Any] = dict(zip(("preactivation", "preactivation_up"), kept, strict=False))
+        settings |= dict(zip(("preactivation", "preactivation_up"), kept, strict=False))
         settings |= {"weight_up": weights[1]} if len(names) > 1 else {}
         if case.bias:
             settings |= dict(zip(("bias", "bias_up"), map(case.place, biases), strict=False))
         launch = partial(
-            kernel.grouped_matmul, whole, weights[0], out,
+            kernel.grouped_matmul, operand, weights[0], out,
             arrivals(case.table(rows, "arrivals"), signals, around.group, 7), case.config(),
             tokens=rows.tokens.to(torch.int32), activation=case.activation, **settings,
         )  # fmt: skip
-        arrive = partial(_arrive, case, call, case.place(x), whole, signals, epoch)
+        arrive = partial(_arrive, case, call, case.place(sent), whole, signals, epoch)
         if case.device != "cpu":  # what loads a kernel while another one spins may wait for it: these have run before
             arrive()
-            whole[:start], whole[stop:] = float("nan"), float("nan")
+            whole[:start], whole[stop:] = nothing, nothing
             signals.fill_(as_int32(epoch - 1))
         _run_beside(case, launch, threading.Thread(target=arrive))
         assert not around.failure.any(), around.told(case)
         sums = [
-            expected.products(x, w.cpu(), experts, dtype=torch.float32, bias=bias if case.bias else None)
-            for w, bias in zip(weights, biases, strict=True)
+            expected.products(exact, w, experts, dtype=torch.float32, bias=bias if case.bias else None)
+            for w, bias in zip(given, biases, strict=True)
         ]
         y = sums[0]
         if case.activation in GATED:

@@ -18,6 +18,7 @@ from tpkernels.kernels.schedule import arrivals, grouped_table
 
 pytestmark = pytest.mark.cpu
 
+FP8: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16, "scale": "row"}
 GATHER: dict[str, dict[str, Any]] = {
     "swiglu, biases, products kept": {"activation": "swiglu", "bias": True, "preactivation": True, "rank": 2},
     "clamped, halves": {"activation": "clamped_swiglu", "bias": True, "block": (16, 128, 16), "n": 150},
@@ -25,6 +26,7 @@ GATHER: dict[str, dict[str, Any]] = {
     "experts without tokens, fp32, transposed": {"load": "few", "dtype": torch.float32, "transposed": True, "top_k": 3},
     "one CTA, one token": {"programs": 1, "shards": (0, 1, 0, 0), "rank": 3, "top_k": 1},
     "nothing to contract": {"k": 0, "bias": True},
+    "fp8": {**FP8, "activation": "swiglu", "bias": True},
     "odd K, epochs that wrap": {"k": 41, "calls": 3, "first_epoch": 2**31 - 2, "shards": (9, 20), "num_chunks": 3},
 }
 COMBINE: dict[str, dict[str, Any]] = {
@@ -102,6 +104,12 @@ FAULTS: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     ),
     "rows_are_their_own_tokens": (
         "gather", "grouped_matmul.py", ("tl.load(tokens + row + tl.where", "(row + tl.where"), {},
+    ),
+    "scales_of_rows_as_if_they_were_tokens": (
+        "gather", "grouped_matmul.py", ("sources = tl.load(tokens + sources)", "sources = sources // 2"), FP8,
+    ),
+    "scale_of_another_expert": (
+        "gather", "grouped_matmul.py", ("else scale_weight + expert * n,", "else scale_weight,"), FP8,
     ),
     "bias_of_another_expert": ("gather", "grouped_matmul.py", ("bias + expert * n,", "bias,"), {"bias": True}),
     "weights_are_forgotten": ("combine", "grouped_matmul.py", ("product = product *", "product = product + 0 *"), {}),
