@@ -16,7 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 from tests.backends.emulated import Emulation, give_up_after
-from tests.backends.grouped_cases import OPS, SIZES, cases, dealt_cases, fp8_cases
+from tests.backends.grouped_cases import BF16, OPS, SIZES, cases, dealt_cases, fp8_cases
 from tests.backends.test_symmetric import forgotten
 from tpkernels.backends.symmetric import cuda_group
 from tpkernels.backends.symmetric.dealt import _Slots

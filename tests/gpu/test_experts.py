@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.backends.grouped_cases import cases, dealt_cases
+from tests.backends.grouped_cases import cases, dealt_cases, fp8_cases
 from tests.gpu import ranks as scenarios
 from tests.gpu.conftest import Shared
 from tests.gpu.test_kernels import NANOSECONDS
@@ -66,7 +66,7 @@ def test_tokens_that_never_come_are_reported_the_kernel_ends_and_the_context_sur
 
 def cases_of(op: str, world: int, full: bool) -> list[GroupedCase | DealtCase]:
     """Small ones for every option, and tokens enough for the kernels that overlap; each of them compiles its own."""
-    every: list[GroupedCase | DealtCase] = [*cases(world), *dealt_cases(world)]
+    every: list[GroupedCase | DealtCase] = [*cases(world), *dealt_cases(world), *fp8_cases(world)]
     small = [case for case in every if case.op == op]
     kind: Any = DealtCase if op in DEALT else GroupedCase
     base = kind(op, (*(190,) * (world - 1), 131), (136, 200), num_experts=8, implementation="symmetric", bias=True)
@@ -74,13 +74,16 @@ def cases_of(op: str, world: int, full: bool) -> list[GroupedCase | DealtCase]:
     large += [base.but(sizes=(0, *(190,) * (world - 1)), dtype=torch.float16, load="one", top_k=3, call=21)]
     if op in (GATHER_OP, DEALT[0]):
         large.append(base.but(activation="swiglu", dtype=torch.bfloat16, call=22))
-    return [*small, *large] if full else [small[0], large[0], large[-1]]
+    fp8 = base.but(dtype=torch.bfloat16, fp8=("row", "row"), call=23)
+    return [*small, *large, fp8] if full else [small[0], large[0], large[-1], fp8]
 
 
 @pytest.mark.parametrize("op", GROUPED)
 @pytest.mark.parametrize("world", [2, 3])  # the outer loop: ranks are started anew for another number of them
 def test_values_and_gradients_are_within_the_bound(symmetric_ranks: Shared, world: int, op: str, full: bool) -> None:
     chosen = cases_of(op, world, full)
+    if torch.cuda.get_device_capability() < (8, 9):
+        chosen = [case for case in chosen if not case.fp8]
     if world == 3 and not full:
         chosen = chosen[1:]
     judged = symmetric_ranks(world).run(scenarios.judge_experts, chosen, 3, timeout=CALL_S)
