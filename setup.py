@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -349,7 +350,6 @@ def build_cuda() -> tuple[Path, dict[str, object]]:
         compile=[nvcc.program, "-ccbin", compiler[0], *flags, *includes],
         link=[*compiler, *link, "$in", str(runtime), "-ldl", "-lrt", "-o", "$out"],
         sources=sources,
-        module=CUDA_MODULE,
         stamp=stamped(build, version),
     )
     run_ninja(ninja, build, version, "CUDA 13.0 is what we build with")
@@ -362,9 +362,7 @@ def build_cuda() -> tuple[Path, dict[str, object]]:
     }
 
 
-def write_rules(
-    file: Path, *, compile: list[str], link: list[str], sources: list[Path], module: str, stamp: Path
-) -> None:
+def write_rules(file: Path, *, compile: list[str], link: list[str], sources: list[Path], stamp: Path) -> None:
     """A ninja file of one command for all sources, relative to it; ninja's own variables in the commands stay."""
 
     def words(parts: list[str]) -> str:
@@ -376,7 +374,7 @@ def write_rules(
     lines = ["rule compile", f"  command = {words(compile)} -MD -MF $out.d -c $in -o $out"]
     lines += ["  depfile = $out.d", "  deps = gcc", "rule link", f"  command = {words(link)}"]
     lines += [f"build {source.stem}.o: compile {path(source)} | {stamp.name}" for source in sources]
-    lines += [f"build {module}: link {' '.join(f'{source.stem}.o' for source in sources)}"]
+    lines += [f"build {CUDA_MODULE}: link {' '.join(f'{source.stem}.o' for source in sources)}"]
     file.write_text("\n".join(lines) + "\n")
 
 
@@ -446,4 +444,5 @@ class BuildCore(build_ext):
 
 if __name__ == "__main__":
     sources = [str(source.relative_to(ROOT)) for source in [CSRC / "bindings.cpp", *sorted(CSRC.glob("cpu/*.cpp"))]]
-    setup(ext_modules=[Extension("tpkernels._native", sources)], cmdclass={"build_ext": BuildCore})
+    urls = runpy.run_path(str(ROOT / "project_urls.py"))["project_urls"](ROOT)
+    setup(ext_modules=[Extension("tpkernels._native", sources)], cmdclass={"build_ext": BuildCore}, project_urls=urls)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ("ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/README.md", "csrc/README.md", "csrc/cuda/README.md")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> None:
+    """A link to the repository at the foot of each page, where its address is known.
+
+    The theme's own `repo_url` would let each reader's browser ask the host of the repository about it.
+    """
+    urls = runpy.run_path(str(ROOT / "project_urls.py"))["project_urls"](ROOT)
+    if urls:
+        link = {"icon": "fontawesome/brands/git-alt", "name": "Repository", "link": urls["Repository"]}
+        config["extra"]["social"] = [link]
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -63,7 +63,7 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a tree: of $HOME's"
         self.root.mkdir()
-        for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        for name in ("setup.py", "project_urls.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
             shutil.copy2(ROOT / name, self.root / name)
         self.package = self.root / "tpkernels"
         self.write("tpkernels/__init__.py", "")

@@ -38,7 +38,7 @@ PYBIND11_MODULE(_native, m) { m.attr("ABI") = 1; }
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build reads, with what the installation has compiled; no build folder lands in the checkout."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "project_urls.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, folder / name)
     shutil.copytree(ROOT / "tpkernels", folder / "tpkernels", ignore=shutil.ignore_patterns("__pycache__", "_native*"))
     shutil.copytree(ROOT / "csrc", folder / "csrc")
@@ -113,8 +113,12 @@ def test_pip_builds_the_core_under_build_isolation(source: Path, tmp_path: Path,
 
 
 def test_an_editable_installation_is_a_path_that_type_checkers_and_editors_read(source: Path, tmp_path: Path) -> None:
+    """Built in a clone, its metadata has the clone's remote as an address, without the password in it."""
     checkout = tmp_path / "checkout"
     shutil.copytree(source, checkout, ignore=shutil.ignore_patterns("build"))
+    remote = ["remote", "add", "origin", "https://me:hunter2@git.example.org/owner/name.git"]
+    for argv in (["init", "-q"], remote):
+        subprocess.run(["git", "-C", str(checkout), *argv], check=True, timeout=60)
     code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
     env = {**os.environ, "CXX": "/nonexistent", "TPKERNELS_CUDA": "0", "TPKERNELS_REQUIRE_NATIVE": "0"}
     subprocess.run([sys.executable, "-c", code], cwd=checkout, env=env, check=True, capture_output=True, timeout=60)
@@ -122,6 +126,8 @@ def test_an_editable_installation_is_a_path_that_type_checkers_and_editors_read(
     archive = zipfile.ZipFile(wheel)
     (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
     assert archive.read(path).decode().strip() == str(checkout), "an import hook"
+    (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    assert "\nProject-URL: Repository, https://git.example.org/owner/name\n" in metadata and "hunter2" not in metadata
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
@@ -157,6 +163,7 @@ def test_the_sdist_holds_every_native_source(source: Path, tmp_path: Path) -> No
         packed = {name.partition("/")[2] for name in archive.getnames()}
     sources = {str(path.relative_to(ROOT)) for path in ROOT.joinpath("csrc").rglob("*") if path.is_file()}
     assert sources and sources <= packed, sources - packed
+    assert "project_urls.py" in packed, "setup.py needs it"
 
 
 def test_metadata_names_licence_python_torch_and_the_command(wheel: Path) -> None:
