@@ -35,10 +35,15 @@ SEEN = {*tpk.errors.__all__, *BUILT_IN, *OWN, *OF_COMMANDS, *TELLERS, *REASONS}
 """Where a user sees the text.  What other exceptions say is caught in the package, and is put into one of these."""
 REASON = re.compile(r"why|reason|refus")
 """A function returns a reason if it may return None instead, or if its name says so; a variable, if its name does."""
-CONSTANTS = ("UNTRIED", "_ONLY_CUDA", "OWN_CODE")
-"""Names of constants that are reasons."""
+CONSTANT = re.compile(r"_?[A-Z][A-Z_]+")
+WORDS_OF_A_REASON = 3
+"""A constant of so many words is a reason, and so is each value of a dict of them."""
 NO_REASON = ("job_name", "_tie_kind")
 """Functions that return a text or None, and no reason."""
+CAPTIONS = ("CAPTION", "_CAPTION", "HELP", "_STYLE", "TABLES", "MEANINGS", "STYLES", "PIP_LINES")
+"""Constants that belong to a table, a page or a command line."""
+PARTS = ("_ADVICE", "_VOID", "_DEALT", "_NO_GRADIENT", "NO_DATA_FLOW")
+"""Constants that are put into messages of their own files, which have entries as a whole."""
 THROWN = re.compile(r'(?:throw \w[\w:]*\(|\bfail\(Failure|\braise_errno\(|\btext = )(?:"(?:[^"\\]|\\.)*"|[^;{"])*;')
 """A statement of C++ that makes the text of an error."""
 UNSEEN = {
@@ -92,6 +97,13 @@ def gives_reason(function: ast.FunctionDef) -> bool:
     return returns == "str | None" or (returns == "str" and REASON.search(function.name) is not None)
 
 
+def sentences_of(node: ast.expr, names: Names) -> list[tuple[int, str]]:
+    """The line and text of what a constant says, where that has the words of a reason."""
+    values = node.values if isinstance(node, ast.Dict) else [node]
+    texts = [(value.lineno, text_of(value, names)) for value in values]
+    return [(line, text) for line, text in texts if len(text.split()) >= WORDS_OF_A_REASON]
+
+
 def read(node: ast.AST, names: Names, found: list[tuple[int, str]], reasoning: bool = False) -> None:
     """Add the line and the text of every message below ``node``, in the order of the source."""
     if isinstance(node, ast.FunctionDef):
@@ -99,10 +111,14 @@ def read(node: ast.AST, names: Names, found: list[tuple[int, str]], reasoning: b
     for child in ast.iter_child_nodes(node):
         read(child, names, found, reasoning)
     said: ast.expr | None = None
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        name = node.targets[0].id
-        names[name] = [*names.get(name, []), *texts_of(node.value, names)]
-        said = node.value if REASON.search(name) or name in CONSTANTS else None
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        name = getattr(target, "id", getattr(target, "attr", ""))
+        if isinstance(target, ast.Name):
+            names[name] = [*names.get(name, []), *texts_of(node.value, names)]
+        said = node.value if REASON.search(name) else None
+        if CONSTANT.fullmatch(name) and name not in CAPTIONS + PARTS:
+            found += sentences_of(node.value, names)
     elif isinstance(node, ast.Return) and reasoning:
         said = node.value
     elif isinstance(node, ast.Call) and node.args:
@@ -178,6 +194,10 @@ def test_a_message_without_an_entry_is_found() -> None:
 def test_reasons_and_messages_of_the_core_are_found() -> None:
     returned = "def f(x) -> str | None:\n  return None if x else f'no {x}'\ndef g() -> str:\n  return 'a text'"
     assert [message.text for message in messages_of(ast.parse(returned), "f.py")] == ["no …"]
+    constant = 'NAME = "of two"\nDARK = "there is no moon"\n_BY_HOUR = {1: "it is too early", 2: "late"}\n'
+    held = "class A:\n  def f(self):\n    self.reason: str = 'no stars'\n"
+    said = messages_of(ast.parse(constant + held), "f.py")
+    assert [message.text for message in said] == ["there is no moon", "it is too early", "no stars"]
     thrown = 'if (n < 0) {\n  throw std::range_error("n: " + std::to_string(n) +\n      "; " "one");\n}\nsay("two");'
     assert messages_of_core(thrown, "f.cpp") == [Message("f.cpp:2", "n: …; one")]
 
