@@ -94,7 +94,15 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def array_split(x: torch.Tensor, n: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Views of ``x`` cut along ``dim`` as ``numpy.array_split`` cuts: 10 rows over 3 parts are 4, 3 and 3."""
+    """Views of ``x`` cut along ``dim`` as ``numpy.array_split`` cuts: 10 rows over 3 parts are 4, 3 and 3.
+
+    Examples:
+        >>> [part.tolist() for part in tpk.array_split(torch.arange(10), 3)]
+        [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+    Raises:
+        ValueError: ``x`` has no dimension ``dim``, or ``n`` is less than 1.
+    """
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim ({dim}) is out of range for a tensor of {x.dim()} dimensions")
     return tuple(x.split(list(array_split_sizes(x.shape[dim], n)), dim))

@@ -30,21 +30,24 @@ KERAS = "tpkernels.integrations.keras."
 TIMEOUT_S = 300.0
 OF_ONE_PROCESS = ("tpkernels.launch",)
 """It starts ranks, which ranks have no need of."""
-SHOWN_BY_OTHERS = (
-    "tpkernels.array_split",
-    "tpkernels.nn.MeshMLP2D",
+RESULTS = (
     "tpkernels.Explanation",
     "tpkernels.ShardingPlan",
     "tpkernels.Verification",
-    *(KERAS + name for name in ("TensorParallel", "KerasPlan", "DefaultConfig", "Cut", "layout_map")),
+    *(KERAS + name for name in ("KerasPlan", "DefaultConfig", "Cut")),
 )
-"""Results are shown where a call gives them; long examples stand on pages that run (docs/keras.md)."""
+"""Shown where a call gives them."""
+STYLE = re.compile(r"tpkernels\.sharding\.[A-Z]\w+")
+"""A word of a plan."""
+ON_A_PAGE = (KERAS + "TensorParallel",)
+"""Its example is long, and stands on a page that runs (docs/keras.md)."""
 
 
 def documented() -> list[str]:
-    """The functions and modules of the API pages that need an example."""
+    """The functions and modules of the API pages that show an example by themselves."""
     text = "".join(ROOT.joinpath("docs/api", page).read_text(encoding="utf-8") for page in PAGES)
-    return [name for name in re.findall(r"^::: (\S+)", text, re.M) if name not in SHOWN_BY_OTHERS]
+    names = re.findall(r"^::: (\S+)", text, re.M)
+    return [name for name in names if name not in RESULTS + ON_A_PAGE and not STYLE.fullmatch(name)]
 
 
 def examples_of(name: str) -> list[doctest.Example]:
@@ -72,11 +75,16 @@ def run(names: list[str], folder: str, fault: str | None = None, also: dict[str,
     return said
 
 
+@pytest.mark.cpu
+def test_each_function_and_module_has_an_example() -> None:
+    names = documented()
+    assert len(names) > 60 and not [name for name in names if not examples_of(name)]
+
+
 @pytest.mark.gloo
 @pytest.mark.slow("6 s")
 def test_examples_of_docstrings_run_on_two_ranks(ranks: Pools, tmp_path: Path) -> None:
-    names = [name for name in documented() if not name.startswith((*OF_ONE_PROCESS, KERAS)) and examples_of(name)]
-    assert len(names) > 40
+    names = [name for name in documented() if not name.startswith((*OF_ONE_PROCESS, KERAS))]
     for said in ranks(2).run(run, names, str(tmp_path), timeout=TIMEOUT_S):
         assert not said, "".join(said)
 
@@ -100,7 +108,6 @@ def test_examples_of_keras_run_in_one_process(tmp_path: Path) -> None:
     if importlib.util.find_spec("keras") is None:
         pytest.skip("the package keras is missing: pip install keras")
     names = [name for name in documented() if name.startswith(KERAS)]
-    assert len(names) >= 8
     assert launch(run_with_keras, 1, names, str(tmp_path)) == [[]]
 
 

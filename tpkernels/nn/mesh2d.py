@@ -98,11 +98,7 @@ def _stack(parameters: Sequence[Tensor]) -> Tensor:
 class MeshMLP2D(nn.Module):
     """``y = down(act(up(x)))`` on a mesh of two axes (Y, X); x and y are ``[..., H1/X]``, other rows for each y.
 
-    With a gate ``y = down(act(gate(x)) * up(x))``.  Made of two layers, on this rank's features of x::
-
-        mesh = tpk.init(dp=1, tp=2)
-        block = tpk.nn.MeshMLP2D.from_linears(up, down, mesh)
-        y_mine = block(x[:, mine])
+    With a gate ``y = down(act(gate(x)) * up(x))``.
 
     ==================  ==================================  ============================
     parameter           shape of the whole                  cut over Y, X
@@ -127,6 +123,12 @@ class MeshMLP2D(nn.Module):
     Gradients of the parameters are sums over Y: where every y has a loss of its own rows, the gradients are those of
     the losses' sum, and there is nothing left to reduce.  A new module's weights equal those of ``nn.Linear`` made
     under the same seed in the order (gate,) up, down.
+
+    Examples:
+        >>> block = tpk.nn.MeshMLP2D.from_linears(nn.Linear(8, 32), nn.Linear(32, 8), tpk.init(dp=1, tp=2))
+        >>> features = tpk.array_split(torch.ones(4, 8), 2, dim=1)[rank]  # of all rows: there is one y
+        >>> block(features).shape, block.down.weight.to_local().shape
+        (torch.Size([4, 4]), torch.Size([8, 16]))
 
     Raises:
         ValueError: bad arguments, with names and values; x of other features (the peers raise GroupMismatch).

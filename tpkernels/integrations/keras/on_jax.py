@@ -30,6 +30,12 @@ def layout_map(plan: KerasPlan | str, device_mesh: Any) -> Any:
     Args:
         plan: of :func:`make_plan`, or its JSON, which may have been made on torch.
 
+    Examples:
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32), keras.layers.Dense(8)])
+        >>> mesh = keras.distribution.DeviceMesh((1, 2), ["batch", "model"], ["cpu:0", "cpu:1"])
+        >>> [layout.axes for layout in tpk.keras.layout_map(tpk.keras.make_plan(model, 2), mesh).values()]
+        [(None, 'model'), ('model',), ('model', None)]
+
     Raises:
         ValueError: the mesh has no axis "model", or as many devices on it as the plan has no ranks.
     """
