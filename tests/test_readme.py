@@ -143,7 +143,12 @@ def shown_output(snippet: str) -> str | None:
 
 
 def masked(output: str) -> list[str]:
-    """Lines without what another library, CPU or run may change: rounding errors, costs, and who is fastest."""
+    """Lines without what another library, CPU or run may change: rounding errors, costs, and who is fastest.
+
+    A plan names the implementations, together or with each module, and wraps its notes accordingly.
+    """
+    output = re.sub(r"\n {3}(?=\S)", " ", output)
+    output = re.sub(r"; implementation: \w+|^implementation: \w+\n", "", output, flags=re.M)
     lines = [re.sub(r"\d\.\d+(e-\d+)?\b(?! KiB)", "#", line) for line in output.strip().splitlines()]
     return [re.sub(r"\b0\.0\b", "#", line.rstrip()).replace("shared_memory", "chunked      ") for line in lines]
 
