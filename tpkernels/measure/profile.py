@@ -41,6 +41,8 @@ MEANINGS = {
     "batch": "sequences of a step",
 }
 _SAMPLE_S = 0.002
+_NO_SETTING = ("command", "needs", "run", "traceback")
+"""What the command line holds beside the settings of this command."""
 _QUICK = Sizes(layers=1, width=64, heads=4, d_ff=160, vocabulary=67, length=61)
 
 
@@ -166,8 +168,8 @@ def _report(args: argparse.Namespace, profile: profile_report.Profile, nproc: in
     profile_report.print_profile(profile, title)
     if args.out:
         folder = Path(args.out)
-        setup = {"nproc": nproc, "link": profile.link, **vars(args), "run": None}
-        environment = report.describe_environment({k: v for k, v in setup.items() if k not in ("run", "traceback")})
+        given = {name: value for name, value in vars(args).items() if name not in _NO_SETTING and value is not None}
+        environment = report.describe_environment({"nproc": nproc, "link": profile.link, **given})
         for written in profile_report.write(folder, profile, title, environment):
             print(written)
         write_chrome_trace(folder / "profile.trace.json", [t for r in profile.results for t in r.traces])
