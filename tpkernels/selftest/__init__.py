@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,7 @@ def run_rank(options: Options) -> list[Row]:
 
     import tpkernels as tpk
     from tpkernels.measure.gathered import from_all_ranks
+    from tpkernels.measure.progress import remaining
     from tpkernels.selftest.compare import Row, compare, merge
     from tpkernels.selftest.grouped_ops import grouped_subjects
     from tpkernels.selftest.modules import module_subjects
@@ -143,9 +145,11 @@ def run_rank(options: Options) -> list[Row]:
         subjects = [*op_subjects(place), *grouped_subjects(place)] if "ops" in options.parts else []
         subjects += module_subjects(place, mesh) if "modules" in options.parts else []
         rows: list[Row] = []
+        started = time.monotonic()
         for number, subject in enumerate(subjects):
             if place.rank == 0:
-                print(f"[{number + 1}/{len(subjects)}] {subject.what}", file=sys.stderr, flush=True)
+                left = remaining(number, len(subjects), time.monotonic() - started)
+                print(f"[{number + 1}/{len(subjects)}] {subject.what}{left}", file=sys.stderr, flush=True)
             with summed_in_fp32():
                 rows += compare(subject, place.group)
         return merge(from_all_ranks(rows, list[Row], results))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import tpkernels as tpk
 from tpkernels.comm.startup import new_group
 from tpkernels.measure.gathered import from_all_ranks, to_plain
+from tpkernels.measure.progress import remaining
 from tpkernels.nn.gathering import gathered
 from tpkernels.selftest.small_decoder import KINDS, Decoder, Shape
 
@@ -189,9 +191,11 @@ def run_rank(same_bits: int, dtypes: Sequence[str], quick: bool) -> Verdict:
         degrees = degrees_of(dist.get_world_size(), same_bits)
         groups = groups_of_degrees(degrees, WAIT_S)
         verdict = Verdict(cases(dtypes, quick=quick), degrees, same_bits, 0, [])
+        started = time.monotonic()
         for number, case in enumerate(verdict.cases):
             if dist.get_rank() == 0:
-                print(f"[{number + 1}/{len(verdict.cases)}] {case}", file=sys.stderr, flush=True)
+                left = remaining(number, len(verdict.cases), time.monotonic() - started)
+                print(f"[{number + 1}/{len(verdict.cases)}] {case}{left}", file=sys.stderr, flush=True)
             count, found = compare(case, groups, same_bits)
             verdict = replace(verdict, compared=verdict.compared + count, differences=[*verdict.differences, *found])
         return verdict
