@@ -42,7 +42,7 @@ NO_REASON = ("job_name", "_tie_kind")
 """Functions that return a text or None, and no reason."""
 CAPTIONS = ("CAPTION", "_CAPTION", "HELP", "_STYLE", "TABLES", "MEANINGS", "STYLES", "PIP_LINES")
 """Constants that belong to a table, a page or a command line."""
-PARTS = ("_ADVICE", "_VOID", "_DEALT", "_NO_GRADIENT", "NO_DATA_FLOW")
+PARTS = ("_ADVICE", "_VOID", "_DEALT", "NO_GRADIENT", "_DIFFERENTIABLE", "NO_DATA_FLOW")
 """Constants that are put into messages of their own files, which have entries as a whole."""
 THROWN = re.compile(r'(?:throw \w[\w:]*\(|\bfail\(Failure|\braise_errno\(|\btext = )(?:"(?:[^"\\]|\\.)*"|[^;{"])*;')
 """A statement of C++ that makes the text of an error."""
