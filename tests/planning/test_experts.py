@@ -251,3 +251,17 @@ def test_what_the_caller_has_switched_on_changes_nothing(around: Any) -> None:
 def test_parameters_that_are_not_made_yet_are_no_experts() -> None:
     found, refused = find_experts(nn.Sequential(nn.LazyLinear(3), nn.LazyConv1d(3, 3), Mixed()))
     assert list(found) == ["2"] and not refused
+
+
+class _Tokens(nn.Module):
+    """The class token and the positions of a vision transformer of timm: two parameters of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.zeros(1, 5, 8))
+
+
+def test_tokens_and_normalised_convolutions_are_not_called_experts() -> None:
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3))
+    found, refused = find_experts(nn.Sequential(_Tokens(), convolution, Mixed()))
+    assert list(found) == ["2"] and not refused

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,16 @@ from tpkernels.nn.cut_experts import ExpertsLayout, gated, held_parts, matrices_
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.layers import HARMLESS
 
-__all__ = ["CalledOtherwise", "KnownExperts", "Refused", "check_layout", "find_experts", "layout_of", "takes"]
+__all__ = [
+    "CalledOtherwise",
+    "KnownExperts",
+    "Refused",
+    "check_layout",
+    "find_experts",
+    "layout_of",
+    "matrices_of_experts",
+    "takes",
+]
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, FEATURES = 6, 2, 4, 24, 16
 SCALES = (1.0, 1e-2, 1e3, 1e6)
@@ -73,8 +83,8 @@ def find_experts(
     refused: dict[str, str] = {}
     known = {} if known is None else known
     for name, module in model.named_modules():
-        made = [parameter for parameter in module.parameters(recurse=False) if not is_lazy(parameter)]
-        if sum(parameter.dim() == 3 for parameter in made) < 2:
+        counts = Counter(matrix.shape[0] for matrix in matrices_of_experts(module))
+        if max(counts.values(), default=0) < 2:
             continue
         key = _key(module)
         if key not in known:
@@ -88,6 +98,13 @@ def find_experts(
         else:
             refused[name] = str(answer)
     return found, refused
+
+
+def matrices_of_experts(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of which each of several experts could have a matrix: no class token, position or scale, which have a
+    dimension of one."""
+    own: list[Any] = list(module.parameters(recurse=False))
+    return [one for one in own if not is_lazy(one) and one.dim() == 3 and min(one.shape) > 1]
 
 
 def _key(module: nn.Module) -> Any:

@@ -11,6 +11,7 @@ import warnings
 import torch.distributed as dist
 from torch import nn
 
+from tpkernels.planning.experts import matrices_of_experts
 from tpkernels.planning.layers import layer_of
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.styles import Replicate
@@ -44,5 +45,4 @@ def _has_gemm(module: nn.Module) -> bool:
     layer = layer_of(module)
     if isinstance(module, nn.Linear) or (layer is not None and layer.kind == "conv1d"):
         return True
-    holds_experts = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    return holds_experts and not isinstance(module, nn.modules.conv._ConvNd)
+    return bool(matrices_of_experts(module)) and not isinstance(module, nn.modules.conv._ConvNd)
