@@ -98,6 +98,8 @@ _SAM2 = {
 _ROI = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 _RT_DETR = {"backbone_config": _ROI, "encoder_in_channels": [16, 24, 32], "decoder_in_channels": [32] * 3}
 _VOCAB = {"vocab_size": 96}
+_WAV = {"num_filters": 4, "upsampling_ratios": [2, 2], "hidden_size": 32, "codebook_dim": 32, "codebook_size": 8}
+_LATENT_ROPE = {"qk_rope_head_dim": 8, "index_head_dim": 16}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("d_fine", "deimv2"), _HGNET_DETR),
@@ -111,9 +113,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("rt_detr", "rt_detr_v2"), _RT_DETR),
     **dict.fromkeys(("sam2", "sam2_video", "edgetam_video"), _SAM2),
     **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), _VOCAB),
+    **dict.fromkeys(("wavtokenizer", "wavtokenizer_encoder"), _WAV),
     "align": {
         "projection_dim": 80,
         "vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 80},
+    },
+    "apertus1p5": {
+        "vision_config": {
+            **{"base_channels": 32, "latent_channels": 16, "embed_dim": 16, "codebook_size": 8},
+            **{"channel_multiplier": [1, 1], "num_res_blocks": 1},
+        },
+        "audio_config": _WAV,
+        "image_token_offset": 72,
+        "audio_token_offset": 80,
     },
     "autoformer": _FORECAST | {"label_length": 4},
     "bark": {
@@ -176,6 +188,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "canvas_length": 8,
     },
+    "dory": {"num_hidden_layers": 3, **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 1)}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "dots1": _EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "dots3_note": {
         "text_config": _DOTS3,
@@ -222,6 +236,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "grounding-dino": {"num_queries": 3},
     "hgnet_v2": _HGNET,
     "hunyuan_vl": {"text_config": _HEAD},
+    "hy_v4_vl": {"text_config": _LATENT_ROPE},
+    "hy_v4_vl_text": _LATENT_ROPE,
     "instructblip": {"image_token_index": 90, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 91, "num_query_tokens": 4},
     "janus": {"vq_config": _CODES},
