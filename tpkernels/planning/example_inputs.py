@@ -261,9 +261,10 @@ def candidates(model: nn.Module, sizes: Tokens | None = None) -> Iterator[tuple[
 
 def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     config: Any = model.config
-    names = set(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    names, others = set(parameters), any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     extra: dict[str, Any] = {}
-    if "use_cache" in names:
+    if "use_cache" in names or (others and hasattr(getattr(config, "text_config", None), "use_cache")):
         extra["use_cache"] = False
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         extra["decoder_input_ids"] = sizes.ids(sizes.other_length)
@@ -281,6 +282,10 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
         yield (), {main: sizes.floats(length, config.num_mel_bins)} | extra
     if main == "input_values":
         yield (), {main: sizes.floats(4000)} | extra
+    if "grid_thw" in names and isinstance(getattr(config, "patch_size", None), int):
+        patches, grid = _patches(config)
+        first = next(name for name in inspect.signature(model.forward).parameters if name != "grid_thw")
+        yield (), {first: patches, "grid_thw": grid}
     for inputs in (text | images, images, text):
         if inputs:
             yield (), inputs | extra
@@ -293,8 +298,21 @@ def _towers(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, dict[str, An
     method = getattr(model, "get_image_features", None)
     vision = getattr(config, "vision_config", None)
     size = getattr(vision, "image_size", None)
-    if callable(method) and "pixel_values" in inspect.signature(method).parameters and isinstance(size, int):
+    names = set(inspect.signature(method).parameters) if callable(method) else set()
+    if {"pixel_values", "image_grid_thw"} <= names and isinstance(getattr(vision, "patch_size", None), int):
+        patches, grid = _patches(vision)
+        yield "get_image_features", {"pixel_values": patches, "image_grid_thw": grid}
+    elif "pixel_values" in names and isinstance(size, int):
         yield "get_image_features", {"pixel_values": sizes.floats(getattr(vision, "num_channels", 3), size, size)}
+
+
+def _patches(vision: Any) -> tuple[Tensor, Tensor]:
+    """Two images as rows of patches, as Qwen2-VL takes them, and their sizes in patches: frames, height and width."""
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+    frames = getattr(vision, "temporal_patch_size", None) or 1
+    merged = getattr(vision, "spatial_merge_size", None) or 1
+    grid = torch.tensor([[1, 2 * merged, 4 * merged], [1, 2 * merged, 2 * merged]])
+    return torch.zeros(12 * merged**2, channels * frames * vision.patch_size**2, device="meta"), grid
 
 
 def _first_inputs(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, tuple[int, ...]]]:

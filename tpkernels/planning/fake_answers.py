@@ -52,7 +52,7 @@ GUESSES = (
 
 
 class Answers(TorchDispatchMode):
-    """Answers for fake tensors that have no values, while ``session`` is inside an opaque module."""
+    """Answers for fake tensors: known values everywhere, and guesses while ``session`` is inside an opaque module."""
 
     supports_higher_order_operators = True
 
@@ -64,6 +64,9 @@ class Answers(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default:
             return _grouped_mm(*args, **kwargs)
+        return self.session.values.run(func, args, kwargs, self._run)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.session.quiet is not None:
             answer = _ANSWERS.get(func)
             if answer is not None:

@@ -1,8 +1,9 @@
-"""Norms over all heads at once, whose input a column layer cuts: which modules they are.
+"""Norms over all heads or features at once, which a column layer has cut: which modules they are.
 
-It owns the candidates.  One is a module with a single parameter, a vector, that is called with what a layer gives and
-nothing else.  Where the replay meets it with a part, it must be RMS norm by what its own code computes on numbers
-(:func:`rms_epsilon`); the call is then one step, and the sum of squares is reduced.
+It owns the candidates.  One is a module with a single parameter, a vector, that is called with one tensor and nothing
+else: with queries or keys (OLMo 2), or with what goes into a row layer (BitNet).  Where the replay meets it with a
+part, it must be RMS norm by what its own code computes on numbers (:func:`rms_epsilon`); the call is then one step, and
+the sum of squares is reduced.
 """
 
 from __future__ import annotations

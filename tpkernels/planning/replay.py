@@ -72,6 +72,7 @@ class Replay(Gradients):
         self.recording, self.world_size, self.rank = recording, world_size, rank
         self.guess = shadow.guess = recording.guess
         self.origins, self.made = dict(recording.origins), dict(recording.made)
+        self.values.take(recording.values)
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
         self._open = False

@@ -22,8 +22,9 @@ from tpkernels.nn.cut_experts import arguments_of, routed
 from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.gradient_code import Requiring
 from tpkernels.planning.higher_order_ops import as_op
+from tpkernels.planning.known_values import KnownValues
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.tensors import storage_of, tensors_in
+from tpkernels.planning.tensors import storage_of, tensors_in, written_by
 
 __all__ = [
     "Event",
@@ -174,6 +175,7 @@ class Session(TorchDispatchMode):
         self.kept: list[Any] = []
         """Every tensor seen, so that ids stay theirs."""
         self.guess = shadow.guess
+        self.values = KnownValues(shadow.fake, shadow.given)
         self.quiet: str | None = None
         """The opaque module that is running."""
         self.quiet_calls: list[tuple[str, bool]] = []
@@ -243,7 +245,7 @@ class Session(TorchDispatchMode):
         assert self.quiet is not None
         self.read_quietly(func, args, tensors)
         if func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs):
+            for tensor in written_by(func, args, kwargs):
                 if storage_of(tensor) not in self._born and not self._is_own(tensor):
                     raise NotOpaque(self.quiet, f"writes to what it is given ({func})")
         out = func(*args, **kwargs)
@@ -382,16 +384,6 @@ class Session(TorchDispatchMode):
         weight = self.shadow.modules[name].weight
         assert isinstance(weight, Tensor)
         return weight.dtype if self.shadow.layers[name].kind == "embedding" else x.dtype
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an op writes to."""
-    named = zip(func._schema.arguments, args, strict=False)
-    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
-            written.append(kwargs[argument.name])
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:

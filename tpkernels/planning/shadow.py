@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.fake_answers import GUESSES, Answers
 from tpkernels.planning.gradient_code import code_of_gradients
+from tpkernels.planning.known_values import values_of
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.numbers import root_of, set_number
 from tpkernels.planning.own_code import rebased
@@ -69,7 +70,7 @@ class Shadow:
     experts: Mapping[str, KnownExperts] = MappingProxyType({})
     """Modules of experts, each of whose calls is one step."""
     epsilons: Mapping[str, float] = MappingProxyType({})
-    """Of RMS norms that take what a layer gives."""
+    """Of RMS norms that are called with one tensor."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -92,6 +93,8 @@ class Shadow:
         self.opaque: set[str] = set()
         """Modules that need the values of tensors."""
         self.guess = GUESSES[0]
+        self.given: list[tuple[Tensor, Tensor]] = []
+        """Inputs of runs, and their numbers."""
         self.layers: dict[str, Layer] = {}
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
@@ -212,7 +215,7 @@ class Shadow:
             self.modules[owner]._parameters[key] = parameter
 
     def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Fake tensors shaped like those given, whose values are not read; those on meta are made to fit.
+        """Fake tensors shaped like those given, of which integers keep their values; those on meta are made to fit.
 
         Where all of the model is on one device, they are there as well: who plans before the batch is moved is right.
         """
@@ -223,7 +226,10 @@ class Shadow:
         def fake(tensor: Tensor) -> Tensor:
             if not tensor.is_meta or not parameters:
                 made = _like(tensor)
-                return made if place is None else made.to(place)
+                made = made if place is None else made.to(place)
+                if (values := values_of(tensor)) is not None:
+                    self.given.append((made, values))
+                return made
             dtype = parameters[0].dtype if tensor.is_floating_point() else tensor.dtype
             return torch.empty(tensor.shape, dtype=dtype, device=parameters[0].device)
 

@@ -2,8 +2,9 @@
 
 It owns the :class:`Recording` of one run of a :class:`~tpkernels.planning.shadow.Shadow`.
 
-It assumes that outside of opaque modules the model's Python code does not depend on the values of tensors.  A run that
-needs a value fails, and says so (:mod:`tpkernels.planning.opaque_modules`).
+It assumes that outside of opaque modules the model's Python code does not depend on the values of tensors, but for
+integers that the inputs give (:mod:`tpkernels.planning.known_values`).  A run that needs another value fails, and says
+so (:mod:`tpkernels.planning.opaque_modules`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Recording(Session):
         """Rows of each module of experts: one for each expert of each token."""
         self.layer_inputs: dict[str, list[int]] = {}
         self.norm_calls: dict[int, NormCall] = {}
-        """Of modules that may be norms and take what a layer gives, by the event that each begins with."""
+        """Of modules that may be norms, by the event that each begins with."""
         self.layer_reads: dict[str, list[tuple[int, int]]] = {}
         """Of each call of a layer: which tensor it read, and the node that had last written it."""
         self.callers: dict[str, str] = {}
@@ -128,6 +129,7 @@ class Recording(Session):
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
         """Run one module on the arguments that another recording saw; the scope of that call here."""
         self.origins, self.made = dict(recording.origins), dict(recording.made)
+        self.values.take(recording.values)
         with self.shadow.running(self):
             args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
             self.kept.append(self.shadow.modules[scope.name](*args, **kwargs))
@@ -182,8 +184,7 @@ class Recording(Session):
     def norm_called(self, name: str, forward: Any, x: Tensor) -> Any:
         start, source = len(self.events), self.source(x)
         y = forward(x)
-        from_layer = isinstance(source, tuple) and self.events[source[1]].layer is not None
-        if from_layer and isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
+        if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
             numbers = tuple(numbers_in(self.events[start:]))
             call = NormCall(name, len(self.events), source, self.source(y), tuple(y.shape), numbers)
             self.norm_calls[start] = call

@@ -1,0 +1,86 @@
+"""Code that asks for integers among the example inputs gets them; its layers are cut as others are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpkernels as tpk
+from tests.models.compare import compare_tensors, differs
+from tests.nn.reference import LIMIT_S, tp_mesh
+from tpkernels.planning.styles import Column, Row
+from tpkernels.testing.spawn import Pools
+
+WIDTH, HEADS = 24, 4
+GRID = torch.tensor([[1, 2, 3], [2, 2, 2]])
+X = torch.zeros(14, WIDTH)
+
+
+class Packed(nn.Module):
+    """Attention within each image of several in one row of patches, as Qwen2-VL's tower has it.
+
+    ``how``: what it does with the sizes beside that.
+    """
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.heads, self.how = HEADS, how
+        self.register_buffer("angles", torch.randn(8, WIDTH // HEADS), persistent=False)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        lengths = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+        ends = F.pad(lengths.cumsum(0), (1, 0))
+        places = torch.cat([torch.arange(h).repeat_interleave(w).repeat(t) for t, h, w in grid.tolist()])
+        if self.how == "branches" and (grid[:, 0] > 1).any():
+            x = x + 1
+        if self.how == "writes":
+            ends[1:] = ends[1:] * 1
+        q, k, v = self.qkv(x).reshape(len(x), 3, self.heads, -1).permute(1, 2, 0, 3).unbind(0)
+        q = q * self.angles[places]  # type: ignore[index]
+        pieces = [torch.split(part, (ends[1:] - ends[:-1]).tolist(), 1) for part in (q, k, v)]
+        heads = torch.cat([F.scaled_dot_product_attention(*one) for one in zip(*pieces, strict=True)], 1)
+        y: Tensor = self.proj(heads.transpose(0, 1).reshape(len(x), -1))
+        return x + y[ends[-1] - 14 :][places >= 0]
+
+
+@pytest.mark.cpu
+def test_a_model_that_asks_for_sizes_in_its_inputs_is_cut_in_pairs() -> None:
+    plan = tpk.make_plan(Packed(), 2, example_inputs=(X, GRID))
+    assert plan["qkv"].style == Column(segments=(WIDTH,) * 3) and plan["proj"].style == Row() and not plan.notes
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("how", "grid"), [("branches", GRID), ("writes", GRID), ("", GRID.to("meta"))])
+def test_conditions_and_numbers_that_nobody_gave_are_not_known(how: str, grid: Tensor) -> None:
+    """A branch on a condition may go the other way in another call; of what is written to in part nothing is known."""
+    plan = tpk.make_plan(Packed(how), 2, example_inputs=(X, grid))
+    assert plan["proj"].style == Column(gather_output=True) and "layers are taken one by one" in plan.notes[0]
+
+
+def values() -> list[str]:
+    torch.manual_seed(0)
+    plain = Packed().double()
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), example_inputs=(X.double(), GRID))
+    found = []
+    for grid in (GRID, torch.tensor([[1, 7, 2]]), torch.tensor([[3, 1, 4], [1, 2, 1]])):  # other sizes as well
+        x = torch.randn(14, WIDTH, dtype=torch.float64)
+        inputs, outputs = [x, x.clone()], []
+        for net, one in zip((model, plain), inputs, strict=True):
+            net.zero_grad()
+            outputs.append(net(one.requires_grad_(), grid))
+            outputs[-1].square().sum().backward()
+        pairs = {"output": outputs, "gradient of x": [one.grad for one in inputs]}
+        found += [f"{name}: {why}" for name, (a, b) in pairs.items() if (why := differs(a, b, 1e-11))]
+        found += compare_tensors(model, plain, 1e-11)
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow("2 s: trains on two ranks; that it is cut is asked without training")
+def test_it_computes_and_trains_as_the_unsharded_model_with_any_sizes(ranks: Pools) -> None:
+    assert ranks(2).run(values, timeout=LIMIT_S) == [[], []]

@@ -1,0 +1,142 @@
+"""Numbers that the example inputs give: followed through a run of fake tensors, for the code that asks for them.
+
+Models of images ask for numbers among their inputs: how many patches there are in each direction of an image.
+It owns :class:`KnownValues`: which fake tensors have known values, and these, real tensors on the CPU.  Integers among
+the example inputs have them, and so has what an op makes of known values alone, or of no tensor at all.  Parameters,
+buffers and activations have none: who asks for their numbers gets a guess (:mod:`tpkernels.planning.fake_answers`), or
+cannot be recorded.
+
+Such numbers are taken for sizes, which another call may have others of.  Conditions are not answered: code that
+branches on one may take the other path in another call.  Nor is a single number followed, which may be a flag.
+
+It assumes that what a model computes from the numbers in its inputs is small; larger tensors are not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tpkernels.planning.tensors import storage_of, written_by
+
+__all__ = ["KnownValues", "values_of"]
+
+aten = torch.ops.aten
+LARGEST = 1 << 16
+"""Elements of a tensor that is followed."""
+_ASKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def values_of(tensor: Tensor) -> Tensor | None:
+    """A copy of the numbers of an example input; None where it has none that are followed."""
+    if type(tensor) is not Tensor or tensor.is_meta or not 1 < tensor.numel() <= LARGEST:
+        return None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        return None
+    with _disable_current_modes():
+        return tensor.detach().to("cpu", copy=True)
+
+
+class KnownValues:
+    """Of one run; ``given`` has those of its inputs, each with the fake tensor that stands for it.
+
+    Values are never written to: runs share them.
+    """
+
+    def __init__(self, fake: FakeTensorMode, given: list[tuple[Tensor, Tensor]]) -> None:
+        self._fake_mode = fake
+        self._values = {id(tensor): value for tensor, value in given}
+        self._made: list[Tensor] = []
+        """Fake tensors of its own, so that ids stay theirs."""
+
+    def take(self, other: KnownValues) -> None:
+        """Know what another run knew of the tensors that this one is given."""
+        self._values |= other._values
+
+    def run(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """``run`` the op on fake tensors; where it asks for values that are known, they answer."""
+        if not self._values or not isinstance(func, torch._ops.OpOverload):
+            return run(func, args, kwargs)
+        known = self._are_known(func, args, kwargs)
+        if known and any(tag in func.tags for tag in _ASKS) and not _is_condition(func, args):
+            device = next(tensor.device for tensor in _tensors(args, kwargs))
+            return tree_map_only(Tensor, lambda value: self._fake(value, device), self._real(func, args, kwargs))
+        if func is aten.index.Tensor:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        out = run(func, args, kwargs)
+        values = self._values_of(func, args, kwargs, out) if known else []
+        if func._schema.is_mutable:
+            self._forget(written_by(func, args, kwargs))
+        for fake, value in zip(_tensors(out), values, strict=False):
+            if isinstance(fake, FakeTensor) and fake.shape == value.shape and fake.dtype == value.dtype:
+                self._values[id(fake)] = value
+        return out
+
+    def _are_known(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether all of its tensors have values; a real one, which only the model's own code has, is never written."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        return all(
+            id(tensor) in self._values or not (isinstance(tensor, FakeTensor) or func._schema.is_mutable)
+            for tensor in _tensors(args, kwargs)
+        )
+
+    def _values_of(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
+        if any(tensor.numel() > LARGEST for tensor in _tensors(args, kwargs, out)):
+            return []
+        try:
+            return _tensors(self._real(func, args, kwargs))
+        except (RuntimeError, NotImplementedError, IndexError):  # of no consequence, unless somebody asks
+            return []
+
+    def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
+        copied = func._schema.is_mutable or func is aten.lift_fresh.default
+
+        def value(tensor: Tensor) -> Tensor:
+            known = self._values.get(id(tensor), tensor)
+            return known.clone() if copied else known
+
+        with _disable_current_modes(), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, value, (args, kwargs))
+            return func(*args, **(kwargs | {"device": torch.device("cpu")} if "device" in kwargs else kwargs))
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """What shares memory with tensors that were written to."""
+        gone = {storage_of(self._values[id(tensor)]) for tensor in written if id(tensor) in self._values}
+        if gone:
+            self._values = {key: value for key, value in self._values.items() if storage_of(value) not in gone}
+
+    def _fake(self, value: Tensor, device: torch.device) -> Tensor:
+        with _disable_current_modes(), self._fake_mode:
+            made = torch.empty(value.shape, dtype=value.dtype, device=device)
+        self._made.append(made)
+        self._values[id(made)] = value
+        return made
+
+    def _without_masks(self, indices: Any) -> list[Tensor | None]:
+        """Known masks as the numbers of what they select."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            value = self._values.get(id(index))
+            if value is None or value.dtype is not torch.bool:
+                found.append(index)
+                continue
+            with _disable_current_modes():
+                rows = value.nonzero().unbind(1)
+            found += [self._fake(row, index.device) for row in rows]
+        return found
+
+
+def _is_condition(func: Any, args: Any) -> bool:
+    asked = func is aten._local_scalar_dense.default and args[0].dtype is torch.bool
+    return asked or func in (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
