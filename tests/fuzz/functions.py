@@ -101,7 +101,22 @@ def _scores_plus(x: Tensor, bias: float) -> Tensor:
     return torch.baddbmm(torch.full((1,), bias, dtype=x.dtype), x, x.transpose(1, 2)).softmax(-1)
 
 
+def _convolved(x: Tensor) -> Tensor:
+    """Each channel along the sequence."""
+    weight = torch.ones(x.shape[-1], 1, 2, dtype=x.dtype)
+    return F.conv1d(F.pad(x.transpose(1, 2), (1, 0)), weight, groups=x.shape[-1]).transpose(1, 2)
+
+
+def _convolved_over_features(x: Tensor) -> Tensor:
+    return F.conv1d(x, torch.ones(x.shape[1], 1, 3, dtype=x.dtype), padding=1, groups=x.shape[1])
+
+
+def _solved(a: Tensor, b: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(0.1 * a, b, upper=False, unitriangular=True)
+
+
 SAFE: dict[str, Any] = {
+    "convolved_channels": lambda x, w: _convolved(x),
     "relu": lambda x, w: x.relu(),
     "gelu": lambda x, w: F.gelu(x),
     "tanh": lambda x, w: x.tanh(),
@@ -174,6 +189,8 @@ SAFE: dict[str, Any] = {
 }
 
 TRAPS: dict[str, Any] = {
+    "convolved_over_features": lambda x, w: _convolved_over_features(x),
+    "solved_over_rows": lambda x, w: _solved(torch.ones(x.shape[1], x.shape[1], dtype=x.dtype), x),
     "softmax_over_features": lambda x, w: x.softmax(-1),
     "safe_softmax_over_features": lambda x, w: torch._safe_softmax(x, -1),
     "log_softmax_over_features": lambda x, w: F.log_softmax(x, -1),
@@ -319,6 +336,7 @@ def _selected(x: Tensor, at: int, index: int) -> Tensor:
 
 
 SAFE_HEADS: dict[str, Any] = {
+    "solved_in_a_head": lambda x, w, at: _solved(x @ x.transpose(-1, -2), x) if at == 1 else x,
     "relu": lambda x, w, at: x.relu(),
     "scaled_by_head_dim": lambda x, w, at: x * x.shape[-1] ** -0.5,
     "softmax_of_a_head": lambda x, w, at: x.softmax(-1),

@@ -38,6 +38,8 @@ RULES = {
     "bmm": "attends_by_part gram_of_features attends_to_whole heads_attend "
     "rows_mixed scores_of_itself matrix_per_head einsum_of_a_head outer_with_whole",
     "constant_pad_nd": "padded_features shifted_features",
+    "convolution": "convolved_channels convolved_over_features",
+    "linalg_solve_triangular": "solved_in_a_head solved_over_rows", "view_as_real": "rotary_complex complex_sum",
     "baddbmm": "attends_by_part_and_bias", "_scaled_dot_product_flash_attention_for_cpu": "heads_attend_by_kernel",
 }  # fmt: skip
 """Ops by rule."""

@@ -20,6 +20,7 @@ _REASONS = {
 }  # fmt: skip
 
 _REASONS_OF_FAULTS = {
+    "view_as_complex refuses nothing": "a rank has one of two numbers, of which torch makes no complex one",
     "unbind refuses nothing": "a rank has fewer results, and the replay counts them",
     "copy_ refuses nothing": "what is written to keeps its layout, which the replay compares",
 }

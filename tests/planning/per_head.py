@@ -89,7 +89,8 @@ class Attention(nn.Module):
             heads = heads * self.sinks.sort().values.view(1, -1, 1, 1)
         if self.how == "sum of all":
             heads = heads * self.sinks.sum()
-        y: Tensor = self.out(heads.transpose(1, 2).reshape(batch, length, -1))
+        joined = heads.transpose(1, 2).reshape(batch, length, -1)
+        y: Tensor = self.out(self.query_norm(joined) if self.how == "norm of heads" else joined)
         if self.how == "norm of both":
             y = y + self.query_norm(y)
         if self.how == "read twice":
@@ -246,3 +247,35 @@ class Latent(nn.Module):
         if self.how == "latent read by a whole layer":
             z = z + self.gate(torch.cat([latent, latent, turned.squeeze(1)], -1)).sum(-1, keepdim=True)
         return z
+
+
+class Convolved(nn.Module):
+    """Queries, keys and values of heads, packed, through one convolution of each channel by itself, and a factor per
+    head, as in gated delta nets: the weight is read, or the convolution called."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.keys, self.values = how, 2 * HEADS, EACH * HEADS
+        channels = 2 * self.keys + self.values
+        self.qkv, self.gate = nn.Linear(WIDTH, channels), nn.Linear(WIDTH, HEADS)
+        self.conv = nn.Conv1d(channels, channels, 3, groups=channels, padding=2)
+        self.decay, self.out = nn.Parameter(torch.randn(HEADS)), nn.Linear(self.values, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        mixed = self.qkv(x).transpose(1, 2)
+        if self.how == "convolution called":
+            mixed = self.conv(mixed)
+        else:
+            mixed = F.conv1d(mixed, self.conv.weight, self.conv.bias, padding=2, groups=mixed.shape[1])
+        if self.how == "convolved over features":
+            mixed = F.conv1d(mixed.flip(1), self.conv.weight, groups=mixed.shape[1])
+        parts = mixed[..., :length].transpose(1, 2).split([self.keys, self.keys, self.values], -1)
+        q, k, v = (
+            part.view(batch, length, -1, size).transpose(1, 2) for part, size in zip(parts, (2, 2, EACH), strict=True)
+        )
+        factor = (self.gate(x) * self.decay).sigmoid().transpose(1, 2).unsqueeze(-1)
+        system = (q * factor) @ k.transpose(-1, -2)
+        heads = torch.linalg.solve_triangular(system, v, upper=False, unitriangular=True)
+        y: Tensor = self.out(heads.transpose(1, 2).reshape(batch, length, -1))
+        return y

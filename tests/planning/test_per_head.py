@@ -28,7 +28,8 @@ from tpkernels.testing.spawn import Pools
 
 X = torch.zeros(2, 5, per_head.WIDTH)
 ALIBI = ("alibi one", "alibi each")
-CUT = ("norms", "sinks", "bias", "gain", "config", "latent", "latent with a gate")
+CUT = ("norms", "norm of heads", "sinks", "bias", "gain", "config", "latent", "latent with a gate", "convolved",
+       "convolution called")  # fmt: skip
 
 
 def made(how: str) -> nn.Module:
@@ -36,11 +37,15 @@ def made(how: str) -> nn.Module:
         return per_head.Words()
     if how.startswith("alibi"):
         return per_head.Alibi(how.removeprefix("alibi "), 7)  # 4 and 3 heads, or 3, 3 and 1
+    if how.startswith("convol"):
+        return per_head.Convolved(how)
     return per_head.Latent(how) if how.startswith("latent") else Attention(how)
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("how", CUT)
+@pytest.mark.parametrize("how", [
+    *CUT[:-1], pytest.param(CUT[-1], marks=pytest.mark.slow("1 s; the same with the number of groups"))
+])  # fmt: skip
 def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
     plan = tpk.make_plan(made(how), 2, example_inputs=X)
     assert plan["out"].style == Row()
@@ -51,6 +56,15 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
     elif how == "norms":
         assert plan["query_norm"].style == plan["key_norm"].style == PartNorm(1e-5)
         assert plan["query_norm"].wire_bytes == 2 * 2 * 4 * 10 // 2
+    elif how.startswith("convol"):
+        runs = (12, 12, 24)
+        assert plan["qkv"].style == Column(segments=runs) and plan["gate"].style == Column()
+        assert plan[""].style == Sliced((("decay", 0),))
+        assert plan["conv"].style == Sliced((("bias", 0), ("weight", 0)), (("bias", runs), ("weight", runs)))
+        assert plan["conv"].wire_bytes == 2 * 4 * (48 + 3 * 48) // 2
+        assert plan.attributes.get("conv.groups", 0) == ((48, (24, 24)) if how == "convolution called" else 0)
+    elif how == "norm of heads":
+        assert plan["query_norm"].style == PartNorm(1e-5)
     elif how == "config":
         assert plan["qkv"].style == Column(segments=(24, 24, 24)) and plan.attributes == {"config.heads": (6, (3, 3))}
     elif how == "bias":
@@ -83,6 +97,7 @@ def test_a_rank_is_given_its_heads_of_a_constant_for_all(how: str) -> None:
 @pytest.mark.parametrize("how", [
     "centred", "norm of both", "order of heads", "sum of all", "read twice",
     "latent with a whole activation", "latent that leaves", "latent read by a whole layer",
+    "convolved over features",
 ])  # fmt: skip
 def test_what_only_looks_so_is_not_cut(how: str) -> None:
     plan = tpk.make_plan(made(how), 2, example_inputs=X)
@@ -136,7 +151,11 @@ def by_value(how: str) -> list[str]:
 
 
 def all_by_value(full: bool) -> list[str]:
-    hows = (*CUT, *ALIBI, "words") if full else ("norms", "bias", "latent with a gate", "alibi each", "words")
+    hows = (
+        (*CUT, *ALIBI, "words")
+        if full
+        else ("norms", "norm of heads", "bias", "latent with a gate", "convolved", "alibi each", "words")
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts
         return [problem for how in hows for problem in by_value(how)]

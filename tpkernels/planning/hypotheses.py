@@ -5,11 +5,16 @@ It owns the guesses and what a proof of one says; :mod:`tpkernels.planning.searc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, combinations, pairwise, product
+from types import CodeType, FunctionType
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.numbers import config_numbers
@@ -19,13 +24,13 @@ from tpkernels.planning.splits import share
 from tpkernels.planning.styles import Column, CopiedHeads, Style
 from tpkernels.planning.trace import Recording
 
-__all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Whole"]
+__all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Slice", "Whole"]
 
 Attributes = dict[tuple[str, str], tuple[int, ...]]
 """By module and name: the value on each rank."""
 Whole = dict[tuple[str, str], int]
 MAX_BITS = 6
-NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad")
+NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad", "kernel")
 """Attributes with these in their names say where or how often, not how many features."""
 aten = torch.ops.aten
 
@@ -53,6 +58,13 @@ class Copies:
         return f"{self.heads} key-value heads for {world_size} ranks: whole on every rank"
 
 
+class Slice(NamedTuple):
+    """How a parameter is cut: each of ``runs``, one after the other in dimension ``dim``, by itself."""
+
+    dim: int
+    runs: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Proof:
     """How a group can be cut, proven on its scope."""
@@ -65,8 +77,8 @@ class Proof:
     heads: int = 0
     pieces: int = 0
     """Where heads do not divide: how many there are to be cut, of query or of key and value."""
-    slices: Mapping[str, int] = field(default_factory=dict)
-    """Parameters of other modules that are cut with the heads, or the features, and in which dimension."""
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+    """Parameters of other modules that are cut with the heads, or the features."""
     feeders: tuple[str, ...] = ()
     """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
     arguments: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -159,9 +171,31 @@ class Hypotheses:
                         continue
                     found.setdefault((type(module), attribute, value), {})[name, attribute] = value
 
-        def unlikely(key: tuple[type, str, int]) -> tuple[bool, bool, str]:
+        called = {scope.name for scope in self.recording.scopes}
+
+        def unlikely(key: tuple[type, str, int]) -> tuple[bool, bool, bool, str]:
             """Features are what wrappers of layers note down, and no code of theirs reads (LoRA)."""
-            name = key[1]
-            return "head" not in name or "dim" in name or "size" in name, "features" in name, name
+            kind, name, _ = key
+            runs = any(module in called for module, _ in found[key])
+            unread = not runs or name.rpartition(".")[2] not in _names_read(kind)
+            return "head" not in name or "dim" in name or "size" in name, unread, "features" in name, name
 
         return [found[key] for key in sorted(found, key=unlikely)[:MAX_BITS]]
+
+
+@lru_cache(maxsize=1024)
+def _names_read(kind: type) -> frozenset[str]:
+    """Names in the code of a class's methods, but for the one that sets an object up."""
+    found: set[str] = set()
+    methods = [
+        value
+        for own in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for key, value in vars(own).items()
+        if key != "__init__"
+    ]
+    todo = [inspect.unwrap(method).__code__ for method in methods if isinstance(method, FunctionType)]
+    while todo:
+        code = todo.pop()
+        found.update(code.co_names)
+        todo += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return frozenset(found)

@@ -174,7 +174,7 @@ def _why_whole(module: nn.Module) -> str:
 def _cut_dim(style: Style, layer: Layer | None, name: str) -> int | None:
     transposed = layer is not None and layer.kind == "conv1d"
     if isinstance(style, Sliced):
-        return dict(style.parameters).get(name)
+        return None if name in dict(style.runs) else dict(style.parameters).get(name)
     if isinstance(style, Column):
         return 1 if transposed and name == "weight" else 0
     if isinstance(style, Row):
@@ -218,6 +218,8 @@ def traffic_of(
     ``leader``: the layer with which this one shares its input, and all that is sent for it.
     """
     weights = sum(p.numel() * p.element_size() for p in parameters.values())
+    if isinstance(style, Sliced):
+        weights = sum(parameters[name].numel() * parameters[name].element_size() for name, _ in style.runs)
     if isinstance(style, Column) and style.copied:  # of those alone gradients are summed
         weights = weights * sum(style.segments[-style.copied :]) // sum(style.segments)
     if isinstance(style, PartNorm):  # one number per row, in fp32 at least
@@ -229,7 +231,8 @@ def traffic_of(
         sent = None if rows is None else 2 * layer.out_features * item * rows * (world_size - 1) // world_size
         return Traffic("-", "all-reduce of dy", sent, None)
     if isinstance(style, Replicate | Sliced) or (layer is None and not isinstance(style, Heads)):
-        summed = isinstance(style, Replicate) and style.sequence_parallel and bool(parameters)
+        of_parts = style.sequence_parallel if isinstance(style, Replicate) else isinstance(style, Sliced) and style.runs
+        summed = bool(of_parts and parameters)
         once = 2 * weights * (world_size - 1) // world_size if summed else 0
         return Traffic("-", "all-reduce of dw" if summed else "-", once, None)
     item = next(iter(parameters.values())).element_size()

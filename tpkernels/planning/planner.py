@@ -21,7 +21,7 @@ from tpkernels.partition import chunk_sizes
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
-from tpkernels.planning.hypotheses import Attributes
+from tpkernels.planning.hypotheses import Attributes, Slice
 from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
@@ -64,9 +64,9 @@ def make_plan(
         sequence_parallel: let the residual stream of a decoder's or encoder's blocks travel cut along the sequence.
         overrides: patterns of module names to styles; ``*`` also stands for leading parts (``*.lm_head``).  They win
             over everything else.  Values as in the plan of :func:`parallelize`.
-        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with; only
-            shapes and dtypes count.  A list of tuples and dicts is several calls; the plan holds for all of them.
-            Models of transformers, and those that feed their first layer, need none.
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments that the model runs with; of its
+            values only integers count, where code asks for them (sizes of images).  A list of tuples and dicts is
+            several calls, for all of which the plan holds.  Models of transformers, and some others, need none.
         experts: of mixtures: "auto" cuts their features where the module is recognised (print the plan to see which);
             "features" raises where one is not, and so does "experts", which deals whole experts out.
 
@@ -344,16 +344,17 @@ class _Planner:
 
     def _choose_slices(self) -> None:
         """Cut parameters of modules that stay with the heads that they meet."""
-        found: dict[str, dict[str, int]] = {}
+        found: dict[str, dict[str, Slice]] = {}
         for proof in self.decision.proven.values():
-            for parameter, dim in proof.slices.items():
+            for parameter, cut in proof.slices.items():
                 owner, _, key = parameter.rpartition(".")
-                found.setdefault(owner, {})[key] = dim
+                found.setdefault(owner, {})[key] = cut
         for name, epsilon in self.decision.norms.items():
             self.chosen[name] = Chosen(PartNorm(epsilon), "data flow", "over features that are cut; tried on numbers")
-        for owner, dims in found.items():
-            style = Sliced(tuple(sorted(dims.items())))
-            self.chosen[owner] = Chosen(style, "data flow", f"{', '.join(dims)} cut with the heads or features met")
+        for owner, cuts in found.items():
+            packed = tuple(sorted((key, runs) for key, (_, runs) in cuts.items() if len(runs) > 1))
+            style = Sliced(tuple(sorted((key, dim) for key, (dim, _) in cuts.items())), packed)
+            self.chosen[owner] = Chosen(style, "data flow", f"{', '.join(cuts)} cut with the heads or features met")
 
     def _shown_in_another_shape(self) -> dict[str, str]:
         """Layers that would keep their weight by heads, and whose weight the model's code asks for its shape, or may

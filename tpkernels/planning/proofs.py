@@ -345,7 +345,7 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
         {names[name]: copies for name, copies in proof.copies.items()},
         proof.heads,
         proof.pieces,
-        {moved_parameter(name): dim for name, dim in proof.slices.items()},
+        {moved_parameter(name): cut for name, cut in proof.slices.items()},
         tuple(moved_parameter(name) for name in proof.feeders),
         {(moved(name), argument): cut for (name, argument), cut in proof.arguments.items()},
         proof.copied,

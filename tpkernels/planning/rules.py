@@ -9,78 +9,19 @@ shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tpkernels.planning.op_call import Answer, Call, pointwise
 from tpkernels.planning.splits import Split, Unproven, through_view
 
 __all__ = ["RULES", "Call", "pointwise"]
 
-Answer = Split | None | list[Split | None]
-
-
-class Call:
-    """One op, whole and local: arguments in order, tensors as shapes; ``splits`` says how each argument is cut."""
-
-    def __init__(
-        self,
-        whole: Sequence[Any],
-        local: Sequence[Any],
-        kwargs: tuple[dict[str, Any], dict[str, Any]],
-        splits: Sequence[Any],
-        outputs: Sequence[tuple[int, ...]],
-        world_size: int,
-        rank: int,
-        mix: Callable[[int], None],
-    ) -> None:
-        self.whole, self.local, self.kwargs = whole, local, kwargs
-        self.splits, self.outputs, self.world_size, self.rank = splits, outputs, world_size, rank
-        self.mix = mix
-        """Tell that replicated argument i meets parts: its gradient is a sum over the ranks."""
-
-    def cut(self, index: int = 0) -> Split:
-        split = self.splits[index]
-        if not isinstance(split, Split):
-            raise Unproven(f"argument {index} is whole where its partner is cut")
-        return split
-
-    def value(self, index: int, name: str, default: Any, *, local: bool = False) -> Any:
-        arguments, kwargs = (self.local, self.kwargs[1]) if local else (self.whole, self.kwargs[0])
-        return arguments[index] if index < len(arguments) else kwargs.get(name, default)
-
-    def same(self, *names: tuple[int, str]) -> None:
-        """Check that the named arguments are the same in the whole and in the local call."""
-        for index, name in names:
-            if self.value(index, name, None) != self.value(index, name, None, local=True):
-                raise Unproven(f"argument {name} depends on the number of features of one rank")
-
-    def rank_of(self, index: int = 0) -> int:
-        return len(self.whole[index])
-
 
 def _dim(dim: int, ndim: int) -> int:
     return dim % ndim if ndim else 0
-
-
-def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None], mix: Callable[[int], None]) -> Split:
-    """Broadcast arguments: the cut ones must agree, and the whole ones have size 1 where the others are cut."""
-    ndim = max(len(shape) for shape in shapes)
-    cuts = {s.at(ndim - len(shape) + s.dim) for shape, s in zip(shapes, splits, strict=True) if s is not None}
-    if len(cuts) != 1:
-        raise Unproven(f"arguments are cut in different ways: {', '.join(sorted(map(str, cuts)))}")
-    cut = cuts.pop()
-    for index, (shape, split) in enumerate(zip(shapes, splits, strict=True)):
-        place = cut.dim - (ndim - len(shape))
-        if split is not None:
-            continue
-        if place >= 0 and shape[place] != 1:
-            error = Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {cut.dim}")
-            error.met = cut.at(place)
-            raise error
-        mix(index)
-    return cut
 
 
 def _view(call: Call) -> Answer:
@@ -88,6 +29,13 @@ def _view(call: Call) -> Answer:
 
 
 def _same(call: Call) -> Answer:
+    return call.cut()
+
+
+def _as_complex(call: Call) -> Answer:
+    """The last dimension, real and imaginary part, goes."""
+    if call.cut().dim == call.rank_of() - 1:
+        raise Unproven("real and imaginary parts are on different ranks")
     return call.cut()
 
 
@@ -298,6 +246,29 @@ def _bmm(call: Call, first: int = 0) -> Answer:
     raise Unproven("a batched product mixes parts of different ranks")
 
 
+def _convolution(call: Call) -> Answer:
+    """Of each channel by itself: a cut of the channels of x, weight and bias."""
+    x, weight = call.splits[0], call.splits[1]
+    bias: Split | None = call.splits[2]
+    channels, (whole, local) = call.whole[0][1], (call.value(8, "groups", 1, local=where) for where in (False, True))
+    if x is None or x.dim != 1 or call.value(6, "transposed", False) or not whole == channels == call.whole[1][0]:
+        raise Unproven("a convolution sums over channels that are cut")
+    if weight != x.at(0) or (call.whole[2] is not None and bias != x.at(0)) or local != call.local[0][1]:
+        error = Unproven("channels and their weights are cut in different ways")
+        error.met = x.at(0)
+        raise error
+    answer: Split = x
+    return answer
+
+
+def _solved(call: Call) -> Answer:
+    """Triangular systems of each matrix by itself."""
+    a, b = call.cut(0), call.cut(1)
+    if a != b or a.dim >= call.rank_of() - 2 or call.rank_of(0) != call.rank_of(1):
+        raise Unproven("a system of equations is cut")
+    return b
+
+
 def _baddbmm(call: Call) -> Answer:
     product = _bmm(call, 1)
     assert isinstance(product, Split)
@@ -386,6 +357,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "clone": _same, "_to_copy": _same, "detach": _same, "alias": _same, "lift_fresh": _same, "contiguous": _same,
     "zeros_like": _same, "ones_like": _same, "full_like": _same, "empty_like": _same, "rand_like": _same,
     "bernoulli": _same, "bernoulli_": _same, "zero_": _same, "fill_": _same,
+    "view_as_complex": _as_complex, "view_as_real": _same,
     "view": _view, "_unsafe_view": _view, "reshape": _view, "_reshape_alias": _view,
     "transpose": _transpose, "t": _transpose, "permute": _permute, "unsqueeze": _unsqueeze, "squeeze": _squeeze,
     "expand": _expand, "slice": _slice, "select": _select, "split": _pieces, "split_with_sizes": _pieces,
@@ -398,6 +370,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
     "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
+    "convolution": _convolution, "linalg_solve_triangular": _solved,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention, "_scaled_dot_product_cudnn_attention": _attention,

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.partition import as_shard
-from tpkernels.planning.hypotheses import Attributes, Copies, Hypotheses, Proof, Whole
+from tpkernels.planning.hypotheses import Attributes, Copies, Hypotheses, Proof, Slice, Whole
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import Unproven, share
+from tpkernels.planning.splits import Split, Unproven, share
 from tpkernels.planning.trace import Recording
 
 __all__ = ["Search"]
@@ -50,6 +50,8 @@ class Search(Hypotheses):
         self._counts: dict[int, Unproven] = {}
         """Numbers of heads that stood against the attempts of one group, in order."""
         self._tries = 0
+        self._torn: list[Unproven] = []
+        """Of one hypothesis with more parameters cut: where code takes a layout apart within a segment."""
         self._own = shadow.own_parameters()
         self.whole_inputs = False
         """Whether layers that stay whole must have complete gradients."""
@@ -130,6 +132,7 @@ class Search(Hypotheses):
                 proof = self._sliced(group, Proof(segments, attributes, pieces=pieces, copied=copied), error)
                 if proof is not None:
                     return proof
+                failures += self._torn
                 continue
             return Proof(segments, attributes, heads=heads, pieces=pieces, copied=copied)
         return None
@@ -145,6 +148,7 @@ class Search(Hypotheses):
 
     def _sliced(self, group: Group, proof: Proof, error: Unproven) -> Proof | None:
         """The same with parameters cut that met parts as a whole, one after the other as they do."""
+        self._torn.clear()
         if len(group.columns) + len(group.rows) > MAX_LAYERS:
             return None
         self._tries = MAX_SLICINGS
@@ -159,18 +163,18 @@ class Search(Hypotheses):
             if found is not None:
                 return found
         for name in sorted(error.parameters - proof.slices.keys()):
-            for dim in self._dims(name, proof.pieces):
+            for cut in self._cuts(name, proof.pieces, error.met):
                 if not self._tries:
                     return None
                 self._tries -= 1
-                found = self._tried(group, replace(proof, slices={**proof.slices, name: dim}))
+                found = self._tried(group, replace(proof, slices={**proof.slices, name: cut}))
                 if found is not None:
                     return found
-        for key, cut in self._constants(group, error, proof) if self.says_all else ():
+        for key, part in self._constants(group, error, proof) if self.says_all else ():
             if not self._tries:
                 return None
             self._tries -= 1
-            found = self._tried(group, replace(proof, arguments={**proof.arguments, key: cut}))
+            found = self._tried(group, replace(proof, arguments={**proof.arguments, key: part}))
             if found is not None:
                 return found
         return None
@@ -200,16 +204,20 @@ class Search(Hypotheses):
                 self.recording, *args, feeders=proof.feeders, copied=proof.copied, arguments=proof.arguments
             )
         except Unproven as error:
+            self._torn += [error] if error.segmented else []
             return self._more_sliced(group, proof, error)
         return replace(proof, heads=heads)
 
-    def _dims(self, name: str, pieces: int) -> list[int]:
-        """Dimensions in which a parameter can be cut as heads are."""
+    def _cuts(self, name: str, pieces: int, met: Split | None) -> list[Slice]:
+        """How a parameter can be cut: as what it ``met``, where that is packed, or in one dimension as heads are."""
         shape = self._own[name].shape if name in self._own else ()
         if pieces and not as_shard(pieces, self.world_size):
             return []
+        if met is not None and len(met.segments) > 1:
+            even = not pieces and not met.copied and all(size % self.world_size == 0 for size in met.segments)
+            return [Slice(dim, met.segments) for dim, size in enumerate(shape) if even and size == sum(met.segments)]
         return [
-            dim for dim, size in enumerate(shape)
+            Slice(dim, (size,)) for dim, size in enumerate(shape)
             if (size == pieces if pieces else size >= self.world_size and size % self.world_size == 0)
         ]  # fmt: skip
 
@@ -301,7 +309,7 @@ class Search(Hypotheses):
         segments: Mapping[str, tuple[int, ...]],
         number: int = 0,
         pieces: int = 0,
-        slices: Mapping[str, int] = MappingProxyType({}),
+        slices: Mapping[str, Slice] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
         copied: int = 0,
         arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
@@ -310,9 +318,7 @@ class Search(Hypotheses):
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
         found |= {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
         found |= {name: Role("feeder", (), number, pieces) for name in (*group.feeders, *feeders)}
-        for name, dim in slices.items():
-            size = self._own[name].shape[dim]
-            found[name] = Role("slice", (size,), number, pieces, dim)
+        found |= {name: Role("slice", runs, number, pieces, dim) for name, (dim, runs) in slices.items()}
         for (module, name), (dim, heads) in arguments.items():
             found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
         return found
@@ -326,7 +332,7 @@ class Search(Hypotheses):
         attributes: Attributes,
         world_size: int,
         pieces: int = 0,
-        slices: Mapping[str, int] = MappingProxyType({}),
+        slices: Mapping[str, Slice] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
         copied: int = 0,
         arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),

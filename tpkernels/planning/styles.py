@@ -166,10 +166,12 @@ class Replicate:
 class Sliced:
     """Keep the module's code, and cut some of its parameters (sinks, a bias per head) with the heads that they meet.
 
-    ``parameters``: names and dimensions; the others stay whole.
+    ``parameters``: names and dimensions; the others stay whole.  ``runs``: those of them that are packed, and their
+    sizes; they are kept whole, and the module's code sees this rank's part of each run.
     """
 
     parameters: tuple[tuple[str, int], ...]
+    runs: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,8 @@ def style_from_dict(value: object) -> Style:
         wanted = {"bool": bool, "int": int, "str": str, "float": float}.get(str(known[key].type))
         if key == "parameters":
             given[key] = _named_dims(item)
+        elif key == "runs":
+            given[key] = _named_runs(item)
         elif wanted is None:
             if not isinstance(item, list) or not all(type(part) is int and part > 0 for part in item):
                 raise ValueError(f"option {key!r} must be a list of positive numbers, got {item!r}")
@@ -310,6 +314,17 @@ def style_from_dict(value: object) -> Style:
         raise ValueError(f"style {value['style']!r} lacks {missing}")
     style: Style = kind(**given)
     return style
+
+
+def _named_runs(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    pairs: list[Any] = value if isinstance(value, list) else [None]
+    if not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) is str
+        and isinstance(pair[1], list | tuple) and all(type(size) is int and size > 0 for size in pair[1])
+        for pair in pairs
+    ):  # fmt: skip
+        raise ValueError(f"option 'runs' must be a list of names with sizes, got {value!r}")
+    return tuple((name, tuple(sizes)) for name, sizes in pairs)
 
 
 def _named_dims(value: Any) -> tuple[tuple[str, int], ...]:

@@ -183,7 +183,7 @@ def parallelize(
     _check_sharing(model, modules, swaps, layers, idle)
     for name, style in styles.items():
         if isinstance(style, Sliced):
-            check_slices(modules[name], dict(style.parameters))
+            check_slices(modules[name], dict(style.parameters), dict(style.runs), tp)
         if isinstance(style, Replicate) and style.distributed:
             WholeLinear.check(name, modules[name], style.sequence_parallel)
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
@@ -224,7 +224,7 @@ def parallelize(
     for sliced_module, sliced in {
         id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, Sliced)
     }.values():
-        slice_parameters(sliced_module, dict(sliced.parameters), tp)
+        slice_parameters(sliced_module, dict(sliced.parameters), tp, runs=dict(sliced.runs))
     replicate_parameters(model, tp, converted=converted)
     for name in (name for name, style in styles.items() if isinstance(style, Replicate) and style.distributed):
         modules[name].__class__ = WholeLinear

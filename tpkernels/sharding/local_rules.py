@@ -116,7 +116,16 @@ def _index_select(call: Call) -> set[Split]:
     return {call.cut()}
 
 
+def _convolution(call: Call) -> set[Split]:
+    """Of each channel by itself, whose weights are this rank's."""
+    split, channels = call.cut(), call.whole[0][1]
+    if split.dim != 1 or call.value(6, "transposed", False) or not call.whole[8] == channels == call.whole[1][0]:
+        raise Unproven("a convolution sums over channels that are cut")
+    return {split}
+
+
 OWN: dict[Any, Callable[[Call], set[Split]]] = {
     aten.view: _view, aten.squeeze: _squeeze, aten.cat: _cat, aten.copy_: _copy,
-    aten.index_copy_: _index_copy, aten.index_copy: _index_copy, aten.index_select: _index_select,
+    aten.convolution: _convolution, aten.index_copy_: _index_copy, aten.index_copy: _index_copy,
+    aten.index_select: _index_select,
 }  # fmt: skip

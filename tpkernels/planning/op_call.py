@@ -1,0 +1,70 @@
+"""One op as a rule sees it, whole and on one rank, and what holds for all that broadcast their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpkernels.planning.splits import Split, Unproven
+
+__all__ = ["Answer", "Call", "pointwise"]
+
+Answer = Split | None | list[Split | None]
+
+
+class Call:
+    """One op, whole and local: arguments in order, tensors as shapes; ``splits`` says how each argument is cut."""
+
+    def __init__(
+        self,
+        whole: Sequence[Any],
+        local: Sequence[Any],
+        kwargs: tuple[dict[str, Any], dict[str, Any]],
+        splits: Sequence[Any],
+        outputs: Sequence[tuple[int, ...]],
+        world_size: int,
+        rank: int,
+        mix: Callable[[int], None],
+    ) -> None:
+        self.whole, self.local, self.kwargs = whole, local, kwargs
+        self.splits, self.outputs, self.world_size, self.rank = splits, outputs, world_size, rank
+        self.mix = mix
+        """Tell that replicated argument i meets parts: its gradient is a sum over the ranks."""
+
+    def cut(self, index: int = 0) -> Split:
+        split = self.splits[index]
+        if not isinstance(split, Split):
+            raise Unproven(f"argument {index} is whole where its partner is cut")
+        return split
+
+    def value(self, index: int, name: str, default: Any, *, local: bool = False) -> Any:
+        arguments, kwargs = (self.local, self.kwargs[1]) if local else (self.whole, self.kwargs[0])
+        return arguments[index] if index < len(arguments) else kwargs.get(name, default)
+
+    def same(self, *names: tuple[int, str]) -> None:
+        """Check that the named arguments are the same in the whole and in the local call."""
+        for index, name in names:
+            if self.value(index, name, None) != self.value(index, name, None, local=True):
+                raise Unproven(f"argument {name} depends on the number of features of one rank")
+
+    def rank_of(self, index: int = 0) -> int:
+        return len(self.whole[index])
+
+
+def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None], mix: Callable[[int], None]) -> Split:
+    """Broadcast arguments: the cut ones must agree, and the whole ones have size 1 where the others are cut."""
+    ndim = max(len(shape) for shape in shapes)
+    cuts = {s.at(ndim - len(shape) + s.dim) for shape, s in zip(shapes, splits, strict=True) if s is not None}
+    if len(cuts) != 1:
+        raise Unproven(f"arguments are cut in different ways: {', '.join(sorted(map(str, cuts)))}")
+    cut = cuts.pop()
+    for index, (shape, split) in enumerate(zip(shapes, splits, strict=True)):
+        place = cut.dim - (ndim - len(shape))
+        if split is not None:
+            continue
+        if place >= 0 and shape[place] != 1:
+            error = Unproven(f"a whole tensor of shape {list(shape)} meets one that is cut in dimension {cut.dim}")
+            error.met = cut.at(place)
+            raise error
+        mix(index)
+    return cut
