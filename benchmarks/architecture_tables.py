@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["document"]
+from benchmarks import share_tables
+
+__all__ = ["document", "read_files", "summary"]
 
 STATUS = {
     "right": "outputs, evaluation and every gradient as the unsharded model's",
@@ -44,9 +46,13 @@ example inputs, and why; its layers are then taken one by one. *second*: what ca
 """
 
 
-def document(files: Mapping[Path, dict[str, Any]]) -> str:
+def document(files: Mapping[Path, dict[str, Any]], shares: Mapping[Path, dict[str, Any]]) -> str:
+    lines = [line for path, content in shares.items() for line in share_tables.section(path, content)]
     return (
-        "\n".join([INTRODUCTION, *(line for path, content in files.items() for line in _section(path, content))]) + "\n"
+        "\n".join(
+            [INTRODUCTION, *lines, *(line for path, content in files.items() for line in _section(path, content))]
+        )
+        + "\n"
     )
 
 
@@ -151,5 +157,5 @@ def _plain(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ").replace("<", "&lt;")[:240]
 
 
-def read_files(folder: Path) -> dict[Path, dict[str, Any]]:
-    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("architectures-*.json"))}
+def read_files(folder: Path, kind: str) -> dict[Path, dict[str, Any]]:
+    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{kind}-*.json"))}

@@ -95,7 +95,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.write:
         target = Path(__file__).parents[1] / "docs" / "architectures.md"
-        target.write_text(document(read_files(Path(__file__).parent / "results")), encoding="utf-8")
+        results = Path(__file__).parent / "results"
+        text = document(read_files(results, "architectures"), read_files(results, "plan-shares"))
+        target.write_text(text, encoding="utf-8")
         return 0
     start, path, bad = time.monotonic(), Path(args.out) if args.out else None, 0
     known = architectures()

@@ -12,7 +12,9 @@ rows that the data flow proves, heads and experts: one sum serves a pair, where 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import os
 import re
 import sys
 import time
@@ -29,6 +31,7 @@ import tpkernels as tpk
 from tests.models.architectures.catalogue import architectures, config_class
 from tests.models.architectures.inputs import calls
 from tests.models.architectures.reference import CannotBuild, build, computing
+from tpkernels.measure import report
 from tpkernels.planning.plan import NO_DATA_FLOW, Entry
 from tpkernels.planning.styles import Column, Features, Replicate, Row, Vocabulary
 
@@ -134,7 +137,9 @@ def main() -> int:
     if strangers := [name for name in names if name not in architectures()]:
         parser.error(f"this transformers has no {', '.join(strangers)}")
     path = Path(args.out) if args.out else None
-    rows = {row["name"]: row for row in json.loads(path.read_text())} if path and path.exists() else {}
+    rows = {row["name"]: row for row in json.loads(path.read_text())["results"]} if path and path.exists() else {}
+    about = report.describe_environment({"cores": os.cpu_count(), "world": args.world})
+    about["versions"]["transformers"] = importlib.metadata.version("transformers")
     for name in names:
         if name in rows:
             continue
@@ -142,7 +147,7 @@ def main() -> int:
         row = rows[name] = examine(name, args.world)
         row["seconds"] = round(time.monotonic() - begun, 1)
         if path:
-            path.write_text(json.dumps(list(rows.values()), indent=1))
+            path.write_text(json.dumps(about | {"results": list(rows.values())}, indent=1) + "\n", encoding="utf-8")
         without = row.get("without inputs", [0, 0, False])
         found = f"cut {row['cut']:5.1%} pairs {row['pairs']:5.1%}" if "cut" in row else row.get("why", "")[:100]
         alone = f"{without[0]:.0%}, {without[1]:.0%}{'' if without[2] else ', untraced'}"
