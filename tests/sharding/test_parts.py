@@ -102,6 +102,17 @@ def test_a_constant_of_local_size_is_a_part_of_a_larger_one() -> None:
         assert parts.of(scores + bias) == UNKNOWN
 
 
+def test_a_state_that_starts_at_zero_is_multiplied_as_a_part() -> None:
+    """As in the chunks of a gated delta net; what a rank has whole is not taken for a part, whatever its size."""
+    parts = Parts()
+    with parts:
+        keys = features(3, 2, 5, 4)
+        parts.mark(keys, frozenset([Split(1, (2,))]))
+        state, other = torch.zeros(3, 2, 4, 4), features(3, 2, 4, 4)
+        assert parts.of(keys @ state) == {Split(1, (2,))} == parts.of(state.mT @ keys.mT)
+        assert parts.of(keys @ other) == UNKNOWN == parts.of(keys[:1, :1] @ other[:1, :1])
+
+
 def test_views_and_writes_share_the_mark_of_their_storage() -> None:
     parts = Parts()
     with parts:

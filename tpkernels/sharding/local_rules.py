@@ -124,8 +124,19 @@ def _convolution(call: Call) -> set[Split]:
     return {split}
 
 
+def _bmm(call: Call) -> set[Split]:
+    """A constant of this rank's sizes, such as a state that starts at zero, is a part like its partner."""
+    for own, other in ((0, 1), (1, 0)):
+        split = call.splits[own]
+        if split is not None and split.dim == 0 and call.splits[other] is None and call.whole[other][0] == 1:
+            if call.outputs[0][0] > 1:  # else it may be a whole tensor, too
+                return {split}
+    answer = RULES[aten.bmm](call)
+    return {answer} if isinstance(answer, Split) else set()
+
+
 OWN: dict[Any, Callable[[Call], set[Split]]] = {
     aten.view: _view, aten.squeeze: _squeeze, aten.cat: _cat, aten.copy_: _copy,
-    aten.convolution: _convolution, aten.index_copy_: _index_copy, aten.index_copy: _index_copy,
+    aten.bmm: _bmm, aten.convolution: _convolution, aten.index_copy_: _index_copy, aten.index_copy: _index_copy,
     aten.index_select: _index_select,
 }  # fmt: skip

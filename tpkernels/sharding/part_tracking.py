@@ -46,7 +46,7 @@ _COLUMN = {"copy_matmul": -1, "copy_grouped_matmul": -1, "all_gather_matmul": 7,
 _WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "matmul_all_reduce_norm", "add_norm",
           "scaled_matmul_all_reduce", "grouped_matmul_all_reduce"}  # fmt: skip
 _ATTENTION = [op for op, rule in RULES.items() if rule is RULES[aten._scaled_dot_product_flash_attention_for_cpu]]
-_SPREADS = {aten.baddbmm: (0,), aten.copy_: (1,)} | dict.fromkeys(_ATTENTION, (3,))
+_SPREADS = {aten.baddbmm: (0,), aten.copy_: (1,), aten.bmm: (0, 1)} | dict.fromkeys(_ATTENTION, (3,))
 """Arguments, such as masks, that are broadcast over the cut dimension: what repeats there counts as having size 1."""
 _MOST_READINGS = 16
 """Of all arguments of an op together."""
