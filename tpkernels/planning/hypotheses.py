@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, combinations, pairwise, product
+from itertools import chain, combinations, pairwise, product, takewhile
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
@@ -189,7 +189,7 @@ def _names_read(kind: type) -> frozenset[str]:
     found: set[str] = set()
     methods = [
         value
-        for own in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for own in takewhile(lambda one: one not in (nn.Module, object), kind.__mro__)
         for key, value in vars(own).items()
         if key != "__init__"
     ]
