@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,13 +180,36 @@ def test_an_environment_without_an_interpreter_is_named_and_left_alone(checkout:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_moment_in_which_a_program_starts_ends_it(
+    checkout: Checkout, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody had it yet, and it went on by itself."""
+    module, started = checkout.load(), []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            os.kill(os.getpid(), signum)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    before = signal.signal(signal.SIGTERM, module.interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            module.run(["sleep", "60"])
+        assert signal.getsignal(signal.SIGTERM) is module.interrupt
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_installation_ends_its_pip_and_is_remembered(checkout: Checkout, signum: signal.Signals) -> None:
     checkout.make_environment()
     checkout.bin.joinpath("slow").write_text("")
     process = checkout.start("demo")
     wait_for(checkout.venv / "quickstart.json", '"running": "torch"')
     wait_for(checkout.log, "-qq torch==2.13.0")
-    time.sleep(0.5)  # pip may have begun before Popen has returned: in that moment nobody would end it
     os.kill(process.pid, signum)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
