@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -33,6 +34,11 @@ case "$*" in
 esac
 case "$*" in *"{fails}"*) exit 1 ;; esac
 """
+
+
+def _heeds_interrupts() -> None:
+    """A shell's background job ignores Ctrl-C, and so would what these tests start from there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Checkout:
@@ -85,6 +91,7 @@ class Checkout:
         return subprocess.Popen(
             [sys.executable, str(self.root / "quickstart"), *args],
             cwd=cwd or self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            preexec_fn=_heeds_interrupts,
         )  # fmt: skip
 
     def run(self, *args: str, cwd: Path | None = None) -> tuple[int, str, list[str]]:

@@ -193,13 +193,13 @@ def test_a_signal_in_the_moment_in_which_a_program_starts_ends_it(
             os.kill(os.getpid(), signum)
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
-    before = signal.signal(signal.SIGTERM, module.interrupt)
+    before = signal.signal(signum, module.interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             module.run(["sleep", "60"])
-        assert signal.getsignal(signal.SIGTERM) is module.interrupt
+        assert signal.getsignal(signum) is module.interrupt
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signum, before)
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
