@@ -181,6 +181,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    if args.repeats < 2 or args.tokens < 1:
+        parser.error("--repeats must be at least 2, of which quartiles are taken, and --tokens at least 1")
     names = args.model or list(MODELS)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
