@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import heapq
+import math
 import os
 import random
 import selectors
@@ -22,6 +23,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +105,18 @@ class Weather:
 FINE, CUT = Weather(), Weather(loss=1.0)
 
 
+def _together(weathers: Sequence[Weather]) -> Weather:
+    """What a frame suffers that goes through one after the other."""
+    if not weathers:
+        return FINE
+    return Weather(
+        loss=1.0 - math.prod(1.0 - one.loss for one in weathers),
+        delay_s=sum(one.delay_s for one in weathers),
+        jitter_s=sum(one.jitter_s for one in weathers),
+        duplicate=max(one.duplicate for one in weathers),
+    )
+
+
 class Network:
     """The switch, at a Unix socket in `folder`. A context manager; leaving it unplugs everybody."""
 
@@ -110,6 +124,7 @@ class Network:
         self.path = str(folder / "switch")
         self.forwarded = 0
         self._dice = random.Random(seed)
+        self._faults: dict[tuple[int, int], list[Weather]] = {}
         self._weather: dict[tuple[int, int], Weather] = {}
         self._taps: dict[int, int] = {}
         self._host_of: dict[bytes, int] = {}
@@ -136,9 +151,18 @@ class Network:
         for tap in self._taps.values():
             os.close(tap)
 
-    def set(self, sender: int, receiver: int, weather: Weather) -> None:
-        """From now on; frames under way keep their fate."""
-        self._weather[sender, receiver] = weather
+    def begin(self, sender: int, receiver: int, weather: Weather) -> None:
+        """From now on, on top of what this direction suffers already; frames under way keep their fate."""
+        self._faults.setdefault((sender, receiver), []).append(weather)
+        self._weather[sender, receiver] = _together(self._faults[sender, receiver])
+
+    def end(self, sender: int, receiver: int, weather: Weather) -> None:
+        """What else has begun goes on."""
+        self._faults[sender, receiver].remove(weather)
+        self._weather[sender, receiver] = _together(self._faults[sender, receiver])
+
+    def weather(self, sender: int, receiver: int) -> Weather:
+        return self._weather.get((sender, receiver), FINE)
 
     def _run(self) -> None:
         with suppress(PermissionError):  # of this thread alone: a busy machine makes no network slow
@@ -183,7 +207,7 @@ class Network:
                 self._send(sender, receiver, frame)
 
     def _send(self, sender: int, receiver: int, frame: bytes) -> None:
-        weather = self._weather.get((sender, receiver), FINE)
+        weather = self.weather(sender, receiver)
         if weather is FINE:
             self._deliver(receiver, frame)
             return

@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from tests.nemesis import network
 from tests.nemesis.disk import Disk
-from tests.nemesis.network import CUT, FINE, Network, Weather
+from tests.nemesis.network import CUT, Network, Weather
 from tests.nemesis.schedules import DISTURBANCES, STORE, Fault, Schedule
 from tests.nemesis.snapshots import torn
 from tests.nemesis.work import SETTLE_S, Failed, Progress, rank_main, store_main
@@ -60,8 +61,13 @@ class Story:
 
     def stopped_for(self, rank: int, start: float, end: float) -> float:
         """Seconds between these moments in which this rank was stopped."""
-        spans = [(a, b) for fault, a, b in self.struck if fault.kind == "stop" and fault.target == (rank,)]
-        return sum(max(0.0, min(b if b is not None else end, end) - max(a, start)) for a, b in spans)
+        stops = [(a, b) for fault, a, b in self.struck if fault.kind == "stop" and fault.target == (rank,)]
+        total, reached = 0.0, start
+        for begin, over in sorted(stops, key=lambda span: span[0]):  # they may overlap
+            until = end if over is None else min(over, end)
+            total += max(0.0, until - max(begin, reached))
+            reached = max(reached, until)
+        return total
 
 
 def play(
@@ -118,6 +124,7 @@ class _Player:
         self.conversation = Conversation(setups, calls, fork_server())
         self.pids = [one.process.pid or 0 for one in self.conversation.ranks]
         self.killed: set[int] = set()
+        self.lasting: Counter[tuple[str, tuple[int | str, ...]]] = Counter()
 
     def close(self) -> None:
         self.conversation.close()
@@ -177,17 +184,19 @@ class _Player:
                 story.struck.append((fault, started[number], now))
 
     def _apply(self, fault: Fault, begins: bool) -> None:
+        self.lasting[fault.kind, fault.target] += 1 if begins else -1
+        lasts = self.lasting[fault.kind, fault.target] > 0  # another one of this kind may end later
         if fault.kind == "kill":
             self.killed.add(self._process(fault.target[0]))
             self._signal(fault.target[0], signal.SIGKILL)
         elif fault.kind == "stop":
-            self._signal(fault.target[0], signal.SIGSTOP if begins else signal.SIGCONT)
+            self._signal(fault.target[0], signal.SIGSTOP if lasts else signal.SIGCONT)
         elif fault.kind == "full disk":
-            self.disk.fill() if begins else self.disk.empty()
+            self.disk.fill() if lasts else self.disk.empty()
         elif fault.kind != "clock":
             disturbed = DISTURBANCES.get(fault.kind)
             weather = CUT if disturbed is None else Weather(**disturbed)
-            self._set_weather(fault, weather if begins else FINE)
+            self._change_weather(fault, weather, begins)
 
     def _signal(self, target: int | str, number: int) -> None:
         process = self._process(target)
@@ -195,7 +204,7 @@ class _Player:
             with suppress(ProcessLookupError):
                 os.kill(self.pids[process], number)
 
-    def _set_weather(self, fault: Fault, weather: Weather) -> None:
+    def _change_weather(self, fault: Fault, weather: Weather, begins: bool) -> None:
         assert self.switch is not None
         hosts = [self._process(target) for target in fault.target]
         everybody = range(len(self.pids))
@@ -208,7 +217,7 @@ class _Player:
         else:
             pairs = [(a, b) for a in hosts for b in hosts if a != b]
         for sender, receiver in pairs:
-            self.switch.set(sender, receiver, weather)
+            (self.switch.begin if begins else self.switch.end)(sender, receiver, weather)
 
     # ---------------------------------------------------------------- ends
 

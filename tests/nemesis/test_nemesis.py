@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import tpkernels as tpk
 from tests.nemesis import disk, network
 from tests.nemesis.judge import problems
+from tests.nemesis.network import CUT, Network, Weather
 from tests.nemesis.play import End, Story, play
 from tests.nemesis.schedules import BACKENDS, PLACES, STORE, Fault, Schedule, draw
 from tests.nemesis.work import Failed
@@ -54,6 +56,31 @@ def test_ranks_have_the_right_bits_or_an_error_that_names_a_faulty_rank_in_time(
         if (found := problems(schedule, story, SLACK_S))
     }
     assert not broken, "\n".join(f"{what}\n{found}" for what, found in broken.items())
+
+
+@pytest.mark.cpu
+def test_a_fault_that_ends_leaves_those_that_last(tmp_path: Path) -> None:
+    switch = Network(tmp_path, seed=0)  # does not run
+    late, jumpy = Weather(delay_s=0.2, duplicate=0.5), Weather(loss=0.5, delay_s=0.1, jitter_s=0.1)
+    for weather in (CUT, CUT, late, jumpy):
+        switch.begin(0, 1, weather)
+    switch.end(0, 1, CUT)
+    assert switch.weather(0, 1).loss == 1.0
+    switch.end(0, 1, CUT)
+    assert switch.weather(0, 1) == Weather(loss=0.5, delay_s=0.2 + 0.1, jitter_s=0.1, duplicate=0.5)
+    switch.end(0, 1, jumpy)
+    switch.end(0, 1, late)
+    assert switch.weather(0, 1) == switch.weather(1, 0) == Weather()
+
+
+@pytest.mark.cpu
+def test_stops_that_overlap_count_once() -> None:
+    stop = Fault("stop", (1,), 0.0)
+    spans = [(1.0, 3.0), (2.0, 4.0), (6.0, None), (7.0, 8.0)]
+    story = Story(go_at=0.0, struck=[(stop, *span) for span in spans])
+    assert story.stopped_for(1, 0.5, 9.0) == 3.0 + 3.0
+    assert story.stopped_for(1, 2.5, 6.5) == 1.5 + 0.5
+    assert story.stopped_for(0, 0.5, 9.0) == 0.0
 
 
 @pytest.mark.cpu
