@@ -33,7 +33,7 @@ from tests.models.architectures.inputs import calls
 from tests.models.architectures.reference import CannotBuild, build, computing
 from tpkernels.measure import report
 from tpkernels.planning.plan import NO_DATA_FLOW, Entry
-from tpkernels.planning.styles import Column, Features, Replicate, Row, Vocabulary
+from tpkernels.planning.styles import Channels, Column, Features, Replicate, Row, Vocabulary
 
 COMMON = (
     "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma3 phi phi3 olmo olmo2 olmo3 cohere cohere2 "
@@ -65,7 +65,7 @@ def published_bytes(name: str) -> Counter[str]:
 
 def in_pairs(entry: Entry) -> bool:
     style = entry.style
-    if isinstance(style, Replicate | Vocabulary) or "not proven" in entry.reason:
+    if isinstance(style, Replicate | Vocabulary | Channels) or "not proven" in entry.reason:
         return False
     if isinstance(style, Column | Features):
         return not style.gather_output

@@ -12,7 +12,7 @@ __all__ = ["CUT", "PAIRS", "falls_short", "section"]
 CUT, PAIRS = 0.95, 0.9
 """Shares of the body's bytes that an architecture shall have cut, and cut in pairs."""
 CAUSES = (
-    ("convolutions", r"no way to cut a \w*Conv"),
+    ("convolutions", r"no way to cut a \w*Conv|convolution as torch's are|each channel by itself|channels"),
     ("recurrent layers", r"no way to cut a \w*(LSTM|GRU|RNN)|Rnn|Recurrent"),
     ("parts that the calls tried do not run", r"not called by the example"),
     ("experts of another kind than those that are recognised", r"experts that stay whole|Experts"),

@@ -226,7 +226,7 @@ class Nested(nn.Module):
 
 
 class ConvLSTM(nn.Module):
-    """Little that can be cut: only the head is."""
+    """Little that can be cut: the head and the convolution are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Seeded faults of cuts of packed heads, arguments and adapters, as edits of one line."""
+"""Seeded faults of cuts of packed heads, arguments, adapters and convolutions, as edits of one line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ __all__ = ["PLANNER"]
 PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_adapters.py"
 UNITS, WHOLE = "tests/nn/test_linear.py -k units", "tests/state/test_checkpoint.py -k 'units or whole_state'"
 PARTS = "tests/sharding/test_parts.py"
+CONVOLUTION = "tests/nn/test_convolution.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 PLANNER = (
+    Edit("nn/convolution.py", "input = copy_to_group(input, mesh)", "pass", f"{CONVOLUTION} -k gradients"),
+    Edit("nn/convolution.py", "groups = input.shape[channels] *", "groups = 1 or", f"{CONVOLUTION} -k gradients"),
+    Edit("nn/convolution.py", "1 if convolution.transposed and convolution.groups == 1 else 0", "0", CONVOLUTION),
+    Edit("planning/convolutions.py", "if name in read:", "if False:", f"{CONVOLUTION} -k says"),
     Edit("planning/replay.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
     Edit(
         "planning/replay.py",

@@ -21,7 +21,7 @@ from tpkernels import cli
 from tpkernels.nn.digests import json_digest
 from tpkernels.planning.plan import VERSION
 from tpkernels.planning.styles import as_style
-from tpkernels.sharding import Column, CopiedHeads, Replicate, Row, Vocabulary
+from tpkernels.sharding import Channels, Column, CopiedHeads, Replicate, Row, Vocabulary
 
 pytestmark = pytest.mark.cpu
 
@@ -66,9 +66,10 @@ def test_layers_in_lists_dicts_and_under_several_names_are_planned_once() -> Non
 def test_what_cannot_be_cut_is_reported_with_a_reason() -> None:
     plan = tpk.make_plan(zoo.ConvLSTM(), 3)
     assert plan["head"].style == Row(split_input=True)
-    for path, words in (("conv", "Conv1d"), ("lstm", "LSTM"), ("norm", "norm")):
+    for path, words in (("lstm", "LSTM"), ("norm", "norm")):
         assert plan[path].style == Replicate() and words in plan[path].reason
-    assert plan.replicated_bytes == 4 * (sum(p.numel() for p in zoo.ConvLSTM().parameters()) - 36)
+    assert plan["conv"].style == Channels(), "8 channels are 3, 3 and 2"
+    assert plan.replicated_bytes == 4 * (sum(p.numel() for p in zoo.ConvLSTM().parameters()) - 36 - 8 * 5 * 3 - 8)
 
 
 LEAKS = (
@@ -393,7 +394,8 @@ def test_names_of_transformers_and_styles_of_torch_are_understood() -> None:
 
 def test_bad_input_is_refused_with_what_to_do() -> None:
     for model, mesh, options, words in (
-        (nn.Sequential(nn.Conv2d(3, 4, 3)), 2, {}, "nothing to shard"),
+        (nn.Sequential(nn.Conv2d(3, 1, 3)), 2, {}, r"nothing to shard.*too few channels \(1\)"),
+        (zoo.mlp(), 2, {"overrides": {"0": "channels"}}, "is a Linear that cannot be cut by channels"),
         (zoo.mlp(), 0, {}, "number of ranks from 1"),
         (zoo.mlp(), 2, {"strategy": "best"}, "strategy must be one of"),
         (zoo.mlp(), 2, {"example_inputs": torch.zeros(3, 5)}, "does not run with the example_inputs"),

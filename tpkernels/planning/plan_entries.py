@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import CommunicationError
+from tpkernels.nn.convolution import channel_dims
 from tpkernels.ops.explain import explain
 from tpkernels.partition import chunk_sizes
+from tpkernels.planning.convolution_entries import convolution_traffic
 from tpkernels.planning.experts_entries import Traffic, cut_of_experts, experts_implementation, experts_traffic
 from tpkernels.planning.fused_norms import FusedNorms
 from tpkernels.planning.layers import Layer, kind_of, layer_of
@@ -25,6 +27,7 @@ from tpkernels.planning.numbers import number_of
 from tpkernels.planning.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.planning.sequence_flow import Stream
 from tpkernels.planning.styles import (
+    Channels,
     Column,
     CopiedHeads,
     Experts,
@@ -60,6 +63,7 @@ def make_entries(
     random: tuple[tuple[str, str], ...],
     rows: Mapping[str, int | None] | None,
     slots: Mapping[str, int],
+    elements: Mapping[str, tuple[int, int]],
     untrained: frozenset[str],
     shared: tuple[tuple[str, ...], ...],
     norms: FusedNorms,
@@ -71,6 +75,7 @@ def make_entries(
     """The plan that carries out ``chosen`` and keeps everything else whole.
 
     ``rows``: what goes into each layer, None where that is not known; ``slots``: rows of each module of experts;
+    ``elements``: what each convolution takes and gives (:func:`tpkernels.planning.row_counts.elements_in`);
     ``untrained``: layers whose input needs no gradient.
     """
     aliases: dict[int, list[str]] = {}
@@ -89,7 +94,8 @@ def make_entries(
             if isinstance(picked.style, Experts):
                 cuts.append(cut_of_experts(key, parameter, picked.style, world_size))
                 continue
-            dim = _cut_dim(picked.style, layer_of(module), key)
+            channels = isinstance(picked.style, Channels)
+            dim = channel_dims(module)[key] if channels else _cut_dim(picked.style, layer_of(module), key)
             cuts.append(_cut(key, parameter, dim, picked.style, world_size, id(parameter) in seen))
             seen.add(id(parameter))
         count = None if rows is None else rows.get(name, 0)
@@ -98,6 +104,8 @@ def make_entries(
             traffic = experts_traffic(picked.style, own, count, slots.get(name, 0), world_size, needs_dx)
             with _every_rank_is_asked():
                 implementation = experts_implementation(picked.style, own, count, slots.get(name, 0), group)
+        elif isinstance(picked.style, Channels):
+            traffic, implementation = convolution_traffic(module, elements.get(name), world_size), "-"
         else:
             traffic = traffic_of(picked.style, layer_of(module), own, count, world_size, leader, needs_dx)
             with _every_rank_is_asked():

@@ -18,6 +18,7 @@ from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
+from tpkernels.planning.convolutions import convolution_choices
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
@@ -28,7 +29,7 @@ from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.planning.replay import Role
-from tpkernels.planning.row_counts import count_rows, untrained_in
+from tpkernels.planning.row_counts import count_rows, elements_in, untrained_in
 from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
 from tpkernels.planning.single_layers import by_rule, smallest_cut, sums_its_gradient
@@ -150,6 +151,7 @@ class _Planner:
         for name in self.feeders:
             self.chosen[name] = sums_its_gradient(self.chosen[name])
         self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
+        self.chosen |= convolution_choices(self.modules, self.chosen, self.world_size, read, tied, self.observation)
         if self.observation is not None:
             self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, way=experts)
         self._untie()
@@ -170,6 +172,7 @@ class _Planner:
             random=tuple(self.decision.random),
             rows=count_rows(firsts) if firsts else None,
             slots=firsts[0].slots if firsts else {},
+            elements=elements_in(firsts),
             untrained=untrained_in(firsts),
             shared=(*find_shared(firsts, styles), *inner),
             norms=find_fused_norms(self.observation, styles, stream.local),
@@ -437,8 +440,8 @@ class _Planner:
             if any(c.source == "override" for c in self.chosen.values()):
                 return
             raise ValueError(
-                f"nothing to shard: {type(self.model).__name__} has no linear layer or embedding that can be cut over "
-                f"{self.world_size} ranks{self._why_nothing()}"
+                f"nothing to shard: {type(self.model).__name__} has no linear, embedding or convolution that can be "
+                f"cut over {self.world_size} ranks{self._why_nothing()}"
             )
 
     def _why_nothing(self) -> str:

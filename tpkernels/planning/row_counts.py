@@ -1,5 +1,7 @@
 """How many rows every layer sees in a recorded run, and which layers need a gradient, for the bytes of a plan.
 
+Of convolutions it counts elements: those of the input that somebody wants the gradient of, and those of the output.
+
 A recording does not treat torch's ``MultiheadAttention`` as a layer.  Its rows are read from the arguments of its call:
 those of the queries for its output, those of every distinct input for the sum of gradients.
 """
@@ -10,11 +12,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.planning.trace import Recording
 
-__all__ = ["count_rows", "untrained_in"]
+__all__ = ["count_rows", "elements_in", "untrained_in"]
 
 
 def count_rows(recordings: Sequence[Recording]) -> dict[str, int | None]:
@@ -51,6 +55,22 @@ def untrained_in(recordings: Sequence[Recording]) -> frozenset[str]:
             alone = bool(nodes) and all(recording.nodes[node].is_input for node in nodes)
             only[name] = only.get(name, True) and alone
     return frozenset(name for name, alone in only.items() if alone)
+
+
+def elements_in(recordings: Sequence[Recording]) -> dict[str, tuple[int, int]]:
+    """For each convolution, over all its calls; of several examples the first that calls it counts."""
+    found: dict[str, tuple[int, int]] = {}
+    for recording in reversed(recordings):
+        one: dict[str, tuple[int, int]] = {}
+        for scope in recording.scopes:
+            if isinstance(recording.shadow.modules[scope.name], _ConvNd):
+                x: Tensor = scope.args[0] if scope.args else scope.kwargs["input"]
+                events = recording.events[scope.start : scope.stop]
+                gives = sum(prod(event.outputs[0]) for event in events if event.packet is torch.ops.aten.convolution)
+                takes, before = one.get(scope.name, (0, 0))
+                one[scope.name] = takes + x.numel() * scope.trained, before + gives
+        found |= one
+    return found
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -103,10 +104,10 @@ class Shadow:
         self.attentions = {
             id(parameter): name
             for name, module in self.modules.items()
-            if isinstance(module, nn.MultiheadAttention)
+            if isinstance(module, nn.MultiheadAttention | _ConvNd)
             for parameter in module.parameters()
         }
-        """torch's attention modules by the ids of theirs."""
+        """torch's attention modules and convolutions by the ids of theirs."""
         self.originals = {id(parameter): name for name, parameter in model.named_parameters()}
         """The model's own parameters, which only code reads that keeps them outside of their modules."""
         self.holders = {id(module): name for name, module in model.named_modules()}

@@ -14,6 +14,7 @@ from tpkernels.partition import held_sizes
 
 __all__ = [
     "STYLES",
+    "Channels",
     "Column",
     "CopiedHeads",
     "Experts",
@@ -108,6 +109,14 @@ class Features:
 
 
 @dataclass(frozen=True)
+class Channels:
+    """Cut a convolution of torch's in place by its output channels, and gather these: whole tensors go in and come out.
+
+    Each rank computes its channels, from all input channels or, with groups, from those of its groups.
+    """
+
+
+@dataclass(frozen=True)
 class Heads:
     """Replace an ``nn.MultiheadAttention`` by a :class:`tpkernels.nn.ParallelMultiheadAttention`.
 
@@ -181,7 +190,7 @@ class PartNorm:
     epsilon: float
 
 
-Style = Column | Row | CopiedHeads | Vocabulary | Features | Heads | Experts | Sliced | PartNorm | Replicate
+Style = Column | Row | CopiedHeads | Vocabulary | Features | Channels | Heads | Experts | Sliced | PartNorm | Replicate
 
 STYLES: dict[str, Style] = {
     "column": Column(),
@@ -191,6 +200,7 @@ STYLES: dict[str, Style] = {
     "row_split": Row(split_input=True),
     "vocabulary": Vocabulary(),
     "features": Features(gather_output=True),
+    "channels": Channels(),
 }
 """Styles by the names that a plan may use instead."""
 
@@ -214,6 +224,7 @@ _KINDS = {
     "copied_heads": CopiedHeads,
     "vocabulary": Vocabulary,
     "features": Features,
+    "channels": Channels,
     "heads": Heads,
     "experts": Experts,
     "sliced": Sliced,

@@ -3,7 +3,17 @@
 from tpkernels.planning.layers import register_layer
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
-from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Vocabulary
+from tpkernels.planning.styles import (
+    Channels,
+    Column,
+    CopiedHeads,
+    Features,
+    PartNorm,
+    Replicate,
+    Row,
+    Sliced,
+    Vocabulary,
+)
 from tpkernels.sharding.apply import parallelize
 from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.sharding.outputs import whole_outputs
@@ -16,6 +26,7 @@ from tpkernels.state.snapshots import load_snapshot, save_snapshot
 from tpkernels.verification.verdict import Verification
 
 __all__ = [
+    "Channels",
     "Column",
     "CopiedHeads",
     "Features",

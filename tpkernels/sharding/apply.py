@@ -27,6 +27,7 @@ from tpkernels.errors import FallbackPlanWarning
 from tpkernels.gemm.canonical import check_job
 from tpkernels.nn.by_weight import call_by_weight
 from tpkernels.nn.column import ColumnParallelLinear
+from tpkernels.nn.convolution import cut_channels
 from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
 from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.nn.embedding import VocabParallelEmbedding
@@ -52,6 +53,7 @@ from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import check_plain, make_plan
 from tpkernels.planning.shared_inputs import share_inputs
 from tpkernels.planning.styles import (
+    Channels,
     Column,
     CopiedHeads,
     Experts,
@@ -74,6 +76,7 @@ from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.replicas import compare_models
 from tpkernels.sharding.same_bits import check_plan, check_styles
 from tpkernels.sharding.sequence_parallel import run_sequence_parallel
+from tpkernels.sharding.style_checks import check_column, convolutions_in
 from tpkernels.state.plain_state import speak_originals
 from tpkernels.verification.verifier import Verifier
 
@@ -103,10 +106,11 @@ def parallelize(
         plan: "auto" for :func:`make_plan`'s, a :class:`ShardingPlan`, or module names to styles.  Names are fully
             qualified (``encoder.layer.0.output.dense``) and may be patterns: ``*`` matches within one part of the name,
             ``**`` any number of parts, ``[0-2]`` one of the characters.  Styles are "column", "row", "replicate",
-            "column_gather", "row_split", "vocabulary", "features"; names of transformers' ``tp_plan`` ("colwise", ...);
-            styles of ``torch.distributed.tensor.parallel``; or :class:`Column`, :class:`Row`, :class:`Replicate`, ...
-            objects with options.  Such a plan is carried out as it stands; what it does not name stays whole, and what
-            leaves the model as a part is the caller's (see :func:`tpkernels.sharding.whole_outputs`).
+            "column_gather", "row_split", "vocabulary", "features", "channels"; names of transformers' ``tp_plan``
+            ("colwise", ...); styles of ``torch.distributed.tensor.parallel``; or :class:`Column`, :class:`Row`,
+            :class:`Replicate`, ... objects with options.  Such a plan is carried out as it stands; what it does not
+            name stays whole, and what leaves the model as a part is the caller's (see
+            :func:`tpkernels.sharding.whole_outputs`).
         init_weights: what happens where ranks hold other parameters or buffers than the first rank of ``mesh``.  With
             "rank 0" they get the first rank's, with a warning, and torch's default generators of the "tp" ranks go on
             in step, so that replicas drop out the same elements.  With "same" every rank raises.
@@ -177,10 +181,11 @@ def parallelize(
         if same_bits:
             check_styles(styles, same_bits)
     _check_heads(styles, modules, tp)
-    kept = (Replicate, Heads, Experts, Sliced, PartNorm)
+    kept = (Replicate, Channels, Heads, Experts, Sliced, PartNorm)
     swaps = {name: style for name, style in styles.items() if not isinstance(style, kept)}
     layers = {name: _check_swap(name, modules[name], style, tp) for name, style in swaps.items()}
     _check_sharing(model, modules, swaps, layers, idle)
+    convolutions = convolutions_in(model, modules, styles, tp.size(), same_bits)
     for name, style in styles.items():
         if isinstance(style, Sliced):
             check_slices(modules[name], dict(style.parameters), dict(style.runs), tp)
@@ -213,6 +218,8 @@ def parallelize(
         take_place(old, new)
     for old, new in (*mixtures, *norms):
         old.__class__, old.__dict__ = type(new), new.__dict__
+    for convolution in convolutions:
+        cut_channels(convolution, tp)
     call_cut_layers(model, [old for old, _ in replacements])
     # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
     # outer modules last, because what an inner one was told holds.
@@ -323,7 +330,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
         raise ValueError(f"module {name!r} {why}")
     op = "all_reduce"
     if isinstance(style, Column):
-        _check_column(name, layer, style, tp.size())
+        check_column(name, layer, style, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Row):
         check_unit(f"{name}: in_features", layer.in_features, style.unit)
@@ -334,26 +341,6 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
     if not isinstance(style, Features | Replicate | Sliced | PartNorm):
         dispatch.check_name(op, style.implementation)
     return layer
-
-
-def _check_column(name: str, layer: Layer, style: Column, world_size: int) -> None:
-    check_unit(f"{name}: out_features", layer.out_features, style.unit)
-    if style.segments:
-        if sum(style.segments) != layer.out_features or min(style.segments) < 1:
-            raise ValueError(
-                f"{name}: segments {list(style.segments)} must be positive and sum to out_features "
-                f"({layer.out_features})"
-            )
-        if style.gather_output or style.unit != 1:
-            raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
-    if not 0 <= style.copied < max(1, len(style.segments)):
-        raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
-    for size in style.segments[len(style.segments) - style.copied :] if style.copies else ():
-        check_copies(f"{name}: ", size, style.copied_heads, style.copies, world_size)
-    if style.units and len(style.units) != len(style.segments):
-        raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
-    for size, unit in zip(style.segments, style.units, strict=False):
-        check_unit(f"{name}: a segment", size, unit)
 
 
 def _check_sharing(

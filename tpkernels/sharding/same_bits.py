@@ -2,7 +2,8 @@
 
 A model does if it is cut in the same layers at every degree, all of whose ops do, and if nothing else depends on it.
 So the plan must be the one for ``same_bits`` ranks, layer by layer; what is cut must be columns, rows and vocabularies,
-which divide into so many blocks; and masks of what is cut are those of blocks (:mod:`tpkernels.sharding.block_masks`).
+which divide into so many blocks, or channels of convolutions, which gather their weights then; and masks of what is cut
+are those of blocks (:mod:`tpkernels.sharding.block_masks`).
 Column layers check at each call that elementwise code behind them gives each element the same bits
 (:func:`tpkernels.ops.same_bits.check_parts`).
 
@@ -19,11 +20,11 @@ from torch import nn
 
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
-from tpkernels.planning.styles import Column, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import Channels, Column, Replicate, Row, Style, Vocabulary
 
 __all__ = ["check_plan", "check_styles"]
 
-KEPT = (Column, Row, Vocabulary, Replicate)
+KEPT = (Column, Row, Vocabulary, Channels, Replicate)
 
 
 def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_inputs: object, experts: str) -> None:

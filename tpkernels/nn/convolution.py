@@ -1,0 +1,191 @@
+"""torch's convolutions, each cut by itself along its output channels: whole tensors go in and come out.
+
+::
+
+    w_r = this rank's output channels of weight,   y_r = convolve(x, w_r) + b_r
+    y   = all_gather(y_r, channels)                dx  = all_reduce(dx_r);  dw_r and db_r are complete
+
+    groups > 1:  a rank has whole groups and reads their input channels alone;  dx = all_gather(dx_r, channels)
+
+It assumes that x is equal on all ranks, and that all compute the same from y.  A convolution is cut in place: it stays
+an instance of its class, with its attributes and hooks, which speak of all channels; weight and bias are DTensors of
+their original shapes, ``Shard``.  x may have a batch dimension or none.
+
+On a group that gives the same bits at every degree (``same_bits``) each rank gathers weight and bias instead, and
+computes all of y: the bits of a convolution may depend on the number of its channels.
+
+It refuses subclasses with another ``forward``, parametrized weights, groups that the ranks would have to cut, and fewer
+channels than would give each rank one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from tpkernels.comm import agreement
+from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.comm.same_bits import same_bits_of
+from tpkernels.nn.parameters import has_units, local_parts, mesh_of, shard_parameter, tp_mesh
+from tpkernels.ops import all_gather, copy_to_group, shard
+from tpkernels.ops.checks import DTYPES
+from tpkernels.partition import chunk_sizes
+
+__all__ = ["channel_dims", "cut_channels", "is_convolution", "why_not_cut"]
+
+_CALLS: dict[bool, dict[int, Callable[..., Tensor]]] = {
+    False: {1: F.conv1d, 2: F.conv2d, 3: F.conv3d},
+    True: {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d},
+}
+"""By whether they are transposed, and by the number of spatial dimensions."""
+_BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_GUARDED = ("forward", "_conv_forward", "_output_padding", "__call__", "_call_impl", "_wrapped_call_impl",
+            "__getattr__", "__setattr__", "__getattribute__")  # fmt: skip
+_TORCHS = {base: {name: getattr(base, name, None) for name in _GUARDED} for base in _BASES}
+"""torch's own methods, from before anybody could replace them in its classes."""
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a call of ``module`` computes what torch's convolution of its attributes does."""
+    kind: Any = type(module)
+    base: Any = next((base for base in _BASES if isinstance(module, base)), None)
+    if base is None or "forward" in vars(module) or hasattr(kind, "weight") or hasattr(kind, "bias"):
+        return False
+    return all(getattr(kind, name, None) is known for name, known in _TORCHS[base].items())
+
+
+def why_not_cut(module: nn.Module, world_size: int, same_bits: int = 0) -> str | None:
+    """The reason why :func:`cut_channels` cannot cut ``module`` over so many ranks; None if it can."""
+    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if not is_convolution(module) or not {"weight"} <= held.keys() <= {"weight", "bias"}:
+        return "is no convolution as torch's are: it has code, hooks or parameters of its own"
+    convolution = cast(_ConvNd, module)
+    if any(is_lazy(parameter) or isinstance(parameter, DTensor) for parameter in held.values()):
+        return "has parameters without a shape, or parallel ones"
+    if held["weight"].dtype not in DTYPES:
+        return f"has weights of {held['weight'].dtype}"
+    taken, given, groups = convolution.in_channels, convolution.out_channels, convolution.groups
+    units = groups if groups > 1 else given
+    if 0 in chunk_sizes(units, world_size):
+        return f"has too few {'groups of ' if groups > 1 else ''}channels ({units}) for {world_size} ranks"
+    if groups > 1 and any(has_units(total, total // groups, world_size) for total in (taken, given)):
+        return f"has {groups} groups of channels, which do not divide over {world_size} ranks"
+    dims = channel_dims(module)
+    if same_bits and any(parameter.shape[dims[name]] % same_bits for name, parameter in held.items()):
+        return f"has {given} channels, no multiple of same_bits ({same_bits})"
+    return None
+
+
+def channel_dims(module: nn.Module) -> dict[str, int]:
+    """The dimension of each parameter that is cut; a transposed convolution's weight is ``[in, out / groups, ...]``."""
+    convolution = cast(_ConvNd, module)
+    return {"weight": 1 if convolution.transposed and convolution.groups == 1 else 0, "bias": 0}
+
+
+def cut_channels(module: nn.Module, group: GroupLike) -> nn.Module:
+    """Cut a convolution of torch's by its output channels, in place; returns it.
+
+    A collective call: ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
+
+    Raises:
+        ValueError: it cannot be cut so (:func:`why_not_cut`).
+    """
+    mesh = tp_mesh(group, module)
+    why = why_not_cut(module, mesh.size())
+    if why is not None:
+        raise ValueError(f"{type(module).__name__} {why}")
+    dims = channel_dims(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            wanted = parameter.requires_grad
+            module._parameters[name] = shard_parameter(parameter, mesh, dims[name], requires_grad=wanted)
+    kind: Any = type(module)
+    module.__class__ = _cut_kind(kind)
+    return module
+
+
+@lru_cache(maxsize=256)
+def _cut_kind(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``cls`` that computes this rank's channels and gathers all."""
+    members = {"forward": _forward, "reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
+    named = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+    return cast("type[nn.Module]", type(cls.__name__, (cls,), members | named))
+
+
+def _forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    bias = self._parameters["bias"]
+    mesh, w, b = local_parts(self._parameters["weight"], bias)
+    spatial = w.dim() - 2
+    channels = -1 - spatial
+    if input.dim() not in (spatial + 1, spatial + 2) or input.shape[channels] != self.in_channels:
+        _refuse(mesh, f"{type(self).__name__}({self.in_channels}, {self.out_channels}) takes x of {spatial} spatial "
+                      f"dimensions behind {self.in_channels} channels, got {tuple(input.shape)}")  # fmt: skip
+    world_size = mesh.size()
+    if world_size == 1:
+        return _convolve(self, input, w, b, self.groups, output_size)
+    given = chunk_sizes(self.out_channels, world_size)
+    if same_bits_of(mesh):
+        dim = channel_dims(self)["weight"]
+        sizes = chunk_sizes(self._parameters["weight"].shape[dim], world_size)
+        w = all_gather(w, mesh, dim=dim, shard_sizes=sizes, replicated_grad=True)
+        b = None if b is None else all_gather(b, mesh, shard_sizes=given, replicated_grad=True)
+        return _convolve(self, input, w, b, self.groups, output_size)
+    groups = 1
+    if self.groups > 1:
+        taken = chunk_sizes(self.in_channels, world_size)
+        input = shard(input, mesh, dim=channels, shard_sizes=taken)
+        groups = input.shape[channels] * self.groups // self.in_channels
+    elif input.requires_grad and torch.is_grad_enabled():
+        input = copy_to_group(input, mesh)
+    y = _convolve(self, input, w, b, groups, output_size)
+    return all_gather(y, mesh, dim=channels, shard_sizes=given, replicated_grad=True)
+
+
+def _convolve(self: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: int, output_size: list[int] | None) -> Tensor:
+    """What torch's ``forward`` computes, with other parameters."""
+    spatial = w.dim() - 2
+    call = _CALLS[self.transposed][spatial]
+    if self.transposed:
+        padding = self._output_padding(
+            x, output_size, self.stride, self.padding, self.kernel_size, spatial, self.dilation
+        )
+        return call(x, w, b, self.stride, self.padding, padding, groups, self.dilation)
+    if self.padding_mode == "zeros":
+        return call(x, w, b, self.stride, self.padding, self.dilation, groups)
+    x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+    return call(x, w, b, self.stride, 0, self.dilation, groups)
+
+
+def _refuse(mesh: DeviceMesh, message: str) -> NoReturn:
+    """Raise, and tell the peers, which may be in the call already."""
+    if mesh.size() > 1:
+        agreement.refuse(resolve(mesh), "all_gather", message)
+    raise ValueError(message)
+
+
+def _reset_parameters(self: Any) -> None:
+    """Initialise anew as torch does, equal to it under the first rank's seed; all ranks call it."""
+    weight, bias = self._parameters["weight"], self._parameters["bias"]
+    base: Any = next(base for base in _BASES if isinstance(self, base))
+    fresh = base(
+        self.in_channels, self.out_channels, self.kernel_size, groups=self.groups, bias=bias is not None,
+        device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            self._parameters[name].copy_(shard_parameter(parameter, mesh_of(weight), channel_dims(self)[name]))
+
+
+def _extra_repr(self: Any) -> str:
+    base: Any = next(base for base in _BASES if isinstance(self, base))
+    sizes = chunk_sizes(self.out_channels, mesh_of(self._parameters["weight"]).size())
+    return f"{base.extra_repr(self)}, shards={'/'.join(map(str, sizes))}"

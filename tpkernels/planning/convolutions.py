@@ -1,0 +1,72 @@
+"""Convolutions by themselves: which of them are cut by their output channels.
+
+It owns the rule.  A convolution that the data flow has not cut takes and gives whole tensors, as a linear layer by
+itself does: each rank computes its output channels, and all are gathered.  One that works on each channel by itself
+stays whole: its weight is small beside what would be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from tpkernels.nn.convolution import why_not_cut
+from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.plan_entries import Chosen
+from tpkernels.planning.styles import Channels, Replicate
+from tpkernels.planning.whole_in_out import READ
+
+__all__ = ["check_channels", "convolution_choices"]
+
+
+def convolution_choices(
+    modules: Mapping[str, nn.Module],
+    chosen: Mapping[str, Chosen],
+    world_size: int,
+    read: Container[str],
+    tied: Container[str],
+    observation: Observation | None,
+) -> dict[str, Chosen]:
+    """What happens to torch's convolutions for which nothing is ``chosen`` yet.
+
+    ``read``: modules whose parameters are read past them.
+
+    Raises:
+        ValueError: an override asks for channels of a module that cannot be cut so.
+    """
+    for name, choice in chosen.items():
+        if isinstance(choice.style, Channels):
+            check_channels(name, modules[name], world_size)
+    recordings = [] if observation is None else [recording for _, recording in observation.recordings]
+    scopes = {scope.name for recording in recordings for scope in recording.scopes}
+    called = scopes if recordings else modules.keys()
+    found: dict[str, Chosen] = {}
+    for name, module in modules.items():
+        if name not in chosen and isinstance(module, _ConvNd):
+            why = why_not_cut(module, world_size) or _why_whole(name, module, called, read, tied)
+            cut = Chosen(Channels(), "rule", "by its output channels, gathered")
+            found[name] = cut if why is None else Chosen(Replicate(), "default", why)
+    return found
+
+
+def check_channels(name: str, module: nn.Module, world_size: int, same_bits: int = 0) -> None:
+    """Refuse to cut ``module`` by channels where that cannot be done."""
+    why = why_not_cut(module, world_size, same_bits)
+    if why is not None:
+        raise ValueError(f"module {name!r} is a {type(module).__name__} that cannot be cut by channels: it {why}")
+
+
+def _why_whole(
+    name: str, module: _ConvNd, called: Collection[str], read: Container[str], tied: Container[str]
+) -> str | None:
+    if name not in called:
+        return "is not called by the example where the data flow shows it"
+    if name in read:
+        return READ
+    if name in tied:
+        return "has a parameter that is tied to another module's"
+    if module.groups == module.in_channels > 1:
+        return "works on each channel by itself: its weight is small beside what would be sent"
+    return None

@@ -1,0 +1,57 @@
+"""Whether a style fits the module that a plan gives it, for styles with much to check.
+
+It refuses with the module's name, before ``parallelize`` touches anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+
+from tpkernels.nn.copied_heads import check_copies
+from tpkernels.nn.parameters import check_unit
+from tpkernels.planning.convolutions import check_channels
+from tpkernels.planning.layers import Layer
+from tpkernels.planning.styles import Channels, Column, Style
+
+__all__ = ["check_column", "convolutions_in"]
+
+
+def check_column(name: str, layer: Layer, style: Column, world_size: int) -> None:
+    """Refuse options of a column style that contradict each other, or the layer."""
+    check_unit(f"{name}: out_features", layer.out_features, style.unit)
+    if style.segments:
+        if sum(style.segments) != layer.out_features or min(style.segments) < 1:
+            raise ValueError(
+                f"{name}: segments {list(style.segments)} must be positive and sum to out_features "
+                f"({layer.out_features})"
+            )
+        if style.gather_output or style.unit != 1:
+            raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
+    if not 0 <= style.copied < max(1, len(style.segments)):
+        raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
+    for size in style.segments[len(style.segments) - style.copied :] if style.copies else ():
+        check_copies(f"{name}: ", size, style.copied_heads, style.copies, world_size)
+    if style.units and len(style.units) != len(style.segments):
+        raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
+    for size, unit in zip(style.segments, style.units, strict=False):
+        check_unit(f"{name}: a segment", size, unit)
+
+
+def convolutions_in(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style], world_size: int, same_bits: int
+) -> list[nn.Module]:
+    """The modules that are to be cut by their channels, each once.
+
+    Raises:
+        ValueError: one is no convolution that can be cut so, or shares a parameter with another module.
+    """
+    found = {id(modules[name]): name for name, style in styles.items() if isinstance(style, Channels)}
+    holders = Counter(id(one) for _, module in model.named_modules() for one in module.parameters(recurse=False))
+    for name in found.values():
+        check_channels(name, modules[name], world_size, same_bits)
+        if any(holders[id(one)] > 1 for one in modules[name].parameters(recurse=False)):
+            raise ValueError(f"module {name!r} has a parameter that is tied to another module's: leave both whole")
+    return [modules[name] for name in found.values()]
