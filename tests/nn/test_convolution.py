@@ -124,12 +124,14 @@ class Vision(nn.Module):
         self.grouped = nn.Conv2d(12, 12, 1, groups=6)
         self.read = nn.Conv2d(12, 4, 1)
         self.idle = nn.Conv2d(4, 4, 1)
+        self.unseen = nn.Conv2d(4, 4, 1)
+        self.later = False
         self.own = Standardized(12, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.grouped(self.depthwise(self.up(self.patches(x).tanh())))
         out: Tensor = self.own(y).sum() + self.read(y) * nn.functional.conv2d(y, self.read.weight)
-        return out
+        return nn.functional.conv2d(out, self.unseen.weight) if self.later else out
 
 
 class Standardized(nn.Conv2d):
@@ -142,6 +144,7 @@ class Standardized(nn.Conv2d):
 def test_the_plan_says_which_convolutions_are_cut_and_what_they_send() -> None:
     plan = tpk.make_plan(Vision(), 2, example_inputs=torch.zeros(2, 3, 8, 8))
     assert plan["patches"].style == plan["up"].style == plan["grouped"].style == Channels()
+    assert plan["idle"].style == Channels() and plan["idle"].wire_bytes is None, "nobody reads its weight"
     assert plan["patches"].parameters[0].local_shapes == ((5, 3, 4, 4), (5, 3, 4, 4))
     assert plan["up"].parameters[0].local_shapes == ((10, 6, 2, 2), (10, 6, 2, 2))
     assert plan["patches"].wire_bytes == 4 * (2 * 10 * 2 * 2) // 2 and plan["patches"].backward == "-"
@@ -150,7 +153,7 @@ def test_the_plan_says_which_convolutions_are_cut_and_what_they_send() -> None:
     for name, why in (
         ("depthwise", "each channel by itself"),
         ("read", "without calling the module"),
-        ("idle", "not called by the example"),
+        ("unseen", "may use without calling"),
         ("own", "code, hooks or parameters of its own"),
     ):
         assert plan[name].style == Replicate() and why in plan[name].reason, name

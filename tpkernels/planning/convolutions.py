@@ -3,11 +3,14 @@
 It owns the rule.  A convolution that the data flow has not cut takes and gives whole tensors, as a linear layer by
 itself does: each rank computes its output channels, and all are gathered.  One that works on each channel by itself
 stays whole: its weight is small beside what would be sent.
+
+It assumes of code that no example runs, and of modules that need the values of tensors, what their source says: a
+convolution whose weight they may read past it stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -15,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from tpkernels.nn.convolution import why_not_cut
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.plan_entries import Chosen
+from tpkernels.planning.source_reads import maybe_read
 from tpkernels.planning.styles import Channels, Replicate
 from tpkernels.planning.whole_in_out import READ
 
@@ -39,15 +43,17 @@ def convolution_choices(
     for name, choice in chosen.items():
         if isinstance(choice.style, Channels):
             check_channels(name, modules[name], world_size)
+    convolutions = {name: m for name, m in modules.items() if name not in chosen and isinstance(m, _ConvNd)}
     recordings = [] if observation is None else [recording for _, recording in observation.recordings]
-    scopes = {scope.name for recording in recordings for scope in recording.scopes}
-    called = scopes if recordings else modules.keys()
+    called = {scope.name for recording in recordings for scope in recording.scopes}
+    unseen = maybe_read(modules[""]) if not convolutions.keys() <= called else {}
     found: dict[str, Chosen] = {}
-    for name, module in modules.items():
-        if name not in chosen and isinstance(module, _ConvNd):
-            why = why_not_cut(module, world_size) or _why_whole(name, module, called, read, tied)
-            cut = Chosen(Channels(), "rule", "by its output channels, gathered")
-            found[name] = cut if why is None else Chosen(Replicate(), "default", why)
+    for name, module in convolutions.items():
+        why = why_not_cut(module, world_size) or _why_whole(name, module, read, tied)
+        if why is None and name not in called and name in unseen:
+            why = f"has a weight that the code of {unseen[name]} may use without calling the module"
+        cut = Chosen(Channels(), "rule", "by its output channels, gathered")
+        found[name] = cut if why is None else Chosen(Replicate(), "default", why)
     return found
 
 
@@ -58,11 +64,7 @@ def check_channels(name: str, module: nn.Module, world_size: int, same_bits: int
         raise ValueError(f"module {name!r} is a {type(module).__name__} that cannot be cut by channels: it {why}")
 
 
-def _why_whole(
-    name: str, module: _ConvNd, called: Collection[str], read: Container[str], tied: Container[str]
-) -> str | None:
-    if name not in called:
-        return "is not called by the example where the data flow shows it"
+def _why_whole(name: str, module: _ConvNd, read: Container[str], tied: Container[str]) -> str | None:
     if name in read:
         return READ
     if name in tied:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.part_norms import NormCall, numbers_in
@@ -155,7 +156,8 @@ class Recording(Session):
         shadow = self.shadow
         self.direct |= {shadow.owners[id(tensor)] for tensor in tensors if id(tensor) in shadow.owners}
         attentions = {shadow.attentions[id(tensor)] for tensor in tensors if id(tensor) in shadow.attentions}
-        self.direct |= attentions - {scope.name for scope in self._open}
+        quiet = {name for name, _ in self.quiet_calls if isinstance(shadow.modules[name], _ConvNd)}
+        self.direct |= attentions - {scope.name for scope in self._open} - quiet
         self._originals_read |= {shadow.originals[id(tensor)] for tensor in tensors if id(tensor) in shadow.originals}
 
     def _add(self, event: Event, outputs: list[Tensor]) -> None:
