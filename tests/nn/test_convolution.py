@@ -228,7 +228,7 @@ def test_what_is_no_convolution_of_torchs_is_not_cut() -> None:
         (normed, 2, "code, hooks or parameters"),
         (replaced, 2, "code, hooks or parameters"),
         (nn.Linear(4, 6), 2, "code, hooks or parameters"),
-        (nn.LazyConv1d(6, 3), 2, "without a shape"),
+        (nn.LazyConv1d(6, 3), 2, "have no shape yet"),
         (nn.Conv1d(4, 6, 3, dtype=torch.complex64), 2, "has weights of torch.complex64"),
         (nn.Conv1d(4, 4, 3), 3, r"too few channels \(4\) for 3 ranks"),
         (nn.Conv1d(4, 12, 3, groups=2), 3, r"too few groups of channels \(2\)"),

@@ -69,8 +69,8 @@ def why_not_cut(module: nn.Module, world_size: int, same_bits: int = 0) -> str |
     if not is_convolution(module) or not {"weight"} <= held.keys() <= {"weight", "bias"}:
         return "is no convolution as torch's are: it has code, hooks or parameters of its own"
     convolution = cast(_ConvNd, module)
-    if any(is_lazy(parameter) or isinstance(parameter, DTensor) for parameter in held.values()):
-        return "has parameters without a shape, or parallel ones"
+    if any(isinstance(parameter, DTensor) or is_lazy(cast(Tensor, parameter)) for parameter in held.values()):
+        return "has parameters that are parallel, or have no shape yet"
     if held["weight"].dtype not in DTYPES:
         return f"has weights of {held['weight'].dtype}"
     taken, given, groups = convolution.in_channels, convolution.out_channels, convolution.groups

@@ -68,7 +68,7 @@ def _why_whole(name: str, module: _ConvNd, read: Container[str], tied: Container
     if name in read:
         return READ
     if name in tied:
-        return "has a parameter that is tied to another module's"
+        return "a parameter is tied to another module's"
     if module.groups == module.in_channels > 1:
         return "works on each channel by itself: its weight is small beside what would be sent"
     return None

@@ -338,7 +338,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
     elif isinstance(style, CopiedHeads):
         check_copies(f"{name}: ", layer.out_features, style.heads, style.copies, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
-    if not isinstance(style, Features | Replicate | Sliced | PartNorm):
+    if not isinstance(style, Features | Channels | Replicate | Sliced | PartNorm):
         dispatch.check_name(op, style.implementation)
     return layer
 
