@@ -33,7 +33,7 @@ def cases(world: int, full: bool) -> list[Case]:
     g = world
     few: list[Case] = [
         (nn.Conv2d(3, 7, (2, 3), stride=(2, 3)), (2, 3, 4, 6), {}),
-        (nn.Conv1d(2 * g, 3 * g, 3, padding=2, dilation=2, groups=g, padding_mode="circular"), (2, 2 * g, 5), {}),
+        (nn.Conv1d(4 * g, 6 * g, 3, padding=2, dilation=2, groups=2 * g, padding_mode="circular"), (2, 4 * g, 5), {}),
         (nn.ConvTranspose2d(4, 5, 3, stride=2, bias=False), (2, 4, 3, 2), {"output_size": [8, 6]}),
     ]
     if not full:
