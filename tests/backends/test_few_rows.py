@@ -42,19 +42,17 @@ def measured_as(compiled_us: float = 1.0, torch_us: float = 9.0) -> Iterator[lis
     The other GEMM is torch's, in bf16, too.
     """
     made: list[tuple[int, ...]] = []
-    compiled = few_rows.multiply
+    compiled = few_rows._run
 
-    def noted(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> bool:
-        done = compiled(x, weight, out, bias)
-        if done:
-            made.append((*x.shape, *weight.shape))
-        return done
+    def noted(*operands: Any) -> None:
+        compiled(*operands)
+        made.append(operands[-3:])
 
     times = few_rows.Times(compiled_us, torch_us)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(few_rows, "_LEAST_WEIGHT_BYTES", 1))
         stack.enter_context(mock.patch.object(few_rows, "measured", lambda *_: times))
-        stack.enter_context(mock.patch.object(few_rows, "multiply", noted))
+        stack.enter_context(mock.patch.object(few_rows, "_run", noted))
         stack.enter_context(mock.patch.object(widened, "told", lambda *_: None))
         widened._own_rows.cache_clear()
         stack.callback(widened._own_rows.cache_clear)
@@ -221,4 +219,8 @@ def test_a_measurement_is_made_once_for_neighbouring_sizes(monkeypatch: pytest.M
     for refused in ((0, 600, 500), (33, 600, 500), (1, 100, 100)):
         assert not few_rows.serves(*refused, dtype)
     assert not few_rows.serves(1, 600, 500, torch.float64)
+    for refused in ((0, 600, 500), (1000, 600, 500), (40, 100, 100)):
+        assert not few_rows.wins_in_blocks(*refused, dtype)
     assert few_rows.measured.cache_info().misses == 2
+    few_rows.wins_in_blocks(33, 600, 500, dtype)
+    assert few_rows.measured.cache_info().misses == 3, "blocks of an expert's rows are measured as such"

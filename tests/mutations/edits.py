@@ -186,6 +186,12 @@ EDITS = (
         "tests/ops/test_grouped.py",
     ),
     Edit(
+        "gemm/few_rows.py",
+        "x_at + first * x_step * itemsize, x_step",
+        "x_at, x_step",
+        "tests/ops/test_grouped.py -k compiled_kernel",
+    ),
+    Edit(
         "ops/grouped_reduction.py",
         "        if group.size > 1:\n",
         "        if group.size > 2:\n",

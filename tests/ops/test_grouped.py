@@ -27,7 +27,7 @@ from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import Implementation
 from tpkernels.errors import GroupMismatch, UnsupportedProblem
 from tpkernels.gemm import few_rows
-from tpkernels.gemm.grouped import TokenRows
+from tpkernels.gemm.grouped import TokenRows, are_few
 from tpkernels.gemm.native import why_not
 from tpkernels.testing.faults import poisoned_memory
 from tpkernels.testing.grouped import (
@@ -126,29 +126,44 @@ def test_every_way_through_shared_memory_is_within_the_bound(ranks: Pools, world
     assert min(ranks(world).run(judge_in_shared_memory)) == 26
 
 
-def judge_few_rows() -> list[int]:
-    """Rows of a decoding step by the compiled kernel: so many of its GEMMs in each op, judged."""
-    world, counts = dist.get_world_size(), []
-    with mock.patch.object(few_rows, "wins", few_rows.serves), new_group(2) as group:
-        for op in (COPY, REDUCE, SCATTER):
+def judge_few_rows() -> list[tuple[set[int], int]]:
+    """Every op by the compiled kernel, judged: what it was measured for, and how many rows it has multiplied."""
+    found = []
+    with (
+        mock.patch.object(few_rows, "wins_in_blocks", return_value=True) as wins,
+        mock.patch.object(few_rows, "multiply", wraps=few_rows.multiply) as kernel,
+        new_group(2) as group,
+    ):
+        for number, op in enumerate(GROUPED):
             for name in IMPLEMENTATIONS:
-                for dtype in (FP32, BF16):
-                    case = GroupedCase(
-                        op, (3, 2, 1)[:world], (130, 256), dtype=dtype, bias=True, num_experts=3, implementation=name
-                    )
-                    with mock.patch.object(few_rows, "multiply", wraps=few_rows.multiply) as kernel:
-                        judge(case, group)
-                    counts.append(sum(call.args[0].shape[0] for call in kernel.mock_calls))
-    return counts
+                dtype = (FP32, BF16)[(number + len(found)) % 2]
+                case = GroupedCase(
+                    op, (30, 9), (65, 256), dtype=dtype, bias=True, num_experts=5, load="one", implementation=name
+                )
+                judge(case, group)
+                rows = sum(call.args[0].shape[0] for call in kernel.mock_calls)
+                found.append(({call.args[0] for call in wins.mock_calls}, rows))
+                wins.reset_mock()
+                kernel.reset_mock()
+    return found
 
 
 @pytest.mark.skipif(not few_rows.serves(4, 130, 256, FP32), reason="no compiled kernel for few rows")
-def test_few_rows_take_the_compiled_kernel_except_unfused(ranks: Pools) -> None:
-    """Twice top_k rows of 5 tokens; in the backward pass weights do not lie by the rows of what is summed."""
-    for counts in ranks(2).run(judge_few_rows):
-        of_name = dict(zip(IMPLEMENTATIONS, zip(*[iter(counts)] * 2, strict=True), strict=False))
-        assert of_name["unfused"] == (0, 0), counts
-        assert all(10 <= count <= 20 for count in counts[2 : 2 * len(IMPLEMENTATIONS)]), counts
+def test_rows_of_experts_take_the_compiled_kernel_where_it_wins(ranks: Pools) -> None:
+    """One expert has more rows than the kernel takes at once.  In the backward pass it takes none: weights do not lie
+    by the rows of what is summed."""
+    for found in ranks(2).run(judge_few_rows):
+        assert found == [({-(-78 // 5)}, 78)] * (len(GROUPED) * len(IMPLEMENTATIONS))
+
+
+@pytest.mark.cpu
+def test_experts_without_rows_do_not_count_in_the_mean() -> None:
+    rows = TokenRows(torch.tensor([[1, 3], [1, 3], [1, 0]]), 64)
+    matrices = torch.ones(64, 40, 8).transpose(1, 2)
+    with mock.patch.object(few_rows, "wins_in_blocks", return_value=True) as wins:
+        assert are_few(torch.ones(6, 8), matrices, rows)
+        assert not are_few(torch.ones(6, 40), matrices.transpose(1, 2), rows), "its contraction does not lie by rows"
+    wins.assert_called_once_with(2, 40, 8, FP32)
 
 
 def exact(num_chunks: int | None) -> list[list[torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Pieces that backends share for grouped GEMMs: the rows of a chunk of tokens, expert by expert, on one rank.
 
-Each expert's rows take one GEMM of the library.  torch's own ``F.grouped_mm`` runs the same GEMMs on a CPU, with the
+Each expert's rows take one GEMM: the library's, or the compiled kernel's where :func:`~tpkernels.gemm.grouped.are_few`
+says so.  torch's own ``F.grouped_mm`` runs the same GEMMs on a CPU, with the
 same bits, and takes about as long (torch 2.13, one core, bf16: 0.88 ms against 0.92 for 8 experts of 128 rows, K 512
 and N 512; 2.15 ms against 2.35 for 64 experts of 16 rows, N 256; 2026-11-23, on a busy machine).  But it writes to a
 new tensor, from which rows of a chunk would have to be copied to their place.
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from tpkernels.backends.row_gemms import Epilogue, accumulation_dtype, gemm
+from tpkernels.gemm.fp8 import Operand
 from tpkernels.gemm.grouped import TokenRows, are_few, multiply
+from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.ops.contract import AllGatherGroupedMatmul, AllGatherMatmul, GroupedMatmulAllReduce
 
-__all__ = ["GroupedEpilogue", "partial_tokens", "takes_few_rows"]
+__all__ = ["GroupedEpilogue", "partial_tokens"]
 
 
 class GroupedEpilogue(Epilogue):
@@ -29,6 +32,11 @@ class GroupedEpilogue(Epilogue):
         )  # fmt: skip
         super().__init__(first, rows.count)
         self._rows, self._matrices, self._expert_biases = rows, call.matrices, call.biases
+        self._few = not call.packed and are_few(call.x, call.matrices[0], rows)
+
+    def gemm(self, x: Operand, matrix: MatrixOperand, out: Tensor, bias: Tensor | None) -> None:
+        assert not isinstance(matrix, Widened)
+        multiply(x, matrix, out, bias, self._few)
 
     def fill_tokens(self, x: Tensor, start: int) -> None:
         """Compute the rows of the tokens that begin at ``start`` from their gathered inputs ``x``."""
@@ -39,16 +47,9 @@ class GroupedEpilogue(Epilogue):
             self.multiply(self.call.operand(picked), low, matrices, biases)
 
 
-def takes_few_rows(call: GroupedMatmulAllReduce) -> bool:
-    """Whether the compiled kernel makes the products; each rank decides for its own ones."""
-    return len(call.xs) == 1 and are_few(call.xs[0], call.matrices[0], call.rows)
-
-
-def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Tensor, *, few: bool = False) -> None:
-    """out = this rank's partial sums of tokens ``[start, stop)``: see :class:`GroupedMatmulAllReduce`.
-
-    ``few``: what :func:`takes_few_rows` says of the whole call.
-    """
+def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Tensor) -> None:
+    """out = this rank's partial sums of tokens ``[start, stop)``: see :class:`GroupedMatmulAllReduce`."""
+    few = len(call.xs) == 1 and are_few(call.xs[0], call.matrices[0], call.rows)
     wide = accumulation_dtype(out.dtype)
     total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide, device=out.device)
     if call.addend is None:

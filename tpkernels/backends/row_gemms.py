@@ -91,6 +91,10 @@ class Epilogue:
         self.preactivations = [call.x.new_empty(rows, count, dtype=dtype) for count in columns]
         self._scratch: Tensor | None = None
 
+    def gemm(self, x: Operand, matrix: MatrixOperand, out: Tensor, bias: Tensor | None) -> None:
+        """The GEMM that makes the products."""
+        gemm(x, matrix, out, bias)
+
     def fill(self, x: Tensor, start: int) -> None:
         """Compute the rows of the whole that begin at ``start`` from their gathered input rows ``x``."""
         self.multiply(self.call.operand(x), start, self.call.matrices, self.call.biases)
@@ -106,10 +110,10 @@ class Epilogue:
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
             out = self.outs[i][start:stop]
             if call.activation is None:
-                gemm(operand, matrix, out, bias)
+                self.gemm(operand, matrix, out, bias)
                 continue
             before = self._before(i, out, start)
-            gemm(operand, matrix, before, bias)
+            self.gemm(operand, matrix, before, bias)
             out.copy_(activation_forward(call.activation, before))
 
     def _multiply_gated(
@@ -123,7 +127,7 @@ class Epilogue:
         call, out = self.call, self.outs[0][start:stop]
         gate, up = self._before(0, out, start), self._before(1, out, start)
         for before, matrix, bias in zip((gate, up), matrices, biases, strict=True):
-            gemm(operand, matrix, before, bias)
+            self.gemm(operand, matrix, before, bias)
         assert call.activation is not None
         gate_forward(call.activation, gate, up, out=out)
 

@@ -6,6 +6,9 @@ Which is faster depends on the machine, the dtype and the sizes, so both are tim
 threads, dtype and power of two of rows, columns and contraction, in some ten milliseconds.  With
 ``TPKERNELS_CALIBRATE=0`` torch's is taken.
 
+An expert of a mixture may have more rows than the kernel takes at once: they are multiplied in blocks, each of which
+goes through the expert's weight again, while that is in a cache.
+
 Both sum in fp32 and round once, in different orders: results differ in the last bits between the two, and are equal for
 integers.  Within a process a choice never changes.
 """
@@ -24,7 +27,7 @@ from torch import Tensor
 from tpkernels import config
 from tpkernels.gemm.native import native, native_dtype
 
-__all__ = ["Times", "linear", "multiply", "name", "rates", "serves", "wins"]
+__all__ = ["Times", "linear", "multiply", "name", "rates", "serves", "wins", "wins_in_blocks"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Below, a GEMM takes no longer than the Python around it.
@@ -33,6 +36,8 @@ _LEAST_WEIGHT_BYTES = 64 * 1024
 _STREAMED_BYTES = 8 * 1024 * 1024
 # What the compiled kernel must take at most of torch's time: a choice within the noise would differ from run to run.
 _WORTH = 0.9
+# Of an expert, above which torch's GEMM is not beaten on any machine that was measured, and measuring takes long.
+_MOST_ROWS_IN_BLOCKS = 256
 _LEAST_WEIGHTS = 4
 _LEAST_CALLS, _MOST_CALLS = 9, 200
 _ENOUGH_S = 0.01
@@ -57,7 +62,18 @@ def serves(rows: int, columns: int, contraction: int, dtype: torch.dtype) -> boo
 
 def wins(rows: int, columns: int, contraction: int, dtype: torch.dtype) -> bool:
     """Whether it is the one to take, in this process and with as many threads as torch has now."""
-    if not serves(rows, columns, contraction, dtype) or not config.load().calibrate:
+    return serves(rows, columns, contraction, dtype) and _is_faster(rows, columns, contraction, dtype)
+
+
+def wins_in_blocks(rows: int, columns: int, contraction: int, dtype: torch.dtype) -> bool:
+    """The same for as many rows as an expert has, which :func:`multiply` takes in blocks."""
+    if rows > _MOST_ROWS_IN_BLOCKS or not serves(1, columns, contraction, dtype):
+        return False
+    return rows > 0 and _is_faster(rows, columns, contraction, dtype)
+
+
+def _is_faster(rows: int, columns: int, contraction: int, dtype: torch.dtype) -> bool:
+    if not config.load().calibrate:
         return False
     sizes = (_next_power(rows), _nearest_power(columns), _nearest_power(contraction))
     times = measured(*sizes, dtype, torch.get_num_threads())
@@ -83,27 +99,54 @@ def name(dtype: torch.dtype) -> str:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """``F.linear`` of plain tensors that nobody watches and that need no gradient; None where torch is to do it."""
-    if not x.is_cpu or x.dim() == 0 or not _linear_wins(x.shape, weight.shape, x.dtype, torch.get_num_threads()):
+    shape = x.shape
+    if not x.is_cpu or not shape or not _linear_wins(shape, weight.shape, x.dtype, torch.get_num_threads()):
         return None
-    if not x.is_contiguous() or (bias is not None and bias.shape != weight.shape[:1]):
+    if not x.is_contiguous() or not _is_like(weight, x, 1):
         return None
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return y if multiply(x.view(-1, x.shape[-1]), weight, y.view(-1, y.shape[-1]), bias) else None
+    if bias is not None and (bias.shape != weight.shape[:1] or not _is_like(bias, x, 0)):
+        return None
+    columns, contraction = weight.shape
+    y = x.new_empty((*shape[:-1], columns))
+    _run(x, contraction, weight, bias, y, columns, shape[:-1].numel(), columns, contraction)
+    return y
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> bool:
-    """``out = x @ weight^T + bias`` of what :func:`serves`; False, and nothing done, for other strides or dtypes."""
-    for tensor in (x, weight, out):
-        if tensor.dtype is not x.dtype or not tensor.is_cpu or tensor.stride(1) != 1:
-            return False
-    if bias is not None and (bias.dtype is not x.dtype or not bias.is_cpu or bias.stride(0) != 1):
+    """``out = x @ weight^T + bias``, of any number of rows; False, and nothing done, for other strides or dtypes."""
+    if not (_is_like(x, x, 1) and _is_like(weight, x, 1) and _is_like(out, x, 1)):
         return False
-    module: Any = native()
-    module.multiply_few_rows(
-        native_dtype(x.dtype), x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), *out.shape, x.shape[1],
-    )  # fmt: skip
+    if bias is not None and not _is_like(bias, x, 0):
+        return False
+    _run(x, x.stride(0), weight, bias, out, out.stride(0), len(out), out.shape[1], x.shape[1])
     return True
+
+
+def _is_like(tensor: Tensor, x: Tensor, dim: int) -> bool:
+    """Whether it has the dtype of x, on the CPU, and what is along its last dimension lies together."""
+    return tensor.dtype is x.dtype and tensor.is_cpu and tensor.stride(dim) == 1
+
+
+def _run(
+    x: Tensor,
+    x_step: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    out_step: int,
+    rows: int,
+    columns: int,
+    contraction: int,
+) -> None:
+    module: Any = native()
+    dtype, itemsize, most = native_dtype(x.dtype), x.dtype.itemsize, module.MAX_FEW_ROWS
+    of_weight = (weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr())
+    x_at, out_at = x.data_ptr(), out.data_ptr()
+    for first in range(0, rows, most):
+        module.multiply_few_rows(
+            dtype, x_at + first * x_step * itemsize, x_step, *of_weight, out_at + first * out_step * itemsize, out_step,
+            min(most, rows - first), columns, contraction,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -4,8 +4,9 @@ Each of T tokens goes to k experts, which makes T * k *slots*: slot ``t * k + j`
 rows of a grouped GEMM are the slots sorted by expert and, for one expert, by slot.  So the rows of one expert lie
 together, and so do those among them whose tokens are consecutive: a chunk of tokens is one range of rows per expert.
 
-Owns this order, which is a function of the experts alone, and what one rank computes by itself.  Where all rows of a
-call are few, as in decoding, the compiled kernel of :mod:`tpkernels.gemm.few_rows` may multiply them.
+Owns this order, which is a function of the experts alone, and what one rank computes by itself: one GEMM for the rows
+of each expert that has any.  Where an expert has few rows, as in decoding, or where there are many small experts, the
+compiled kernel of :mod:`tpkernels.gemm.few_rows` may be the one that multiplies them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.gemm import few_rows, fp8
-from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled, ScaledExperts
 
 __all__ = [
     "Add",
@@ -63,6 +64,8 @@ class TokenRows:
         ends = counts.cumsum(0)
         self._starts: list[int] = (ends - counts).tolist()
         self._before = {0: self._starts, self.num_tokens: ends.tolist()}
+        self.num_used = sum(start < end for start, end in zip(self._starts, self._before[self.num_tokens], strict=True))
+        """Experts that have rows."""
 
     @property
     def count(self) -> int:
@@ -112,11 +115,13 @@ class TokenRows:
 def are_few(x: Operand, matrices: ExpertMatrices, rows: TokenRows) -> bool:
     """Whether the compiled kernel for few rows was measured to be the one to take in this process; not for fp8.
 
-    A function of all rows, so that a call has the same bits however its tokens are cut.
+    Measured for the mean number of rows of the experts that have any: a function of all rows, so that a call has the
+    same bits however its tokens are cut.  Each rank decides for its own products.
     """
-    if isinstance(x, Scaled):
+    if isinstance(x, Scaled) or isinstance(matrices, ScaledExperts) or not x.is_cpu or matrices.stride(1) != 1:
         return False
-    return x.is_cpu and few_rows.wins(rows.count, matrices.shape[2], matrices.shape[1], x.dtype)
+    mean = -(-rows.count // max(1, rows.num_used))
+    return few_rows.wins_in_blocks(mean, matrices.shape[2], matrices.shape[1], x.dtype)
 
 
 def multiply(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None, few: bool) -> None:
@@ -139,7 +144,6 @@ def products(
     rows: TokenRows,
     biases: Tensor | None = None,
     *,
-    few: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``x[token of row] @ matrices[e] + biases[e]`` for every row, e its expert; matrices ``[E, contraction, N]``.
@@ -147,7 +151,7 @@ def products(
     ``out_dtype``: of the products of an fp8 x.
     """
     like = x.like(out_dtype) if isinstance(x, Scaled) else x
-    found = like.new_empty(rows.count, matrices.shape[2])
+    found, few = like.new_empty(rows.count, matrices.shape[2]), are_few(x, matrices, rows)
     for expert, low, high in rows.runs():
         picked, bias = x.index_select(0, rows.tokens[low:high]), None if biases is None else biases[expert]
         multiply(picked, matrices[expert], found[low:high], bias, few)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
 from tpkernels.comm.same_bits import refuse
-from tpkernels.gemm.grouped import TokenRows, are_few, bias_gradients, products
+from tpkernels.gemm.grouped import TokenRows, bias_gradients, products
 from tpkernels.ops import agreed_call
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
@@ -166,12 +166,10 @@ def _kernel(
     _check(x, weights, bias_list, experts, scales, options)
     check_expert_values(experts, weights[0].shape[0])
     rows, x2d = TokenRows(experts, weights[0].shape[0]), scales.rows(x)
-    outs = []
-    for matrices, bias in zip(scales.matrices(weights), bias_list, strict=True):
-        # The unfused way is what others are compared with: torch's GEMM.
-        few = options.implementation != "unfused" and are_few(x2d, matrices, rows)
-        outs.append(products(x2d, matrices, rows, bias, few=few, out_dtype=scales.out_dtype))
-    return outs
+    return [
+        products(x2d, matrices, rows, bias, out_dtype=scales.out_dtype)
+        for matrices, bias in zip(scales.matrices(weights), bias_list, strict=True)
+    ]
 
 
 def _fake(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.backends.dealt_sums import sum_returned
-from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens, takes_few_rows
+from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
 from tpkernels.backends.point_to_point import chunked, grouped, unfused, workspace
 from tpkernels.comm import timeline
 from tpkernels.comm.transport import Transfer, exchange, wait_all
@@ -188,11 +188,11 @@ def grouped_matmul_combine_unfused(context: Context, call: GroupedMatmulCombine)
 def grouped_matmul_combine(context: Context, call: GroupedMatmulCombine) -> Tensor:
     context, rank = chunked.with_chunks(context, call.layout), context.group.rank
     partial = workspace.shared.take((call.rows.num_tokens, call.columns), call.like)
-    returned, few = _Returned(context, call, partial), takes_few_rows(call)
+    returned = _Returned(context, call, partial)
 
     def fill(start: int, stop: int, peer: int) -> None:
         with timeline.span("gemm", "gemm", peer=peer):
-            partial_tokens(call, start, stop, partial[start:stop], few=few)
+            partial_tokens(call, start, stop, partial[start:stop])
 
     for chunk in range(context.num_chunks):
         for peer in returned.peers:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpkernels import dispatch
-from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens, takes_few_rows
+from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
 from tpkernels.backends.point_to_point import chunked, unfused
 from tpkernels.backends.point_to_point.exchange import ShardExchange
 from tpkernels.backends.row_gemms import accumulation_dtype, whole_like
@@ -104,20 +104,18 @@ def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) ->
 
 
 def grouped_matmul_reduce_scatter(context: Context, call: GroupedMatmulReduceScatter) -> Tensor:
-    starts, few = offsets(call.layout.sizes), takes_few_rows(call)
+    starts = offsets(call.layout.sizes)
 
     def fill(owner: int, start: int, stop: int, out: Tensor) -> None:
-        partial_tokens(call, starts[owner] + start, starts[owner] + stop, out, few=few)
+        partial_tokens(call, starts[owner] + start, starts[owner] + stop, out)
 
     context = chunked.with_chunks(context, call.layout)
     return chunked.reduce_scatter_rows(context, call.layout, call.columns, call.like, fill, call)
 
 
 def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) -> Tensor:
-    few = takes_few_rows(call)
-
     def fill(start: int, stop: int, out: Tensor) -> None:
-        partial_tokens(call, start, stop, out, few=few)
+        partial_tokens(call, start, stop, out)
 
     return chunked.all_reduce_rows(context, call.rows.num_tokens, call.columns, call.like, fill, call)
 

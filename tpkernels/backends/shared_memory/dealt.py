@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpkernels import dispatch
 from tpkernels.backends.dealt_sums import sum_returned
-from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens, takes_few_rows
+from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
 from tpkernels.backends.shared_memory import implementations as dense
 from tpkernels.comm import timeline
 from tpkernels.dispatch import Implementation
@@ -53,11 +53,10 @@ def grouped_matmul_combine(context: Context, call: GroupedMatmulCombine) -> Tens
     dtype, rank = call.like.dtype, context.group.rank
     arrived = [sum(source[peer] for source in rows.counts) for peer in range(segments.size)]
     segments.reserve(max(arrived) * columns * dtype.itemsize)
-    few = takes_few_rows(call)
     with segments.call(context.fingerprint, context.text) as channel:
         with timeline.span("gemm", "gemm"):
             partial = segments.view(rank, (rows.num_tokens, columns), dtype)
-            partial_tokens(call, 0, rows.num_tokens, partial, few=few)
+            partial_tokens(call, 0, rows.num_tokens, partial)
         channel.signal()
         call.meanwhile()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpkernels import dispatch
-from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens, takes_few_rows
+from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
 from tpkernels.backends.row_gemms import reduce_rows, whole_like
 from tpkernels.backends.shared_memory import implementations as dense
 from tpkernels.comm import timeline
@@ -72,10 +72,9 @@ def _sum_tokens(context: Context, call: GroupedMatmulAllReduce, start: int, stop
     segments, shape = dense.segments_of(context), (call.rows.num_tokens, call.columns)
     out = call.like.new_empty(stop - start, call.columns)
     segments.reserve(shape[0] * shape[1] * out.element_size())
-    few = takes_few_rows(call)
     with segments.call(context.fingerprint, context.text) as channel:
         with timeline.span("gemm", "gemm"):
-            partial_tokens(call, 0, shape[0], segments.view(segments.rank, shape, out.dtype), few=few)
+            partial_tokens(call, 0, shape[0], segments.view(segments.rank, shape, out.dtype))
         channel.signal()
         call.meanwhile()
         by_shares = everywhere and segments.size > 2 and out.nbytes > dense.ONE_SHOT_BYTES
