@@ -9,6 +9,12 @@
 
 #include <immintrin.h>
 
+// GCC 12's own headers, see reduce_avx512.cpp.
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 namespace tpk {
 namespace {
 
@@ -40,12 +46,55 @@ struct Group {
     std::int64_t chunk_bytes() const { return kChunk / 2 * pair_bytes(); }
 };
 
+// Sixteen vectors of sixteen elements of 32 bits: to[c][r] = from[r][c].
+inline void transpose(const __m512i* from, __m512i* to) {
+    __m512i pairs[16];
+    __m512i fours[16];
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(from[i], from[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(from[i], from[i + 1]);
+    }
+    // Of rows i to i + 3, quarter q of fours[i + j] is column 4 * q + j.
+    for (int i = 0; i < 16; i += 4) {
+        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    for (int j = 0; j < 4; ++j) {
+        const __m512i even_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
+        const __m512i even_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+        const __m512i odd_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+        to[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+        to[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+        to[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+        to[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+    }
+}
+
+// The whole chunks of sixteen rows; how many elements of each row that were.
+std::int64_t pack_chunks(const FewRows& call, std::int64_t first_row, const Group& group) {
+    const std::int64_t chunks = call.contraction / kChunk;
+    const char* x = static_cast<const char*>(call.x) + first_row * call.x_stride * 2;
+    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+        __m512i rows[16];
+        __m512i packed[16];
+        for (int r = 0; r < 16; ++r) rows[r] = _mm512_loadu_si512(x + r * call.x_stride * 2 + chunk * kChunk * 2);
+        transpose(rows, packed);
+        char* to = group.packed + chunk * group.chunk_bytes();
+        for (int pair = 0; pair < 16; ++pair) _mm512_storeu_si512(to + pair * group.pair_bytes(), packed[pair]);
+    }
+    return chunks * kChunk;
+}
+
 void pack(const FewRows& call, std::int64_t first_row, const Group& group) {
     const std::int64_t chunks = (call.contraction + kChunk - 1) / kChunk;
+    const std::int64_t done = group.rows == kTileRows ? pack_chunks(call, first_row, group) : 0;
     for (std::int64_t r = 0; r < group.rows; ++r) {
         const char* from = static_cast<const char*>(call.x) + (first_row + r) * call.x_stride * 2;
-        char* to = group.packed + r * 4;
-        std::int64_t k = 0;
+        std::int64_t k = done;
+        char* to = group.packed + r * 4 + k / 2 * group.pair_bytes();
         for (; k + 2 <= call.contraction; k += 2, to += group.pair_bytes()) __builtin_memcpy(to, from + k * 2, 4);
         for (; k < chunks * kChunk; k += 2, to += group.pair_bytes()) {
             std::uint32_t last = 0;
@@ -110,6 +159,17 @@ void copy_rest(const char* w, std::int64_t stride, std::int64_t block, std::int6
 
 void add_transposed(const float* even, const float* odd, std::int64_t block, std::int64_t rows, float* sums,
                     std::int64_t sums_stride) {
+    if (block == kTileRows && rows >= 4) {  // what lies behind the rows is anything, and stays where it is
+        __m512i columns[16];
+        __m512i of_rows[16];
+        for (int c = 0; c < 16; ++c) {
+            const __m512 sum = _mm512_add_ps(_mm512_load_ps(even + c * 16), _mm512_load_ps(odd + c * 16));
+            columns[c] = _mm512_castps_si512(sum);
+        }
+        transpose(columns, of_rows);
+        for (std::int64_t r = 0; r < rows; ++r) _mm512_storeu_si512(sums + r * sums_stride, of_rows[r]);
+        return;
+    }
     for (std::int64_t r = 0; r < rows; ++r) {
         for (std::int64_t c = 0; c < block; ++c) {
             sums[r * sums_stride + c] = even[c * kTileRows + r] + odd[c * kTileRows + r];
@@ -186,8 +246,27 @@ void multiply(const FewRows& call, char* packed, float* sums) {
     _tile_release();
 }
 
+// As OneBFloat16::round_to does.
+inline __m256i round_all(__m512 values) {
+    const __m512i bits = _mm512_castps_si512(values);
+    const __m512i is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i raised = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), is_odd);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(raised, 16));
+}
+
+inline __m512 widen_all(const char* from) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
 void finish(const float* sums, const char* bias, char* y, std::int64_t columns) {
-    for (std::int64_t n = 0; n < columns; ++n) {
+    std::int64_t n = 0;
+    for (; n + 16 <= columns; n += 16) {
+        __m512 values = _mm512_loadu_ps(sums + n);
+        if (bias != nullptr) values = _mm512_add_ps(values, widen_all(bias + n * 2));
+        _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(y + n * 2), round_all(values));
+    }
+    for (; n < columns; ++n) {
         OneBFloat16::round_to(y + n * 2, bias == nullptr ? sums[n] : sums[n] + OneBFloat16::widen(bias + n * 2));
     }
 }
