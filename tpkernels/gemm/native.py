@@ -61,8 +61,9 @@ def why_not() -> str:
 
 
 @functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)
 def native_dtype(dtype: torch.dtype) -> Any:
-    """The compiled core's name of a dtype."""
+    """The compiled core's name of a dtype, which takes as long as a small call to look up."""
     module: Any = native()
     return module.Dtype.__members__[str(dtype).removeprefix("torch.")]
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import refuse
-from tpkernels.nn.parameters import mesh_of, replicate_parameter, tp_mesh
+from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.ops import copy_to_group
 
@@ -93,8 +94,10 @@ def _local_property(name: str, sum_gradients: bool) -> property:
         parameter: Tensor | None = self._parameters[name]
         if not isinstance(parameter, DTensor):  # a caller put a plain tensor in its place (functional_call)
             return parameter
-        if parameter.device_mesh.ndim > 1:  # at rest in FSDP2, which asks for the parameter itself
+        if len(parameter.placements) > 1:  # on a mesh of several axes: at rest in FSDP2, which asks for it itself
             return parameter
+        if not torch.is_grad_enabled():
+            return local(parameter)
         tensor = parameter.to_local()
         if not sum_gradients or not tensor.requires_grad:
             return tensor

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Unpack, overload
+from typing import Any, Unpack, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
 from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.gemm import few_rows, widened
-from tpkernels.ops import agreed_call, same_bits
+from tpkernels.ops import agreed_call, fast_path, same_bits
 from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
@@ -92,6 +92,10 @@ def copy_matmul(
         :func:`tpkernels.all_gather_matmul`; those of the group only in the backward pass.
     """
     single = isinstance(weight, Tensor)
+    if single and activation is None and implementation == "auto":
+        y = fast_path.product(group, x, cast(Tensor, weight), cast("Tensor | None", bias))
+        if y is not None:
+            return y
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = as_list(bias, len(weights))
     plain = is_plain(x, *weights, *[bias for bias in biases if bias is not None])

@@ -4,6 +4,7 @@ Such a call has a few rows on the CPU and records no gradient; Python takes long
 cold caches.  Owns the decision whether a ``matmul_all_reduce`` is a repetition of one that was made before, and makes
 it then: one look-up, one GEMM and one native call, with the lock, call number, fingerprint, errors and poison of any
 call.  Ops ask :func:`repeat` first, and make the checked call (:mod:`tpkernels.ops.agreed_call`) where it gives None.
+A ``copy_matmul`` that records no gradient sends nothing: :func:`product` is all of it.
 
 Only plain calls are repeated (:mod:`tpkernels.ops.plain_calls`).  Results are bit for bit those of the checked call,
 and ranks may mix the two ways.
@@ -17,14 +18,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.comm import timeline
-from tpkernels.comm.groups import Group, GroupLike, resolve
+from tpkernels.comm.groups import Group, GroupLike, group_size, resolve
+from tpkernels.comm.same_bits import anywhere
+from tpkernels.gemm import few_rows
 from tpkernels.ops import agreed_call
 from tpkernels.ops.agreed_call import CheckedCall, facts_of
 from tpkernels.ops.contract import MatmulAllReduce, RepeatedSum
 from tpkernels.ops.plain_calls import is_plain
 from tpkernels.ops.shapes import flat
 
-__all__ = ["repeat"]
+__all__ = ["product", "repeat"]
+
+
+def product(group: GroupLike, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``F.linear`` of a call that sends nothing, if the compiled kernel for few rows was measured to make it.
+
+    None: ``copy_matmul`` looks at the arguments, and takes whichever GEMM it is to take.
+    """
+    if anywhere() or group_size(group) == 1 or not is_plain(x, weight, weight if bias is None else bias):
+        return None
+    return few_rows.linear(x, weight, bias) if x.dim() >= 2 else None
 
 
 def repeat(
