@@ -1,6 +1,6 @@
 // GEMM of few rows: the local product of a decoding step, which is as long as the reading of its weight.
 //
-// y[m][n] = round(sum over k of x[m][k] * w[n][k] + bias[n]) for up to 32 rows m. The weight is read once, from where it
+// y[m][n] = round(sum over k of x[m][k] * w[n][k] + bias[n]) for up to 128 rows m. The weight is read once, from where it
 // lies, and nothing of it is packed or kept; libraries repack it at each call, which takes longer than the product.
 //
 // Owns the numerical contract: products and sums in fp32, in an order that depends on K, the dtype and the instruction
@@ -9,7 +9,7 @@
 // bits. AMX, which multiplies bf16 only, counts denormals of x, of w and of sums as zeros; the others keep them.
 // Assumes the caller's floating-point mode, and that nobody writes the inputs meanwhile. Reads no byte outside of the
 // rows that it is given. One thread works; calls of different threads do not meet.
-// Refuses dtypes without kernels, more than 32 rows and negative counts with std::invalid_argument.
+// Refuses dtypes without kernels, more than 128 rows and negative counts with std::invalid_argument.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace tpk {
 
-constexpr std::int64_t kMaxFewRows = 32;
+constexpr std::int64_t kMaxFewRows = 128;
 
 // Row-major matrices with contiguous rows, strides in elements; any alignment, even off the element's. x is
 // [rows, contraction], w [columns, contraction], y [rows, columns] and none of the others. The bias may be null.

@@ -21,8 +21,9 @@ namespace {
 #include "few_rows_numbers.h"
 
 constexpr std::int64_t kTileRows = 16;
-constexpr std::int64_t kChunk = 32;    // elements of K in a tile
-constexpr std::int64_t kPanel = 2048;  // bytes; as in few_rows_loops.h
+constexpr std::int64_t kPairRows = 2 * kTileRows;  // rows of x that one pass over a block of w takes
+constexpr std::int64_t kChunk = 32;                // elements of K in a tile
+constexpr std::int64_t kPanel = 2048;              // bytes; as in few_rows_loops.h
 
 struct alignas(64) TileConfig {
     std::uint8_t palette = 1;
@@ -38,9 +39,10 @@ inline void write_to_memory(const void* what) { __asm__ volatile("" : : "r"(what
 inline std::int64_t lesser(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
 // Rows of x that are the columns of one tile, at most 16, and where they are packed: by chunks of K, and in each by
-// pairs along K, all rows side by side.
+// pairs along K, all rows side by side. The rows behind the valid ones are zeros.
 struct Group {
     std::int64_t rows;
+    std::int64_t valid;
     char* packed;
     std::int64_t pair_bytes() const { return rows * 4; }
     std::int64_t chunk_bytes() const { return kChunk / 2 * pair_bytes(); }
@@ -90,8 +92,11 @@ std::int64_t pack_chunks(const FewRows& call, std::int64_t first_row, const Grou
 
 void pack(const FewRows& call, std::int64_t first_row, const Group& group) {
     const std::int64_t chunks = (call.contraction + kChunk - 1) / kChunk;
-    const std::int64_t done = group.rows == kTileRows ? pack_chunks(call, first_row, group) : 0;
-    for (std::int64_t r = 0; r < group.rows; ++r) {
+    const std::int64_t done = group.valid == kTileRows ? pack_chunks(call, first_row, group) : 0;
+    if (group.valid < group.rows) {
+        __builtin_memset(group.packed, 0, static_cast<std::size_t>(chunks * group.chunk_bytes()));
+    }
+    for (std::int64_t r = 0; r < group.valid; ++r) {
         const char* from = static_cast<const char*>(call.x) + (first_row + r) * call.x_stride * 2;
         std::int64_t k = done;
         char* to = group.packed + r * 4 + k / 2 * group.pair_bytes();
@@ -178,7 +183,8 @@ void add_transposed(const float* even, const float* odd, std::int64_t block, std
 }
 
 template <bool kTwoGroups>
-void multiply_block(const FewRows& call, const char* w, std::int64_t block, const Group* groups, float* sums) {
+void multiply_block(const FewRows& call, const char* w, std::int64_t block, const Group* groups, float* sums,
+                    bool fetch) {
     const std::int64_t stride = call.w_stride * 2;
     const std::int64_t chunks = call.contraction / kChunk;
     const std::int64_t panels = (chunks * kChunk * 2 + kPanel - 1) / kPanel;
@@ -195,7 +201,7 @@ void multiply_block(const FewRows& call, const char* w, std::int64_t block, cons
         const std::int64_t ahead = (end < chunks ? panel * kChunk * 2 : block * stride - chunk * kChunk * 2);
         for (; chunk < end; ++chunk) {
             const char* from = w + chunk * kChunk * 2;
-            prefetch(from, stride, block, ahead);
+            if (fetch) prefetch(from, stride, block, ahead);
             if (chunk % 2 == 0) {
                 multiply_even<kTwoGroups>(from, stride, groups, chunk);
             } else {
@@ -215,32 +221,42 @@ void multiply_block(const FewRows& call, const char* w, std::int64_t block, cons
     _tile_stored(0, even, kTileRows * 4);
     _tile_stored(1, odd, kTileRows * 4);
     write_to_memory(even);
-    add_transposed(even, odd, block, groups[0].rows, sums, call.columns);
+    add_transposed(even, odd, block, groups[0].valid, sums, call.columns);
     if constexpr (kTwoGroups) {
         _tile_stored(2, even, kTileRows * 4);
         _tile_stored(3, odd, kTileRows * 4);
         write_to_memory(even);
-        add_transposed(even, odd, block, groups[1].rows, sums + kTileRows * call.columns, call.columns);
+        add_transposed(even, odd, block, groups[1].valid, sums + kTileRows * call.columns, call.columns);
     }
 }
 
 void multiply(const FewRows& call, char* packed, float* sums) {
     const std::int64_t chunks = (call.contraction + kChunk - 1) / kChunk;
-    Group groups[2] = {{lesser(call.rows, kTileRows), packed}, {call.rows - lesser(call.rows, kTileRows), nullptr}};
-    groups[1].packed = packed + chunks * groups[0].chunk_bytes();
-    pack(call, 0, groups[0]);
-    pack(call, kTileRows, groups[1]);
-    write_to_memory(packed);
+    const std::int64_t num_pairs = (call.rows + kPairRows - 1) / kPairRows;
+    Group pairs[kMaxFewRows / kPairRows][2];
+    for (std::int64_t row = 0; row < num_pairs * kPairRows; row += kTileRows) {
+        const std::int64_t valid = lesser(call.rows - lesser(row, call.rows), kTileRows);
+        // Of several pairs all tiles are full, so that one configuration serves them.
+        Group& group = pairs[row / kPairRows][row / kTileRows % 2];
+        group = {num_pairs > 1 ? kTileRows : valid, valid, packed};
+        pack(call, row, group);
+        packed += chunks * group.chunk_bytes();
+    }
+    write_to_memory(pairs[0][0].packed);
     const std::int64_t block = lesser(call.columns, kTileRows);
-    configure(block, groups);
+    configure(block, pairs[0]);
     for (std::int64_t column = 0; column < call.columns; column += block) {
         // The last block ends where the columns do, and computes some of them a second time.
         const std::int64_t first = lesser(column, call.columns - block);
         const char* w = static_cast<const char*>(call.w) + first * call.w_stride * 2;
-        if (groups[1].rows == 0) {
-            multiply_block<false>(call, w, block, groups, sums + first);
-        } else {
-            multiply_block<true>(call, w, block, groups, sums + first);
+        // The first pair brings the block of w into the first level, where the others find it.
+        for (std::int64_t pair = 0; pair < num_pairs; ++pair) {
+            float* to = sums + pair * kPairRows * call.columns + first;
+            if (pairs[pair][1].rows == 0) {
+                multiply_block<false>(call, w, block, pairs[pair], to, pair == 0);
+            } else {
+                multiply_block<true>(call, w, block, pairs[pair], to, pair == 0);
+            }
         }
     }
     _tile_release();

@@ -27,7 +27,7 @@ SERVED = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = [(isa, dtype) for isa in ISAS for dtype in SERVED if (isa, dtype) != ("portable", torch.float16)]
 """What multiplies which dtype; without vector instructions fp16 is left to torch."""
 HALVES = [kernel for kernel in KERNELS if kernel[1].itemsize == 2]
-ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 50, 128)
 Kernel = tuple[ctypes.CDLL, torch.dtype]
 """The library with the instruction set forced, and a dtype that it has kernels for."""
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "LC_ALL": "C"}
@@ -119,7 +119,7 @@ def test_real_numbers_are_within_the_bound_and_rows_do_not_depend_on_each_other(
     generator = torch.Generator().manual_seed(5)
     for columns, contraction in ((40, 1500), (17, 2049), (33, 64)):
         x, w, bias = (
-            normal(generator, dtype, *shape) for shape in ((32, contraction), (columns, contraction), (columns,))
+            normal(generator, dtype, *shape) for shape in ((ROWS[-1], contraction), (columns, contraction), (columns,))
         )
         together = multiply(native, x, w, bias)
         Bounded.sum_of_products([x], [w], bias=bias, dtype=dtype).rounded(dtype).check(together, f"{contraction=}")
@@ -184,8 +184,8 @@ def test_bad_arguments_are_refused_with_their_names_and_values(library: ctypes.C
     for arguments, message in (
         ({"dtype": 9}, r"dtype: 9 is none of 0 \(float32\), 1"),
         ({"dtype": 3}, "dtype: no kernel for few rows of 3"),
-        ({"rows": 33}, "rows must be from 0 to 32, got 33"),
-        ({"rows": -1}, "rows must be from 0 to 32, got -1"),
+        ({"rows": 129}, "rows must be from 0 to 128, got 129"),
+        ({"rows": -1}, "rows must be from 0 to 128, got -1"),
         ({"columns": -1}, "columns must be from 0"),
         ({"contraction": -2}, "contraction must be from 0"),
     ):

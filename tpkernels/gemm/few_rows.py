@@ -36,6 +36,8 @@ _LEAST_WEIGHT_BYTES = 64 * 1024
 _STREAMED_BYTES = 8 * 1024 * 1024
 # What the compiled kernel must take at most of torch's time: a choice within the noise would differ from run to run.
 _WORTH = 0.9
+# Of one weight: a call of more rows is no decoding step, and would be measured for nothing on most machines.
+_MOST_ROWS = 32
 # Of an expert, above which torch's GEMM is not beaten on any machine that was measured, and measuring takes long.
 _MOST_ROWS_IN_BLOCKS = 256
 _LEAST_WEIGHTS = 4
@@ -57,7 +59,7 @@ def serves(rows: int, columns: int, contraction: int, dtype: torch.dtype) -> boo
     """
     if dtype not in _DTYPES or columns * contraction * dtype.itemsize < _LEAST_WEIGHT_BYTES:
         return False
-    return _isa(dtype) is not None and 0 < rows <= native().MAX_FEW_ROWS  # type: ignore[union-attr]
+    return _isa(dtype) is not None and 0 < rows <= _MOST_ROWS
 
 
 def wins(rows: int, columns: int, contraction: int, dtype: torch.dtype) -> bool:
