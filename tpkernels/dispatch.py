@@ -75,12 +75,17 @@ GROUPED = tuple(op for op, facts in FACTS.items() if facts.grouped)
 
 GROUPED_GEMM, GROUPED_SUM = 2.0, 3.0
 """How many times as long as one GEMM's the arithmetic and the weights of many small ones take, alone and with the sums
-over a token's experts.
+over a token's experts; of few large ones the arithmetic alone: what a further part of theirs costs is one GEMM's.
 
 Measured in bf16 on one core of an Intel Xeon with AMX, torch 2.13, 2026-11-24, in ms, with this factor in brackets, in
 1, 2, 3, 5 and 9 parts.  128 experts, 2048 tokens with 8 each: gate and up of 384 x 2048 took 105, 160, 215, 276, 441
 (100, 136, 180, 275, 473), the sum 88, 127, 171, 228, 370 (75, 103, 137, 209, 359).  32 experts, 4 each: 512 x 1024 took
 28, 36, 45, 58, 83 (27, 33, 39, 53, 84), the sum 21, 27, 31, 38, 49 (21, 25, 29, 40, 64).
+
+Those brackets had the factor on every part's weights, too.  On 2026-11-27, GEMMs at 1.3 TFLOP/s, as it is now: 8
+experts, 2 each, gate and up of 1792 x 1024 took 54, 57, 67, 82, 129 (51, 58, 66, 82, 110), the sum 36, 31, 33, 42, 63
+(37, 42, 47, 62, 83).  256 experts, 8 each, 128 x 896: 42, 59, 75, 116, 187 (27, 44, 62, 100, 177), the sum 40, 52, 64,
+88, 140 (20, 33, 48, 76, 135).
 """
 
 
@@ -227,12 +232,13 @@ class Costs:
         weight_bytes = whole if problem.facts.dealt else whole / problem.world_size
         compute = problem.flops / self.gemm_gflops * 1e-3 / calls
         stream, relay = weight_bytes / self.weight_gbytes * 1e-3, weight_bytes / self.relay_gbytes * 1e-3
-        if compute <= stream:
-            one = stream + (0.8 * compute * (compute / stream) ** 0.5 if stream else 0.0)
-        else:
-            one = compute + relay + (0.8 * stream - relay) * stream / compute
+        times = 1.0
         if problem.facts.grouped:
-            one *= GROUPED_SUM if problem.facts.reduces else GROUPED_GEMM
+            times = GROUPED_SUM if problem.facts.reduces else GROUPED_GEMM
+        if compute <= stream:
+            one = times * (stream + (0.8 * compute * (compute / stream) ** 0.5 if stream else 0.0))
+        else:
+            one = times * compute + relay + (0.8 * times * stream - relay) * stream / compute
         return calls * (one + matrices * self.gemm_overhead_us)
 
     def few_rows_us(self, problem: Problem) -> float:
