@@ -15,6 +15,7 @@ from tpkernels.partition import (
     array_split_sizes,
     chunk_ranges,
     chunk_sizes,
+    halves,
     num_chunks,
     offsets,
     peers_after,
@@ -125,6 +126,13 @@ def test_array_split_returns_views_cut_as_numpy_cuts(total: int, n: int, dim: in
     assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in pieces)
 
 
+@given(totals, st.integers(0, 5))
+def test_halves_are_even_and_cut_where_half_as_many_parts_do(total: int, power: int) -> None:
+    sizes = halves(total, 2**power)
+    assert sum(sizes) == total and len(sizes) == 2**power and max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
+    assert not power or tuple(map(sum, zip(sizes[::2], sizes[1::2], strict=True))) == halves(total, 2 ** (power - 1))
+
+
 def test_ten_rows_over_three_ranks() -> None:
     assert array_split_sizes(10, 3) == (4, 3, 3)
     assert chunk_sizes(10, 3) == (4, 4, 2)
@@ -136,6 +144,7 @@ def test_ten_rows_over_three_ranks() -> None:
     [
         (lambda: array_split_sizes(4, 0), r"cannot split into 0 parts: n must be at least 1"),
         (lambda: array_split_sizes(-1, 2), r"cannot split a size of -1"),
+        (lambda: halves(10, 6), r"cannot halve into 6 parts: n must be a power of two"),
         (lambda: chunk_sizes(10, 2, 4), r"total \(10\) must be a multiple of unit \(4\)"),
         (lambda: tpk.array_split(torch.zeros(3, 3), 2, 2), r"dim \(2\) is out of range for a tensor of 2 dimensions"),
         (lambda: tpk.array_split(torch.zeros(3, 3), 0), r"cannot split into 0 parts"),

@@ -8,6 +8,8 @@ Two ways to cut ``total`` into ``n`` parts are in use, and they differ when ``n`
 * :func:`array_split_sizes` (``numpy.array_split``, 10/3 -> 4,3,3) for activations: the most even cut;
 * :func:`chunk_sizes` (``torch.chunk``, 10/3 -> 4,4,2) for parameters: the cut that ``DTensor``'s ``Shard`` means.
 
+Where all numbers of ranks are to cut at the same places, :func:`halves` says where (``same_bits``).
+
 What is not cut itself, such as a head, is dealt out by :func:`unit_sizes`: as ``torch.chunk`` does where that gives
 every part some, else as ``numpy.array_split`` does.
 """
@@ -31,6 +33,7 @@ __all__ = [
     "as_shard",
     "chunk_ranges",
     "chunk_sizes",
+    "halves",
     "held_sizes",
     "num_chunks",
     "offsets",
@@ -75,6 +78,20 @@ def unit_sizes(units: int, n: int) -> tuple[int, ...]:
     """
     sizes = chunk_sizes(units, n)
     return array_split_sizes(units, n) if 0 in sizes and units >= n else sizes
+
+
+def halves(total: int, n: int) -> tuple[int, ...]:
+    """Sizes of a cut in two, again and again, whose first half is the larger one: 10/4 -> 3,2,3,2.
+
+    A part of n is two neighbours of 2n, so that all degrees cut at the same places.  ``n`` is a power of two.
+    """
+    _check_split(total, n)
+    if n & (n - 1):
+        raise ValueError(f"cannot halve into {n} parts: n must be a power of two")
+    sizes = [total]
+    while len(sizes) < n:
+        sizes = [half for size in sizes for half in (size - size // 2, size // 2)]
+    return tuple(sizes)
 
 
 def held_sizes(total: int, n: int, unit: int = 1) -> tuple[int, ...]:

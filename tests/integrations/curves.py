@@ -61,7 +61,7 @@ def _whole(model: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str,
         if isinstance(module, ParallelLinear) and module.has_free_places:
             for key, dim in module.parameters_by_unit().items():
                 if (name := f"{path}.{key}") in found:
-                    found[name] = _units(found[name], dim, module.units_of_ranks())
+                    found[name] = _units(found[name], dim, module.units_held())
     for path, module in model.named_modules():
         packed = module.packed_parameters() if hasattr(module, "packed_parameters") else {}  # type: ignore[operator]
         for name, (dim, keys) in packed.items():

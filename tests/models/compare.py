@@ -178,7 +178,7 @@ def free_bytes(module: nn.Module) -> int:
     if not isinstance(module, ParallelLinear) or not module.has_free_places:
         return 0
     held = [getattr(module, name).to_local() for name in module.parameters_by_unit()]
-    places, units = held[0].shape[module.parameters_by_unit()["weight"]], sum(module.units_of_ranks())
+    places, units = held[0].shape[module.parameters_by_unit()["weight"]], sum(module.units_held())
     total = sum(tensor.numel() * tensor.element_size() for tensor in held)
     return total // places * (places * dist.get_world_size() - units)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.edit import Edit
 from tests.mutations.fp8_edits import FP8
 from tests.mutations.planner_edits import PLANNER
+from tests.mutations.same_bits_edits import SAME_BITS
 from tests.mutations.trainer_edits import TRAINERS
 
 __all__ = ["EDITS", "Edit"]
@@ -24,13 +25,13 @@ WIDENED, WIDENS = "gemm/widened.py", "tests/backends/test_widened.py"
 IDENTITY, LIVENESS = "tests/comm/test_job_identity.py", "tests/comm/test_liveness.py"
 INTERRUPTS, MODES = "tests/comm/test_interrupts.py", "tests/ops/test_autograd_modes.py"
 SNAPSHOT_TENSORS = "tests/state/test_snapshot_tensors.py"
-CANONICAL, BITS, TRAINED = "gemm/canonical.py", "tests/ops/test_same_bits.py", "tests/sharding/test_same_bits.py"
 FAILURES, AGREEMENT = "tests/comm/test_failures.py", "tests/comm/test_agreement.py"
 
 EDITS = (
     # partition
     Edit("partition.py", "base + 1 if i < rest else base", "base + 1 if i <= rest else base", PARTITION),
     Edit("partition.py", "size = -(-total // n)", "size = total // n", PARTITION),
+    Edit("partition.py", "(size - size // 2, size // 2)", "(size // 2, size - size // 2)", PARTITION),
     Edit("partition.py", "accumulate(sizes, initial=0))[:-1]", "accumulate(sizes, initial=0))[1:]", PARTITION),
     Edit("partition.py", "(rank + step) % world_size", "(rank + step + 1) % world_size", PARTITION),
     Edit("partition.py", "dim == len(shape) - 1", "dim == len(shape) - 2", PARTITION),
@@ -387,35 +388,6 @@ EDITS = (
     Edit(WIDENED, "bias[low:high, left:right]", "bias[:high - low, left:right]", WIDENS),
     Edit("ops/agreed_call.py", 'record.facts["widens"] for record in records', 'records[0].facts["widens"]', WIDENS),
     Edit("ops/main_grad.py", "widened.matmul(dz.t(), x)", "torch.mm(dz.t(), x)", WIDENS),
-    # the same bits at every degree
-    Edit(CANONICAL, 'place=f"leaf {len(parts)}"', 'place="leaf"', f"{BITS} -k every_op"),
-    Edit(
-        "gemm/tree_sum.py",
-        "zip(parts[::2], parts[1::2], strict=True)",
-        "zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)",
-        "tests/csrc/test_tree_sum.py -k without",
-    ),
-    Edit(CANONICAL, " and x.data_ptr() % _ALIGNMENT == 0:", ":", f"{BITS} -k strides"),
-    Edit(
-        CANONICAL,
-        "None if bias is None else dense(bias[panel])",
-        "None if bias is None else bias[panel]",
-        f"{BITS} -k strides",
-    ),
-    Edit(CANONICAL, "block * width, (block + 1) * width", "block * width, size", f"{BITS} -k values"),
-    Edit(
-        "dispatch.py",
-        "problem.out_dtype is not None or not offer.keeps_bits",
-        "problem.out_dtype is not None",
-        f"{BITS} -k cannot",
-    ),
-    Edit(
-        "state/clipping.py",
-        "in local.chunk(blocks, placement.dim)]",
-        "in local.chunk(1, placement.dim)]",
-        f"{TRAINED} -k gpt",
-    ),
-    Edit("ops/same_bits.py", "    if count % VECTOR:", "    if not count:", f"{TRAINED} -k refused"),
     # kernels, interpreted
     Edit("kernels/matmul_reduce_scatter.py", "!= 0:\n        announce(", "== 0:\n        announce(", KERNELS),
     Edit("kernels/matmul_reduce_scatter.py", "first_column + half * (BLOCK_N // 2)", "first_column", KERNELS),
@@ -448,5 +420,6 @@ EDITS = (
     ),
     *FP8,
     *PLANNER,
+    *SAME_BITS,
     *TRAINERS,
 )

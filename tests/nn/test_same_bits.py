@@ -1,9 +1,10 @@
-"""With `same_bits`, losses of a vocabulary that is cut have the same bits at every degree, forward and backward."""
+"""With `same_bits`, losses of a vocabulary that is cut, uneven too, have the same bits at every degree, both ways."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,17 @@ from torch import Tensor
 
 import tpkernels as tpk
 from tests.kept_mesh import once_per_pool
+from tests.nn import uneven_layers
 from tests.ops.same_bits import assert_same
 from tpkernels.comm.groups import resolve
-from tpkernels.nn import cross_entropy
+from tpkernels.nn import block_copies, blocks, cross_entropy
+from tpkernels.partition import halves
 from tpkernels.selftest.same_bits import degrees_of, groups_of_degrees
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-SAME_BITS, TOKENS, VOCABULARY, WIDTH = 8, 37, 8 * 29, 48
+SAME_BITS, TOKENS, VOCABULARY, WIDTH = 8, 37, 8 * 29 - 3, 48
 SETTINGS: dict[torch.dtype, dict[str, Any]] = {
     torch.bfloat16: {},
     torch.float32: {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum", "chunk_tokens": 5},
@@ -47,8 +50,9 @@ def losses(degree: int, dtype: torch.dtype, settings: dict[str, Any]) -> dict[st
     )
     target = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     target[4] = -100
-    shard = logits.chunk(degree, 1)[rank].clone().requires_grad_()  # dense at no degree but the last without the clone
-    loss = tpk.nn.vocab_parallel_cross_entropy(shard, target, group, **settings)
+    sizes = halves(VOCABULARY, degree)
+    shard = logits.split(sizes, 1)[rank].clone().requires_grad_()  # dense at no degree but the last without the clone
+    loss = tpk.nn.vocab_parallel_cross_entropy(shard, target, group, shard_sizes=sizes, **settings)
     (dlogits,) = torch.autograd.grad(loss, shard)
     linear = torch.nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
     with torch.no_grad():
@@ -57,7 +61,8 @@ def losses(degree: int, dtype: torch.dtype, settings: dict[str, Any]) -> dict[st
     of_head = tpk.nn.vocab_parallel_linear_cross_entropy(x.requires_grad_(), head, target, **settings)
     dx, dweight = torch.autograd.grad(of_head, [x, head.weight])
     found = {"loss": loss.detach(), "loss of head": of_head.detach(), "dx": dx}
-    found |= {"dlogits": tpk.all_gather(dlogits, group, dim=1), "dweight": tpk.all_gather(dweight.to_local(), group)}
+    found["dlogits"] = tpk.all_gather(dlogits, group, dim=1, shard_sizes=sizes)
+    found["dweight"] = tpk.all_gather(dweight.to_local(), group)
     reference = logits.double().requires_grad_()
     named = {name: one for name, one in settings.items() if name not in ("z_loss", "chunk_tokens")}
     exact = F.cross_entropy(reference, target, **named)
@@ -112,3 +117,36 @@ def test_losses_of_a_cut_vocabulary_are_the_same_at_every_degree(ranks: Pools) -
 def test_sums_over_whole_shards_are_found(ranks: Pools) -> None:
     found = ranks(2).run(differing, "whole shards", timeout=120.0)
     assert all(any("dlogits" in one for one in wrong) for wrong in found), found
+
+
+def uneven(seeds: range, fault: str | None) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            patch.setattr(*FAULTS_OF_LAYERS[fault])
+        return uneven_layers.differing([uneven_layers.draw(seed) for seed in seeds])
+
+
+FAULTS_OF_LAYERS: dict[str, tuple[object, str, object]] = {
+    "each rank has the widths of the first": (
+        blocks.Blocks, "widths",
+        lambda self, rank, size: tuple(self.unit * count for count in self.counts[: len(self.counts) // size]),
+    ),
+    "shares of copied heads are added in order": (
+        block_copies, "tree_sum",
+        SimpleNamespace(wide=lambda dtype: dtype, of_products=lambda parts, out: out.copy_(sum(parts))),
+    ),
+}  # fmt: skip
+
+
+def test_layers_of_any_sizes_give_the_same_bits_at_every_degree(ranks: Pools, full: bool) -> None:
+    """Heads, features and vocabularies that do not divide into blocks, and copied heads; values of integers exactly."""
+    count, world = (2000, 8) if full else (14, 4)
+    for wrong in ranks(world).run(uneven, range(count), None, timeout=60.0 + 2 * count):
+        assert not wrong, wrong[:3]
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_LAYERS)
+def test_faults_of_uneven_layers_are_found(ranks: Pools, fault: str) -> None:
+    seeds = range(5, 28, 7) if "copied" in fault else range(7)
+    for wrong in ranks(4).run(uneven, seeds, fault, timeout=60.0):
+        assert wrong

@@ -162,8 +162,8 @@ def check_refusals() -> None:
             "into 4 blocks of one size, and this one has 6 features": lambda: tpk.copy_matmul(x, w[:6], group),
             "needs parts of one size on all ranks": lambda: tpk.copy_matmul(x, w[: 4 + 4 * dist.get_rank()], group),
             "each rank draws numbers of its own": lambda: tpk.nn.sharded_rng(group).__enter__(),
-            r"8 blocks of one size, got shards of \[15, 15\]": lambda: tpk.nn.vocab_parallel_cross_entropy(
-                x[:, :15], torch.ones(4).long(), group
+            r"is cut into shards of \[15, 15\] columns": lambda: tpk.nn.vocab_parallel_cross_entropy(
+                x[:, : 14 + 2 * dist.get_rank()], torch.ones(4).long(), group, shard_sizes=[14, 16]
             ),
             "with a residual": lambda: tpk.matmul_reduce_scatter(x, w, group, residual=x[:2], norm_weight=w[0]),
             "return_gathered=True": lambda: tpk.all_gather_matmul(

@@ -21,10 +21,12 @@ from tests.kept_mesh import once_per_pool
 from tests.ops.same_bits import assert_same
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.measure.gpt import GPT, Sizes
+from tpkernels.nn import block_copies
 from tpkernels.nn.gathering import gathered
+from tpkernels.partition import halves
 from tpkernels.selftest import same_bits as selftest
 from tpkernels.selftest.same_bits import Case, Run
-from tpkernels.selftest.small_decoder import Shape
+from tpkernels.selftest.small_decoder import SHAPES
 from tpkernels.sharding import block_masks, sequence_blocks
 from tpkernels.testing.spawn import Pools
 
@@ -41,12 +43,16 @@ def gpt(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
     return model, {"example_inputs": (tokens, tokens)}, lambda of, ids: cast(Tensor, of(ids[:, :-1], ids[:, 1:]))
 
 
-def llama(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
-    """SwiGLU, RMSNorm, two query heads per key-value head, a head tied to the embedding; a plan by hand."""
+def llama(dtype: torch.dtype, kv_heads: int = 10) -> tuple[nn.Module, dict[str, Any], Step]:
+    """SwiGLU, RMSNorm, two query heads per key-value head, a head tied to the embedding; a plan by hand.
+
+    Heads, hidden features and the vocabulary do not divide into blocks; of fewer key-value heads there are copies.
+    """
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=8,
-        vocab_size=96, max_position_embeddings=64, tie_word_embeddings=True, use_cache=False,
+        hidden_size=80, intermediate_size=190, num_hidden_layers=1, num_attention_heads=20, head_dim=8,
+        num_key_value_heads=kv_heads, vocab_size=97, max_position_embeddings=64, tie_word_embeddings=True,
+        use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(dtype)
 
@@ -55,13 +61,20 @@ def llama(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
     plan = {
-        "model.embed_tokens": "vocabulary", "lm_head": "column_gather", "**.[qkv]_proj": "column", "**.o_proj": "row",
+        "model.embed_tokens": "vocabulary", "lm_head": "column_gather", "**.q_proj": tpk.sharding.Column(unit=16),
+        "**.[kv]_proj": tpk.sharding.Column(unit=8), "**.o_proj": tpk.sharding.Row(unit=16),
         "**.gate_proj": "column", "**.up_proj": "column", "**.down_proj": "row",
     }  # fmt: skip
     return model, {"plan": plan}, step
 
 
-MODELS = {"gpt": gpt, "llama": llama}
+def copies(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
+    """The same with fewer key-value heads than blocks, and a plan that is found."""
+    model, _, step = llama(dtype, 5)
+    return model, {"example_inputs": {"input_ids": torch.zeros(4, 24, dtype=torch.long)}}, step
+
+
+MODELS = {"gpt": gpt, "llama": llama, "copies": copies}
 
 
 def train(name: str, dtype: torch.dtype, same_bits: int | None, along: bool = False) -> dict[str, Tensor]:
@@ -75,13 +88,15 @@ def train(name: str, dtype: torch.dtype, same_bits: int | None, along: bool = Fa
     group = own_group(same_bits)
     if along:
         inputs = options.get("example_inputs", {"input_ids": torch.zeros(4, 24, dtype=torch.long)})
-        plan = tpk.make_plan(model, group.size(), sequence_parallel=True, example_inputs=inputs)
+        plan = tpk.make_plan(
+            model, group.size(), sequence_parallel=True, example_inputs=inputs, same_bits=same_bits or 0
+        )
         assert plan.sequence_blocks and plan.local_blocks
         options = {"example_inputs": inputs, "plan": plan}
     model = tpk.parallelize(model, group, same_bits=same_bits, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for number in range(STEPS):
-        ids = torch.randint(96, (4, 25), generator=torch.Generator().manual_seed(number))
+        ids = torch.randint(96, (8, 25), generator=torch.Generator().manual_seed(number))
         loss = step(model, ids)
         loss.backward()
         found[f"loss {number}"] = loss.detach()
@@ -111,7 +126,8 @@ def differing(of_ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
     return wrong
 
 
-CASES = [("gpt", torch.float32), ("gpt", torch.bfloat16), ("llama", torch.bfloat16), ("llama", torch.float32)]
+CASES = [("gpt", torch.float32), ("gpt", torch.bfloat16), ("llama", torch.bfloat16), ("llama", torch.float32),
+         ("copies", torch.float32), ("copies", torch.bfloat16)]  # fmt: skip
 
 
 @pytest.mark.full("plans take longer than training; explicit ones stand for them")
@@ -125,14 +141,12 @@ def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: tor
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [(kind, dtype) for kind in selftest.KINDS for dtype in ("float32", "bfloat16")]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind in SHAPES for dtype in ("float32", "bfloat16")])
 def test_a_run_with_dropout_and_clipping_goes_on_at_another_degree(
     ranks: Pools, kind: str, dtype: str, full: bool, tmp_path: Path
 ) -> None:
     """Losses, gradients, norms and parameters of AdamW at 1, 2 and 4 ranks, and of runs resumed from 1 to 2 to 4."""
-    case = Case(kind, dtype, 20) if full else Case(kind, dtype, 2, Shape(layers=1))
+    case = Case(kind, dtype, 20) if full else Case(kind, dtype, 2, layers=1)
     for found in ranks(4).run(check_degrees_and_resumes, case, tmp_path, timeout=600.0):
         assert not found
 
@@ -161,13 +175,17 @@ def small_groups(same_bits: int | None) -> dict[int, dist.ProcessGroup]:
     return selftest.groups_of_degrees(selftest.degrees_of(dist.get_world_size(), SAME_BITS), 60.0)
 
 
+HIDDEN = 509
+"""Features that do not divide into blocks."""
+
+
 class Dropping(nn.Module):
     """Dropout of parts between two layers, twice, and of the residual before and behind; recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before, self.hidden, self.behind = nn.Dropout(0.1), nn.Dropout(0.25), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+        self.up, self.down = nn.Linear(64, HIDDEN), nn.Linear(HIDDEN, 64)
 
     def block(self, x: Tensor) -> Tensor:
         hidden = self.hidden(F.gelu(self.hidden(self.up(self.before(x)))))
@@ -210,7 +228,7 @@ def check_dropout(fault: str | None) -> tuple[list[str], float]:
             )
         for degree, group in small_groups(SAME_BITS).items():
             torch.manual_seed(5)
-            x = torch.randn(16, 64)
+            x = torch.randn(64, 64)
             model = tpk.parallelize(Dropping(), group, example_inputs=x, same_bits=SAME_BITS)
             model.down.register_forward_pre_hook(see)
             for model.recomputes in (False, True):
@@ -224,8 +242,9 @@ def check_dropout(fault: str | None) -> tuple[list[str], float]:
                 for i, (one, other) in enumerate(zip(found, expected, strict=True)):
                     if not torch.equal(one, other):
                         wrong.append(f"gradient {i} on {degree} ranks, recomputed {model.recomputes}")
-        kept = tpk.all_gather(hidden[-1], group, dim=1) != 0
-        if torch.equal(*kept.chunk(SAME_BITS, 1)[:2]):
+        kept = tpk.all_gather(hidden[-1], group, dim=1, shard_sizes=halves(HIDDEN, degree)) != 0
+        one, other = kept.split(halves(HIDDEN, SAME_BITS), 1)[:2]
+        if torch.equal(one[:, : other.shape[1]], other):
             wrong.append("masks repeat")
     return wrong, float(kept.float().mean())
 
@@ -260,9 +279,10 @@ class Stack(nn.Module):
         return x
 
 
-FAULTS_OF_SEQUENCES: dict[str, tuple[str, object]] = {
-    "masks are numbered from each rank's first block": ("_mix", lambda seed, number: number % 4),
+FAULTS_OF_SEQUENCES: dict[str, tuple[object, str, object]] = {
+    "masks are numbered from each rank's first block": (sequence_blocks, "_mix", lambda seed, number: number % 4),
     "blocks of a norm's gradient are added in order": (
+        block_copies,
         "tree_sum",
         SimpleNamespace(wide=lambda dtype: dtype, of_products=lambda parts, out: out.copy_(sum(parts))),
     ),
@@ -305,8 +325,7 @@ def check_sequence(fault: str | None) -> list[str]:
 def seeded(fault: str | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
-            name, wrong = FAULTS_OF_SEQUENCES[fault]
-            patch.setattr(sequence_blocks, name, wrong)
+            patch.setattr(*FAULTS_OF_SEQUENCES[fault])
         yield
 
 
@@ -334,7 +353,19 @@ def test_without_the_mode_bits_differ_and_the_first_difference_is_named(ranks: P
 
 
 def compare_without() -> tuple[int, list[selftest.Difference]]:
-    return selftest.compare(Case("gpt", "float32", 1, Shape(layers=1)), small_groups(None), None)
+    return selftest.compare(Case("gpt", "float32", 1, layers=1), small_groups(None), None)
+
+
+class DropsPacked(nn.Module):
+    """Drops out gate and up at once: a rank's part is two runs of features, not blocks of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.dropout, self.down = nn.Linear(64, 1024), nn.Dropout(0.1), nn.Linear(512, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.dropout(self.both(x)).chunk(2, -1)
+        return cast(Tensor, self.down(F.silu(gate) * up))
 
 
 def test_what_depends_on_the_degree_is_refused_before_anything_changes(ranks: Pools) -> None:
@@ -364,6 +395,9 @@ def check_refusals() -> None:
         dropping.eval()(x)
         with pytest.raises(ValueError, match=f"between '0' and '3' .*{why}|between '0' and '3' there is {why}"):
             dropping.train()(x)
+    packed = tpk.parallelize(DropsPacked(), group, example_inputs=x, same_bits=SAME_BITS)
+    with pytest.raises(ValueError, match="between 'both' and 'down' there is dropout of a tensor of shape"):
+        packed(x)
     by_hand = tpk.parallelize(mlp(256, nn.Dropout(0.1)), group, plan={"0": "column", "3": "row"}, same_bits=SAME_BITS)
     by_hand.eval()(x)
     with pytest.raises(ValueError, match="a plan written by hand something draws random numbers"):

@@ -98,12 +98,14 @@ def test_a_whole_state_dict_is_the_unsharded_models_and_loads_back(
 
 
 def test_units_are_found_in_the_places_that_a_rank_has() -> None:
-    """Also where FSDP2 has cut these again: a part of a rank's places has the first of its units, or later ones."""
+    """Also where FSDP2 has cut these again: a part of a rank's places has the first of its units, or later ones; and
+    where a rank has the places of several blocks, as with `same_bits`."""
     part = Part(torch.arange(24.0).view(6, 2, 2), 0, 0, (2, 1, 1))
     assert part.shape == (8, 2) and part.whole()[:, 0].tolist() == [0, 2, 4, 6, 8, 10, 16, 18]
     assert [part._units_in(2 * rank, 2) for rank in range(3)] == [(0, 2), (2, 1), (3, 1)]
     assert [part._units_in(place, 1) for place in range(6)] == [(0, 1), (1, 1), (2, 1), (3, 0), (3, 1), (4, 0)]
-    assert part.placed(torch.ones(4, 2)).sum((1, 2)).tolist() == [4, 4, 0, 0, 0, 0]
+    assert part._units_in(1, 4) == (1, 3) and torch.equal(part.local, part.whole())
+    assert part.placed(torch.ones(8, 2)).sum((1, 2)).tolist() == [4, 4, 4, 0, 4, 0]
 
 
 def reversed_parts() -> list[str]:

@@ -158,7 +158,8 @@ class ColumnParallelLinear(ParallelLinear):
         y: Tensor = copy_matmul(
             x, weight, mesh, bias=bias, activation=self.activation, implementation=self.implementation
         )
-        check_parts(mesh, y)
+        y = self.of_places(y)
+        check_parts(mesh, y, self.block_widths())
         return y
 
     def check(self, x: Tensor, shard_sizes: Sequence[int] | None) -> None:
@@ -170,11 +171,16 @@ class ColumnParallelLinear(ParallelLinear):
         _, weight, bias = self._local_parts()
         return [(weight, bias)]
 
+    def of_places(self, y: Tensor) -> Tensor:
+        """This rank's features of a product with its weight: without those of places that hold none."""
+        return y if self.blocks is None else self.blocks.taken(y, self.mesh)
+
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output, gathered if the layer is to gather it."""
         (y,) = outputs
+        y = self.of_places(y)
         if anywhere() and not self.gather_output:
-            check_parts(self.mesh, y)
+            check_parts(self.mesh, y, self.block_widths())
         if not self.gather_output or self.mesh.size() == 1:
             return y
         return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)
@@ -287,7 +293,7 @@ class ColumnParallelLinears(nn.Module):
         layers = self.layers
         layers[0].check(x, shard_sizes)
         if self.gated:
-            return run_gated(layers, self.gated, x, layers[0].mesh, shard_sizes)
+            return layers[0].of_places(run_gated(layers, self.gated, x, layers[0].mesh, shard_sizes))
         return run_together(layers, x, layers[0].mesh, shard_sizes)
 
 

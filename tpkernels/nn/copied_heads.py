@@ -7,6 +7,9 @@
 
 There are ``copies`` heads in all, dealt out as :func:`tpkernels.partition.unit_sizes` does; head i of them is head
 ``i * heads // copies`` of the model.
+
+With ``same_bits`` they lie in blocks, and each block has rows and a share of the gradient of its own:
+:mod:`tpkernels.nn.block_copies`.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
-from tpkernels.comm.same_bits import refuse
+from tpkernels.comm.same_bits import anywhere, same_bits_of
+from tpkernels.nn.block_copies import copies_for_blocks
+from tpkernels.nn.blocks import Blocks
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_together
 from tpkernels.ops import copy_to_group
-from tpkernels.partition import offsets, unit_sizes
+from tpkernels.ops.same_bits import check_parts
+from tpkernels.partition import halves, offsets, unit_sizes
 
 __all__ = ["CopiedHeadsLinear", "check_copies"]
 
@@ -80,6 +86,7 @@ class CopiedHeadsLinear(nn.Module):
         module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
         module.implementation = implementation
         module.transposed = not isinstance(linear, nn.Linear)
+        module.blocks = Blocks.of(copies * (out_features // heads), out_features // heads, mesh)
         for name in ("weight", "bias"):
             parameter = getattr(linear, name)
             if parameter is not None:
@@ -95,6 +102,8 @@ class CopiedHeadsLinear(nn.Module):
     sequence_dim: int
     implementation: str
     transposed: bool
+    blocks: Blocks | None
+    """How the copies lie in the blocks of ``same_bits``, where they do not divide into them."""
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -117,14 +126,25 @@ class CopiedHeadsLinear(nn.Module):
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """The rows of this rank's heads, of weight and bias."""
         mesh = self.mesh
-        refuse(mesh, "a projection whose heads are copied", "a rank has more than its part of them")
-        weight = self._rows(self.weight, mesh)
+        rows = self._rows_by_blocks if same_bits_of(mesh) else self._rows
+        weight = rows(self.weight, mesh)
         assert weight is not None
-        return [(weight, self._rows(self.bias, mesh))]
+        return [(weight, rows(self.bias, mesh))]
+
+    def of_places(self, y: Tensor) -> Tensor:
+        """As of a column layer."""
+        return y if self.blocks is None else self.blocks.taken(y, self.mesh)
+
+    def block_widths(self) -> tuple[int, ...]:
+        """As of a column layer."""
+        return () if self.blocks is None else self.blocks.widths(self.mesh.get_local_rank(), self.mesh.size())
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
-        """The output, unchanged."""
-        return outputs[0]
+        """The output."""
+        y = self.of_places(outputs[0])
+        if anywhere():
+            check_parts(self.mesh, y, self.block_widths())
+        return y
 
     def _rows(self, parameter: nn.Parameter | None, mesh: DeviceMesh) -> Tensor | None:
         """This rank's heads of a parameter, output features first."""
@@ -135,13 +155,33 @@ class CopiedHeadsLinear(nn.Module):
             whole = copy_to_group(whole, mesh)
         if self.transposed and whole.dim() == 2:
             whole = whole.t()
-        sizes, rank, features = (
-            unit_sizes(self.copies, mesh.size()),
-            mesh.get_local_rank(),
-            self.out_features // self.heads,
-        )
-        first = offsets(sizes)[rank]
-        heads = [index * self.heads // self.copies for index in range(first, first + sizes[rank])]
+        sizes, rank = unit_sizes(self.copies, mesh.size()), mesh.get_local_rank()
+        return self._heads(whole, offsets(sizes)[rank], sizes[rank])
+
+    def _rows_by_blocks(self, parameter: nn.Parameter | None, mesh: DeviceMesh) -> Tensor | None:
+        """The same, block by block of ``same_bits``, with zeros in places that have no head."""
+        if parameter is None:
+            return None
+        whole, features = cast(Tensor, local(parameter)), self.out_features // self.heads
+        if self.transposed and whole.dim() == 2:
+            whole = whole.t()
+        same_bits = same_bits_of(mesh)
+        counts = halves(self.copies, same_bits) if self.blocks is None else self.blocks.counts
+        own = same_bits // mesh.size()
+        rows = []
+        for block, whole_of_block in enumerate(copies_for_blocks(whole, mesh, own), mesh.get_local_rank() * own):
+            rows.append(self._heads(whole_of_block, offsets(counts)[block], counts[block]))
+            free = counts[0] - counts[block]
+            if free:
+                rows.append(whole.new_zeros(free * features, *whole.shape[1:]))
+        return torch.cat(rows)
+
+    def _heads(self, whole: Tensor, first: int, count: int) -> Tensor:
+        """The rows of ``count`` copies from number ``first`` on."""
+        features = self.out_features // self.heads
+        heads = [index * self.heads // self.copies for index in range(first, first + count)]
+        if not heads:
+            return whole.narrow(0, 0, 0)
         return torch.cat([whole.narrow(0, head * features, features) for head in heads])
 
     def extra_repr(self) -> str:

@@ -37,7 +37,7 @@ from tpkernels.ops.checks import DTYPES, check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.registration import call, define
 from tpkernels.ops.shapes import fresh
-from tpkernels.partition import Layout, offsets
+from tpkernels.partition import Layout, halves, offsets
 
 __all__ = ["Settings", "TokenSums", "auto_chunk", "combine", "local_sums", "reduce", "vocab_parallel_cross_entropy"]
 
@@ -193,18 +193,20 @@ class Vocabulary(NamedTuple):
         """``shard_sizes``: every rank's columns, which all ranks know.
 
         Raises:
-            ValueError: with ``same_bits``, on every rank: they do not divide into blocks of one size.
+            ValueError: with ``same_bits``, on every rank: they are not those of its blocks.
         """
         same_bits, start = same_bits_of(group_name(pg)), offsets(shard_sizes)[pg.rank()]
         if not same_bits:
             return cls(list(shard_sizes), [(start, slice(None))])
-        if len(set(shard_sizes)) > 1 or shard_sizes[0] % (same_bits // pg.size()):
+        due = halves(sum(shard_sizes), pg.size())
+        if tuple(shard_sizes) != due:
             raise ValueError(
-                f"a vocabulary with same_bits={same_bits} needs {same_bits} blocks of one size, got shards of "
-                f"{list(shard_sizes)} columns: pad it to a multiple of {same_bits}"
+                f"a vocabulary of {sum(shard_sizes)} with same_bits={same_bits} is cut into shards of {list(due)} "
+                f"columns, as output heads cut it, got {list(shard_sizes)}"
             )
-        panels = canonical.panels(shard_sizes[0], same_bits // pg.size())
-        return cls([sum(shard_sizes) // same_bits] * same_bits, [(start + panel.start, panel) for panel in panels])
+        widths = halves(shard_sizes[pg.rank()], same_bits // pg.size())
+        panels = [slice(low, low + width) for low, width in zip(offsets(widths), widths, strict=True)]
+        return cls([*halves(sum(shard_sizes), same_bits)], [(start + panel.start, panel) for panel in panels])
 
     def columns(self, part: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
         """Of rows of the shard: first column, place and numbers of each part of this rank."""

@@ -31,8 +31,9 @@ from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, resolve
 from tpkernels.comm.same_bits import refuse, same_bits_of
+from tpkernels.nn.blocks import Blocks
 from tpkernels.nn.column import ColumnParallelLinear
-from tpkernels.nn.parameters import local, mesh_of, shard_parameter, tp_mesh
+from tpkernels.nn.parameters import local, mesh_of, shard_parameter, shard_places, tp_mesh
 from tpkernels.ops import all_gather, all_reduce, reduce_scatter
 from tpkernels.ops.registration import call, define
 from tpkernels.partition import chunk_sizes, offsets
@@ -70,6 +71,9 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
+    blocks: Blocks | None
+    """How the rows lie in the blocks of ``same_bits``, where they do not divide into them: then the weight is
+    ``[places, 1, embedding_dim]``."""
 
     def __init__(
         self,
@@ -100,7 +104,9 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.implementation = implementation
         dispatch.check_name(self._op(), implementation)
-        self._take(self._fresh(device, dtype), tp_mesh(group, device))
+        mesh = tp_mesh(group, device)
+        self.blocks = Blocks.of(num_embeddings, 1, mesh)
+        self._take(self._fresh(device, dtype), mesh)
 
     @classmethod
     def from_embedding(
@@ -145,8 +151,27 @@ class VocabParallelEmbedding(nn.Module):
         weight = embedding.weight
         if isinstance(weight, DTensor):
             raise ValueError(f"the embedding's weight is a DTensor already (placements {weight.placements})")
-        self.weight = shard_parameter(weight, mesh, 0, requires_grad=weight.requires_grad)
+        self.weight = self._shard(weight, mesh)
         return self.train(embedding.training)
+
+    def _shard(self, full: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+        if self.blocks is None:
+            return shard_parameter(full, mesh, 0, requires_grad=full.requires_grad)
+        rows = full.detach().unsqueeze(1)
+        return shard_places(rows, mesh, 0, self.blocks, requires_grad=full.requires_grad)
+
+    def parameters_by_unit(self) -> dict[str, int]:
+        """As of a column layer: which parameters have a dimension for units, of which a row is one."""
+        return {} if self.blocks is None else {"weight": 0}
+
+    def units_held(self) -> tuple[int, ...]:
+        """How many rows each rank has, or with ``blocks`` each block."""
+        return self.shard_sizes if self.blocks is None else self.blocks.counts
+
+    @property
+    def has_free_places(self) -> bool:
+        """Whether a block has more places than rows."""
+        return self.blocks is not None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -156,13 +181,15 @@ class VocabParallelEmbedding(nn.Module):
     @property
     def shard_sizes(self) -> tuple[int, ...]:
         """Rows that each rank holds."""
+        if self.blocks is not None:
+            return self.blocks.sizes(self.mesh.size())
         return chunk_sizes(self.num_embeddings, self.mesh.size())
 
     def reset_parameters(self) -> None:
         """Initialise anew like ``nn.Embedding``, equal to it under the first rank's seed; all ranks call it."""
         fresh = self._fresh(self.weight.device, self.weight.dtype)
         with torch.no_grad():
-            self.weight.copy_(shard_parameter(fresh.weight, self.mesh, 0))
+            self.weight.copy_(self._shard(fresh.weight, self.mesh))
 
     def tie(self, head: ColumnParallelLinear) -> ColumnParallelLinear:
         """Make this weight the weight of ``head``: one parameter, whose gradient is the sum of both uses.
@@ -216,6 +243,8 @@ class VocabParallelEmbedding(nn.Module):
         rank, sizes = mesh.get_local_rank(), self.shard_sizes
         start, rows = offsets(sizes)[rank], sizes[rank]
         index, foreign = call("own_ids", ids, self.num_embeddings, start, rows, group_name(mesh))
+        if self.blocks is not None:
+            return self._look_up_places(index, foreign, start, mesh)
         if self.max_norm is not None and rows:
             with torch.no_grad():
                 table = cast(Tensor, local(self.weight))
@@ -226,6 +255,20 @@ class VocabParallelEmbedding(nn.Module):
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None
+        return F.embedding(index, weight, padding).masked_fill(foreign.unsqueeze(-1), 0)
+
+    def _look_up_places(self, index: Tensor, foreign: Tensor, start: int, mesh: DeviceMesh) -> Tensor:
+        """The same where rows lie in blocks, each of which has at least one place."""
+        assert self.blocks is not None
+        index = self.blocks.places_of(index, mesh)
+        if self.max_norm is not None:
+            with torch.no_grad():
+                table = cast(Tensor, local(self.weight)).flatten(0, 1)
+                torch.embedding_renorm_(table, index[~foreign].contiguous(), self.max_norm, self.norm_type)
+        padding = None
+        if self.padding_idx is not None and 0 <= self.padding_idx - start < self.shard_sizes[mesh.get_local_rank()]:
+            padding = int(self.blocks.places_of(torch.tensor(self.padding_idx - start), mesh))
+        weight = cast(Tensor, local(self.weight)).flatten(0, 1)
         return F.embedding(index, weight, padding).masked_fill(foreign.unsqueeze(-1), 0)
 
     def _refuse(self, message: str) -> NoReturn:

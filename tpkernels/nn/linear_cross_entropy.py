@@ -113,11 +113,13 @@ def vocab_parallel_linear_cross_entropy(
     weight, bias, name = cast(Tensor, local(head.weight)), local(head.bias), group_name(mesh)
     sizes = list(head.shard_sizes)
     if same_bits_of(mesh):
+        ((weight, bias),) = head.parts()
         options: dict[str, Any] = {"bias": bias, "implementation": head.implementation}
         if sequence_sizes is None:
             logits = copy_matmul(x, weight, mesh, **options)
         else:
             logits = all_gather_matmul(x, weight, mesh, gather_dim=dim, shard_sizes=sequence_sizes, **options)
+        logits = head.of_places(logits)
         return vocab_parallel_cross_entropy(
             logits, target, mesh, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
             reduction=reduction, shard_sizes=sizes, chunk_tokens=chunk_tokens,

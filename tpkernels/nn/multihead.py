@@ -26,7 +26,7 @@ from tpkernels.nn.random import sharded_rng
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.shared_input import run_together
 from tpkernels.ops import all_gather
-from tpkernels.partition import as_shard, offsets, unit_sizes
+from tpkernels.partition import as_shard, offsets
 
 __all__ = ["ParallelMultiheadAttention", "why_not_parallel"]
 
@@ -119,7 +119,7 @@ class ParallelMultiheadAttention(nn.Module):
     @property
     def heads(self) -> tuple[int, ...]:
         """Heads of each rank."""
-        return unit_sizes(self.num_heads, self.mesh.size())
+        return tuple(size // self.head_dim for size in self.query.shard_sizes)
 
     @property
     def in_proj_weight(self) -> PackedParameter:

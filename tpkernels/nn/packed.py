@@ -16,20 +16,20 @@ taken for consecutive features.  One gather, or one all-reduce of dx, serves all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
-from tpkernels.comm.same_bits import anywhere
+from tpkernels.comm.same_bits import anywhere, refuse
 from tpkernels.nn.column import ColumnParallelLinear, ColumnParallelLinears
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import tp_mesh
-from tpkernels.nn.shared_input import SharedInput
+from tpkernels.nn.shared_input import SharedInput, run_together
 from tpkernels.ops.same_bits import check_parts
 
 __all__ = ["PackedColumnParallelLinear"]
@@ -83,6 +83,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
         module.save_gathered, module.implementation = save_gathered, implementation
         mesh = tp_mesh(group, linear)
+        if module.copied:
+            refuse(mesh, "a packed layer whose key and value all queries share", "a rank sums over all of its queries")
         start = 0
         for index, (size, unit) in enumerate(zip(segments, units or (1,) * len(segments), strict=True)):
             part = _part(linear, start, size)
@@ -144,9 +146,9 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None, source: Tensor | None = None) -> Tensor:
         """``shard_sizes`` and ``source`` as for :class:`ColumnParallelLinear`."""
-        if self.shared is None:
-            return self.joined(cast(list[Tensor], super().forward(x, shard_sizes=shard_sizes)))
         self.layers[0].check(x, shard_sizes)
+        if self.shared is None:
+            return run_together([self], x, self.mesh, shard_sizes)[0]
         return self.shared.run(self, x, x if source is None else source, shard_sizes)
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -155,9 +157,10 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output: this rank's parts of the segments."""
+        outputs = [layer.of_places(output) for layer, output in zip(self.layers, outputs, strict=True)]
         if anywhere():
-            for output in outputs:
-                check_parts(self.mesh, output, by_rows=True)
+            for output, layer in zip(outputs, self.layers, strict=True):
+                check_parts(self.mesh, output, layer.block_widths(), by_rows=True)
         return torch.cat(outputs, dim=-1)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tpkernels import dispatch
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.nn.blocks import Blocks
 from tpkernels.nn.parameters import (
     check_unit,
     has_units,
@@ -25,6 +26,7 @@ from tpkernels.nn.parameters import (
     mesh_of,
     replicate_parameter,
     shard_parameter,
+    shard_places,
     shard_units,
     tp_mesh,
 )
@@ -45,6 +47,8 @@ class ParallelLinear(nn.Module):
     """The weight is kept as ``[in, out]``, as the Conv1D of Hugging Face's GPT-2 keeps it."""
     by_unit = False
     """What is cut has a dimension for units and one for what is in them: ``[units, unit]`` instead of ``[out]``."""
+    blocks: Blocks | None = None
+    """How what is cut lies in the blocks of ``same_bits``, where it does not divide into them."""
 
     def __init__(
         self,
@@ -71,7 +75,8 @@ class ParallelLinear(nn.Module):
         mesh = tp_mesh(group, device)
         cut, total = ("out_features", out_features) if self.cut_dim == 0 else ("in_features", in_features)
         check_unit(cut, total, unit)
-        self.by_unit = has_units(total, unit, mesh.size())
+        self.blocks = Blocks.of(total, unit, mesh)
+        self.by_unit = self.blocks is not None or has_units(total, unit, mesh.size())
         self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), mesh)
 
     def _take(self, linear: nn.Module, mesh: DeviceMesh) -> Self:
@@ -96,6 +101,8 @@ class ParallelLinear(nn.Module):
 
     def _shard(self, full: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
         trained, full = full.requires_grad, full.detach()
+        if self.blocks is not None:
+            return shard_places(full.unflatten(dim, (-1, self.unit)), mesh, dim, self.blocks, requires_grad=trained)
         if self.by_unit:
             return shard_units(full.unflatten(dim, (-1, self.unit)), mesh, dim, requires_grad=trained)
         return shard_parameter(full, mesh, dim, requires_grad=trained)
@@ -107,19 +114,22 @@ class ParallelLinear(nn.Module):
         weight = {"weight": self._stored(self.cut_dim)}
         return weight if self.bias is None or self.cut_dim == 1 else weight | {"bias": 0}
 
-    def units_of_ranks(self) -> tuple[int, ...]:
-        """How many units each rank has."""
+    def units_held(self) -> tuple[int, ...]:
+        """How many units there are in each run of places: a rank's, or with ``blocks`` a block's."""
+        if self.blocks is not None:
+            return self.blocks.counts
         return tuple(size // self.unit for size in self.shard_sizes)
 
     @property
     def has_free_places(self) -> bool:
-        """Whether a rank's parameters have places for more units than it has."""
-        units = self.units_of_ranks()
-        return self.by_unit and not as_shard(sum(units), len(units))
+        """Whether a run of places has fewer units than places: the first of its own."""
+        units = self.units_held()
+        return self.blocks is not None or (self.by_unit and not as_shard(sum(units), len(units)))
 
     def _flat(self, local: Tensor, dim: int, parameter: Tensor, mesh: DeviceMesh) -> Tensor:
-        """A rank's part of a parameter without the dimension for units, and without places that hold none."""
-        units = self.units_of_ranks()[mesh.get_local_rank()]
+        """A rank's part of a parameter without the dimension for units, and without places that hold none, but for
+        those of ``blocks``, whose products have one size."""
+        units = local.shape[dim] if self.blocks is not None else self.units_held()[mesh.get_local_rank()]
         if units == local.shape[dim]:
             return with_sink(local.flatten(dim, dim + 1), parameter)
         return local.narrow(dim, 0, units).flatten(dim, dim + 1)  # its main_grad has another shape: autograd pads
@@ -147,7 +157,13 @@ class ParallelLinear(nn.Module):
     def shard_sizes(self) -> tuple[int, ...]:
         """Features that each rank holds: of the output of a column layer, of the input of a row layer."""
         total = self.out_features if self.cut_dim == 0 else self.in_features
+        if self.blocks is not None:
+            return self.blocks.sizes(self.mesh.size())
         return chunk_sizes(total, self.mesh.size(), self.unit)
+
+    def block_widths(self) -> tuple[int, ...]:
+        """Features of each of this rank's blocks of ``same_bits``, where they are not all alike; else nothing."""
+        return () if self.blocks is None else self.blocks.widths(self.mesh.get_local_rank(), self.mesh.size())
 
     def reset_parameters(self) -> None:
         """Initialise anew like ``nn.Linear``, equal to it under the first rank's seed; all ranks call it."""

@@ -7,7 +7,7 @@ Sharded sizes follow ``torch.chunk`` (10 over 4 ranks: 3, 3, 3, 1; 3 over 4: 1, 
 exact for every size.  Where a cut in larger units differs from that, for example 10 heads of 64 features over 3 ranks
 by whole heads, the parameter has a dimension for the units, ``[10, 64, ...]``, and ``Shard`` cuts that one.  Where that
 would leave a rank without any (10 over 8), every rank has as many places, ``[16, 64, ...]``, and the last of some are
-zeros that nobody reads.
+zeros that nobody reads.  With ``same_bits`` so has every block (:mod:`tpkernels.nn.blocks`).
 
 Modules keep no mesh of their own: they ask their weight, so that ``copy.deepcopy``, ``.to()`` and FSDP2's replacement
 of parameters need no help.
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.nn.blocks import Blocks
 from tpkernels.nn.same_weights import equal_on_ranks
 from tpkernels.ops.main_grad import with_sink
 from tpkernels.partition import as_shard, chunk_sizes, offsets, unit_sizes
@@ -40,6 +41,7 @@ __all__ = [
     "mesh_of",
     "replicate_parameter",
     "shard_parameter",
+    "shard_places",
     "shard_units",
     "tp_axis",
     "tp_mesh",
@@ -124,6 +126,17 @@ def shard_units(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: bool
     part.narrow(dim, 0, sizes[rank]).copy_(full.narrow(dim, offsets(sizes)[rank], sizes[rank]))
     places[dim] *= mesh.size()
     return _parameter(part, mesh, [Shard(dim)], torch.Size(places), requires_grad)
+
+
+def shard_places(
+    full: Tensor, mesh: DeviceMesh, dim: int, blocks: Blocks, *, requires_grad: bool = True
+) -> nn.Parameter:
+    """The same for a dimension of units that lie in ``blocks``: this rank's blocks."""
+    full = equal_on_ranks(full, mesh).detach()
+    rank, own = mesh.get_local_rank(), len(blocks.counts) // mesh.size()
+    places = blocks.with_places(full, dim)
+    part = places.narrow(dim, rank * own * blocks.places, own * blocks.places)
+    return _parameter(_copy(part), mesh, [Shard(dim)], places.shape, requires_grad)
 
 
 def replicate_parameter(full: Tensor, mesh: DeviceMesh, *, requires_grad: bool = True) -> nn.Parameter:

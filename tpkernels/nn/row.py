@@ -129,9 +129,12 @@ class RowParallelLinear(ParallelLinear):
             if x.shape[-1] != self.in_features:
                 self._refuse(f"split_input takes all {self.in_features} features, got x of shape {tuple(x.shape)}")
             x = shard(x, mesh, dim=-1, shard_sizes=self.shard_sizes) if mesh.size() > 1 else x
-        if shard_sizes is not None or x.shape[-1] != weight.shape[1]:
+        features = weight.shape[1] if self.blocks is None else self.shard_sizes[mesh.get_local_rank()]
+        if shard_sizes is not None or x.shape[-1] != features:
             why = "it must come from a column layer of as many outputs, not gathered"
-            self._check_input(x, weight.shape[1], why, shard_sizes)
+            self._check_input(x, features, why, shard_sizes)
+        if self.blocks is not None:
+            x = self.blocks.placed(x, mesh)
         if self.followed_by is not None:
             pending = self._defer(self.followed_by, x, weight, bias, mesh, shard_sizes)
             if pending is not None:

@@ -169,12 +169,13 @@ def _by_panels(function: Callable[..., list[Tensor]], blocks: int, *operands: Te
     return [out.view(shape) for out in canonical.by_panels(function, blocks, *flat)]
 
 
-def check_parts(group: GroupLike, y: Tensor, *, by_rows: bool = False) -> None:
+def check_parts(group: GroupLike, y: Tensor, widths: Sequence[int] = (), *, by_rows: bool = False) -> None:
     """Refuse an output cut by columns behind which elementwise code may not give the same bits at every degree.
 
     A vectorised loop computes the last elements of a tensor, or with ``by_rows`` of each of its rows, in another way
     than the rest (in fp32 silu, sigmoid and gelu by tanh differ in the last bit, torch 2.13 with AVX-512), so there
-    must be no last elements: a block of columns is a multiple of what a loop takes at once.
+    must be no last elements: a block of columns is a multiple of what a loop takes at once.  ``widths``: of this rank's
+    blocks, where they are not all alike.
 
     Raises:
         ValueError: it is not.
@@ -182,9 +183,10 @@ def check_parts(group: GroupLike, y: Tensor, *, by_rows: bool = False) -> None:
     same_bits = same_bits_of(group)
     if not same_bits:
         return
-    block = y.shape[-1] // (same_bits // group_size(group))
-    count = block if by_rows else y.numel() // max(1, y.shape[-1]) * block
-    if count % VECTOR:
+    rows = 1 if by_rows else y.shape[:-1].numel()
+    widths = widths or (y.shape[-1] // (same_bits // group_size(group)),)
+    count = next((rows * width for width in widths if rows * width % VECTOR), 0)
+    if count:
         what = "a block of columns" if by_rows else "the rows times a block of columns"
         raise ValueError(
             f"same_bits={same_bits}: {what} of the output {tuple(y.shape)} must be a multiple of {VECTOR} elements, "

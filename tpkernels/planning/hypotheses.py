@@ -20,7 +20,7 @@ from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.session import Scope, Shape
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import share
+from tpkernels.planning.splits import divisor, share
 from tpkernels.planning.styles import Column, CopiedHeads, Style
 from tpkernels.planning.trace import Recording
 
@@ -148,7 +148,7 @@ class Hypotheses:
 
     def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
         """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
-        pieces = pieces or world_size
+        pieces = pieces or divisor(world_size)
         bits = self._bits(scopes, pieces) if world_size > 1 else []
         for count in range(len(bits) + 1):
             for chosen in combinations(bits, count):

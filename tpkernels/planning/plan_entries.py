@@ -18,7 +18,6 @@ from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import CommunicationError
 from tpkernels.nn.convolution import channel_dims
 from tpkernels.ops.explain import explain
-from tpkernels.partition import chunk_sizes
 from tpkernels.planning.convolution_entries import convolution_traffic
 from tpkernels.planning.experts_entries import Traffic, cut_of_experts, experts_implementation, experts_traffic
 from tpkernels.planning.fused_norms import FusedNorms
@@ -26,6 +25,7 @@ from tpkernels.planning.layers import Layer, kind_of, layer_of
 from tpkernels.planning.numbers import number_of
 from tpkernels.planning.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.planning.sequence_flow import Stream
+from tpkernels.planning.splits import held
 from tpkernels.planning.styles import (
     Channels,
     Column,
@@ -201,7 +201,7 @@ def _cut(
     shapes = []
     features: tuple[int, ...] = ()
     if dim is not None:
-        features = chunk_sizes(shape[dim], world_size)
+        features = held(shape[dim], world_size)
         if isinstance(style, Column | Row | Heads):
             features = style.local_features(shape[dim], world_size)
     for rank in range(world_size):

@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.groups import GroupLike, resolve
+from tpkernels.gemm.canonical import check_blocks
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.ops.checks import DTYPES
-from tpkernels.partition import chunk_sizes
 from tpkernels.planning.convolutions import convolution_choices
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
-from tpkernels.planning.hypotheses import Attributes, Slice
+from tpkernels.planning.hypotheses import Attributes, Proof, Slice
 from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
@@ -34,6 +34,7 @@ from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
 from tpkernels.planning.single_layers import by_rule, smallest_cut, sums_its_gradient
 from tpkernels.planning.source_reads import maybe_read
+from tpkernels.planning.splits import divisor, for_degrees, has_places, pieces_of
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
 from tpkernels.planning.ties import tied_modules, untie
 from tpkernels.planning.trace_leaks import nothing_left
@@ -55,6 +56,7 @@ def make_plan(
     overrides: Mapping[str, object] | None = None,
     example_inputs: object = None,
     experts: str = "auto",
+    same_bits: int | None = None,
 ) -> ShardingPlan:
     """Find out how ``model`` can be cut over the ranks of ``mesh``; nothing is touched.
 
@@ -70,6 +72,8 @@ def make_plan(
             several calls, for all of which the plan holds.  Models of transformers, and some others, need none.
         experts: of mixtures: "auto" cuts their features where the module is recognised (print the plan to see which);
             "features" raises where one is not, and so does "experts", which deals whole experts out.
+        same_bits: the largest number of ranks that is to give the same bits: what is cut, and where, is the same for
+            every number that divides it.  Default: the mesh's, if a mesh or a group is given.
 
     Examples:
         >>> tpk.make_plan(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), 4).bytes_per_rank  # of four ranks
@@ -92,14 +96,19 @@ def make_plan(
         world_size = group.size()
     check_plain(model)
     forced = override_styles(overrides or {}, model)
-    if strategy == "rules":
-        return _Planner(model, world_size, forced, None).plan(group, sequence_parallel, experts)
-    with nothing_left() as watch:
-        planner = _Planner(model, world_size, forced, observe(model, example_inputs, watch))
-        try:
-            return planner.plan(group, sequence_parallel, experts)
-        finally:
-            del planner  # the trace has to be gone
+    if same_bits is None:
+        same_bits = 0 if group is None else resolve(group).same_bits
+    elif same_bits:
+        check_blocks(same_bits, world_size)
+    with for_degrees(same_bits):
+        if strategy == "rules":
+            return _Planner(model, world_size, forced, None).plan(group, sequence_parallel, experts)
+        with nothing_left() as watch:
+            planner = _Planner(model, world_size, forced, observe(model, example_inputs, watch))
+            try:
+                return planner.plan(group, sequence_parallel, experts)
+            finally:
+                del planner  # the trace has to be gone
 
 
 def check_plain(model: nn.Module) -> None:
@@ -264,7 +273,7 @@ class _Planner:
                 kept[name] = f"has a weight that the code of {read[name]} may use without calling the module"
             elif recording is not None and name not in recording.layer_rows and name not in tied:
                 kept[name] = "is not called by the example"
-            elif smallest_cut(layer) < self.world_size:
+            elif smallest_cut(layer) < divisor(self.world_size):
                 kept[name] = f"has fewer features ({smallest_cut(layer)}) than there are ranks"
         return kept
 
@@ -278,13 +287,13 @@ class _Planner:
         for name, style in self.forced.items():
             if isinstance(style, Column) and not style.gather_output and name in self.layers:
                 total = self.layers[name].out_features
-                pieces = self._pieces(total, style.unit) if not style.segments else 0
+                pieces = pieces_of(total, style.unit, self.world_size) if not style.segments else 0
                 loose[name] = Role("column", style.segments or (total,), pieces=pieces)
             elif isinstance(style, Features) and not style.gather_output and name in self.layers:
                 loose[name] = Role("column", (self.layers[name].out_features,))
             elif isinstance(style, Row) and not style.split_input and name in self.layers:
                 total = self.layers[name].in_features
-                loose[name] = Role("row", (total,), pieces=self._pieces(total, style.unit))
+                loose[name] = Role("row", (total,), pieces=pieces_of(total, style.unit, self.world_size))
             else:
                 excluded[name] = "is overridden"
         assert self.observation.recording is not None
@@ -369,18 +378,11 @@ class _Planner:
             name: f"has a weight that the code of {read[name]} may ask for its shape"
             for group, proof in self.decision.proven.items()
             for name in (*group.columns, *group.rows)
-            if name in read and (proof.pieces or proof.copies)
+            if name in read and (proof.pieces or proof.copies or any(map(has_places, self._runs(name, proof))))
         }
 
-    def _pieces(self, total: int, unit: int) -> int:
-        """Of how many pieces a cut in multiples of ``unit`` is, where it is another one than by features."""
-        if (
-            unit <= 1
-            or total % unit
-            or chunk_sizes(total, self.world_size, unit) == chunk_sizes(total, self.world_size)
-        ):
-            return 0
-        return total // unit
+    def _runs(self, name: str, proof: Proof) -> tuple[int, ...]:
+        return proof.segments.get(name, (self.layers[name].in_features,))
 
     def _choose(self, name: str, style: Style, reason: str) -> None:
         """What the data flow proves, under the name of the first source that says the same."""
@@ -410,7 +412,7 @@ class _Planner:
         if any(proof.heads for proof in self.decision.proven.values()):
             return
         for group, error in self.decision.refused.items():
-            if 1 < error.count < self.world_size and len(group.columns) + len(group.rows) <= SMALL_GROUP:
+            if 1 < error.count < divisor(self.world_size) and len(group.columns) + len(group.rows) <= SMALL_GROUP:
                 raise ValueError(
                     f"{self.world_size} ranks are more than the {error.count} heads of "
                     f"{group.columns[0].rpartition('.')[0] or type(self.model).__name__}: use at most {error.count} "

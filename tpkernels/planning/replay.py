@@ -42,7 +42,7 @@ from tpkernels.planning.session import (
     is_random,
 )
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import Split, Unproven, share
+from tpkernels.planning.splits import Split, Unproven, divisor, share
 from tpkernels.planning.tensors import storage_of, tensors_in
 from tpkernels.planning.trace import Example, Recording
 
@@ -305,7 +305,7 @@ class Replay(Gradients):
             return None
         differ = [dim for dim in range(len(whole)) if len(local) != len(whole) or local[dim] != whole[dim]]
         for pieces in (0, *sorted({role.pieces for role in self.roles.values() if role.pieces})):
-            if len(differ) != 1 or whole[differ[0]] % (pieces or self.world_size):
+            if len(differ) != 1 or whole[differ[0]] % (pieces or divisor(self.world_size)):
                 continue
             if share(whole[differ[0]], self.world_size, pieces)[self.rank] == local[differ[0]]:
                 return Split(differ[0], (whole[differ[0]],), pieces)
@@ -367,7 +367,7 @@ class Replay(Gradients):
             return forward(x)
         features = self.shadow.model.get_parameter(f"{name}.weight").shape[0]
         known = call is not None and call.name == name and name in self.shadow.epsilons
-        if not known or split != Split(split.dim, (features,)) or features % self.world_size:
+        if not known or split != Split(split.dim, (features,)) or features % divisor(self.world_size):
             return forward(x)
         assert call is not None
         if call.source != self.source(x) or call.stop > self._stop:

@@ -28,7 +28,7 @@ from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import Split, Unproven, share
+from tpkernels.planning.splits import Split, Unproven, divisor, for_degrees, share
 from tpkernels.planning.trace import Recording
 
 __all__ = ["Search"]
@@ -43,7 +43,7 @@ class Search(Hypotheses):
 
     def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
         super().__init__(shadow, recording)
-        self.world_size = world_size
+        self.world_size, self._divisor = world_size, divisor(world_size)
         self._calls = {scope.name: scope for scope in reversed(recording.scopes)}
         self._queries = 0
         """The largest number of heads that the attempts of one group saw."""
@@ -105,7 +105,7 @@ class Search(Hypotheses):
         known = dict(self._counts)
         packed = self._named(scope) if len(group.columns) == 1 else []
         for heads in dict.fromkeys([*(failure.count for failure in counted), *packed, 1]):
-            proof = self._with_copies(group, scope, heads, lcm(heads, self.world_size))
+            proof = self._with_copies(group, scope, heads, lcm(heads, self._divisor))
             if proof is not None:
                 return proof
         proof = self._shared(group, scope) or self._unevenly(group, scope) or self._uneven_copies(group, scope)
@@ -113,7 +113,7 @@ class Search(Hypotheses):
             return proof
         if counted:  # of query, key and value in one, "3 heads" are these
             raise max(counted[:1] + list(known.values()), key=lambda failure: failure.count)
-        likely = [failure.reason for failure in known.values() if failure.count >= self.world_size]
+        likely = [failure.reason for failure in known.values() if failure.count >= self._divisor]
         raise Unproven(likely[0]) if likely else failures[0]
 
     def _try_all(
@@ -184,7 +184,7 @@ class Search(Hypotheses):
     ) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
         """Arguments of the module around the group that need no gradient, and could be cut by the heads seen."""
         heads = error.met.segments[0] if error.met is not None else self._queries
-        if error.count or heads < 2 or proof.pieces not in (0, heads) or (heads % self.world_size and not proof.pieces):
+        if error.count or heads < 2 or proof.pieces not in (0, heads) or (heads % self._divisor and not proof.pieces):
             return
         scope = self.scope_of(group)
         given = named_arguments(self.shadow.modules[scope.name], scope.args, scope.kwargs)
@@ -211,14 +211,14 @@ class Search(Hypotheses):
     def _cuts(self, name: str, pieces: int, met: Split | None) -> list[Slice]:
         """How a parameter can be cut: as what it ``met``, where that is packed, or in one dimension as heads are."""
         shape = self._own[name].shape if name in self._own else ()
-        if pieces and not as_shard(pieces, self.world_size):
+        if pieces and not as_shard(pieces, self._divisor):
             return []
         if met is not None and len(met.segments) > 1:
-            even = not pieces and not met.copied and all(size % self.world_size == 0 for size in met.segments)
+            even = not pieces and not met.copied and all(size % self._divisor == 0 for size in met.segments)
             return [Slice(dim, met.segments) for dim, size in enumerate(shape) if even and size == sum(met.segments)]
         return [
             Slice(dim, (size,)) for dim, size in enumerate(shape)
-            if (size == pieces if pieces else size >= self.world_size and size % self.world_size == 0)
+            if (size == pieces if pieces else size >= self._divisor and size % self._divisor == 0)
         ]  # fmt: skip
 
     def _unevenly(self, group: Group, scope: Scope) -> Proof | None:
@@ -262,7 +262,7 @@ class Search(Hypotheses):
 
     def can_be_cut(self, pieces: int) -> bool:
         """Whether every rank gets some of them, and not all the same."""
-        return pieces % self.world_size > 0 and pieces > self.world_size
+        return pieces % self._divisor > 0 and pieces > self._divisor
 
     def hypotheses(
         self, group: Group, scope: Scope, failures: list[Unproven], pieces: int = 0, shared: bool = False
@@ -299,7 +299,7 @@ class Search(Hypotheses):
         sizes = [size for some in segments.values() for size in some] + [
             layers[name].in_features for name in group.rows
         ]
-        if not as_shard(pieces, self.world_size) and (tables or min(sizes) <= pieces):
+        if not as_shard(pieces, self._divisor) and (tables or min(sizes) <= pieces):
             return False  # a dimension of heads alone has no free places
         return all(size % pieces == 0 for size in sizes) and all(size == pieces for size in tables)
 
@@ -384,7 +384,7 @@ class Search(Hypotheses):
             return None
         if queries not in (self._queries, *self._counts):
             return None  # where queries were not seen as so many heads, features would be taken for heads
-        module, pieces = self.shadow.modules[scope.name], total if total % self.world_size else 0
+        module, pieces = self.shadow.modules[scope.name], total if total % self._divisor else 0
         whole: Whole = {}
         if getattr(module, "num_key_value_groups", None) == queries // heads:
             whole[scope.name, "num_key_value_groups"] = queries // total
@@ -414,10 +414,11 @@ class Search(Hypotheses):
         return None
 
     def _provable(self, group: Group, scope: Scope, segments: Mapping[str, tuple[int, ...]], world_size: int) -> bool:
-        for attributes in self.attribute_sets([scope], world_size):
-            try:
-                self._attempt(self.recording, scope, group, segments, attributes, world_size)
-            except Unproven:
-                continue
-            return True
+        with for_degrees(0):  # a number of heads, which stands for as many ranks
+            for attributes in self.attribute_sets([scope], world_size):
+                try:
+                    self._attempt(self.recording, scope, group, segments, attributes, world_size)
+                except Unproven:
+                    continue
+                return True
         return False

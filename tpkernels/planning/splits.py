@@ -22,11 +22,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from tpkernels.partition import array_split_sizes, chunk_sizes, unit_sizes
+from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_sizes, unit_sizes
 
-__all__ = ["Split", "Unproven", "as_array_split", "group_of", "share", "through_view"]
+__all__ = [
+    "Split", "Unproven", "as_array_split", "divisor", "for_degrees", "group_of", "has_places", "held", "pieces_of",
+    "share", "through_view",
+]  # fmt: skip
 
 _even: ContextVar[bool] = ContextVar("as_array_split", default=False)
+_largest: ContextVar[int] = ContextVar("for_degrees", default=0)
 
 
 @contextmanager
@@ -37,6 +41,34 @@ def as_array_split() -> Iterator[None]:
         yield
     finally:
         _even.reset(before)
+
+
+@contextmanager
+def for_degrees(largest: int) -> Iterator[None]:
+    """Inside, a plan for any number of ranks that divides ``largest`` cuts what that for ``largest`` cuts, in the same
+    places: parts are those of :func:`tpkernels.partition.halves`.  0: no such number."""
+    before = _largest.set(largest)
+    try:
+        yield
+    finally:
+        _largest.reset(before)
+
+
+def divisor(world_size: int) -> int:
+    """What has to divide a size that is cut evenly: the number of ranks, or the largest one."""
+    return _largest.get() or world_size
+
+
+def pieces_of(total: int, unit: int, world_size: int) -> int:
+    """Of how many pieces a cut in multiples of ``unit`` is, where it is another one than by features."""
+    ranks = divisor(world_size)
+    by_features = unit <= 1 or total % unit or share(total, ranks, total // unit) == share(total, ranks)
+    return 0 if by_features else total // unit
+
+
+def has_places(size: int) -> bool:
+    """Whether a parameter that is cut in this dimension keeps it in blocks of places (:mod:`tpkernels.nn.blocks`)."""
+    return bool(_largest.get()) and size % _largest.get() != 0
 
 
 class Unproven(Exception):
@@ -91,7 +123,7 @@ class Split:
 
     def whole_pieces(self, world_size: int) -> bool:
         """Whether every multiple of the segments is cut where they are."""
-        return bool(self.pieces) or all(size % world_size == 0 for size in self.cut_segments)
+        return bool(self.pieces) or all(size % divisor(world_size) == 0 for size in self.cut_segments)
 
     def part(self, start: int, stop: int, world_size: int, rank: int) -> tuple[Split, int, int]:
         """The segments that make up ``[start, stop)`` of the whole, and the range of the local tensor that they are.
@@ -117,9 +149,19 @@ class Split:
 def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
     """What each rank has of ``size`` elements that are made of ``pieces``."""
     unit = size // pieces if pieces else 1
+    if _largest.get():
+        return tuple(unit * count for count in halves(size // unit, world_size))
     if _even.get():
         return tuple(unit * count for count in array_split_sizes(size // unit, world_size))
     return tuple(unit * count for count in unit_sizes(pieces, world_size)) if pieces else chunk_sizes(size, world_size)
+
+
+def held(size: int, world_size: int, unit: int = 1) -> tuple[int, ...]:
+    """What each rank has memory for, of a parameter's ``size`` elements that are cut in multiples of ``unit``."""
+    blocks = _largest.get()
+    if not blocks or size // unit % blocks == 0:
+        return held_sizes(size, world_size, unit)
+    return (halves(size // unit, blocks)[0] * unit * (blocks // world_size),) * world_size
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], world_size: int) -> Split:
@@ -156,7 +198,7 @@ def _first_of(split: Split, sizes: Sequence[int], world_size: int) -> Split:
     counts = tuple(size // inner for size in split.segments)
     found = Split(split.dim + at, counts, split.pieces, split.copied)
     for count in found.cut_segments:
-        if count % (split.pieces or world_size):
+        if count % (split.pieces or divisor(world_size)):
             raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
     return found
 
@@ -170,7 +212,7 @@ def _unflatten(run: int, pieces: int, first: int, sizes: Sequence[int], world_si
             continue
         if pieces and count % pieces:
             raise Unproven(f"{count} heads are cut where {pieces} pieces are", count=count)
-        if not pieces and count % world_size:
+        if not pieces and count % divisor(world_size):
             raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
         return Split(first + index, (count,) * (size * inner // run), pieces)
     raise Unproven(f"runs of {run} viewed as {list(sizes)} are not whole along one dimension")

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from tpkernels.nn.cut_experts import ExpertsLayout
-from tpkernels.partition import held_sizes
+from tpkernels.planning.splits import held
 
 __all__ = [
     "STYLES",
@@ -262,7 +262,7 @@ def as_style(key: str, value: object, *, embedding: bool = False) -> Style:
 
 
 def _shares(sizes: tuple[int, ...], units: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    cuts = [held_sizes(size, world_size, unit) for size, unit in zip(sizes, units, strict=True)]
+    cuts = [held(size, world_size, unit) for size, unit in zip(sizes, units, strict=True)]
     return tuple(map(sum, zip(*cuts, strict=True)))
 
 

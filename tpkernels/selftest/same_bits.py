@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from tpkernels.comm.startup import new_group
 from tpkernels.measure.gathered import from_all_ranks, to_plain
 from tpkernels.measure.progress import remaining
 from tpkernels.nn.gathering import gathered
-from tpkernels.selftest.small_decoder import KINDS, Decoder, Shape
+from tpkernels.selftest.small_decoder import SHAPES, Decoder, Shape
 
 __all__ = ["Case", "Difference", "Run", "cases", "compare", "degrees_of", "Verdict", "groups_of_degrees", "run_rank"]
 
@@ -40,7 +40,11 @@ class Case:
     kind: str
     dtype: str
     steps: int = STEPS
-    shape: Shape = field(default_factory=Shape)
+    layers: int = 2
+
+    @property
+    def shape(self) -> Shape:
+        return replace(SHAPES[self.kind], layers=self.layers)
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.dtype}"
@@ -94,7 +98,7 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 def cases(dtypes: Sequence[str], *, quick: bool) -> list[Case]:
     """What is trained; with ``quick`` fewer steps."""
-    return [Case(kind, dtype, QUICK_STEPS if quick else STEPS) for kind in KINDS for dtype in dtypes]
+    return [Case(kind, dtype, QUICK_STEPS if quick else STEPS) for kind in SHAPES for dtype in dtypes]
 
 
 def degrees_of(world_size: int, same_bits: int) -> list[int]:

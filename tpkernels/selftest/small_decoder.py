@@ -1,7 +1,8 @@
 """Two small language models in plain torch, for training runs that are compared bit for bit.
 
 "gpt" has LayerNorm, GELU, biases everywhere and a table of positions; "llama" has RMSNorm, SwiGLU, two query heads per
-key-value head, rotary positions and a head tied to the embedding.  Both drop out elements of the residual.
+key-value head, rotary positions and a head tied to the embedding, and none of its sizes divides by 8.  Both drop out
+elements of the residual.
 """
 
 from __future__ import annotations
@@ -13,21 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.nn.rotary import apply_rotary
+from tpkernels.planning.styles import Column, Row, Style
 
-__all__ = ["KINDS", "Decoder", "Shape"]
-
-KINDS = ("gpt", "llama")
-STYLES = {
-    "embedding": "vocabulary", "head": "column_gather", "**.query": "column", "**.key": "column", "**.value": "column",
-    "**.out": "row", "**.up": "column", "**.down": "row",
-}  # fmt: skip
-"""How both are cut, as `plan="auto"` cuts them, which takes longer than the training; "llama" has `GATE`, too."""
-GATE = {"**.gate": "column"}
+__all__ = ["SHAPES", "Decoder", "Shape"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and of one batch; the defaults divide into 8 blocks."""
+    """Of the model and of one batch."""
 
     layers: int = 2
     width: int = 128
@@ -39,13 +33,29 @@ class Shape:
     dropout: float = 0.1
 
 
+SHAPES = {"gpt": Shape(), "llama": Shape(width=160, heads=20, d_ff=250, vocabulary=251)}
+"""By kind; those of the first divide into 8 blocks, those of the second do not: it has 10 key-value heads."""
+
+
+def _styles(kind: str, group: int, head: int) -> dict[str, str | Style]:
+    """How both are cut, as `plan="auto"` cuts them, which takes longer than the training.
+
+    ``group``: features of the query heads that share a key and value; ``head``: of one head.
+    """
+    styles: dict[str, str | Style] = {
+        "embedding": "vocabulary", "head": "column_gather", "**.query": Column(unit=group), "**.key": Column(unit=head),
+        "**.value": Column(unit=head), "**.out": Row(unit=group), "**.up": "column", "**.down": "row",
+    }  # fmt: skip
+    return styles | ({"**.gate": "column"} if kind == "llama" else {})
+
+
 class Decoder(nn.Module):
     """The mean loss of predicting each token of ``ids`` ``[batch, length + 1]`` but the first."""
 
     def __init__(self, kind: str, shape: Shape) -> None:
         super().__init__()
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
+        if kind not in SHAPES:
+            raise ValueError(f"kind must be one of {list(SHAPES)}, got {kind!r}")
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.length, shape.width) if kind == "gpt" else None
         self.dropout = nn.Dropout(shape.dropout)
@@ -57,7 +67,8 @@ class Decoder(nn.Module):
                 nn.init.normal_(table.weight, std=0.02)
         if kind == "llama":
             self.head.weight = self.embedding.weight
-        self.styles = STYLES | (GATE if kind == "llama" else {})
+        head = shape.width // shape.heads
+        self.styles = _styles(kind, 2 * head if kind == "llama" else head, head)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids[:, :-1])

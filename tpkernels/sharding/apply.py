@@ -5,13 +5,13 @@ class, so that every reference to it, also in lists and dicts of the model, refe
 
 It assumes that every rank holds the same model, and compares the values (``init_weights``).
 
-It refuses patterns that match nothing, styles that do not fit, weights that are tied to something outside the plan, a
-plan for another model or another number of ranks, and a second pass over the same model.  After an error the model is
-as it was.
+It refuses patterns that match nothing, styles that do not fit, weights tied to something outside the plan, a plan for
+another model or number of ranks, and a second pass over the same model.  After an error the model is as it was.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -161,10 +161,11 @@ def parallelize(
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f'plan must be "auto", a ShardingPlan or a mapping of names to styles, got {plan!r}')
-        plan = make_plan(model, tp, example_inputs=example_inputs, experts=experts)
+        plan = make_plan(model, tp, example_inputs=example_inputs, experts=experts, same_bits=same_bits)
     if verify:
         weights.take_first()  # what is verified is what will run
-        Verifier(model, mesh, example_inputs, plan, None, None, parallelize).verify().check()
+        swap = functools.partial(parallelize, same_bits=same_bits or None)
+        Verifier(model, mesh, example_inputs, plan, None, None, swap).verify().check()
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(plan, ShardingPlan):
         if plan.world_size != tp.size():
@@ -267,10 +268,9 @@ def parallelize(
 
 
 def _blocks(tp: DeviceMesh, same_bits: int | None) -> int:
-    if same_bits is None:
-        return resolve(tp).same_bits
-    check_job(same_bits, 1, tp.size(), tp.device_type)
-    return same_bits
+    if same_bits is not None:
+        check_job(same_bits, 1, tp.size(), tp.device_type)
+    return resolve(tp).same_bits if same_bits is None else same_bits
 
 
 def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], tp: DeviceMesh) -> None:

@@ -20,13 +20,16 @@ and the next row layer raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.nn.column import ColumnParallelLinear
+from tpkernels.nn.copied_heads import CopiedHeadsLinear
+from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.random import _mix
 from tpkernels.sharding.part_tracking import cut_alike
 from tpkernels.sharding.randomness import SEEDS
@@ -37,9 +40,11 @@ __all__ = ["Region", "drop_by_blocks", "refuse_draws"]
 class Region:
     """From the end of ``opener`` to the start of ``closer``, in training."""
 
-    def __init__(self, name: str, mesh: DeviceMesh, blocks: int) -> None:
-        """``name``: for messages; ``blocks``: this rank's."""
+    def __init__(self, name: str, mesh: DeviceMesh, blocks: int, widths: Sequence[int] | None) -> None:
+        """``name``: for messages; ``blocks``: this rank's; ``widths``: of them, where they are not all
+        alike; None: they do not follow each other."""
         self.name, self.blocks, self.first = name, blocks, mesh.get_local_rank() * blocks
+        self.widths = widths
         self.shape = torch.Size()
         self.seed, self.calls = 0, 0
         self.state: Tensor | None = None
@@ -77,7 +82,7 @@ class Region:
         Raises:
             UnsupportedProblem: it is not known where its features are.
         """
-        if x.shape != self.shape:
+        if x.shape != self.shape or self.widths is None:
             raise UnsupportedProblem(
                 f"same_bits: between {self.name} there is dropout of a tensor of shape {tuple(x.shape)}, whose blocks "
                 f"are known for the shape of the first layer's output alone, {tuple(self.shape)}: set its probability "
@@ -85,12 +90,11 @@ class Region:
             )
         seed, generator = _mix(self.seed, self.calls), torch.Generator()
         self.calls += 1
-        width = x.shape[-1] // self.blocks
         masks = [
             torch.empty(*x.shape[:-1], width, dtype=x.dtype).bernoulli_(
                 1 - p, generator=generator.manual_seed(_mix(seed, self.first + block))
             )
-            for block in range(self.blocks)
+            for block, width in enumerate(self.widths or (x.shape[-1] // self.blocks,) * self.blocks)
         ]
         mask = torch.cat(masks, -1).div_(1 - p if p < 1 else 1)
         cut_alike(mask, x)
@@ -144,13 +148,19 @@ class _BlockDropout(nn.Dropout):
         return super().forward(x)
 
 
+def _widths_of(opener: nn.Module) -> Sequence[int] | None:
+    if isinstance(opener, PackedColumnParallelLinear):
+        return None
+    return cast(ColumnParallelLinear | CopiedHeadsLinear, opener).block_widths()
+
+
 def drop_by_blocks(
     model: nn.Module, modules: dict[str, nn.Module], pairs: Sequence[tuple[str, str]], mesh: DeviceMesh, same_bits: int
 ) -> None:
     """Let dropout between the layers of each pair draw its masks by blocks; ``modules``: the model's, by name."""
     regions = []
     for opener, closer in pairs:
-        region = Region(f"{opener!r} and {closer!r}", mesh, same_bits // mesh.size())
+        region = Region(f"{opener!r} and {closer!r}", mesh, same_bits // mesh.size(), _widths_of(modules[opener]))
         modules[opener].register_forward_hook(region.open)
         modules[closer].register_forward_pre_hook(region.close)
         regions.append(region)

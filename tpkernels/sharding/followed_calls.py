@@ -76,7 +76,7 @@ class Followed(AbstractContextManager["Followed"]):
             return
         sizes = _sizes_given(module)
         copied = module.copied if isinstance(module, PackedColumnParallelLinear) else 0
-        if sizes and (copied or self.parts.of(output) is None):
+        if sizes and (copied or _leaves_places_out(module) or self.parts.of(output) is None):
             self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes, copied=copied)]))
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
             self._check_row(module, *args, **kwargs)
@@ -151,5 +151,18 @@ def _sizes_given(module: nn.Module) -> tuple[int, ...]:
     if isinstance(module, ColumnParallelLinear) and module.gather_output:
         return ()
     if isinstance(module, ColumnParallelLinear | PackedColumnParallelLinear | CopiedHeadsLinear):
-        return tuple(weight.shape[0] for weight, _ in module.parts())
+        widths = [layer.block_widths() for layer in _layers_of(module)]
+        return tuple(
+            sum(of_blocks) if of_blocks else weight.shape[0]
+            for of_blocks, (weight, _) in zip(widths, module.parts(), strict=True)
+        )
     return ()
+
+
+def _layers_of(module: nn.Module) -> list[Any]:
+    return module.layers if isinstance(module, PackedColumnParallelLinear) else [module]
+
+
+def _leaves_places_out(module: nn.Module) -> bool:
+    """Whether the output is made of what the op gave, which was followed, in a way that is not."""
+    return not isinstance(module, FeatureParallelEmbedding) and any(one.block_widths() for one in _layers_of(module))

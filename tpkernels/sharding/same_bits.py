@@ -2,8 +2,8 @@
 
 A model does if it is cut in the same layers at every degree, all of whose ops do, and if nothing else depends on it.
 So the plan must be the one for ``same_bits`` ranks, layer by layer; what is cut must be columns, rows and vocabularies,
-which divide into so many blocks, or channels of convolutions, which gather their weights then; and masks of what is cut
-are those of blocks (:mod:`tpkernels.sharding.block_masks`).
+in so many blocks, at the same places, or channels of convolutions, which gather their weights then; and masks of what
+is cut are those of blocks (:mod:`tpkernels.sharding.block_masks`).
 Column layers check at each call that elementwise code behind them gives each element the same bits
 (:func:`tpkernels.ops.same_bits.check_parts`).
 
@@ -15,16 +15,18 @@ kept).  The models of ``tests/sharding/test_same_bits.py`` hold it at one shape.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from torch import nn
 
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
-from tpkernels.planning.styles import Channels, Column, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.splits import for_degrees, held
+from tpkernels.planning.styles import Channels, Column, CopiedHeads, Replicate, Row, Style, Vocabulary
 
 __all__ = ["check_plan", "check_styles"]
 
-KEPT = (Column, Row, Vocabulary, Channels, Replicate)
+KEPT = (Column, CopiedHeads, Row, Vocabulary, Channels, Replicate)
 
 
 def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_inputs: object, experts: str) -> None:
@@ -34,8 +36,9 @@ def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_input
         ValueError: names the module.
     """
     widest = make_plan(
-        model, largest, sequence_parallel=plan.sequence_parallel, example_inputs=example_inputs, experts=experts
-    )
+        model, largest, sequence_parallel=plan.sequence_parallel, example_inputs=example_inputs, experts=experts,
+        same_bits=largest,
+    )  # fmt: skip
     for name, style in plan.styles.items():
         other = widest.styles.get(name)
         if other != style:
@@ -61,6 +64,28 @@ def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_input
                 f"ranks and {others} on {largest}"
             )
     check_styles(plan.styles, largest, by_hand=False)
+    _check_places(plan, largest)
+
+
+def _check_places(plan: ShardingPlan, largest: int) -> None:
+    """Refuse a plan that was made for one number of ranks alone, where that cuts at other places."""
+    with for_degrees(largest):
+        for entry in plan.entries:
+            for one in entry.parameters:
+                if one.dim is None or isinstance(entry.style, Replicate):
+                    continue
+                total = one.shape[one.dim]
+                due = (
+                    held(total, plan.world_size)
+                    if isinstance(entry.style, Vocabulary)
+                    else (cast(Column | Row, entry.style).local_features(total, plan.world_size))
+                )
+                found = tuple(shape[one.dim] for shape in one.local_shapes)
+                if found != due:
+                    raise ValueError(
+                        f"same_bits ({largest}): the plan cuts {one.name} of module {entry.path!r} into {list(found)}, "
+                        f"and the blocks of {largest} ranks make {list(due)}: use make_plan(..., same_bits={largest})"
+                    )
 
 
 def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool = True) -> None:
@@ -73,6 +98,16 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
             raise ValueError(
                 f"same_bits ({same_bits}): module {name!r} works on a part of the sequence, and a plan by hand does "
                 "not say what else does: use make_plan(..., sequence_parallel=True), or sequence_parallel=False"
+            )
+        if isinstance(style, Column) and style.copied and not style.copies:
+            raise ValueError(
+                f"same_bits ({same_bits}): all queries of module {name!r} share its key and value, whose gradient a "
+                "rank sums over all of its queries"
+            )
+        if getattr(style, "summed_gradient", False) or not getattr(style, "sum_input_gradient", True):
+            raise ValueError(
+                f"same_bits ({same_bits}): what module {name!r} gives or takes meets parts of several layers, and its "
+                "gradient is summed over the ranks once for all of them, in no blocks"
             )
         if not isinstance(style, KEPT):
             raise ValueError(f"same_bits ({same_bits}): module {name!r} is cut as {style}, which is in no blocks")

@@ -27,10 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm import canonical, tree_sum
+from tpkernels.nn.block_copies import copies_for_blocks
 from tpkernels.nn.random import _mix
 from tpkernels.nn.replicated import BY_BLOCKS
-from tpkernels.ops import all_gather
 from tpkernels.ops.same_bits import VECTOR
 from tpkernels.sharding.randomness import SEEDS
 
@@ -125,8 +124,7 @@ class SequenceBlocks:
         if not local.requires_grad or not torch.is_grad_enabled():
             return local
         if id(parameter) not in self._copies:
-            copies = _Copies.apply(local, self.mesh, self.own)  # type: ignore[no-untyped-call]
-            self._copies[id(parameter)] = cast(Tensor, copies)
+            self._copies[id(parameter)] = copies_for_blocks(local, self.mesh, self.own)
         return self._copies[id(parameter)][self._block]
 
     def _part(self, x: Tensor) -> Tensor:
@@ -164,22 +162,3 @@ def _by_blocks(cls: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
     }
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
-
-
-class _Copies(torch.autograd.Function):
-    """A replicated tensor once for each of this rank's blocks; its gradient is summed over all blocks, in one tree."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, blocks: int) -> Tensor:
-        ctx.mesh = mesh
-        return x.expand(blocks, *x.shape).clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        own = dy.new_empty(1, dy[0].numel(), dtype=tree_sum.wide(dy.dtype))
-        tree_sum.of_products([part.reshape(1, -1) for part in dy], own)
-        sums = all_gather(own, ctx.mesh)
-        dx = dy.new_empty(own.shape)
-        canonical.top_of_tree(list(sums.split(1)), dx)
-        return dx.view(dy.shape[1:]), None, None

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.nn.cut_experts import CutExperts
+from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.gathering import gathered, pieces_of
 from tpkernels.nn.parallel_linear import ParallelLinear
 
@@ -72,7 +73,7 @@ class Part:
     units: int | None = None
     """The dimension of the original for which the tensor has two, units and what is in them."""
     held: tuple[int, ...] = ()
-    """How many units each rank of tensor parallelism has, where the tensor has more places: the first of its own."""
+    """How many units there are in each of so many runs of places, where there are more places: the first of a run."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,13 +98,30 @@ class Part:
         return Box(tuple(offsets), self._merged(sizes))
 
     def _units_in(self, start: int, places: int) -> tuple[int, int]:
-        """The first unit in ``places`` from ``start`` on, all of one rank, and how many are there."""
+        """The first unit in ``places`` from ``start`` on, and how many are there."""
         if not self.held or not places:
             return start, places
+        return self._units_before(start), self._units_before(start + places) - self._units_before(start)
+
+    def _units_before(self, place: int) -> int:
+        run, within = divmod(place, self._room)
+        return sum(self.held[:run]) + (min(within, self.held[run]) if within else 0)
+
+    @property
+    def _room(self) -> int:
+        """Places of a run."""
         assert self.units is not None
-        rank, place = divmod(start, self.tensor.shape[self.units] // len(self.held))
-        before = min(place, self.held[rank])
-        return sum(self.held[:rank]) + before, min(places, self.held[rank] - before)
+        return self.tensor.shape[self.units] // len(self.held)
+
+    def _occupied(self, start: int, places: int) -> list[slice]:
+        """Which of the ``places`` from ``start`` on hold units, by runs."""
+        found = []
+        for run in range(start // self._room, -(-(start + places) // self._room)):
+            first = run * self._room
+            low, high = max(start, first), min(start + places, first + self.held[run])
+            if low < high:
+                found.append(slice(low - start, high - start))
+        return found
 
     @property
     def local(self) -> Tensor:
@@ -111,7 +129,7 @@ class Part:
         mine = local_of(self.tensor)
         if self.units is not None and self.held:
             start, places = box_of(self.tensor).offsets[self.units], mine.shape[self.units]
-            mine = mine.narrow(self.units, 0, self._units_in(start, places)[1])
+            mine = self._units_of(mine, start, places)
         return mine.reshape(self._merged(mine.shape))
 
     def placed(self, values: Tensor) -> Tensor:
@@ -119,18 +137,28 @@ class Part:
         shape = local_of(self.tensor).shape
         if self.units is None or not self.held:
             return values.view(shape)
-        units = values.shape[self.units] // shape[self.units + 1]
-        made = values.new_zeros(shape)
-        made.narrow(self.units, 0, units).copy_(values.unflatten(self.units, (units, shape[self.units + 1])))
+        units, dim = values.shape[self.units] // shape[self.units + 1], self.units
+        values, made = values.unflatten(dim, (units, shape[dim + 1])), values.new_zeros(shape)
+        first = 0
+        for run in self._occupied(box_of(self.tensor).offsets[dim], shape[dim]):
+            count = run.stop - run.start
+            made.narrow(dim, run.start, count).copy_(values.narrow(dim, first, count))
+            first += count
         return made
+
+    def _units_of(self, held: Tensor, start: int, places: int) -> Tensor:
+        """The units in ``held``, which has ``places`` from ``start`` on."""
+        assert self.units is not None
+        runs = [held.narrow(self.units, run.start, run.stop - run.start) for run in self._occupied(start, places)]
+        if len(runs) == 1:
+            return runs[0]
+        return torch.cat(runs, self.units) if runs else held.narrow(self.units, 0, 0)
 
     def whole(self) -> Tensor:
         """A tensor of ``shape``, gathered from all ranks; on the only rank of a mesh it may be the very tensor."""
         whole = gathered(self.tensor)
         if self.units is not None and self.held:
-            ranks = whole.chunk(len(self.held), self.units)
-            held = [one.narrow(self.units, 0, count) for one, count in zip(ranks, self.held, strict=True)]
-            whole = torch.cat(held, self.units)
+            whole = self._units_of(whole, 0, whole.shape[self.units])
         return whole.reshape(self.shape)
 
     def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -286,8 +314,8 @@ def _packed(model: nn.Module) -> tuple[dict[str, tuple[int, tuple[str, ...]]], d
     for path, module in model.named_modules(remove_duplicate=False):
         tell = getattr(module, "packed_parameters", None)
         prefix = (f"{path}." if path else "").replace(_CHECKPOINT_WRAPPER, "")
-        if isinstance(module, ParallelLinear | CutExperts):
-            held = module.units_of_ranks() if isinstance(module, ParallelLinear) and module.has_free_places else ()
+        if isinstance(module, ParallelLinear | VocabParallelEmbedding | CutExperts):
+            held = module.units_held() if not isinstance(module, CutExperts) and module.has_free_places else ()
             units |= {prefix + name: (dim, held) for name, dim in module.parameters_by_unit().items()}
         for name, (dim, keys) in (tell() if callable(tell) else {}).items():
             packed[prefix + name] = dim, tuple(prefix + key for key in keys)

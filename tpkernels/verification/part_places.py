@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpkernels.partition import chunk_sizes, offsets, unit_sizes
+from tpkernels.partition import offsets
+from tpkernels.planning.splits import share
 from tpkernels.planning.styles import Column, CopiedHeads, Features, Row, Style
 from tpkernels.state.originals import box_of, local_of
 
@@ -73,13 +74,13 @@ def _rows(style: Style | None, features: int, rank: int, world_size: int) -> lis
 
 def _of_copies(features: int, heads: int, copies: int, rank: int, world_size: int) -> list[int]:
     """The features that a rank's part of ``copies`` of so many heads are copies of."""
-    width, counts = features // heads, unit_sizes(copies, world_size)
+    width, counts = features // heads, share(copies, world_size, copies)
     first = offsets(counts)[rank]
     mine = [copy * heads // copies for copy in range(first, first + counts[rank])]
     return [head * width + column for head in mine for column in range(width)]
 
 
 def _chunk(size: int, unit: int, rank: int, world_size: int) -> list[int]:
-    sizes = chunk_sizes(size, world_size, unit)
+    sizes = share(size, world_size, size // unit if unit > 1 else 0)
     start = offsets(sizes)[rank]
     return list(range(start, start + sizes[rank]))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import CommunicationError
 from tpkernels.nn.digests import digest_of
 from tpkernels.nn.parameters import tp_mesh
@@ -29,6 +29,7 @@ from tpkernels.planning.example_inputs import as_call, candidates
 from tpkernels.planning.hints import match
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import check_plain, make_plan
+from tpkernels.planning.splits import for_degrees
 from tpkernels.planning.styles import Style, as_style
 from tpkernels.state.collective_errors import Ranks
 from tpkernels.verification.differences import Expected, compare, expect, worst_first
@@ -270,7 +271,8 @@ class Verifier:
             found: tuple[Any, Any] = (len(watched[0]), said), None
         else:
             search = Search(*watched, ran.events, styles, self.kinds, self.tp.get_local_rank(), self.tp.size())
-            found = search.forward(), search.backward(wrong)
+            with for_degrees(resolve(self.tp).same_bits):
+                found = search.forward(), search.backward(wrong)
         facts = self.ranks.exchange("verify: first difference", {"forward": found[0], "backward": found[1]})
         forward = [one["forward"] for one in facts if one["forward"] is not None]
         backward = [one["backward"] for one in facts if one["backward"] is not None]

@@ -1,0 +1,51 @@
+"""Seeded faults of `same_bits`: the same bits at every degree."""
+
+from __future__ import annotations
+
+from tests.mutations.edit import Edit
+
+__all__ = ["SAME_BITS"]
+
+CANONICAL, BITS, TRAINED = "gemm/canonical.py", "tests/ops/test_same_bits.py", "tests/sharding/test_same_bits.py"
+UNEVEN = "tests/nn/test_same_bits.py"
+
+SAME_BITS = (
+    Edit(CANONICAL, 'place=f"leaf {len(parts)}"', 'place="leaf"', f"{BITS} -k every_op"),
+    Edit(
+        "gemm/tree_sum.py",
+        "zip(parts[::2], parts[1::2], strict=True)",
+        "zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)",
+        "tests/csrc/test_tree_sum.py -k without",
+    ),
+    Edit(CANONICAL, " and x.data_ptr() % _ALIGNMENT == 0:", ":", f"{BITS} -k strides"),
+    Edit(
+        CANONICAL,
+        "None if bias is None else dense(bias[panel])",
+        "None if bias is None else bias[panel]",
+        f"{BITS} -k strides",
+    ),
+    Edit(CANONICAL, "block * width, (block + 1) * width", "block * width, size", f"{BITS} -k values"),
+    Edit(
+        "dispatch.py",
+        "problem.out_dtype is not None or not offer.keeps_bits",
+        "problem.out_dtype is not None",
+        f"{BITS} -k cannot",
+    ),
+    Edit(
+        "state/clipping.py",
+        "in local.chunk(blocks, placement.dim)]",
+        "in local.chunk(1, placement.dim)]",
+        f"{TRAINED} -k gpt",
+    ),
+    Edit("nn/blocks.py", "self.counts[rank * own : (rank + 1) * own]", "self.counts[:own]", f"{UNEVEN} -k sizes"),
+    Edit("nn/blocks.py", "block * self.places + units", "units", f"{UNEVEN} -k sizes"),
+    Edit(
+        "nn/block_copies.py",
+        "canonical.top_of_tree(list(sums.split(1)), dx)",
+        "dx.copy_(sums[0] + sums[1:].flip(0).sum(0))",
+        f"{UNEVEN} -k sizes",
+    ),
+    Edit("state/originals.py", "start + places, first + self.held[run]", "start + places", f"{UNEVEN} -k sizes"),
+    Edit("sharding/block_masks.py", "enumerate(self.widths or ", "enumerate(", f"{TRAINED} -k drops"),
+    Edit("ops/same_bits.py", "if rows * width % VECTOR)", "if width < 0)", f"{TRAINED} -k refused"),
+)
