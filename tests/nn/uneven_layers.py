@@ -57,7 +57,8 @@ class Draw:
 def draw(seed: int) -> Draw:
     pick = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
-    units = pick.choice([1, 3, 5, 7, 9, 10, 11, 12, 13, 15, 17, 20, *([28, 31, 41, 100] if kind != "packed" else [])])
+    few, some, many = [1, 3, 5, 7], [9, 10, 11, 12, 13, 15, 17, 20], [28, 31, 41, 100]
+    units = pick.choice([*(few if kind != "copied" else []), *some, *(many if kind != "packed" else [])])
     unit = 1 if kind in ("gated", "table") else 64 if kind == "packed" else pick.choice([1, 2, 3, 4, 8, 16])
     return Draw(
         kind, units, unit, pick.choice([1, 2, 5, 8, 24, 33]), 64 * pick.choice([1, 1, 2, 9]), pick.choice(DTYPES),
