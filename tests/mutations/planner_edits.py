@@ -45,8 +45,8 @@ PLANNER = (
         UNITS,
     ),
     Edit("nn/parallel_linear.py", "if units == local.shape[dim]:", "if True:", UNITS),
-    Edit("state/originals.py", "return sum(self.held[:rank]) + before,", "return start,", WHOLE),
-    Edit("state/originals.py", "made.narrow(self.units, 0, units)", "made.narrow(self.units, -units, units)", WHOLE),
+    Edit("state/originals.py", "return self._units_before(start),", "return start,", WHOLE),
+    Edit("state/originals.py", "made.narrow(dim, run.start,", "made.narrow(dim, shape[dim] - count,", WHOLE),
     Edit(
         "state/plain_optimizer.py",
         "return found if len(original.parts) == 1 else",
@@ -72,5 +72,5 @@ PLANNER = (
         "tests/nn/test_sliced_arguments.py",
     ),
     Edit("nn/packed.py", "if index < len(segments) - copied:", "if index < len(segments):", f"{PACKED} -k train"),
-    Edit("sharding/followed_calls.py", "(copied or self.parts.of", "(self.parts.of", f"{PACKED} -k train"),
+    Edit("sharding/followed_calls.py", "(copied or _leaves", "(_leaves", f"{PACKED} -k train"),
 )

@@ -45,7 +45,12 @@ SAME_BITS = (
         "dx.copy_(sums[0] + sums[1:].flip(0).sum(0))",
         f"{UNEVEN} -k sizes",
     ),
-    Edit("state/originals.py", "start + places, first + self.held[run]", "start + places", f"{UNEVEN} -k sizes"),
+    Edit(
+        "state/originals.py",
+        "start + places, first + self.held[run]",
+        "start + places, first + self._room",
+        f"{UNEVEN} -k sizes",
+    ),
     Edit("sharding/block_masks.py", "enumerate(self.widths or ", "enumerate(", f"{TRAINED} -k drops"),
     Edit("ops/same_bits.py", "if rows * width % VECTOR)", "if width < 0)", f"{TRAINED} -k refused"),
 )
