@@ -19,6 +19,7 @@ from tpkernels.nn.convolution import why_not_cut
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.plan_entries import Chosen
 from tpkernels.planning.source_reads import maybe_read
+from tpkernels.planning.splits import degrees, divisor
 from tpkernels.planning.styles import Channels, Replicate
 from tpkernels.planning.whole_in_out import READ
 
@@ -49,7 +50,7 @@ def convolution_choices(
     unseen = maybe_read(modules[""]) if not convolutions.keys() <= called else {}
     found: dict[str, Chosen] = {}
     for name, module in convolutions.items():
-        why = why_not_cut(module, world_size) or _why_whole(name, module, read, tied)
+        why = why_not_cut(module, divisor(world_size), degrees()) or _why_whole(name, module, read, tied)
         if why is None and name not in called and name in unseen:
             why = f"has a weight that the code of {unseen[name]} may use without calling the module"
         cut = Chosen(Channels(), "rule", "by its output channels, gathered")

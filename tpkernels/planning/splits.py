@@ -25,7 +25,7 @@ from math import prod
 from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_sizes, unit_sizes
 
 __all__ = [
-    "Split", "Unproven", "as_array_split", "divisor", "for_degrees", "group_of", "has_places", "held", "pieces_of",
+    "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of", "has_places", "held", "pieces_of",
     "share", "through_view",
 ]  # fmt: skip
 
@@ -52,6 +52,11 @@ def for_degrees(largest: int) -> Iterator[None]:
         yield
     finally:
         _largest.reset(before)
+
+
+def degrees() -> int:
+    """The largest number of ranks of :func:`for_degrees`; 0 outside."""
+    return _largest.get()
 
 
 def divisor(world_size: int) -> int:
