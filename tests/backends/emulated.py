@@ -192,6 +192,7 @@ class Emulation:
         try:
             tpk.all_reduce(torch.zeros(1), made, implementation="unfused")  # the ranks meet
             group = resolve(made)
+            agreement.meet(group, 0, torch.device("cpu"))  # one rank has not met itself yet
             with mock.patch.object(symmetric_channels, "MAX_LANES", self.most_lanes):
                 channels = SymmetricChannels(group, EmulatedDevice(group, self))
             channels.checks_first_use = self.checks

@@ -255,11 +255,12 @@ def compile_variant(variant: Variant, package: str) -> tuple[Any, Any]:
             "stride_wn": "i32",
             "stride_wk": "i32",
             "stride_addend": "i32",
+            "addend_rows": "i32",
             "stride_staging": "i32",
             "stride_scale": "i32",
         }
         signal = triton.language.int64 if variant.pads else triton.language.int32
-        constants |= {"STAGING": staging, "SIGNAL": signal, "HAS_ADDEND": variant.addend}
+        constants |= {"STAGING": staging, "SIGNAL": signal, "ADDENDS": int(variant.addend)}
     constants["stride_wn" if variant.transposed else "stride_wk"] = 1  # as the launcher specialises them
     constants |= {name: None for name, kind in types.items() if kind is None}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}

@@ -49,7 +49,7 @@ class Case:
     bias: bool = False
     scale: str = "none"
     preactivation: bool = False
-    addend: bool = False
+    addend: int = 0  # how many
     transposed: bool = False
     descriptors: bool = False
     stride: int = 0  # elements between the rows of all operands and results, if not as few as can be
@@ -290,9 +290,12 @@ def scatter(case: Case) -> list[list[Tensor]]:
         like = partial(padded, device=case.device, stride=case.stride)
         x = like(case.rows, case.k, case.dtype, payload((case.rows, case.k), case.dtype, call=call, name="x"))[0]
         w, addend = weights(case, call, "w"), None
-        if case.addend:
-            values = payload((case.rows, case.n), torch.float32, call=call, name="addend")
-            addend = like(case.rows, case.n, torch.float32, values)[0]
+        shape, names = (case.rows, case.n), ["addend", "second", "third"][: case.addend]
+        addends = [payload(shape, torch.float32, call=call, name=name) for name in names]
+        if case.addend == 1:
+            addend = like(case.rows, case.n, torch.float32, addends[0])[0]
+        elif addends:
+            addend = case.place(torch.nn.functional.pad(torch.stack(addends), (0, 0, 0, 3), value=float("nan")))
         sx, sw = scales(case, "x", case.rows), scales(case, "w", case.n)
         staging_dtype = case.out_dtype or torch.float32
         staging = [like(rows, case.n, staging_dtype)[1][MARGIN:] for rows in case.shards]
@@ -314,7 +317,9 @@ def scatter(case: Case) -> list[list[Tensor]]:
         _run_beside(case, launch, watcher, stop)
         sums = product(case, x, w, None, None if sx is None else sx.expand(case.rows),
                           None if sw is None else sw.expand(case.n))  # fmt: skip
-        sums = (sums if addend is None else sums.plus(addend.cpu()).rounded(torch.float32)).rounded(staging_dtype)
+        for one in addends:
+            sums = sums.plus(one).rounded(torch.float32)
+        sums = sums.rounded(staging_dtype)
         for owner, rows in enumerate(case.shards):
             sums.narrow(0, offsets(case.shards)[owner], rows).check(staging[owner][:rows, : case.n], f"{owner}")
             assert staging[owner][rows:].isnan().all() and staging[owner][:, case.n :].isnan().all(), "margin"

@@ -40,13 +40,13 @@ GATHER = {
 
 SCATTER = {
     "fp32 staging": {},
-    "fp16, halves, addend": {"dtype": torch.float16, "block": (16, 128, 16), "n": 150, "addend": True, "rank": 1},
+    "fp16, halves, addend": {"dtype": torch.float16, "block": (16, 128, 16), "n": 150, "addend": 1, "rank": 1},
     "transposed weight, bf16 staging": {"transposed": True, "out_dtype": torch.bfloat16, "rank": 2},
     "descriptors, transposed weight": {"descriptors": True, "transposed": True, "dtype": torch.float16, "n": 70},
     "fp8 with descriptors": {**FP8, "out_dtype": None, "scale": "row", "descriptors": True},
     "epochs that wrap": {"calls": 3, "first_epoch": 2**31 - 2, "shards": (0, 20), "num_chunks": 3},
     "nothing to contract": {"k": 0, "dtype": torch.float32},
-    "nested": {"loop": "nested", "k": 80},
+    "nested, addends": {"loop": "nested", "k": 80, "addend": 3},
 }
 
 
@@ -70,7 +70,7 @@ FAR_APART: dict[str, dict[str, Any]] = {
     "gather, gated": {**FAR, "activation": "swiglu", "rank": 1, "preactivation": True},
     "gather, transposed weight": {**FAR, "transposed": True},
     "gather, fp8, a scale per row": {**FP8, **FAR, "scale": "row"},
-    "scatter": {**FAR, "addend": True},
+    "scatter": {**FAR, "addend": 1},
     "scatter, transposed weight": {**FAR, "transposed": True},
 }
 
@@ -104,7 +104,7 @@ LOOPS = {
     "gather, gated": ("gather", {"activation": "swiglu", "preactivation": True, "rank": 1}),
     "gather, descriptors": ("gather", {"descriptors": True, "shards": (20, 37), "dtype": torch.float16}),
     "gather, fp8": ("gather", {**FP8, "scale": "row", "descriptors": True}),
-    "scatter, one CTA": ("scatter", {"programs": 1, "addend": True}),
+    "scatter, one CTA": ("scatter", {"programs": 1, "addend": 1}),
     "scatter, descriptors": ("scatter", {"descriptors": True, "transposed": True, "k": 96, "shards": (20, 37)}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutations.block_edits import BLOCKS
 from tests.mutations.edit import Edit
 from tests.mutations.fp8_edits import FP8
 from tests.mutations.planner_edits import PLANNER
@@ -418,6 +419,7 @@ EDITS = (
         '"LOCAL_RANK": str(0)',
         "tests/launching/test_local_ranks.py",
     ),
+    *BLOCKS,
     *FP8,
     *PLANNER,
     *SAME_BITS,

@@ -28,7 +28,7 @@ from tpkernels.ops.contract import (
 )
 from tpkernels.partition import Layout
 
-__all__ = ["KEEP_BITS", "Arrivals", "combine", "partial_of", "subtree"]
+__all__ = ["KEEP_BITS", "Arrivals", "check_sum", "combine", "partial_of", "subtree"]
 
 KEEP_BITS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 """Ops that have such a form; a sum of whatever the ranks have is a sum of so many parts as there are ranks."""
@@ -118,7 +118,14 @@ class Arrivals:
 
 
 def subtree(context: Context, call: MatmulReduceScatter | MatmulAllReduce, sums: Tensor | None = None) -> Subtree:
-    """This rank's part of a sum over the contraction; ``sums``: where it goes.
+    """This rank's part of a sum over the contraction; ``sums``: where it goes.  Raises as :func:`check_sum`."""
+    check_sum(context, call)
+    xs, matrices = cast(Sequence[Tensor], call.xs), cast(Sequence[Tensor], call.matrices)
+    return Subtree(xs, matrices, own_blocks(context), sums)
+
+
+def check_sum(context: Context, call: MatmulReduceScatter | MatmulAllReduce) -> None:
+    """Refuse what a tree over products has no place for.
 
     Raises:
         UnsupportedProblem: on all ranks; something else is added to the products, or follows the sum.
@@ -128,8 +135,6 @@ def subtree(context: Context, call: MatmulReduceScatter | MatmulAllReduce, sums:
             f"{context.problem.op} with same_bits={context.problem.same_bits} sums products alone: a residual, a norm "
             "or a gradient of each rank's own would be added in another place of the tree"
         )
-    xs, matrices = cast(Sequence[Tensor], call.xs), cast(Sequence[Tensor], call.matrices)
-    return Subtree(xs, matrices, own_blocks(context), sums)
 
 
 def partial_of(tree: Subtree, layout: Layout, owner: int, start: int, stop: int) -> Tensor:

@@ -1,14 +1,15 @@
 # mypy: disable-error-code="untyped-decorator"
 """GEMM of a reduce-scatter: remote owners' rows first, each chunk announced as soon as its last tile is stored.
 
-    partial = scale * (x @ weight^T) + addend            x [M, K], weight [N, K]
+    partial = scale * (x @ weight^T) + addends[0] + addends[1] + ...            x [M, K], weight [N, K]
 
 Rows of owner r go to `staging[r]`, a base address in a table: this rank's slot in the owner's memory (push over
 NVLink), or a slot of this rank from which copy engines carry finished chunks. When all tiles of chunk c of owner r are
 stored, `signals[r]`[c] is set to the call, visible to the whole system. The reducer of the owner sums over ranks in
 rank order in fp32, adds the bias and rounds once; with fp32 staging nothing is rounded before.
 
-`addend` makes sums of several products (one launch each, the last one into staging). The kernel never waits.
+`addend` makes sums of several products (one launch each, the last one into staging); several of them, which are added
+in their order, make sums in a tree. The kernel never waits.
 
 Partials are stored by threads, not through descriptors. A descriptor would have to be made in the kernel for every
 owner. Above all its stores are asynchronous, and Triton 3.6 and 3.7 wait only until their source has been read
@@ -67,6 +68,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     stride_wn,
     stride_wk,
     stride_addend,
+    addend_rows,
     stride_staging,
     stride_scale,
     BLOCK_M: tl.constexpr,
@@ -79,7 +81,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     STAGING: tl.constexpr,
     SIGNAL: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
+    ADDENDS: tl.constexpr,
     SCALE: tl.constexpr,
     LOOP: tl.constexpr,
 ):
@@ -104,8 +106,8 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
                 )
             _end(
                 tile, acc, current, order, staging, signals, counters, num_row_tiles, num_column_tiles, n,
-                addend, scale_x, scale_weight, stride_addend, stride_staging, stride_scale,
-                BLOCK_M, BLOCK_N, GROUP_M, STAGING, SIGNAL, HAS_ADDEND, SCALE,
+                addend, scale_x, scale_weight, stride_addend, addend_rows, stride_staging, stride_scale,
+                BLOCK_M, BLOCK_N, GROUP_M, STAGING, SIGNAL, ADDENDS, SCALE,
             )  # fmt: skip
     else:
         num_steps = tl.maximum(1, tl.cdiv(k, BLOCK_K))
@@ -134,8 +136,8 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
                 done += programs
                 _end(
                     done, acc, current, order, staging, signals, counters, num_row_tiles, num_column_tiles, n,
-                    addend, scale_x, scale_weight, stride_addend, stride_staging, stride_scale,
-                    BLOCK_M, BLOCK_N, GROUP_M, STAGING, SIGNAL, HAS_ADDEND, SCALE,
+                    addend, scale_x, scale_weight, stride_addend, addend_rows, stride_staging, stride_scale,
+                    BLOCK_M, BLOCK_N, GROUP_M, STAGING, SIGNAL, ADDENDS, SCALE,
                 )  # fmt: skip
                 acc, acc_up = no_sums(BLOCK_M, BLOCK_N, False)
 
@@ -183,6 +185,7 @@ def _end(  # type: ignore[no-untyped-def]
     scale_x,
     scale_weight,
     stride_addend,
+    addend_rows,
     stride_staging,
     stride_scale,
     BLOCK_M: tl.constexpr,
@@ -190,7 +193,7 @@ def _end(  # type: ignore[no-untyped-def]
     GROUP_M: tl.constexpr,
     STAGING: tl.constexpr,
     SIGNAL: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
+    ADDENDS: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     """Store a tile, and announce its chunk if it was the last one of it."""
@@ -199,9 +202,9 @@ def _end(  # type: ignore[no-untyped-def]
     # The compiler knows nothing of an address from a table; that it is aligned makes 16-byte stores.
     base = tl.multiple_of(tl.load(staging + owner).to(tl.pointer_type(STAGING)), 16)
     _finish(
-        acc, column * BLOCK_N, row, rows, offset, n, base, addend, scale_x, scale_weight, stride_addend,
+        acc, column * BLOCK_N, row, rows, offset, n, base, addend, scale_x, scale_weight, stride_addend, addend_rows,
         stride_staging, stride_scale,
-        BLOCK_M, BLOCK_N, HAS_ADDEND, SCALE,
+        BLOCK_M, BLOCK_N, ADDENDS, SCALE,
     )  # fmt: skip
     if count_tile(counters + slot, chunk_tiles * num_column_tiles) != 0:
         announce(tl.load(signals + owner).to(tl.pointer_type(SIGNAL)) + chunk, current)
@@ -220,26 +223,27 @@ def _finish(  # type: ignore[no-untyped-def]
     scale_x,
     scale_weight,
     stride_addend,
+    addend_rows,
     stride_staging,
     stride_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
+    ADDENDS: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Scale, addend and store, for at most FINISH_COLUMNS columns at a time."""
+    """Scale, addends and store, for at most FINISH_COLUMNS columns at a time."""
     if BLOCK_N > FINISH_COLUMNS:
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         for half in tl.static_range(2):
             _finish(
                 left if half == 0 else right, first_column + half * (BLOCK_N // 2), row, rows, offset, n,
-                base, addend, scale_x, scale_weight, stride_addend, stride_staging, stride_scale,
-                BLOCK_M, BLOCK_N // 2, HAS_ADDEND, SCALE,
+                base, addend, scale_x, scale_weight, stride_addend, addend_rows, stride_staging, stride_scale,
+                BLOCK_M, BLOCK_N // 2, ADDENDS, SCALE,
             )  # fmt: skip
     else:
         acc = scaled(acc, scale_x, scale_weight, stride_scale, row, rows, first_column, n, SCALE, BLOCK_M, BLOCK_N)
-        if HAS_ADDEND:
-            acc += load_tile(addend, row, rows, first_column, n, stride_addend, BLOCK_M, BLOCK_N)
+        for i in tl.static_range(ADDENDS):
+            acc += load_tile(addend, row + i * addend_rows, rows, first_column, n, stride_addend, BLOCK_M, BLOCK_N)
         store_tile(base, acc, offset, rows, first_column, n, stride_staging, BLOCK_M, BLOCK_N)
 
 
@@ -282,6 +286,8 @@ def matmul_reduce_scatter(
 ) -> KnownLaunch | None:
     """Launch on the current stream. x [M, K], its K contiguous; weight [N, K] with any strides; addend [M, N].
 
+    Or addend [count, M or more, N], contiguous: so many of them, added one after the other.
+
     Nothing is announced for chunks without elements (no rows, or N = 0): their owner must not wait for them. A
     rehearsal compiles and loads the kernel and does nothing: loading one while others spin may wait for them. What it
     returns may be given as `known` to launches on the current device that differ in the addresses of the operands and
@@ -293,7 +299,11 @@ def matmul_reduce_scatter(
     if known is not None:
         known(x, weight, addend, scale_x, scale_weight, departures.order, departures.staging)
         return known
-    (m, k), n = check_operands(x, weight, addend, config, "none"), weight.shape[0]
+    if addend is not None and addend.dim() == 3 and not (len(addend) and addend.is_contiguous()):
+        raise ValueError(f"addends {tuple(addend.shape)} with strides {addend.stride()} must be some, and contiguous")
+    addends = 0 if addend is None else len(addend) if addend.dim() == 3 else 1
+    first = addend[0, : x.shape[0]] if addend is not None and addend.dim() == 3 else addend
+    (m, k), n = check_operands(x, weight, first, config, "none"), weight.shape[0]
     if departures.staging_dtype not in STAGING:
         raise ValueError(f"staging_dtype ({departures.staging_dtype}) must be one of {', '.join(map(str, STAGING))}")
     scale = scale_kind(scale_x, scale_weight, m, n)
@@ -308,15 +318,15 @@ def matmul_reduce_scatter(
     )  # fmt: skip
     tables = (departures.signals, departures.counters, departures.group)
     numbers = (
-        n, k, x.stride(0), weight.stride(0), weight.stride(1), 0 if addend is None else addend.stride(0),
-        departures.staging_stride, row_stride(scale_x, scale),
+        n, k, x.stride(0), weight.stride(0), weight.stride(1), 0 if addend is None else addend.stride(-2),
+        0 if addend is None else addend.shape[-2], departures.staging_stride, row_stride(scale_x, scale),
     )  # fmt: skip
     constants = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         "EVEN_K": k > 0 and k % config.block_k == 0, "DESCRIPTORS": config.descriptors,
         "TRANSPOSED": is_transposed(weight, config), "PRECISION": config.precision,
         "STAGING": STAGING[departures.staging_dtype], "SIGNAL": tl.int64 if departures.signal_pads else tl.int32,
-        "HAS_ADDEND": addend is not None, "SCALE": scale, "LOOP": loop_of(x, weight, config),
+        "ADDENDS": addends, "SCALE": scale, "LOOP": loop_of(x, weight, config),
     }  # fmt: skip
     kernel: Any = matmul_reduce_scatter_kernel
     with torch.cuda.device_of(x):

@@ -23,6 +23,7 @@ from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.cuda_group import Call
 from tpkernels.backends.symmetric.cuda_native import Chunk, Dtype, Steps
 from tpkernels.kernels.config import MIN_CHUNK_BYTES
+from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout, chunk_ranges, offsets, peers_after
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Matrix",
     "aligned",
     "fetch",
+    "gather",
     "largest_shard",
     "matrices_of",
     "part_bytes",
@@ -82,6 +84,30 @@ def pull(
     )  # fmt: skip
     channel.run(call, steps, x.data_ptr(), whole.data_ptr())
     return call
+
+
+def gather(
+    channel: Channel,
+    context: Context,
+    op: str,
+    x: Tensor,
+    layout: Layout,
+    whole: Tensor,
+    num_chunks: int,
+    launches: Sequence[Callable[[], None]] = (),
+    phase: int = 0,
+) -> None:
+    """A whole call: gather, with ``launches`` of kernels that wait for its chunks."""
+    begins, ends = Steps.BEGIN | Steps.MOVE, Steps.JOIN | Steps.END
+    channel.prepare(largest_shard(layout, x), context.fingerprint + phase, context.text)
+    try:
+        call = pull(channel, op, x, layout, whole, num_chunks, bool(launches), begins if launches else begins | ends)
+        for launch in launches:
+            channel.device.launch(launch)
+        if launches:
+            channel.run(call, ends)
+    finally:
+        channel.settle()
 
 
 # What is remembered is known by the slots of all ranks: memory that is freed and mapped anew may come back at its old
@@ -177,7 +203,7 @@ def _runs(channel: Channel, num_chunks: int, shard_bytes: int) -> list[tuple[int
     peers = peers_after(channel.rank, channel.size)
     together = 2 if channel.size > 4 and num_chunks > 1 else 1
     if num_chunks == 1 and shard_bytes < MIN_CHUNK_BYTES:
-        together = -(-len(peers) // channel.num_lanes)
+        together = max(1, -(-len(peers) // channel.num_lanes))
     return [peers[start : start + together] for start in range(0, len(peers), together)]
 
 

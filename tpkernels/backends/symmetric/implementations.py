@@ -43,13 +43,15 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
+from tpkernels.backends.canonical_rows import KEEP_BITS, check_sum
 from tpkernels.backends.row_gemms import Epilogue, earlier_products, product, whole_like
 from tpkernels.backends.symmetric import costs as symmetric_costs
-from tpkernels.backends.symmetric import self_check, tuning
+from tpkernels.backends.symmetric import same_bits, self_check, tuning
 from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.copy_engine_traffic import (
     DTYPES,
     Matrix,
+    gather,
     largest_shard,
     matrices_of,
     part_bytes,
@@ -59,7 +61,7 @@ from tpkernels.backends.symmetric.copy_engine_traffic import (
     staged,
 )
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS, Steps
-from tpkernels.backends.symmetric.kernel_launches import Launch, gather_launches, scatter_launch
+from tpkernels.backends.symmetric.kernel_launches import Launch, gather_launches, own_rows, scatter_launch
 from tpkernels.backends.symmetric.memory import Device
 from tpkernels.backends.symmetric.one_kernel import one_shot, one_shot_norm, two_shot
 from tpkernels.backends.symmetric.resource import MULTICAST, SymmetricMemory, channels_of
@@ -111,11 +113,17 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     whole = whole_like(call.x, layout)
     epilogue = Epilogue(call)
     launches: list[Launch] = []
-    num_chunks = 1
-    if not layout.feature and layout.max_shard_rows >= FUSE_FROM_ROWS and has_kernel(channel.device, call.out_dtype):
-        launches, num_chunks = gather_launches(context, channel, call, whole, epilogue)
-    _gather(channel, context, "all_gather_matmul", call.x, layout, whole, num_chunks, launches)
-    if not launches:
+    later: list[Launch] = []
+    num_chunks, in_blocks = 1, context.problem.same_bits > 0
+    fuses = layout.max_shard_rows >= FUSE_FROM_ROWS and has_kernel(channel.device, call.out_dtype)
+    if not layout.feature and (fuses or in_blocks):
+        launches, num_chunks = gather_launches(context, channel, call, layout, whole, epilogue)
+    elif in_blocks:  # the same kernel, when everything is there
+        later, _ = gather_launches(context, channel, call, own_rows(channel, layout.total_rows), whole, epilogue)
+    gather(channel, context, "all_gather_matmul", call.x, layout, whole, num_chunks, launches)
+    for launch in later:
+        launch()
+    if not launches and not later:
         epilogue.fill(whole, 0)
     return Gathered(epilogue.outs, epilogue.preactivations, whole if call.keep_whole else None)
 
@@ -123,6 +131,9 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
 def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
     layout = call.layout
     channel, bias = channels_of(context.group).main, _contiguous(call.bias)
+    if context.problem.same_bits:
+        check_sum(context, call)
+        return same_bits.sum_of_shard(context, channel, "matmul_reduce_scatter", call, bias)
     if layout.feature or layout.max_shard_rows < FUSE_FROM_ROWS or not has_kernel(channel.device, call.out_dtype):
         out = scatter(channel, context, "matmul_reduce_scatter", product(call), layout, bias, call.meanwhile)
     else:
@@ -135,7 +146,7 @@ def _dense(context: Context, channel: Channel, call: MatmulReduceScatter) -> Cal
     addend = earlier_products(call)
 
     def launches_of(parts: Sequence[Matrix], staging: Tensor) -> tuple[list[Launch], int]:
-        launch, num_chunks = scatter_launch(context, channel, call, addend, parts, staging)
+        launch, num_chunks = scatter_launch(context, channel, call, addend, parts, staging, call.like.dtype)
         return [launch], num_chunks
 
     return launches_of
@@ -152,6 +163,10 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     rows, columns, bias = call.xs[0].shape[0], call.matrices[0].shape[1], _contiguous(call.bias)
     layout = Layout(1, array_split_sizes(rows, channel.size), 1)
     as_scatter = MatmulReduceScatter(call.xs, call.matrices, layout, None, None, call.meanwhile, call.out_dtype)
+    if context.problem.same_bits:
+        check_sum(context, call)
+        own = same_bits.sum_of_shard(context, channel, "matmul_all_reduce", as_scatter, bias)
+        return gather_sums(channel, context, "matmul_all_reduce", own, layout)
     in_kernel = in_one_kernel(channel.size, rows * columns * like.element_size())
     if in_kernel is one_shot and call.tail is not None:
         out = one_shot_norm(channel, context, product(as_scatter), bias, call.tail)
@@ -205,29 +220,6 @@ def all_reduce(context: Context, call: AllReduce) -> Tensor:
 # --- calls of the protocol --------------------------------------------------------------------------------------------
 
 
-def _gather(
-    channel: Channel,
-    context: Context,
-    op: str,
-    x: Tensor,
-    layout: Layout,
-    whole: Tensor,
-    num_chunks: int,
-    launches: Sequence[Callable[[], None]] = (),
-    phase: int = 0,
-) -> None:
-    """A whole call: gather, with ``launches`` of kernels that wait for its chunks."""
-    channel.prepare(largest_shard(layout, x), context.fingerprint + phase, context.text)
-    try:
-        call = pull(channel, op, x, layout, whole, num_chunks, bool(launches), START if launches else START | FINISH)
-        for launch in launches:
-            channel.device.launch(launch)
-        if launches:
-            channel.run(call, FINISH)
-    finally:
-        channel.settle()
-
-
 def gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layout: Layout) -> Tensor:
     """The second half of an all-reduce: everybody's sums, from everybody. Multicast, each leaves its rank once.
 
@@ -235,7 +227,7 @@ def gather_sums(channel: Channel, context: Context, op: str, own: Tensor, layout
     """
     out = whole_like(own, layout)
     if not channel.multicasts or out.numel() * out.element_size() > MULTICAST_BYTES:
-        _gather(channel, context, op, own, layout, out, 1, phase=1)
+        gather(channel, context, op, own, layout, out, 1, phase=1)
         return out
     part = channel.device.library.one_shot_slot_bytes(largest_shard(layout, own))
     channel.prepare(channel.size * part, context.fingerprint + 1, context.text)
@@ -363,6 +355,9 @@ def agree(work: Callable[..., Any], group: Group, call: int, problem: Problem, l
     """Check the kernels of this problem on this group (self_check), then return measured tiles that all ranks share."""
     everywhere = problem.facts.everywhere
     sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
+    if problem.same_bits and problem.facts.multiplies:  # tiles follow from the blocks, whoever has measured what
+        self_check.check(work, group, call, problem, Way("in blocks", CHECKED_ROWS))
+        return None
     if everywhere:
         layout = Layout(1, array_split_sizes(problem.m, problem.world_size), 1)
     rows = layout.max_shard_rows * problem.top_k
@@ -390,8 +385,10 @@ def _way(sums: _Sums | None, fused: bool, problem: Problem) -> Way:
 
 
 def refuses(problem: Problem) -> str | None:
-    if problem.world_size == 1:
+    if problem.world_size == 1 and not problem.same_bits:
         return "one rank has nothing to share"
+    if problem.same_bits > same_bits.MOST_BLOCKS:
+        return f"it adds at most {same_bits.MOST_BLOCKS} blocks, and same_bits={problem.same_bits}"
     no_memory = problem.refusal(SymmetricMemory.name)
     if no_memory is not None:
         return no_memory
@@ -400,7 +397,9 @@ def refuses(problem: Problem) -> str | None:
     return None
 
 
-def estimate(problem: Problem, costs: Costs) -> float:
+def estimate(problem: Problem, costs: Costs) -> float | None:
+    if problem.same_bits and problem.facts.multiplies:
+        return None  # the other implementations share their bits; these are others
     everywhere = problem.facts.everywhere
     sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes) if everywhere else None
     if sums is not None:
@@ -410,6 +409,8 @@ def estimate(problem: Problem, costs: Costs) -> float:
 
 
 def describe(problem: Problem) -> str:
+    if problem.same_bits and problem.facts.multiplies:
+        return "by name alone, on all ranks of all degrees: its products have bits of their own"
     if not problem.facts.everywhere:
         return ""
     sums = in_one_kernel(problem.world_size, problem.m * problem.row_bytes)
@@ -432,5 +433,14 @@ for _op, _work in (
 ):
     _runs = partial(checked, _work)
     dispatch.register(
-        Implementation("symmetric", _op, refuses, estimate, _runs, partial(agree, _runs), describe=describe)
+        Implementation(
+            "symmetric",
+            _op,
+            refuses,
+            estimate,
+            _runs,
+            partial(agree, _runs),
+            describe=describe,
+            keeps_bits=_op in KEEP_BITS,
+        )
     )

@@ -19,7 +19,7 @@ from tpkernels.backends.row_gemms import Epilogue
 from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.copy_engine_traffic import Matrix
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS
-from tpkernels.backends.symmetric.tuning import gemm_of
+from tpkernels.backends.symmetric.tuning import gemm_of, tiles_of_blocks
 from tpkernels.gemm.fp8 import Scaled
 from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.kernels.config import GemmConfig
@@ -36,6 +36,7 @@ __all__ = [
     "all_or_none",
     "gather_launches",
     "of_kind",
+    "own_rows",
     "rehearse",
     "scatter_launch",
     "table_of",
@@ -46,16 +47,25 @@ Launch = Callable[[], None]
 
 
 def gather_launches(
-    context: Context, channel: Channel, call: AllGatherMatmul, whole: Tensor, epilogue: Epilogue
+    context: Context, channel: Channel, call: AllGatherMatmul, layout: Layout, whole: Tensor, epilogue: Epilogue
 ) -> tuple[list[Launch], int]:
-    """The GEMMs of one gather, one per output, and the number of chunks that they expect of every shard."""
-    found = [_gather_launch(context, channel, call, whole, epilogue, i) for i in range(len(epilogue.outs))]
+    """The GEMMs of one gather, one per output, and the number of chunks that they expect of every shard.
+
+    layout: by whom the rows of ``whole`` are brought; see :func:`own_rows`.
+    """
+    found = [_gather_launch(context, channel, call, layout, whole, epilogue, i) for i in range(len(epilogue.outs))]
     return [launch for launch, _ in found], found[0][1]
 
 
+def own_rows(channel: Channel, rows: int) -> Layout:
+    """All of them this rank's own, for which no kernel waits."""
+    return Layout(1, tuple(rows if rank == channel.rank else 0 for rank in range(channel.size)), 1)
+
+
 def _gather_launch(
-    context: Context, channel: Channel, call: AllGatherMatmul, whole: Tensor, epilogue: Epilogue, output: int
-) -> tuple[Launch, int]:
+    context: Context, channel: Channel, call: AllGatherMatmul, layout: Layout, whole: Tensor, epilogue: Epilogue,
+    output: int,
+) -> tuple[Launch, int]:  # fmt: skip
     from tpkernels.kernels import all_gather_matmul as kernel
 
     x, scale_x = _numbers(call.operand(whole))
@@ -80,12 +90,12 @@ def _gather_launch(
         cut = _num_chunks(context, channel)
         config = _config(context, channel, weights, x, cut)
         arrivals = kernel.Arrivals(
-            order=_order(channel, "all_gather_order", call.layout, config), signals=channel.flags,
+            order=_order(channel, "all_gather_order", layout, config), signals=channel.flags,
             group=table_of(channel), op=channel.op("all_gather_matmul"),
         )  # fmt: skip
         return Prepared(config, arrivals, cut, rehearse(launch_of(arrivals, config)))
 
-    kind = ("gather", call.layout, settings["activation"], call.out_dtype)
+    kind = ("gather", layout, settings["activation"], call.out_dtype)
     config, arrivals, num_chunks, known = of_kind(channel, context, kind, tensors, prepare)
     return with_known(known, launch_of(arrivals, config)), num_chunks
 
@@ -143,11 +153,11 @@ def all_or_none(biases: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def scatter_launch(
     context: Context, channel: Channel, call: MatmulReduceScatter, addend: Tensor | None, parts: Sequence[Matrix],
-    staging: Tensor,
+    staging: Tensor, dtype: torch.dtype,
 ) -> tuple[Launch, int]:  # fmt: skip
     """The GEMM of a reduce-scatter's last product, into ``parts`` by owner, and the number of chunks of every shard.
 
-    ``parts`` begin at addresses relative to ``staging``.
+    ``parts`` begin at addresses relative to ``staging``, and are of ``dtype``.  ``addend``: as of the kernel.
 
     Chunk c of owner o raises local flag o * chunks + c.
     """
@@ -155,7 +165,7 @@ def scatter_launch(
 
     (x, scale_x), (matrix, scale_weight), device = _numbers(call.xs[-1]), _numbers(call.matrices[-1]), channel.device
     weight = matrix.t()
-    operands = (x, weight, addend, scale_x, scale_weight)
+    operands, starts = (x, weight, addend, scale_x, scale_weight), [part.address for part in parts]
 
     def launch_of(departures: kernel.Departures, config: GemmConfig) -> Callable[..., KnownLaunch | None]:
         return partial(
@@ -166,19 +176,18 @@ def scatter_launch(
     def prepare() -> Prepared:
         cut = _num_chunks(context, channel)
         config = _config(context, channel, (weight,), x, cut)
-        starts = [part.address for part in parts]
         flags = [channel.flag(owner * cut) for owner in range(channel.size)]
         departures = kernel.Departures(
             order=_order(channel, "reduce_scatter_order", call.layout, config),
             staging=channel.remember(("starts", *starts), lambda: device.upload(starts, torch.int64)),
             signals=channel.remember(("flags", cut), lambda: device.upload(flags, torch.int64)),
-            counters=channel.counters, group=table_of(channel), staging_dtype=call.like.dtype,
+            counters=channel.counters, group=table_of(channel), staging_dtype=dtype,
             staging_stride=call.columns,
         )  # fmt: skip
         return Prepared(config, departures, cut, rehearse(launch_of(departures, config)))
 
     config, departures, num_chunks, known = of_kind(
-        channel, context, ("scatter", call.layout, call.like.dtype, call.columns, call.out_dtype), operands, prepare
+        channel, context, ("scatter", call.layout, dtype, call.columns, call.out_dtype, *starts), operands, prepare
     )
     # Added on the device: nothing is uploaded for a call whose kind is known.
     placed = replace(departures, staging=departures.staging + staging.data_ptr())
@@ -195,7 +204,9 @@ def _num_chunks(context: Context, channel: Channel) -> int:
     """Chunks per shard: from facts that are equal on all ranks, because signals count them."""
     if context.forced_chunks:
         return min(MAX_CHUNKS, context.num_chunks)
-    config = gemm_of(context.problem).configure(channel.device, tiles=context.agreed)
+    problem, device = context.problem, channel.device
+    tiles = tiles_of_blocks(problem, device) if problem.same_bits else context.agreed
+    config = gemm_of(problem).configure(device, tiles=tiles)
     return min(context.num_chunks, config.num_chunks) if context.problem.m else 1
 
 
@@ -208,6 +219,9 @@ def _config(context: Context, channel: Channel, weights: Sequence[Tensor], x: Te
 
     device, usual = channel.device, gemm_of(context.problem)
     own = replace(usual, n=weights[0].shape[0], k=x.shape[1], dtype=x.dtype)
+    if context.problem.same_bits:
+        blocks = tiles_of_blocks(context.problem, device)
+        return replace(own.configure(device, pointers=True, tiles=blocks), num_chunks=num_chunks)
     pointers = not (descriptors_fit(x) and all(map(weight_descriptor_fits, weights)))
     found = own.configure(device, pointers=pointers)
     if context.agreed is not None and found.tiles == usual.configure(device).tiles:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,7 +37,7 @@ from tpkernels.kernels.config import GemmConfig, Tiles, candidates, configure
 from tpkernels.ops.contract import GATED
 from tpkernels.partition import Layout
 
-__all__ = ["Gemm", "agree", "gemm_of"]
+__all__ = ["Gemm", "agree", "gemm_of", "tiles_of_blocks"]
 
 ROUNDS = 7  # the first one compiles and warms up
 
@@ -100,6 +100,14 @@ def gemm_of(problem: Problem) -> Gemm:
     n, k = (problem.n // size, problem.k) if gathers else (problem.n, -(-problem.k // size))
     n = n // 2 if problem.activation in GATED else n
     return Gemm(gathers, problem.m, n, k, problem.dtype, size, problem.out_dtype, problem.activation)
+
+
+def tiles_of_blocks(problem: Problem, device: Device) -> Tiles:
+    """With ``same_bits``: the tiles of a rank of the largest degree, which every degree takes.
+
+    They are those for operands that are read through pointers: whether descriptors fit depends on the degree.
+    """
+    return gemm_of(replace(problem, world_size=problem.same_bits)).configure(device, pointers=True).tiles
 
 
 def agree(group: Group, call: int, gemm: Gemm, layout: Layout) -> Tiles | None:

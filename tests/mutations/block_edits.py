@@ -1,0 +1,30 @@
+"""Seeded faults in what computes block by block, for ``same_bits``, outside of :mod:`tpkernels.gemm.canonical`."""
+
+from __future__ import annotations
+
+from tests.mutations.edit import Edit
+
+__all__ = ["BLOCKS"]
+
+INTERPRETED_BITS = "tests/backends/test_symmetric_same_bits.py -k two_ranks"
+
+BLOCKS = (
+    Edit(
+        "backends/symmetric/tuning.py",
+        "world_size=problem.same_bits)",
+        "world_size=problem.world_size)",
+        "tests/backends/test_symmetric_same_bits.py -k tiles_do_not",
+    ),
+    Edit(
+        "backends/symmetric/same_bits.py",
+        "blocks, terms = context.problem.same_bits // channel.size,",
+        "blocks, terms = 1,",
+        INTERPRETED_BITS,
+    ),
+    Edit(
+        "kernels/matmul_reduce_scatter.py",
+        "row + i * addend_rows",
+        "row + (ADDENDS - 1 - i) * addend_rows",
+        INTERPRETED_BITS,
+    ),
+)

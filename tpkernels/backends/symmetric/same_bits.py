@@ -1,0 +1,139 @@
+"""``symmetric`` where a call gives the same bits at every degree: sums over a contraction that is cut into blocks.
+
+The blocks and the tree are those of :mod:`tpkernels.gemm.canonical`, the products those of the Triton kernels.  Two
+rules make an element's bits the same at every degree:
+
+- Every launch has the tiles of a rank of the largest degree (:func:`.tuning.tiles_of_blocks`), so K is gone through in
+  the same steps.  Where the columns are cut, that is all: one launch has all blocks of this rank.
+- Where the contraction is cut, there is a launch for each block of K.  Its sums stay in fp32, and what it stores adds
+  those of earlier blocks as a binary counter carries: block 3 adds block 2, then the sum of blocks 0 and 1.  The last
+  launch thus has the sum of this rank's subtree, which travels in fp32, and torch adds the top of the tree.
+
+Assumed: an element's sum depends on the tiles and on the operands' numbers, not on where it lies in a tile, on the
+number of rows or columns, or on alignment.  Interpreted kernels do that.  On GPUs it is how tensor cores are known to
+work, and no GPU has been asked.  The bits are not those of the library's GEMMs, so all degrees must take ``symmetric``;
+"auto" does not.
+
+Memory: fp32 for as many whole results as the rank's tree has levels, and one more.  Only the last block's GEMM hides
+transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tpkernels.backends.symmetric.channels import Channel
+from tpkernels.backends.symmetric.copy_engine_traffic import Matrix, matrices_of, part_bytes, push, staged
+from tpkernels.backends.symmetric.cuda_native import Steps
+from tpkernels.backends.symmetric.kernel_launches import Launch, own_rows, scatter_launch
+from tpkernels.gemm import canonical
+from tpkernels.ops.contract import Context, MatmulReduceScatter
+from tpkernels.partition import Layout, chunk_ranges
+
+__all__ = ["MOST_BLOCKS", "sum_of_shard"]
+
+MOST_BLOCKS = 64
+"""As many as there may be ranks, and as divide the small problem of the first call's check."""
+_WIDE = torch.float32
+
+
+def sum_of_shard(context: Context, channel: Channel, op: str, call: MatmulReduceScatter, bias: Tensor | None) -> Tensor:
+    """A whole call: this rank's shard of the tree over all blocks, plus ``bias``, rounded once."""
+    layout, columns, rows = call.layout, call.columns, call.xs[0].shape[0]
+    if layout.feature:
+        parts, num_bytes = matrices_of(layout, rows, columns, _WIDE.itemsize), rows * columns * _WIDE.itemsize
+    else:
+        parts, num_bytes = staged(layout, columns, _WIDE.itemsize)
+    staging = channel.device.empty((max(16, num_bytes),), torch.uint8)
+    if layout.feature:  # columns of a tile would be several owners'
+        whole = (Matrix(0, rows, columns, columns),) * channel.size
+        launches, num_chunks = _launches(context, channel, call, own_rows(channel, rows), whole, staging)[0], 1
+    else:
+        launches, num_chunks = _launches(context, channel, call, layout, parts, staging)
+    num_bytes = channel.size * max(part_bytes(part, _WIDE.itemsize) for part in parts)
+    channel.prepare(num_bytes, context.fingerprint, context.text)
+    try:
+        if layout.feature:
+            for launch in launches:
+                launch()
+        sent = push(channel, op, staging, parts, _WIDE.itemsize, num_chunks, not layout.feature, Steps.BEGIN)
+        if not layout.feature:
+            for launch in launches:
+                channel.device.launch(launch)
+        channel.run(sent, Steps.MOVE, staging.data_ptr())
+        call.meanwhile()
+        out = _top_of_tree(channel, op, call, parts[channel.rank], staging, bias, num_chunks)
+        channel.run(sent, Steps.JOIN | Steps.END)
+    finally:
+        channel.settle()
+    return out
+
+
+def _launches(
+    context: Context, channel: Channel, call: MatmulReduceScatter, layout: Layout, parts: Sequence[Matrix],
+    staging: Tensor,
+) -> tuple[list[Launch], int]:  # fmt: skip
+    """The GEMMs of this rank's blocks, the last of which puts their sum into ``parts``; chunks of every shard."""
+    blocks, terms = context.problem.same_bits // channel.size, len(call.xs)
+    rows, columns = call.xs[0].shape[0], call.columns
+    # Planes begin at multiples of 16 bytes.  The first one has the terms of a block before the last, the others the
+    # levels of the tree.
+    kept = call.like.new_empty(blocks.bit_length(), -(-rows // 4) * 4, columns, dtype=_WIDE)
+    plane_bytes = kept.shape[1] * columns * _WIDE.itemsize
+    launches: list[Launch] = []
+    num_chunks = 1
+    for block in range(blocks):
+        carried = _trailing_ones(block)
+        for term, (x, matrix) in enumerate(zip(call.xs, call.matrices, strict=True)):
+            assert isinstance(x, Tensor) and isinstance(matrix, Tensor), "fp8 is refused"
+            panel = canonical.panels(x.shape[1], blocks)[block]
+            completes = term == terms - 1
+            addends = kept[0 if term else 1 : 1 + carried if completes else 1]
+            part = replace(call, xs=[x[:, panel]], matrices=[matrix[panel]])
+            if completes and block == blocks - 1:
+                part, target, memory = replace(part, layout=layout), parts, staging
+            else:
+                plane = Matrix((1 + carried if completes else 0) * plane_bytes, rows, columns, columns)
+                part = replace(part, layout=own_rows(channel, rows))
+                target, memory = (plane,) * channel.size, kept
+            launch, num_chunks = scatter_launch(
+                context, channel, part, addends if len(addends) else None, target, memory, _WIDE
+            )
+            launches.append(launch)
+    return launches, num_chunks
+
+
+def _trailing_ones(number: int) -> int:
+    """Of its binary digits: so many subtrees end with this block."""
+    return (~number & (number + 1)).bit_length() - 1
+
+
+def _top_of_tree(
+    channel: Channel, op: str, call: MatmulReduceScatter, own: Matrix, staging: Tensor, bias: Tensor | None,
+    num_chunks: int,
+) -> Tensor:  # fmt: skip
+    """What the ranks have sent and this rank's ``own`` part, added as they come."""
+    size, slot, stream = part_bytes(own, _WIDE.itemsize), channel.own_slot(), channel.device.stream()
+    parts = [
+        _matrix(staging, own)
+        if rank == channel.rank
+        else _matrix(slot, own._replace(address=rank * size, stride=own.columns))
+        for rank in range(channel.size)
+    ]
+    out = call.like.new_empty(own.rows, own.columns)
+    for chunk, (start, stop) in enumerate(chunk_ranges(own.rows, num_chunks)):
+        channel.group.wait(op=channel.op(op), chunk=chunk, peers=channel.group.others, stream=stream)
+        if start < stop:
+            canonical.top_of_tree([part[start:stop] for part in parts], out[start:stop], bias)
+    return out
+
+
+def _matrix(memory: Tensor, place: Matrix) -> Tensor:
+    """``place`` is relative to these bytes."""
+    numbers = memory.view(_WIDE)
+    start = numbers.storage_offset() + place.address // _WIDE.itemsize
+    return numbers.as_strided((place.rows, place.columns), (place.stride, 1), start)
