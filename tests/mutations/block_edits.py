@@ -7,6 +7,7 @@ from tests.mutations.edit import Edit
 __all__ = ["BLOCKS"]
 
 INTERPRETED_BITS = "tests/backends/test_symmetric_same_bits.py -k two_ranks"
+EXPERT_BITS = "tests/ops/test_same_bits_experts.py -k of_one_rank"
 
 BLOCKS = (
     Edit(
@@ -27,4 +28,7 @@ BLOCKS = (
         "row + (ADDENDS - 1 - i) * addend_rows",
         INTERPRETED_BITS,
     ),
+    Edit("backends/canonical_experts.py", "range(self._blocks)", "range(1)", EXPERT_BITS),
+    Edit("backends/canonical_experts.py", "blocks[middle:], right", "blocks[:middle], right", EXPERT_BITS),
+    Edit("ops/expert_blocks.py", "unbind(), own)", "unbind()[:1], own)", EXPERT_BITS),
 )

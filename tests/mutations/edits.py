@@ -194,9 +194,9 @@ EDITS = (
         "tests/ops/test_grouped.py -k compiled_kernel",
     ),
     Edit(
-        "ops/grouped_reduction.py",
-        "        if group.size > 1:\n",
-        "        if group.size > 2:\n",
+        "ops/expert_blocks.py",
+        "if group.size > 1 else dots",
+        "if group.size > 2 else dots",
         "tests/ops/test_grouped.py",
     ),
     Edit(

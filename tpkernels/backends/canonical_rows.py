@@ -8,7 +8,7 @@ A gather multiplies chunks of the whole's rows, whoever sent them, as soon as al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -22,16 +22,34 @@ from tpkernels.ops.contract import (
     AllGatherMatmul,
     Context,
     Gathered,
+    GroupedMatmulAllReduce,
     MatmulAllReduce,
     MatmulReduceScatter,
     activation_forward,
 )
 from tpkernels.partition import Layout
 
-__all__ = ["KEEP_BITS", "Arrivals", "check_sum", "combine", "partial_of", "subtree"]
+__all__ = ["KEEP_BITS", "Arrivals", "Columns", "Tree", "check_sum", "combine", "own_blocks", "partial_of", "subtree"]
 
-KEEP_BITS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+KEEP_BITS = (
+    *("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    *("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce"),
+)
 """Ops that have such a form; a sum of whatever the ranks have is a sum of so many parts as there are ranks."""
+
+
+class Tree(Protocol):
+    """This rank's part of a sum."""
+
+    sums: Tensor
+
+    def complete(self) -> Tensor:
+        """All rows."""
+        ...
+
+    def rows(self, low: int, high: int) -> Tensor:
+        """Rows ``[low, high)``."""
+        ...
 
 
 def own_blocks(context: Context) -> int:
@@ -39,7 +57,7 @@ def own_blocks(context: Context) -> int:
     return context.problem.same_bits // context.problem.world_size
 
 
-class _Columns(Epilogue):
+class Columns(Epilogue):
     """The outputs of a gather, from one chunk of rows and one block of columns at a time."""
 
     def __init__(self, call: AllGatherMatmul, blocks: int) -> None:
@@ -80,7 +98,7 @@ class Arrivals:
     def __init__(self, context: Context, call: AllGatherMatmul) -> None:
         self.whole = whole_like(call.x, call.layout)
         self._call, self._layout = call, call.layout
-        self._columns = _Columns(call, own_blocks(context))
+        self._columns = Columns(call, own_blocks(context))
         parts = len(call.layout.sizes) if call.layout.feature else 1
         self._missing = {chunk: parts * (chunk[1] - chunk[0]) for chunk in canonical.row_chunks(self.whole.shape[0])}
         if call.layout.feature:
@@ -124,20 +142,20 @@ def subtree(context: Context, call: MatmulReduceScatter | MatmulAllReduce, sums:
     return Subtree(xs, matrices, own_blocks(context), sums)
 
 
-def check_sum(context: Context, call: MatmulReduceScatter | MatmulAllReduce) -> None:
+def check_sum(context: Context, call: MatmulReduceScatter | MatmulAllReduce | GroupedMatmulAllReduce) -> None:
     """Refuse what a tree over products has no place for.
 
     Raises:
         UnsupportedProblem: on all ranks; something else is added to the products, or follows the sum.
     """
-    if call.tail is not None or (isinstance(call, MatmulReduceScatter) and call.addend is not None):
+    if call.tail is not None or (not isinstance(call, MatmulAllReduce) and call.addend is not None):
         raise UnsupportedProblem(
             f"{context.problem.op} with same_bits={context.problem.same_bits} sums products alone: a residual, a norm "
             "or a gradient of each rank's own would be added in another place of the tree"
         )
 
 
-def partial_of(tree: Subtree, layout: Layout, owner: int, start: int, stop: int) -> Tensor:
+def partial_of(tree: Tree, layout: Layout, owner: int, start: int, stop: int) -> Tensor:
     """Rows ``[start, stop)`` of what ``owner`` will sum."""
     with timeline.span("gemm", "gemm", peer=owner):
         if layout.feature:

@@ -28,14 +28,14 @@ from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.comm.same_bits import refuse
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm.grouped import TokenRows, bias_gradients
-from tpkernels.ops import agreed_call
+from tpkernels.gemm.grouped import TokenRows
+from tpkernels.ops import agreed_call, expert_blocks, same_bits
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, GroupedMatmulReduceScatter
 from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
-from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
-from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
+from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
+from tpkernels.ops.main_grad import Sink, sinks_of
 from tpkernels.ops.options import GatedName, GroupedGatherKeywords, Products
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.routing import (
@@ -188,10 +188,15 @@ def all_gather_grouped_matmul(
     single = isinstance(weights, Tensor) or activation in GATED
     matrices = [weights] if isinstance(weights, Tensor) else list(weights)
     biases = as_list(bias, len(matrices))
-    refuse(group, "all_gather_grouped_matmul", "the rows of an expert's GEMM are cut in no blocks")
     check_local(group, x_shard=[x_shard], weights=matrices, bias=biases, routing=routing)
     scales = scales_of(group, scale_x, scale_weight, out_dtype, x_shard, *matrices, *biases, routing.weights)
+    if scales.are_given:
+        refuse(group, "an fp8 GEMM of experts", "its scales are those of whole rows")
     needs_grad = wants_grad(x_shard, *matrices, *biases, routing.weights)
+    if return_gathered and needs_grad:
+        refuse(
+            group, "return_gathered=True with a gradient", "each rank's gradient of the gathered x is a sum of its own"
+        )
     options = _Gather(
         group_name(group), activation, None if shard_sizes is None else list(shard_sizes),
         return_gathered or (save_gathered and needs_grad), activation is not None and needs_grad, implementation,
@@ -247,6 +252,7 @@ def _kernel(
     except ValueError as error:
         agreement.refuse(group, "all_gather_grouped_matmul", str(error))
         raise
+    same_bits.agree_on_blocks(group, "all_gather_grouped_matmul", [matrix.shape[1] for matrix in matrices])
     num_experts = matrices[0].shape[0]
     whole = start_routing(group, routing, layout, num_experts, x.dtype, lambda experts: TokenRows(experts, num_experts))
     arguments = AllGatherGroupedMatmul(
@@ -311,7 +317,9 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         d_weights = torch.ops.tpkernels.shard(d_weights, options.group_name, 0, sizes)
     needs = needs_of_linears(ctx)
     d_gathered = grads[-1] if options.keep_gathered else None
-    dzs = of_products(options.activation, grads[:outputs], weights, before, experts.numel())
+    dzs = expert_blocks.product_gradients(
+        resolve(options.group_name), options.activation, grads[:outputs], weights, before, experts.numel()
+    )
     results: list[Tensor | None] = []
     if any(needs):
         results = call_backward(
@@ -354,7 +362,8 @@ def _backward_kernel(
 
     def meanwhile() -> None:
         if needs_w:
-            dws.extend(grouped_weight_gradients(flat_dzs, x2d if pending is None else pending(), rows, sinks))
+            whole = x2d if pending is None else pending()
+            dws.extend(expert_blocks.weight_gradients(group, flat_dzs, whole, rows, sinks))
 
     results: list[Tensor | None] = []
     if needs_x:
@@ -370,7 +379,7 @@ def _backward_kernel(
         meanwhile()
     results += dws
     if needs_b:
-        results += [bias_gradients(dz, rows) for dz in flat_dzs]
+        results += expert_blocks.bias_gradients(group, flat_dzs, rows)
     return results
 
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
-from tpkernels.comm.same_bits import refuse
-from tpkernels.gemm.grouped import TokenRows, bias_gradients, products
-from tpkernels.ops import agreed_call
+from tpkernels.comm.same_bits import refuse, same_bits_of
+from tpkernels.gemm.grouped import TokenRows, products
+from tpkernels.ops import agreed_call, expert_blocks, same_bits
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
-from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
+from tpkernels.ops.main_grad import Sink, sinks_of
 from tpkernels.ops.options import GatedName, GroupedCopyKeywords, Reduce
 from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.routing import (
@@ -128,19 +128,23 @@ def copy_grouped_matmul(
     single = isinstance(weights, Tensor)
     matrices = [weights] if isinstance(weights, Tensor) else list(weights)
     biases = as_list(bias, len(matrices))
-    refuse(group, "copy_grouped_matmul", "the rows of an expert's GEMM are cut in no blocks")
     check_local(None, x=[x], weights=matrices, bias=biases, routing=routing)
     scales = scales_of(None, scale_x, scale_weight, out_dtype, x, *matrices, *biases)
+    if scales.are_given:
+        refuse(group, "an fp8 GEMM of experts", "its scales are those of whole rows")
     check_common(_DUAL, x, implementation, activation, scaled=scales.are_given)
     check_gate(activation, matrices)
-    outs = call(
+    outs: list[Tensor] = call(
         "copy_grouped_matmul", x, matrices, pack_biases(biases, x), routing.experts, scales,
         Reduce(group_name(group), implementation),
     )  # fmt: skip
-    if activation in GATED:
-        return gate_forward(activation, *outs)
-    outs = [activation_forward(activation, out) for out in outs]
-    return outs[0] if single else outs
+    if same_bits_of(group):
+        outs = same_bits.activated(resolve(group), activation, outs)
+    elif activation in GATED:
+        outs = [gate_forward(activation, *outs)]
+    else:
+        outs = [activation_forward(activation, out) for out in outs]
+    return outs[0] if single or activation in GATED else outs
 
 
 def _check(
@@ -165,7 +169,12 @@ def _kernel(
     bias_list = unpack_biases(biases, weights)
     _check(x, weights, bias_list, experts, scales, options)
     check_expert_values(experts, weights[0].shape[0])
+    group = resolve(options.group_name)
+    same_bits.agree_on_blocks(group, "copy_grouped_matmul", [weight.shape[1] for weight in weights])
     rows, x2d = TokenRows(experts, weights[0].shape[0]), scales.rows(x)
+    if group.same_bits:
+        pairs = zip(weights, bias_list, strict=True)
+        return [expert_blocks.products(group, x, weight.transpose(1, 2), rows, bias) for weight, bias in pairs]
     return [
         products(x2d, matrices, rows, bias, out_dtype=scales.out_dtype)
         for matrices, bias in zip(scales.matrices(weights), bias_list, strict=True)
@@ -214,7 +223,7 @@ def _backward_kernel(
 
     def meanwhile() -> None:
         if needs[1]:
-            dws.extend(grouped_weight_gradients(flat_dzs, x2d, rows, sinks))
+            dws.extend(expert_blocks.weight_gradients(group, flat_dzs, x2d, rows, sinks))
 
     results: list[Tensor | None] = []
     if needs[0]:
@@ -230,7 +239,7 @@ def _backward_kernel(
         meanwhile()
     results += dws
     if needs[2]:
-        results += [bias_gradients(dz, rows) for dz in flat_dzs]
+        results += expert_blocks.bias_gradients(group, flat_dzs, rows)
     return results
 
 

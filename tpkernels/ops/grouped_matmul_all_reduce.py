@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
-from tpkernels.gemm.grouped import TokenRows, products
-from tpkernels.ops import agreed_call
+from tpkernels.comm.same_bits import refuse
+from tpkernels.gemm.grouped import TokenRows
+from tpkernels.ops import agreed_call, expert_blocks, same_bits
 from tpkernels.ops.checks import check_local
 from tpkernels.ops.contract import GroupedMatmulAllReduce
 from tpkernels.ops.expert_scales import Scales, scales_of
@@ -90,6 +91,8 @@ def grouped_matmul_all_reduce(
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
     scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
+    if scales.are_given:
+        refuse(group, "an fp8 GEMM of experts", "its scales are those of whole rows")
     y: Tensor = call(_OP, h, weights, bias, routing, scales, Reduce(group_name(group), implementation))
     return y
 
@@ -102,6 +105,7 @@ def _kernel(
         group, _OP, weight, routing,
         lambda: check_reduction(_OP, h, weight, bias, routing, scales, options.implementation),
     )  # fmt: skip
+    same_bits.agree_on_blocks(group, _OP, [h.shape[1]])
     tokens, top_k = routing.experts.shape
     arguments = GroupedMatmulAllReduce(**fields(h, weight, bias, routing, scales, slice(None)))
     layout, experts = rows_layout(tokens, group.size), (weight.shape[0], top_k)
@@ -131,8 +135,9 @@ def _backward_kernel(
     sinks: Sequence[Sink | None] | None = None,
 ) -> list[Tensor | None]:
     rows, dy2d = TokenRows(routing.experts, weight.shape[0]), flat(dy)
-    of_rows = products(dy2d, weight, rows) if needs[0] or needs[3] else None
-    return gradients(resolve(options.group_name), dy2d, of_rows, flat(h), bias, routing, rows, needs, sinks)
+    group = resolve(options.group_name)
+    of_rows = expert_blocks.products(group, dy2d, weight, rows) if needs[0] or needs[3] else None
+    return gradients(group, dy2d, of_rows, flat(h), bias, routing, rows, needs, sinks)
 
 
 def _backward_fake(

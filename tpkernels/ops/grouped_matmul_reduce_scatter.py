@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.same_bits import refuse
 from tpkernels.gemm.grouped import TokenRows
-from tpkernels.ops import agreed_call
+from tpkernels.ops import agreed_call, same_bits
 from tpkernels.ops.checks import check_local, check_shard_sizes
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherGroupedMatmul, Gathered, GroupedMatmulReduceScatter
@@ -110,6 +111,8 @@ def grouped_matmul_reduce_scatter(
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
     scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
+    if scales.are_given:
+        refuse(group, "an fp8 GEMM of experts", "its scales are those of whole rows")
     sizes = None if shard_sizes is None else list(shard_sizes)
     y: Tensor = call(_OP, h, weights, bias, routing, scales, GroupedScatter(group_name(group), sizes, implementation))
     return y
@@ -142,6 +145,7 @@ def _kernel(
     layout: Layout = refuse_reduction(
         group, _OP, weight, routing, lambda: _check(h, weight, bias, routing, scales, options, group.size)
     )
+    same_bits.agree_on_blocks(group, _OP, [h.shape[1]])
     first = offsets(layout.sizes)[group.rank]
     own = slice(first, first + layout.sizes[group.rank])
     arguments = GroupedMatmulReduceScatter(**fields(h, weight, bias, routing, scales, own), layout=layout)

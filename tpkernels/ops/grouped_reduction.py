@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
-from tpkernels.gemm.grouped import TokenRows, reduced_bias_gradient, reduced_matrix_gradient, row_dots
+from tpkernels.gemm.grouped import TokenRows, reduced_bias_gradient
+from tpkernels.ops import expert_blocks
 from tpkernels.ops.checks import check_common
 from tpkernels.ops.contract import accumulation_dtype
 from tpkernels.ops.expert_scales import Scales, behind_scales
@@ -136,17 +137,13 @@ def gradients(
         found.append((products * weights[:, None]).to(h.dtype))
     if needs_w:
         assert dy is not None
-        sink = sinks[0] if sinks else None
-        dw = reduced_matrix_gradient(dy, h, weights, rows, None if sink is None else sink.add_of_expert)
-        found.append(dw if sink is None else sink.added(h.dtype))
+        found.append(expert_blocks.reduced_weight_gradient(group, dy, h, weights, rows, sinks))
     if needs_b:
         assert dy is not None
         found.append(reduced_bias_gradient(dy, weights, rows))
     if needs_r:
         assert products is not None
-        dots = row_dots(products, h, rows, wide)
-        if group.size > 1:
-            dots = torch.ops.tpkernels.all_reduce(dots, group.name)
+        dots = expert_blocks.routing_gradient(group, products, h, rows, wide)
         if bias is not None:
             assert dy is not None
             of_bias = [(bias.index_select(0, experts).to(wide) * dy).sum(1) for experts in routing.experts.unbind(1)]

@@ -17,8 +17,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpkernels import dispatch
+from tpkernels.backends.canonical_rows import KEEP_BITS
 from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
-from tpkernels.backends.point_to_point import chunked, unfused
+from tpkernels.backends.point_to_point import chunked, same_bits, unfused
 from tpkernels.backends.point_to_point.exchange import ShardExchange
 from tpkernels.backends.row_gemms import accumulation_dtype, whole_like
 from tpkernels.comm import timeline
@@ -31,7 +32,7 @@ from tpkernels.ops.contract import (
     GroupedMatmulAllReduce,
     GroupedMatmulReduceScatter,
 )
-from tpkernels.partition import offsets
+from tpkernels.partition import Layout, array_split_sizes, offsets
 
 __all__ = [
     "all_gather_grouped_matmul",
@@ -45,6 +46,8 @@ __all__ = [
 
 
 def all_gather_grouped_matmul_unfused(context: Context, call: AllGatherGroupedMatmul) -> Gathered:
+    if context.problem.same_bits:
+        return same_bits.all_gather_grouped_matmul(context._replace(num_chunks=1), call)
     whole = call.x
     if context.group.size > 1:
         whole = unfused.all_gather(context, AllGather(call.x, call.layout))()
@@ -57,6 +60,8 @@ def all_gather_grouped_matmul_unfused(context: Context, call: AllGatherGroupedMa
 
 
 def grouped_matmul_reduce_scatter_unfused(context: Context, call: GroupedMatmulReduceScatter) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_reduce_scatter(context._replace(num_chunks=1), call)
     partial = _partial(call)
     if context.group.size == 1:
         return _alone(call, partial)
@@ -65,6 +70,8 @@ def grouped_matmul_reduce_scatter_unfused(context: Context, call: GroupedMatmulR
 
 
 def grouped_matmul_all_reduce_unfused(context: Context, call: GroupedMatmulAllReduce) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_all_reduce(context._replace(num_chunks=1), call)
     partial = _partial(call)
     if context.group.size == 1:
         return _alone(call, partial)
@@ -88,6 +95,8 @@ def _alone(call: GroupedMatmulAllReduce, partial: Tensor) -> Tensor:
 
 def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) -> Gathered:
     context, layout, rank = chunked.with_chunks(context, call.layout), call.layout, context.group.rank
+    if context.problem.same_bits:
+        return same_bits.all_gather_grouped_matmul(context, call)
     starts = offsets(layout.sizes)
     whole = whole_like(call.x, layout) if call.keep_whole else None
     incoming = ShardExchange(context, call.x, layout, whole)
@@ -104,6 +113,8 @@ def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) ->
 
 
 def grouped_matmul_reduce_scatter(context: Context, call: GroupedMatmulReduceScatter) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_reduce_scatter(chunked.with_chunks(context, call.layout), call)
     starts = offsets(call.layout.sizes)
 
     def fill(owner: int, start: int, stop: int, out: Tensor) -> None:
@@ -114,6 +125,10 @@ def grouped_matmul_reduce_scatter(context: Context, call: GroupedMatmulReduceSca
 
 
 def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) -> Tensor:
+    if context.problem.same_bits:
+        layout = Layout(1, array_split_sizes(call.rows.num_tokens, context.group.size), 1)
+        return same_bits.matmul_all_reduce(chunked.with_chunks(context, layout), call)
+
     def fill(start: int, stop: int, out: Tensor) -> None:
         partial_tokens(call, start, stop, out)
 
@@ -131,5 +146,10 @@ for _op, _plain, _run in (
     ("grouped_matmul_reduce_scatter", grouped_matmul_reduce_scatter_unfused, grouped_matmul_reduce_scatter),
     ("grouped_matmul_all_reduce", grouped_matmul_all_reduce_unfused, grouped_matmul_all_reduce),
 ):
-    dispatch.register(Implementation("unfused", _op, unfused.refuses, unfused.estimate, _plain))
-    dispatch.register(Implementation("chunked", _op, refuses_chunks, chunked.estimate, _run, describe=chunked.describe))
+    _keeps = _op in KEEP_BITS
+    dispatch.register(Implementation("unfused", _op, unfused.refuses, unfused.estimate, _plain, keeps_bits=_keeps))
+    dispatch.register(
+        Implementation(
+            "chunked", _op, refuses_chunks, chunked.estimate, _run, describe=chunked.describe, keeps_bits=_keeps
+        )
+    )

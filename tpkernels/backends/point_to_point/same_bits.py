@@ -8,19 +8,37 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tpkernels.backends.canonical_rows import Arrivals, combine, partial_of, subtree
+from tpkernels.backends.canonical_experts import ExpertArrivals, Sum, tree_of
+from tpkernels.backends.canonical_rows import Arrivals, Tree, combine, partial_of
 from tpkernels.backends.point_to_point.exchange import PartialExchange, ShardExchange
 from tpkernels.backends.row_gemms import bias_of
-from tpkernels.gemm.canonical import Subtree
-from tpkernels.ops.contract import AllGatherMatmul, Context, Gathered, MatmulAllReduce, MatmulReduceScatter
+from tpkernels.ops.contract import (
+    AllGatherGroupedMatmul,
+    AllGatherMatmul,
+    Context,
+    Gathered,
+    GroupedMatmulAllReduce,
+    GroupedMatmulReduceScatter,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+)
 from tpkernels.partition import Layout, array_split_sizes
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = ["all_gather_grouped_matmul", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     """In chunks as ``context`` says: each chunk of the whole is multiplied when its last row has come."""
-    rows = Arrivals(context, call)
+    return _gathered(context, call, Arrivals(context, call))
+
+
+def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) -> Gathered:
+    return _gathered(context, call, ExpertArrivals(context, call))
+
+
+def _gathered(
+    context: Context, call: AllGatherMatmul | AllGatherGroupedMatmul, rows: Arrivals | ExpertArrivals
+) -> Gathered:
     incoming = ShardExchange(context, call.x, call.layout, rows.whole)
     rows.add(context.group.rank, 0, call.x)
     for peer, start, part in incoming.arrivals():
@@ -29,8 +47,8 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     return rows.gathered()
 
 
-def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor:
-    tree = subtree(context, call)
+def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter | GroupedMatmulReduceScatter) -> Tensor:
+    tree = tree_of(context, call)
     if context.num_chunks == 1:
         tree.complete()
     if context.group.size == 1:
@@ -39,9 +57,9 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter) -> Tensor
     return _sum_own(context, call, tree, call.layout, call.bias)
 
 
-def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
+def matmul_all_reduce(context: Context, call: MatmulAllReduce | GroupedMatmulAllReduce) -> Tensor:
     """Two ranks exchange everything; more of them sum a share of the rows each, and gather."""
-    group, tree = context.group, subtree(context, call)
+    group, tree = context.group, tree_of(context, call)
     if context.num_chunks == 1:
         tree.complete()
     if group.size == 1:
@@ -51,10 +69,10 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     if group.size == 2:
         return _exchange_everything(context, call, tree)
     layout = Layout(1, array_split_sizes(rows, group.size), 1)
-    own = _sum_own(context, call, tree, layout, call.bias)
+    first = sum(layout.sizes[: group.rank])
+    own = _sum_own(context, call, tree, layout, bias_of(call.bias, first, first + layout.sizes[group.rank]))
     whole = own.new_empty(rows, own.shape[1])
     gather = ShardExchange(context._replace(tag=context.tag + context.num_chunks, num_chunks=1), own, layout, whole)
-    first = sum(layout.sizes[: group.rank])
     whole[first : first + own.shape[0]] = own
     for _ in gather.arrivals():
         pass  # it is in its place
@@ -62,16 +80,14 @@ def matmul_all_reduce(context: Context, call: MatmulAllReduce) -> Tensor:
     return whole
 
 
-def _alone(tree: Subtree, call: MatmulReduceScatter | MatmulAllReduce) -> Tensor:
+def _alone(tree: Tree, call: Sum) -> Tensor:
     sums = tree.complete()
     out = call.like.new_empty(sums.shape)
     combine([sums], out, call.bias)
     return out
 
 
-def _sum_own(
-    context: Context, call: MatmulReduceScatter | MatmulAllReduce, tree: Subtree, layout: Layout, bias: Tensor | None
-) -> Tensor:
+def _sum_own(context: Context, call: Sum, tree: Tree, layout: Layout, bias: Tensor | None) -> Tensor:
     """This rank's rows of the sum; ``bias``: one row, or those of this rank's shard where features are scattered."""
     rank = context.group.rank
     outgoing = PartialExchange(context, layout, tree.sums.shape[1], tree.sums)
@@ -93,7 +109,7 @@ def _sum_own(
     return out
 
 
-def _exchange_everything(context: Context, call: MatmulAllReduce, tree: Subtree) -> Tensor:
+def _exchange_everything(context: Context, call: Sum, tree: Tree) -> Tensor:
     rows, columns = tree.sums.shape
     layout = Layout(1, array_split_sizes(rows, context.group.size), 1)
     outgoing = PartialExchange(context, layout, columns, tree.sums, everything=True)

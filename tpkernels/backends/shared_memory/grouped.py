@@ -14,9 +14,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpkernels import dispatch
+from tpkernels.backends.canonical_rows import KEEP_BITS
 from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
 from tpkernels.backends.row_gemms import reduce_rows, whole_like
 from tpkernels.backends.shared_memory import implementations as dense
+from tpkernels.backends.shared_memory import same_bits
 from tpkernels.comm import timeline
 from tpkernels.dispatch import Implementation
 from tpkernels.ops.contract import (
@@ -33,6 +35,8 @@ __all__ = ["all_gather_grouped_matmul", "grouped_matmul_all_reduce", "grouped_ma
 
 def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) -> Gathered:
     segments, layout, rank = dense.segments_of(context), call.layout, context.group.rank
+    if context.problem.same_bits:
+        return same_bits.all_gather_grouped_matmul(context, call, segments, dense.largest_shard(layout, call.x))
     in_place = not dense.in_one_gemm(context.problem, context.costs)
     whole = whole_like(call.x, layout) if call.keep_whole or not in_place else None
     epilogue, starts = GroupedEpilogue(call, call.rows()), offsets(layout.sizes)
@@ -59,11 +63,15 @@ def all_gather_grouped_matmul(context: Context, call: AllGatherGroupedMatmul) ->
 
 
 def grouped_matmul_reduce_scatter(context: Context, call: GroupedMatmulReduceScatter) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_reduce_scatter(context, call, dense.segments_of(context))
     first = offsets(call.layout.sizes)[context.group.rank]
     return _sum_tokens(context, call, first, first + call.layout.sizes[context.group.rank], everywhere=False)
 
 
 def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) -> Tensor:
+    if context.problem.same_bits:
+        return same_bits.matmul_all_reduce(context, call, dense.segments_of(context))
     return _sum_tokens(context, call, 0, call.rows.num_tokens, everywhere=True)
 
 
@@ -95,4 +103,6 @@ for _op, _run in (
     ("grouped_matmul_reduce_scatter", grouped_matmul_reduce_scatter),
     ("grouped_matmul_all_reduce", grouped_matmul_all_reduce),
 ):
-    dispatch.register(Implementation("shared_memory", _op, dense.refuses, dense.estimate, _run))
+    dispatch.register(
+        Implementation("shared_memory", _op, dense.refuses, dense.estimate, _run, keeps_bits=_op in KEEP_BITS)
+    )

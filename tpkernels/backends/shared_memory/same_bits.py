@@ -11,25 +11,45 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tpkernels.backends.canonical_rows import Arrivals, combine, subtree
+from tpkernels.backends.canonical_experts import ExpertArrivals, Sum, shape_of_sums, tree_of
+from tpkernels.backends.canonical_rows import Arrivals, combine
 from tpkernels.backends.row_gemms import take_rows
 from tpkernels.backends.shared_memory.segments import SharedSegments
 from tpkernels.ops.contract import (
+    AllGatherGroupedMatmul,
     AllGatherMatmul,
     Context,
     Gathered,
+    GroupedMatmulAllReduce,
+    GroupedMatmulReduceScatter,
     MatmulAllReduce,
     MatmulReduceScatter,
     accumulation_dtype,
 )
 from tpkernels.partition import peers_after
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = ["all_gather_grouped_matmul", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul, segments: SharedSegments, largest: int) -> Gathered:
     """``largest``: bytes of the largest shard."""
-    layout, x, rows = call.layout, call.x, Arrivals(context, call)
+    return _gathered(context, call, Arrivals(context, call), segments, largest)
+
+
+def all_gather_grouped_matmul(
+    context: Context, call: AllGatherGroupedMatmul, segments: SharedSegments, largest: int
+) -> Gathered:
+    return _gathered(context, call, ExpertArrivals(context, call), segments, largest)
+
+
+def _gathered(
+    context: Context,
+    call: AllGatherMatmul | AllGatherGroupedMatmul,
+    rows: Arrivals | ExpertArrivals,
+    segments: SharedSegments,
+    largest: int,
+) -> Gathered:
+    layout, x = call.layout, call.x
     segments.reserve(largest)
     with segments.call(context.fingerprint, context.text) as channel:
         segments.stage(x)
@@ -42,7 +62,9 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul, segments: SharedS
     return rows.gathered()
 
 
-def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter, segments: SharedSegments) -> Tensor:
+def matmul_reduce_scatter(
+    context: Context, call: MatmulReduceScatter | GroupedMatmulReduceScatter, segments: SharedSegments
+) -> Tensor:
     layout, rank = call.layout, segments.rank
 
     def own(sums: Tensor) -> Tensor:
@@ -54,22 +76,24 @@ def matmul_reduce_scatter(context: Context, call: MatmulReduceScatter, segments:
     return _sum(context, call, segments, own)
 
 
-def matmul_all_reduce(context: Context, call: MatmulAllReduce, segments: SharedSegments) -> Tensor:
+def matmul_all_reduce(
+    context: Context, call: MatmulAllReduce | GroupedMatmulAllReduce, segments: SharedSegments
+) -> Tensor:
     return _sum(context, call, segments, lambda sums: sums)
 
 
 def _sum(
     context: Context,
-    call: MatmulReduceScatter | MatmulAllReduce,
+    call: Sum,
     segments: SharedSegments,
     needed: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """``needed``: what this rank adds of all ranks' sums."""
     like = call.like
-    shape, wide = (call.xs[0].shape[0], call.matrices[0].shape[1]), accumulation_dtype(like.dtype)
+    shape, wide = shape_of_sums(call), accumulation_dtype(like.dtype)
     segments.reserve(shape[0] * shape[1] * wide.itemsize)
     with segments.call(context.fingerprint, context.text) as channel:
-        subtree(context, call, segments.view(segments.rank, shape, wide)).complete()
+        tree_of(context, call, segments.view(segments.rank, shape, wide)).complete()
         channel.signal()
         call.meanwhile()
         for peer in peers_after(segments.rank, segments.size):

@@ -1,0 +1,147 @@
+"""Pieces that backends share where a grouped GEMM gives the same bits at every degree.
+
+The rules are those of :mod:`tpkernels.gemm.canonical`.  Features of experts are cut into blocks as those of dense
+layers are.  An expert's rows are those of all tokens, whoever brought them, so each block of an expert is multiplied by
+library calls of the same sizes at every degree.  A gather therefore multiplies when all tokens are there
+(:class:`ExpertArrivals`): each expert has tokens of every rank.  A sum has, for each block of the contraction, the
+weighted sum over a token's experts, in their order and in fp32 (fp64 for fp64); the blocks are added in the tree
+(:class:`ExpertSubtree`).
+
+Refuses gradients of each rank's own that would be added to a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tpkernels.backends.canonical_rows import Columns, check_sum, own_blocks, subtree
+from tpkernels.backends.row_gemms import whole_like
+from tpkernels.comm import timeline
+from tpkernels.gemm import canonical, tree_sum
+from tpkernels.gemm.canonical import Subtree
+from tpkernels.ops.contract import (
+    GATED,
+    AllGatherGroupedMatmul,
+    AllGatherMatmul,
+    Context,
+    Gathered,
+    GroupedMatmulAllReduce,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+)
+from tpkernels.partition import Layout, offsets
+
+__all__ = ["ExpertArrivals", "ExpertSubtree", "Sum", "shape_of_sums", "tree_of"]
+
+Sum = MatmulReduceScatter | MatmulAllReduce | GroupedMatmulAllReduce
+
+
+class ExpertArrivals:
+    """The tokens of all ranks as they arrive, and then their products."""
+
+    def __init__(self, context: Context, call: AllGatherGroupedMatmul) -> None:
+        self.whole = whole_like(call.x, call.layout)
+        self._call, self._blocks = call, own_blocks(context)
+
+    def add(self, rank: int, start: int, rows: Tensor) -> None:
+        """Tokens ``start..`` of the shard of ``rank``."""
+        first = offsets(self._call.layout.sizes)[rank] + start
+        kept = self.whole[first : first + rows.shape[0]]
+        if kept.data_ptr() != rows.data_ptr():  # else they were received there
+            kept.copy_(rows)
+
+    def gathered(self) -> Gathered:
+        """The results, when everything has arrived."""
+        call, rows = self._call, self._call.rows()
+        matrices = [cast(Tensor, matrix) for matrix in call.matrices]
+        shapes = [(rows.count, matrix.shape[2]) for matrix in matrices]
+        outs = [call.x.new_empty(shape) for shape in (shapes[:1] if call.activation in GATED else shapes)]
+        keeps = call.keep_preactivation and call.activation is not None
+        before = [call.x.new_empty(shape) for shape in shapes] if keeps else []
+        for expert, low, high in rows.runs():
+            picked = self.whole.index_select(0, rows.tokens[low:high])
+            of_expert = AllGatherMatmul(
+                picked, Layout(1, (high - low,), 1), [matrix[expert] for matrix in matrices],
+                [None if bias is None else bias[expert] for bias in call.biases], call.activation,
+                keep_preactivation=keeps,
+            )  # fmt: skip
+            columns = Columns(of_expert, self._blocks)
+            columns.outs, columns.preactivations = _rows(outs, low, high), _rows(before, low, high)
+            with timeline.span("gemm", "gemm"):
+                for start, stop in canonical.row_chunks(high - low):
+                    columns.fill_chunk(picked[start:stop], start)
+        return Gathered(outs, before, self.whole if call.keep_whole else None)
+
+
+def _rows(whole: Sequence[Tensor], low: int, high: int) -> list[Tensor]:
+    return [one[low:high] for one in whole]
+
+
+class ExpertSubtree:
+    """This rank's part of a sum over a contraction that is cut; what :class:`~tpkernels.gemm.canonical.Subtree` is to
+    dense sums.  All of it is computed when the first rows are asked for."""
+
+    def __init__(self, context: Context, call: GroupedMatmulAllReduce, sums: Tensor | None = None) -> None:
+        """``sums``: where the result goes; by default it is made."""
+        check_sum(context, call)
+        assert call.expert_biases is None, "biases of experts whose features are cut are added behind the sum"
+        wide = tree_sum.wide(call.like.dtype)
+        self.sums = call.like.new_empty(shape_of_sums(call), dtype=wide) if sums is None else sums
+        self._call, self._blocks, self._is_complete = call, own_blocks(context), False
+
+    def complete(self) -> Tensor:
+        """All rows."""
+        if not self._is_complete:
+            self._tree(range(self._blocks), self.sums)
+            self._is_complete = True
+        return self.sums
+
+    def rows(self, low: int, high: int) -> Tensor:
+        """Rows ``[low, high)``."""
+        return self.complete()[low:high]
+
+    def _tree(self, blocks: range, sums: Tensor) -> None:
+        if len(blocks) == 1:
+            self._block(blocks[0], sums)
+            return
+        middle, right = len(blocks) // 2, torch.empty_like(sums)
+        self._tree(blocks[:middle], sums)
+        self._tree(blocks[middle:], right)
+        sums.add_(right)
+
+    def _block(self, block: int, sums: Tensor) -> None:
+        """``sums``: of each token, the products of its experts in this block of the contraction."""
+        call = self._call
+        sums.zero_()
+        for expert, low, high in call.rows.runs():
+            total: Tensor | None = None
+            for i, (x, matrices) in enumerate(zip(call.xs, call.matrices, strict=True)):
+                assert isinstance(x, Tensor) and isinstance(matrices, Tensor), "fp8 is refused"
+                panel = canonical.panels(x.shape[1], self._blocks)[block]
+                matrix = canonical.matrix_block(matrices[expert][panel], "panel")
+                term = canonical.product(canonical.dense(x[low:high, panel], "rows"), matrix, place=f"term {i}")
+                total = term.to(sums.dtype) if total is None else total + term
+            assert total is not None
+            weighted = total if call.weights is None else total * call.weights[low:high, None]
+            sums.index_add_(0, call.rows.tokens[low:high], weighted)
+
+
+def shape_of_sums(call: Sum) -> tuple[int, int]:
+    """Rows and columns of what all ranks' partial sums have."""
+    rows = call.rows.num_tokens if isinstance(call, GroupedMatmulAllReduce) else call.xs[0].shape[0]
+    return rows, call.matrices[0].shape[-1]
+
+
+def tree_of(context: Context, call: Sum, sums: Tensor | None = None) -> Subtree | ExpertSubtree:
+    """This rank's part of a sum over the contraction; ``sums``: where it goes.
+
+    Raises:
+        UnsupportedProblem: on all ranks, see :func:`~tpkernels.backends.canonical_rows.check_sum`.
+    """
+    if isinstance(call, GroupedMatmulAllReduce):
+        return ExpertSubtree(context, call, sums)
+    return subtree(context, call, sums)
