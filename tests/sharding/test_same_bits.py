@@ -24,6 +24,7 @@ from tpkernels.measure.gpt import GPT, Sizes
 from tpkernels.nn import block_copies
 from tpkernels.nn.gathering import gathered
 from tpkernels.partition import halves
+from tpkernels.planning.styles import Experts
 from tpkernels.selftest import same_bits as selftest
 from tpkernels.selftest.same_bits import Case, Run
 from tpkernels.selftest.small_decoder import SHAPES
@@ -74,7 +75,21 @@ def copies(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
     return model, {"example_inputs": {"input_ids": torch.zeros(4, 24, dtype=torch.long)}}, step
 
 
-MODELS = {"gpt": gpt, "llama": llama, "copies": copies}
+def mixtral(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
+    """Four experts, of which a token has two; the loss is of the logits alone."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=136, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=96, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    plan = {
+        "model.embed_tokens": "vocabulary", "lm_head": "column_gather", "**.[qkv]_proj": "column", "**.o_proj": "row",
+        "**.experts": Experts(),
+    }  # fmt: skip
+    return transformers.MixtralForCausalLM(config).to(dtype), {"plan": plan}, llama(dtype)[2]
+
+
+MODELS = {"gpt": gpt, "llama": llama, "copies": copies, "mixtral": mixtral}
 
 
 def train(name: str, dtype: torch.dtype, same_bits: int | None, along: bool = False) -> dict[str, Tensor]:
@@ -138,6 +153,15 @@ def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: tor
     (expected,) = ranks(1).run(train, name, dtype, SAME_BITS, along, timeout=300.0)
     for world in (2, 4):
         assert not differing(ranks(world).run(train, name, dtype, SAME_BITS, along, timeout=300.0), expected)
+
+
+@pytest.mark.slow("builds and trains a Mixtral on one, two and four ranks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_trains_to_the_bits_of_one_rank(ranks: Pools, dtype: torch.dtype) -> None:
+    (expected,) = ranks(1).run(train, "mixtral", dtype, SAME_BITS, timeout=300.0)
+    assert any("experts" in key for key in expected)
+    for world in (2, 4):
+        assert not differing(ranks(world).run(train, "mixtral", dtype, SAME_BITS, timeout=300.0), expected)
 
 
 @pytest.mark.sample(1)

@@ -65,6 +65,11 @@ class ExpertsLayout:
         return (self.first, self.second) if self.second else (self.first,)
 
     @property
+    def gates_in_op(self) -> bool:
+        """Whether the op that multiplies also gates; else code of the module does."""
+        return self.gate in ("halves", "separate") and self.activation in GATED
+
+    @property
     def features(self) -> int:
         """The dimension of the features of ``first`` that is cut."""
         return 2 if self.transposed else 1
@@ -166,7 +171,7 @@ def experts_output(
         raise ValueError(f"these experts take {expected}, as tensors of two dimensions, got shapes {shapes}")
     x, routing = found
     matrices, biases = matrices_of(layout, held)
-    in_op = layout.gate in ("halves", "separate") and layout.activation in GATED
+    in_op = layout.gates_in_op
     last_matrix, last_bias = down.transpose(1, 2) if layout.transposed else down, held.get(f"{last}_bias")
     if dealt is not None:
         return run_dealt(

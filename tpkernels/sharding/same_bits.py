@@ -1,9 +1,9 @@
 """Which plans give the same bits at every tensor-parallel degree, and the checks of ``parallelize`` for them.
 
 A model does if it is cut in the same layers at every degree, all of whose ops do, and if nothing else depends on it.
-So the plan must be the one for ``same_bits`` ranks, layer by layer; what is cut must be columns, rows and vocabularies,
-in so many blocks, at the same places, or channels of convolutions, which gather their weights then; and masks of what
-is cut are those of blocks (:mod:`tpkernels.sharding.block_masks`).
+So the plan must be the one for ``same_bits`` ranks, layer by layer; what is cut must be columns, rows, vocabularies and
+features of experts whose gate is an op's, in so many blocks, at the same places, or channels of convolutions, which
+gather their weights then; and masks of what is cut are those of blocks (:mod:`tpkernels.sharding.block_masks`).
 Column layers check at each call that elementwise code behind them gives each element the same bits
 (:func:`tpkernels.ops.same_bits.check_parts`).
 
@@ -22,7 +22,7 @@ from torch import nn
 from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
 from tpkernels.planning.splits import for_degrees, held
-from tpkernels.planning.styles import Channels, Column, CopiedHeads, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import Channels, Column, CopiedHeads, Experts, Replicate, Row, Style, Vocabulary
 
 __all__ = ["check_plan", "check_styles"]
 
@@ -109,5 +109,7 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
                 f"same_bits ({same_bits}): what module {name!r} gives or takes meets parts of several layers, and its "
                 "gradient is summed over the ranks once for all of them, in no blocks"
             )
+        if isinstance(style, Experts) and not style.dealt and style.layout.gates_in_op:
+            continue
         if not isinstance(style, KEPT):
             raise ValueError(f"same_bits ({same_bits}): module {name!r} is cut as {style}, which is in no blocks")
