@@ -33,6 +33,7 @@ __all__ = [
     "as_shard",
     "chunk_ranges",
     "chunk_sizes",
+    "copied_places",
     "halves",
     "held_sizes",
     "num_chunks",
@@ -108,6 +109,20 @@ def as_shard(units: int, n: int) -> bool:
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
     """Start of each part: (4, 3, 3) -> (0, 4, 7)."""
     return tuple(accumulate(sizes, initial=0))[:-1]
+
+
+def copied_places(count: int, copied: int, behind: int = 0, *, of: str = "") -> tuple[bool, ...]:
+    """For each of ``count`` segments: whether it is one of the ``copied`` ones, which ``behind`` others follow.
+
+    ``of`` begins the message.
+
+    Raises:
+        ValueError: there are not so many, or none is left that is cut.
+    """
+    first = count - behind - copied
+    if copied < 0 or behind < 0 or first < 0 or copied >= max(1, count):
+        raise ValueError(f"{of}copied ({copied}, with {behind} behind them) must be fewer than the segments ({count})")
+    return tuple(first <= place < first + copied for place in range(count))
 
 
 def array_split(x: torch.Tensor, n: int, dim: int = 0) -> tuple[torch.Tensor, ...]:

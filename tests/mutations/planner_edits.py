@@ -10,6 +10,7 @@ PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_a
 UNITS, WHOLE = "tests/nn/test_linear.py -k units", "tests/state/test_checkpoint.py -k 'units or whole_state'"
 PARTS = "tests/sharding/test_parts.py"
 CONVOLUTION = "tests/nn/test_convolution.py"
+SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_head.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 PLANNER = (
@@ -71,6 +72,12 @@ PLANNER = (
         "runs = value.flip(dim).unflatten(",
         "tests/nn/test_sliced_arguments.py",
     ),
-    Edit("nn/packed.py", "if index < len(segments) - copied:", "if index < len(segments):", f"{PACKED} -k train"),
+    Edit("nn/packed.py", "if not places[index]:", "if True:", f"{PACKED} -k train"),
     Edit("sharding/followed_calls.py", "(copied or _leaves", "(_leaves", f"{PACKED} -k train"),
+    Edit("planning/splits.py", "copied[::-1].index(True) if any(copied) else 0", "0", f"{SPACES} -k behind"),
+    Edit("nn/sliced.py", "(0, size) if whole else", "(rank * part, part) if whole else", f"{SPACES} -k behind"),
+    Edit(
+        "planning/replay.py", 'role.kind == "feeder" or role.summed', 'role.kind == "feeder"', f"{SPACES} -k selective"
+    ),
+    Edit("planning/proofs.py", "isinstance(blamed.error, HandedOn) and guilty", "False", f"{HEADS} -k hands_on"),
 )

@@ -121,6 +121,36 @@ class Alibi(nn.Module):
         return y
 
 
+class Handing(nn.Module):
+    """Attention that makes a constant for all heads where it is given none, and hands it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        batch, length, _ = x.shape
+        q, k, v = (one(x).view(batch, length, -1, EACH).transpose(1, 2) for one in (self.query, self.key, self.value))
+        if bias is None:
+            bias = torch.zeros(1, self.heads, length, length, dtype=x.dtype)
+        y = (q @ k.transpose(-2, -1) + bias).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1)), bias
+
+
+class Handed(nn.Module):
+    """The attention to the encoder in T5's decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Handing(), Handing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bias = self.first(x)
+        z: Tensor = self.second(x + y, bias)[0]
+        return z
+
+
 class Reversed(Attention):
     def forward(self, x: Tensor, slopes: Tensor | None = None) -> Tensor:
         return super().forward(x, slopes if slopes is None else slopes.flip(0))

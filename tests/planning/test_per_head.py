@@ -35,6 +35,8 @@ CUT = ("norms", "norm of heads", "sinks", "bias", "gain", "config", "latent", "l
 def made(how: str) -> nn.Module:
     if how == "words":
         return per_head.Words()
+    if how == "handed":
+        return per_head.Handed()
     if how.startswith("alibi"):
         return per_head.Alibi(how.removeprefix("alibi "), 7)  # 4 and 3 heads, or 3, 3 and 1
     if how.startswith("convol"):
@@ -94,6 +96,13 @@ def test_a_rank_is_given_its_heads_of_a_constant_for_all(how: str) -> None:
 
 
 @pytest.mark.cpu
+def test_what_one_block_makes_for_its_heads_and_hands_on_is_a_part_of_the_next() -> None:
+    plan = tpk.make_plan(per_head.Handed(), 2, example_inputs=X)
+    assert plan["first.out"].style == plan["second.out"].style == Row()
+    assert plan.attributes == {"first.heads": (6, (3, 3))} and not plan.cut_arguments
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", [
     "centred", "norm of both", "order of heads", "sum of all", "read twice",
     "latent with a whole activation", "latent that leaves", "latent read by a whole layer",
@@ -147,12 +156,13 @@ def test_a_number_of_a_config_is_another_one_for_one_module_alone() -> None:
 def by_value(how: str) -> list[str]:
     torch.manual_seed(0)
     x = torch.randint(0, per_head.WORDS, (2, 5)) if how == "words" else torch.randn(2, 5, per_head.WIDTH).double()
-    return problems(how, made(how), x, "down" if how == "words" else "attention.out" if how in ALIBI else "out")
+    rows = {"words": "down", "handed": "second.out"} | dict.fromkeys(ALIBI, "attention.out")
+    return problems(how, made(how), x, rows.get(how, "out"))
 
 
 def all_by_value(full: bool) -> list[str]:
     hows = (
-        (*CUT, *ALIBI, "words")
+        (*CUT, *ALIBI, "words", "handed")
         if full
         else ("norms", "norm of heads", "bias", "latent with a gate", "convolved", "alibi each", "words")
     )

@@ -4,9 +4,10 @@
 
     y_r = [ part 0 of x @ W^T, this rank's features | part 1, this rank's features | ... ]
 
-The last parts may be *copied*: every rank has all of their weights, and their gradients are summed.  So it is with the
-one key and value that all queries share (multi-query attention), which every rank computes, and with heads of keys and
-values that do not divide as the queries do, of which a rank computes those that its queries need.
+Some parts, the last ones or ones with others behind them, may be *copied*: every rank has all of their weights, and
+their gradients are summed.  So it is with the one key and value that all queries share (multi-query attention), or with
+what all heads of a state space read (Mamba 2), which every rank computes, and with heads of keys and values that do not
+divide as the queries do, of which a rank computes those that its queries need.
 
 There is one parameter per part, each an ordinary ``Shard`` DTensor, or a replicated one.  A single parameter, cut
 within its parts, cannot be expressed by checkpoints and ``full_tensor()``: the shards of query, key and value would be
@@ -31,6 +32,7 @@ from tpkernels.nn.parallel_linear import features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_together
 from tpkernels.ops.same_bits import check_parts
+from tpkernels.partition import copied_places
 
 __all__ = ["PackedColumnParallelLinear"]
 
@@ -56,6 +58,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         segments: Sequence[int],
         units: Sequence[int] = (),
         copied: int = 0,
+        behind: int = 0,
         copied_heads: int = 1,
         copies: int = 0,
         sequence_parallel: bool = False,
@@ -65,8 +68,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     ) -> Self:
         """The same layer, cut; ``linear`` as for :meth:`ColumnParallelLinear.from_linear`, ``units`` one per segment.
 
-        Every rank has the last ``copied`` segments whole; of ``copied_heads`` each, if these are several, it computes
-        its part of ``copies``, as :class:`CopiedHeadsLinear` does.
+        Every rank has the last ``copied`` segments before those ``behind`` them whole; of ``copied_heads`` each, if
+        these are several, it computes its part of ``copies``, as :class:`CopiedHeadsLinear` does.
 
         Raises:
             ValueError: ``segments`` do not add up to the output features, or are not made of ``units``; no segment is
@@ -75,11 +78,10 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         _, out_features = features_of(linear)
         if sum(segments) != out_features or any(size < 1 for size in segments):
             raise ValueError(f"segments {list(segments)} must be positive and sum to out_features ({out_features})")
-        if not 0 <= copied < len(segments):
-            raise ValueError(f"copied ({copied}) must be fewer than the segments {list(segments)}")
+        places = copied_places(len(segments), copied, behind)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module.copied = 0 if copies else copied
+        module.copied, module.behind = (0, 0) if copies else (copied, behind)
         module.sequence_parallel, module.sequence_dim = sequence_parallel, sequence_dim
         module.save_gathered, module.implementation = save_gathered, implementation
         mesh = tp_mesh(group, linear)
@@ -90,7 +92,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
             part = _part(linear, start, size)
             options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
             options["implementation"] = implementation
-            if index < len(segments) - copied:
+            if not places[index]:
                 layer: nn.Module = ColumnParallelLinear.from_linear(
                     part, mesh, unit=unit, save_gathered=save_gathered, **options
                 )
@@ -107,7 +109,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     save_gathered: bool
     implementation: str
     copied: int
-    """How many segments, the last ones, every rank computes whole."""
+    behind: int
+    """How many segments every rank computes whole, and how many are behind these."""
     activation: str | None = None
     shared: SharedInput | None = None
     """The layers that read the same tensor as this one, and run with it."""

@@ -5,7 +5,9 @@
     p_r = this rank's part of p along ``dim``;   dp_r is complete, because only parts on this rank meet it
 
 A packed parameter, of which a rank needs its part of each of several runs (the convolution over queries, keys and
-values of Qwen3-Next), stays whole: its code sees these parts, and its gradient is summed over the ranks.
+values of Qwen3-Next), stays whole: its code sees these parts, and its gradient is summed over the ranks.  Some runs may
+be *copied*: every rank sees all of them, and has a share of their gradient (Mamba 2).  A buffer (the multipliers of
+Falcon-H1) is seen in the same way.
 
 It assumes that a plan has proven this.  To the module's code ``module.name`` is the local tensor, as with
 :func:`tpkernels.nn.replicate_parameters`; the parameter itself is a DTensor of the original shape, ``Shard(dim)``.
@@ -15,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +29,42 @@ from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.parameters import mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.nn.replicated import show_local
 from tpkernels.ops import copy_to_group
+from tpkernels.partition import copied_places
 
-__all__ = ["check_slices", "slice_parameters", "sliced_parameters"]
-
-
-Runs = Mapping[str, tuple[int, ...]]
-"""The sizes of the runs of packed parameters."""
-_NONE: Runs = MappingProxyType({})
+__all__ = ["Cuts", "check_slices", "slice_parameters", "sliced_parameters"]
 
 
-def check_slices(module: nn.Module, dims: Mapping[str, int], runs: Runs, mesh: DeviceMesh) -> None:
+class Cuts(NamedTuple):
+    """What is cut of a module: parameters and dimensions."""
+
+    dims: Mapping[str, int]
+    runs: Mapping[str, tuple[int, ...]]
+    """The sizes of the runs of packed parameters."""
+    copied: int = 0
+    behind: int = 0
+    """How many of these runs every rank has whole, and how many are behind them."""
+
+    def parts(self, name: str, rank: int, world_size: int) -> list[tuple[int, int]]:
+        """Where a rank's part of each run begins in the run, and its size."""
+        sizes = self.runs[name]
+        places = copied_places(len(sizes), self.copied, self.behind)
+        each = [size // world_size for size in sizes]
+        return [
+            (0, size) if whole else (rank * part, part) for size, part, whole in zip(sizes, each, places, strict=True)
+        ]
+
+
+def check_slices(module: nn.Module, cuts: Cuts, mesh: DeviceMesh) -> None:
     """Refuse what :func:`slice_parameters` cannot cut."""
+    dims, runs = cuts.dims, cuts.runs
     for name, dim in dims.items():
-        parameter = module._parameters.get(name)
+        parameter: Tensor | None = (module._buffers if name in runs else {}).get(name, module._parameters.get(name))
         if parameter is None or isinstance(parameter, DTensor) or not 0 <= dim < parameter.dim():
             raise ValueError(f"{type(module).__name__} has no whole parameter {name!r} with a dimension {dim}")
         sizes = runs.get(name, ())
-        if sizes and (sum(sizes) != parameter.shape[dim] or any(size % mesh.size() for size in sizes)):
+        places = copied_places(len(sizes), cuts.copied, cuts.behind) if sizes else ()
+        uneven = any(size % mesh.size() and not whole for size, whole in zip(sizes, places, strict=True))
+        if sizes and (sum(sizes) != parameter.shape[dim] or uneven):
             raise ValueError(
                 f"runs of {list(sizes)} of {type(module).__name__}.{name} must make up its {parameter.shape[dim]} "
                 f"elements, and divide over {mesh.size()} ranks"
@@ -53,54 +73,64 @@ def check_slices(module: nn.Module, dims: Mapping[str, int], runs: Runs, mesh: D
         raise ValueError(f"runs are of parameters that have a dimension in {dict(dims)}, got {dict(runs)}")
 
 
-def slice_parameters(module: nn.Module, dims: Mapping[str, int], group: GroupLike, *, runs: Runs = _NONE) -> nn.Module:
-    """Cut the module's own parameters ``dims`` in place, packed ones by ``runs``; returns it.
+def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Module:
+    """Cut the module's own parameters in place; returns it.
 
     Raises:
         ValueError: it has no such parameter, or the parameter has no such dimension, or is a DTensor already; runs that
             do not make up the dimension, or do not divide over the ranks.
     """
     mesh = tp_mesh(group, module)
-    check_slices(module, dims, runs, mesh)
-    for name, dim in dims.items():
-        parameter = module._parameters[name]
-        assert parameter is not None
+    check_slices(module, cuts, mesh)
+    for name, dim in cuts.dims.items():
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue  # a buffer
         wanted = parameter.requires_grad
-        if name in runs:
+        if name in cuts.runs:
             module._parameters[name] = replicate_parameter(parameter, mesh, requires_grad=wanted)
         else:
             module._parameters[name] = shard_parameter(parameter, mesh, dim, requires_grad=wanted)
-    alone = tuple(name for name in dims if name not in runs)
+    alone = tuple(name for name in cuts.dims if name not in cuts.runs)
     module._tpk_sliced = alone  # type: ignore[assignment]
     show_local(module, alone)
-    if runs:
-        packed = tuple((name, dims[name], tuple(sizes)) for name, sizes in runs.items())
+    if cuts.runs:
+        rank = mesh.get_local_rank()
+        packed = tuple(
+            (name, cuts.dims[name], tuple(sizes), tuple(cuts.parts(name, rank, mesh.size())))
+            for name, sizes in cuts.runs.items()
+        )
         kind: Any = type(module)
         module.__class__ = _packed_view(kind, packed)
     return module
 
 
+_Packed = tuple[str, int, tuple[int, ...], tuple[tuple[int, int], ...]]
+"""A packed parameter: its name, its dimension, the sizes of its runs, and a rank's part of each."""
+
+
 @lru_cache(maxsize=256)
-def _packed_view(cls: type[nn.Module], packed: tuple[tuple[str, int, tuple[int, ...]], ...]) -> type[nn.Module]:
+def _packed_view(cls: type[nn.Module], packed: tuple[_Packed, ...]) -> type[nn.Module]:
     """A subclass of ``cls`` whose attributes are this rank's parts of the runs of ``packed`` parameters."""
-    members: dict[str, Any] = {name: _packed_property(name, dim, sizes) for name, dim, sizes in packed}
+    members: dict[str, Any] = {one[0]: _packed_property(*one) for one in packed}
     members |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
 
 
-def _packed_property(name: str, dim: int, sizes: tuple[int, ...]) -> property:
+def _packed_property(name: str, dim: int, sizes: tuple[int, ...], parts: tuple[tuple[int, int], ...]) -> property:
     def read(self: nn.Module) -> Tensor | None:
-        parameter: Tensor | None = self._parameters[name]
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:  # as of replicated parameters
-            return parameter
-        mesh, whole = mesh_of(parameter), parameter.to_local()
-        if whole.requires_grad and mesh.size() > 1:
-            refuse(mesh, "a packed parameter", "its gradients are sums over each rank's part")
-            whole = copy_to_group(whole, mesh)
-        rank = mesh.get_local_rank()
-        each = [size // mesh.size() for size in sizes]
+        if name in self._buffers:
+            whole = cast(Tensor, self._buffers[name])
+        else:
+            parameter: Tensor | None = self._parameters[name]
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:  # as of replicated parameters
+                return parameter
+            mesh, whole = mesh_of(parameter), parameter.to_local()
+            if whole.requires_grad and mesh.size() > 1:
+                refuse(mesh, "a packed parameter", "its gradients are sums over each rank's part")
+                whole = copy_to_group(whole, mesh)
         runs = whole.split(list(sizes), dim)
-        return torch.cat([run.narrow(dim, rank * size, size) for run, size in zip(runs, each, strict=True)], dim)
+        return torch.cat([run.narrow(dim, *part) for run, part in zip(runs, parts, strict=True)], dim)
 
     return property(read)
 

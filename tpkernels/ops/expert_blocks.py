@@ -32,9 +32,7 @@ __all__ = [
 ]
 
 
-def products(
-    group: Group, x: Tensor, matrices: Tensor, rows: TokenRows, biases: Tensor | None = None
-) -> Tensor:
+def products(group: Group, x: Tensor, matrices: Tensor, rows: TokenRows, biases: Tensor | None = None) -> Tensor:
     """:func:`tpkernels.gemm.grouped.products`, whose columns are cut."""
     blocks = same_bits.blocks_of(group)
     if not blocks:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.planning.example_inputs import Observation
-from tpkernels.planning.part_norms import numbers_in, rms_epsilon
+from tpkernels.planning.part_norms import Rms, find_rms, numbers_in
 from tpkernels.planning.session import Event, Opaque, Scope, Shape
 from tpkernels.planning.styles import Replicate, Row, Style
 from tpkernels.planning.tensors import tensors_in
@@ -65,7 +65,7 @@ def find_fused_norms(observation: Observation | None, styles: Mapping[str, Style
     found = FusedNorms()
     if observation is None or observation.shadow is None or observation.recording is None:
         return found
-    norms: dict[str, float | str] = {}
+    norms: dict[str, Rms | str] = {}
     for row, style in styles.items():
         if not isinstance(style, Row) or row in observation.recording.rows_unknown:
             continue
@@ -88,11 +88,11 @@ def find_fused_norms(observation: Observation | None, styles: Mapping[str, Style
                 raise _Unlike("the gradient of the norm behind its sum is summed for other calls of it")
             if norm not in norms:
                 candidates = {number for _, scalars in calls for number in scalars}
-                norms[norm] = rms_epsilon(observation.shadow.modules[norm], sorted(candidates))
-            epsilon = norms[norm]
-            if isinstance(epsilon, str):
-                raise _Unlike(f"the {type(observation.shadow.modules[norm]).__name__} behind its sum {epsilon}")
-            found.pairs.append((row, norm, epsilon))
+                norms[norm] = find_rms(observation.shadow.modules[norm], sorted(candidates))
+            known = norms[norm]
+            if isinstance(known, str):
+                raise _Unlike(f"the {type(observation.shadow.modules[norm]).__name__} behind its sum {known}")
+            found.pairs.append((row, norm, known.epsilon))
         except _Unlike as reason:
             found.refused[row] = str(reason)
     return found

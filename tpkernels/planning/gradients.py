@@ -37,6 +37,8 @@ class Gradients(Session):
         """Of columns: whether the gradient of what they read is summed further up, by a feeder."""
         self._summed: set[int] = set()
         """Whole tensors whose gradients are sums over the ranks, complete where a feeder gave them."""
+        self._made_with: dict[int, frozenset[str]] = {}
+        """Of these: the parameters that they met on the way from the feeder."""
         self._splits: dict[int, Split] = {}
         self._groups: dict[int, frozenset[int]] = {}
 
@@ -78,18 +80,22 @@ class Gradients(Session):
         if not any(id(tensor) in self._summed for tensor in tensors):
             return
         groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
+        parameters = self._whole_parameters(tensors)
         for output in outputs:
             if id(output) in self._splits:
                 continue
             if func._schema.is_mutable:
                 raise Unproven(f"{canonical(func)} writes to a tensor that has a part of its gradient")
             self._summed.add(id(output))
+            self._made_with[id(output)] = parameters
             self._groups[id(output)] = groups
 
     def _whole_parameters(self, tensors: list[Tensor]) -> frozenset[str]:
-        """Of which parameters, and nothing else, whole tensors are made."""
-        whole = [self.origin(t) for t in tensors if id(t) not in self._splits and self.has_origin(t)]
-        return frozenset().union(*(origin for origin in whole if origin is not None))
+        """Of which parameters, and nothing else but what a feeder gives, whole tensors are made; and buffers."""
+        whole = [tensor for tensor in tensors if id(tensor) not in self._splits and self.has_origin(tensor)]
+        found = [self.origin(tensor) or self._made_with.get(id(tensor), frozenset()) for tensor in whole]
+        buffers = {self.shadow.buffers[id(tensor)] for tensor in tensors if id(tensor) in self.shadow.buffers}
+        return frozenset().union(*found, buffers)
 
     def _feeds(self, name: str, summed: bool) -> None:
         """A layer reads a whole tensor: one with a part of its gradient only columns of one segment may."""

@@ -6,11 +6,11 @@ It owns the guesses and what a proof of one says; :mod:`tpkernels.planning.searc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, combinations, pairwise, product, takewhile
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.session import Scope, Shape
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import divisor, share
+from tpkernels.planning.splits import Split, divisor, share
 from tpkernels.planning.styles import Column, CopiedHeads, Style
 from tpkernels.planning.trace import Recording
 
@@ -29,7 +29,7 @@ __all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Slice", "Whole"]
 Attributes = dict[tuple[str, str], tuple[int, ...]]
 """By module and name: the value on each rank."""
 Whole = dict[tuple[str, str], int]
-MAX_BITS = 6
+MAX_BITS, MAX_NESTED = 6, 4
 NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad", "kernel")
 """Attributes with these in their names say where or how often, not how many features."""
 aten = torch.ops.aten
@@ -63,6 +63,9 @@ class Slice(NamedTuple):
 
     dim: int
     runs: tuple[int, ...]
+    copied: int = 0
+    behind: int = 0
+    """As for :class:`tpkernels.planning.splits.Split`."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,27 @@ class Proof:
     arguments: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """By module and name: arguments of which a rank takes its heads' part; the dimension, and how many heads."""
     copied: int = 0
-    """How many segments of the packed column every rank has whole: the key and value that all queries share."""
+    behind: int = 0
+    """How many segments of the packed column every rank has whole, the key and value that all queries share, and how
+    many are behind these."""
+
+    def unit(self, features: int) -> int:
+        """Of how many of ``features`` a part is a multiple."""
+        return features // self.pieces if self.pieces else 1
+
+    def column(self, name: str) -> Column:
+        """The style of a layer of which each rank has its part, or its part of each segment."""
+        sizes = self.segments[name]
+        if len(sizes) == 1:
+            return Column(unit=self.unit(sizes[0]))
+        copied = Split(0, sizes, 0, self.copied, self.behind).are_copied
+        units = tuple(1 if whole else self.unit(size) for size, whole in zip(sizes, copied, strict=True))
+        return Column(segments=sizes, units=units if self.pieces else (), copied=self.copied, behind=self.behind)
 
     def each(self, world_size: int) -> str:
         """What a rank has."""
         copies = ", and the key and value of all" if self.copied else ""
+        copies = ", and what all of them read" if self.behind else copies
         if not self.heads:
             return f"by features{copies}"
         if not self.pieces:
@@ -115,6 +134,9 @@ class Hypotheses:
                 options += self._cuts_of(size, scope)
                 known |= set(options)
                 options += [(size // count,) * count for count in (3, 2) if size % count == 0]
+                nested = self._cuts_within(size, scope)
+                options += nested
+                known |= set(nested)
             choices.append(list(dict.fromkeys(options)))
         widths = [self.shadow.layers[name].out_features for name in group.columns]
         by_width = dict(zip(widths, choices, strict=True))
@@ -146,15 +168,54 @@ class Hypotheses:
         found += [tuple(b - a for a, b in pairwise(sorted(ends))) for ends in points.values() if len(ends) > 2]
         return [sizes for sizes in found if sum(sizes) == size and 0 not in sizes]
 
-    def attribute_sets(self, scopes: Sequence[Scope], world_size: int, pieces: int = 0) -> Iterator[Attributes]:
-        """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first."""
+    def _cuts_within(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
+        """The same where one of the parts is taken apart further on: what goes through the convolution of Mamba 2."""
+        return [
+            (*sizes[:place], *inner, *sizes[place + 1 :])
+            for sizes in self._cuts_of(size, scope)
+            for place, part in enumerate(sizes) if part < size
+            for inner in self._cuts_of(part, scope) if len(inner) > 1
+        ][:MAX_NESTED]  # fmt: skip
+
+    def attribute_sets(
+        self,
+        scopes: Sequence[Scope],
+        world_size: int,
+        pieces: int = 0,
+        parts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> Iterator[Attributes]:
+        """Sets of attributes that could be numbers of features or heads, with the ranks' values; small sets first.
+
+        ``parts``: sizes of runs of a layout with many segments, and what ranks have of these.  Behind the empty set
+        come those whose attributes have these sizes, alone and with one other.
+        """
         pieces = pieces or divisor(world_size)
-        bits = self._bits(scopes, pieces) if world_size > 1 else []
+        if world_size > 1 and parts:
+            yield {}
+            yield from self._sets_of_runs(scopes, world_size, pieces, parts)
+        bits = self._bits(scopes, pieces)[:MAX_BITS] if world_size > 1 else []
         for count in range(len(bits) + 1):
             for chosen in combinations(bits, count):
                 yield {key: share(value, world_size, pieces) for bit in chosen for key, value in bit.items()}
 
-    def _bits(self, scopes: Sequence[Scope], pieces: int) -> list[Whole]:
+    def _sets_of_runs(
+        self, scopes: Sequence[Scope], world_size: int, pieces: int, parts: Mapping[int, tuple[int, ...]]
+    ) -> Iterator[Attributes]:
+        likely: dict[int, Whole] = {}
+        around = {scope.name for scope in scopes}
+        bits = self._bits(scopes, pieces, parts)
+        for bit in sorted(bits, key=lambda bit: not any(name in around for name, _ in bit)):
+            for value in {*bit.values()} & parts.keys():
+                likely.setdefault(value, bit)
+        own = [(key, value) for bit in likely.values() for key, value in bit.items()]
+        sizes = {key: parts[value] for key, value in own if set(parts[value]) != {value}}
+        yield sizes
+        for bit in self._bits(scopes, pieces):
+            if not bit.keys() & sizes.keys():
+                yield sizes | {key: share(value, world_size, pieces) for key, value in bit.items()}
+
+    def _bits(self, scopes: Sequence[Scope], pieces: int, parts: Collection[int] = ()) -> list[Whole]:
+        """Attributes, likely ones first, that are numbers of ``pieces``, or among ``parts``."""
         numbers: set[int] = set()
         found: dict[tuple[type, str, int], Whole] = {}
         for scope in scopes:
@@ -165,7 +226,9 @@ class Hypotheses:
                 if name in self.shadow.layers or not (name == scope.name or name.startswith(prefix)):
                     continue
                 for attribute, value in (vars(module) | config_numbers(module)).items():
-                    if type(value) is not int or value < 2 or value % pieces or value not in numbers:
+                    if type(value) is not int or value < 2 or value not in numbers:
+                        continue
+                    if value not in parts if parts else value % pieces:
                         continue
                     if attribute.startswith("_") or any(word in attribute for word in NOT_SIZES):
                         continue
@@ -180,7 +243,7 @@ class Hypotheses:
             unread = not runs or name.rpartition(".")[2] not in _names_read(kind)
             return "head" not in name or "dim" in name or "size" in name, unread, "features" in name, name
 
-        return [found[key] for key in sorted(found, key=unlikely)[:MAX_BITS]]
+        return [found[key] for key in sorted(found, key=unlikely)]
 
 
 @lru_cache(maxsize=1024)

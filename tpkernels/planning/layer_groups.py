@@ -8,7 +8,7 @@ the inputs are (row), and nothing else sees them.  The replay proves whether the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tpkernels.planning.trace import Recording
@@ -26,6 +26,8 @@ class Group:
     """Dropout, or another random op, runs on what is cut."""
     feeders: tuple[str, ...] = ()
     """Layers that stay whole and give to the columns and to what is cut; their output's gradient is summed."""
+    summed: tuple[str, ...] = ()
+    """Rows that give what they sum to columns or to what is cut; so is the gradient of that."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -42,30 +44,37 @@ def find_groups(recording: Recording) -> list[Group]:
         sources[layer], closed[layer], random[layer] = _walk_back(recording, inputs)
     seen_outside, _, _ = _walk_back(recording, recording.outputs)
     groups = []
-    for columns, rows, feeders in map(_without_feeders(sources), _components(sources)):
-        sound = columns and rows and not columns & rows and not columns & seen_outside
-        if sound and all(closed[row] for row in rows):
-            noisy = any(random[row] for row in rows)
-            ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders)]
-            groups.append(Group(ordered[0], ordered[1], noisy, ordered[2]))
+    for component in _components(sources):
+        for columns, rows, feeders, summed in _ways(sources, *component):
+            sound = columns and rows and not columns & rows and not columns & seen_outside
+            if sound and all(closed[row] for row in rows):
+                noisy = any(random[row] for row in rows)
+                ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders, summed)]
+                groups.append(Group(ordered[0], ordered[1], noisy, ordered[2], ordered[3]))
     return sorted(groups, key=lambda group: (len(group.columns) + len(group.rows), order[group.columns[0]]))
 
 
-def _without_feeders(
-    sources: dict[str, set[str]],
-) -> Callable[[tuple[set[str], set[str]]], tuple[set[str], set[str], set[str]]]:
-    """Take out of a component what feeds its columns: latent attention has a layer whose output goes into the
-    projection of keys and values, and beside it, as the part of the keys that all heads share."""
+_Way = tuple[set[str], set[str], set[str], set[str]]
+"""Columns, rows, feeders, and the rows that give to parts."""
 
-    def taken(component: tuple[set[str], set[str]]) -> tuple[set[str], set[str], set[str]]:
-        columns, rows = component
-        inner = columns & rows
-        feeders = {layer for name in inner for layer in sources[name]}
-        if not inner or feeders & rows:
-            return columns, rows, set[str]()
-        return columns - feeders, rows - inner, feeders
 
-    return taken
+def _ways(sources: dict[str, set[str]], columns: set[str], rows: set[str]) -> Iterator[_Way]:
+    """How a component might be cut, where some of its layers are inner ones, which read from others of it.
+
+    What they read from may stay whole: latent attention has a layer whose output goes into the projection of keys and
+    values, and beside it, as the part of the keys that all heads share.  Or they are rows themselves: what selects the
+    states of Mamba is made of all channels, and used on each.  Further inner layers that read from these are columns.
+    """
+    inner = columns & rows
+    feeders = {layer for name in inner for layer in sources[name]}
+    if not inner or feeders & rows:
+        yield columns, rows, set(), set()
+    else:
+        yield columns - feeders, rows - inner, feeders, set()
+    summed = {name for name in inner if sources[name] <= columns - inner}
+    fed = inner - summed
+    if summed and all(sources[name] <= summed for name in fed):
+        yield (columns - inner) | fed, rows - fed, set(), summed
 
 
 def _walk_back(recording: Recording, start: list[int]) -> tuple[set[str], bool, bool]:

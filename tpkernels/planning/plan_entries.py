@@ -18,6 +18,7 @@ from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import CommunicationError
 from tpkernels.nn.convolution import channel_dims
 from tpkernels.ops.explain import explain
+from tpkernels.partition import copied_places
 from tpkernels.planning.convolution_entries import convolution_traffic
 from tpkernels.planning.experts_entries import Traffic, cut_of_experts, experts_implementation, experts_traffic
 from tpkernels.planning.fused_norms import FusedNorms
@@ -227,9 +228,12 @@ def traffic_of(
     """
     weights = sum(p.numel() * p.element_size() for p in parameters.values())
     if isinstance(style, Sliced):
-        weights = sum(parameters[name].numel() * parameters[name].element_size() for name, _ in style.runs)
+        packed = [parameters[name] for name, _ in style.runs if name in parameters]  # the others are buffers
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in packed)
     if isinstance(style, Column) and style.copied:  # of those alone gradients are summed
-        weights = weights * sum(style.segments[-style.copied :]) // sum(style.segments)
+        places = copied_places(len(style.segments), style.copied, style.behind)
+        copied = sum(size for size, place in zip(style.segments, places, strict=True) if place)
+        weights = weights * copied // sum(style.segments)
     if isinstance(style, PartNorm):  # one number per row, in fp32 at least
         item = max(4, next(iter(parameters.values())).element_size())
         once = None if rows is None else 2 * 2 * item * rows * (world_size - 1) // world_size
@@ -239,7 +243,7 @@ def traffic_of(
         sent = None if rows is None else 2 * layer.out_features * item * rows * (world_size - 1) // world_size
         return Traffic("-", "all-reduce of dy", sent, None)
     if isinstance(style, Replicate | Sliced) or (layer is None and not isinstance(style, Heads)):
-        of_parts = style.sequence_parallel if isinstance(style, Replicate) else isinstance(style, Sliced) and style.runs
+        of_parts = style.sequence_parallel if isinstance(style, Replicate) else isinstance(style, Sliced) and weights
         summed = bool(of_parts and parameters)
         once = 2 * weights * (world_size - 1) // world_size if summed else 0
         return Traffic("-", "all-reduce of dw" if summed else "-", once, None)

@@ -322,30 +322,24 @@ class _Planner:
                 )  # mergers multiply it with the other
                 self.chosen.setdefault(name, Chosen(half, "data flow", f"small beside {other}, which is cut"))
         for group, proof in self.decision.proven.items():
-            self.feeders |= {*group.feeders, *proof.feeders}
+            self.feeders |= {*group.feeders, *group.summed, *proof.feeders}
             self.attributes |= proof.attributes
             self.arguments |= proof.arguments
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
             for name in group.columns:
-                sizes = proof.segments[name]
-                cut = sizes[: len(sizes) - proof.copied]
-                units = (*(size // proof.pieces if proof.pieces else 1 for size in cut), *(1,) * proof.copied)
-                style = Column(unit=units[0]) if len(sizes) == 1 else Column(segments=sizes, copied=proof.copied)
-                if len(sizes) > 1 and proof.pieces:
-                    style = replace(style, units=units)
-                style = replace(style, sum_input_gradient=name not in self.decision.fed)
+                style = replace(proof.column(name), sum_input_gradient=name not in self.decision.fed)
                 reason = f"{proof.each(self.world_size)}, up to {rows}"
                 if self.layers[name].kind == "embedding":
                     style = Features()
                 if name in proof.copies:
-                    style, why = proof.copies[name].style(sizes, units[0]), proof.copies[name].reason(self.world_size)
+                    copies, sizes = proof.copies[name], proof.segments[name]
+                    style, why = copies.style(sizes, proof.unit(sizes[0])), copies.reason(self.world_size)
                     reason = why if isinstance(style, CopiedHeads) else f"{reason}; {why}"
                 self._choose(name, style, reason)
             for name in group.rows:
-                unit = self.layers[name].in_features // proof.pieces if proof.pieces else 1
                 self._choose(
                     name,
-                    Row(unit=unit),
+                    Row(unit=proof.unit(self.layers[name].in_features)),
                     f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
                 )
 
@@ -361,11 +355,14 @@ class _Planner:
             for parameter, cut in proof.slices.items():
                 owner, _, key = parameter.rpartition(".")
                 found.setdefault(owner, {})[key] = cut
-        for name, epsilon in self.decision.norms.items():
-            self.chosen[name] = Chosen(PartNorm(epsilon), "data flow", "over features that are cut; tried on numbers")
+        for name, norm in self.decision.norms.items():
+            self.chosen[name] = Chosen(PartNorm(*norm), "data flow", "over features that are cut; tried on numbers")
         for owner, cuts in found.items():
-            packed = tuple(sorted((key, runs) for key, (_, runs) in cuts.items() if len(runs) > 1))
-            style = Sliced(tuple(sorted((key, dim) for key, (dim, _) in cuts.items())), packed)
+            buffers = self.modules[owner]._buffers
+            packed = {key: cut for key, cut in sorted(cuts.items()) if len(cut.runs) > 1 or key in buffers}
+            runs = tuple((key, cut.runs) for key, cut in packed.items())
+            copies = next((cut[2:] for cut in packed.values()), ())
+            style = Sliced(tuple(sorted((key, cut.dim) for key, cut in cuts.items())), runs, *copies)
             self.chosen[owner] = Chosen(style, "data flow", f"{', '.join(cuts)} cut with the heads or features met")
 
     def _shown_in_another_shape(self) -> dict[str, str]:
@@ -392,7 +389,7 @@ class _Planner:
                 raise ValueError(f"the override of {name!r} conflicts with the data flow, where it {reason}")
             if isinstance(asked, Column) and isinstance(style, Column):
                 unit = style.unit if style.unit > 1 else asked.unit
-                proven = ("segments", "units", "copied", "copied_heads", "copies")
+                proven = ("segments", "units", "copied", "behind", "copied_heads", "copies")
                 style = replace(asked, unit=unit, **{option: getattr(style, option) for option in proven})
             elif isinstance(asked, Row):
                 style = replace(asked, unit=style.unit) if isinstance(style, Row) and style.unit > 1 else asked

@@ -15,12 +15,12 @@ from typing import Any
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.layer_groups import Group, find_groups
-from tpkernels.planning.part_norms import find_norms
+from tpkernels.planning.part_norms import Rms, find_norms
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.search import Search
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import MODES, Mode, Shadow
-from tpkernels.planning.splits import Unproven
+from tpkernels.planning.splits import HandedOn, Unproven
 from tpkernels.planning.trace import Recording
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
@@ -36,8 +36,8 @@ class Decision:
 
     proven: dict[Group, Proof] = field(default_factory=dict)
     refused: dict[Group, Unproven] = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
-    """Norms over features that are cut, and their epsilons."""
+    norms: dict[str, Rms] = field(default_factory=dict)
+    """Norms over features that are cut."""
     fed: set[str] = field(default_factory=set)
     """Columns that read what a feeder gives, so that they do not sum the gradient of their input."""
     partial: set[str] = field(default_factory=set)
@@ -70,7 +70,7 @@ def decide(
     """
     assert observation.shadow is not None and observation.recording is not None
     calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
-    observation.shadow.epsilons = find_norms(observation.shadow.modules, calls)
+    observation.shadow.norms = find_norms(observation.shadow.modules, calls)
     decider = _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced)
     decider.whole_inputs, decider.says_all = not feeders, says_all
     return decider.run()
@@ -120,8 +120,9 @@ class _Decider:
             if group in self.decision.refused or not self.search.is_called(group):
                 continue
             layers = set(group.layers)
-            if group.feeders and self.whole_inputs:
-                self.decision.refused[group] = Unproven(f"{group.feeders[0]} stays whole and gives to its columns")
+            given = (*group.feeders, *group.summed)
+            if given and self.whole_inputs:
+                self.decision.refused[group] = Unproven(f"{given[0]} gives a whole tensor to work on parts")
                 continue
             barred = next((name for name in layers if name in self.excluded), None)
             if barred is not None:
@@ -201,6 +202,11 @@ class _Decider:
                 replay = self._replay(self.decision.proven)
             except _Blamed as blamed:
                 guilty = [groups[index] for index in blamed.groups if index < len(groups)]
+                if isinstance(blamed.error, HandedOn) and guilty:
+                    proof, given = self.decision.proven[guilty[0]], blamed.error.argument
+                    left = {key: cut for key, cut in proof.arguments.items() if key != given}
+                    self.decision.proven[guilty[0]] = replace(proof, arguments=left)
+                    continue
                 if self.forced and (not guilty or len(groups) in blamed.groups):
                     self.decision.conflicts.append(blamed.error.reason)
                     return
@@ -214,7 +220,7 @@ class _Decider:
             if not mixed:
                 self.decision.partial = replay.partial
                 self.decision.fed = {name for name, fed in replay.fed.items() if fed}
-                self.decision.norms = {name: self.shadow.epsilons[name] for name in sorted(replay.cut_norms)}
+                self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
                 return
             for index in mixed:
                 self.decision.refused[groups[index]] = Unproven("a module would have gradients of two kinds")
@@ -251,7 +257,7 @@ class _Decider:
         widths: dict[str, int] = {}
         for number, (group, proof) in enumerate(proofs.items()):
             roles |= self.search.roles(
-                group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied,
+                group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied, proof.behind,
                 proof.arguments,
             )  # fmt: skip
             attributes |= proof.attributes
@@ -316,7 +322,11 @@ class _Blamed(Unproven):
 
 
 def _in_mode(error: Unproven, mode: Mode) -> Unproven:
-    return error if mode == MODES[0] else Unproven(f"{error.reason} (in {mode})", count=error.count)
+    return (
+        error
+        if mode == MODES[0] or isinstance(error, HandedOn)
+        else Unproven(f"{error.reason} (in {mode})", count=error.count)
+    )
 
 
 def _size(group: Group) -> int:
@@ -349,4 +359,5 @@ def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Pro
         tuple(moved_parameter(name) for name in proof.feeders),
         {(moved(name), argument): cut for (name, argument), cut in proof.arguments.items()},
         proof.copied,
+        proof.behind,
     )

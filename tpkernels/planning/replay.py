@@ -42,7 +42,7 @@ from tpkernels.planning.session import (
     is_random,
 )
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import Split, Unproven, divisor, share
+from tpkernels.planning.splits import HandedOn, Split, Unproven, divisor, how, part_of_constant
 from tpkernels.planning.tensors import storage_of, tensors_in
 from tpkernels.planning.trace import Example, Recording
 
@@ -91,7 +91,7 @@ class Replay(Gradients):
 
     def _slice(self, name: str, role: Role) -> None:
         """Let the run see this rank's part of a parameter."""
-        whole, split = self.shadow.model.get_parameter(name), role.split(role.dim)
+        whole, split = self.shadow.own(name), role.split(role.dim)
         part = self.shadow.sliced(name, split.local_shape(whole.shape, self.world_size, self.rank))
         self.slices[name] = part
         self.made[id(part)] = self.source(whole)
@@ -105,11 +105,13 @@ class Replay(Gradients):
             whole = taken.get(argument)
             if whole is None:
                 continue
-            (heads,) = role.segments
+            (heads,), self.blame = role.segments, frozenset([role.group])
+            if id(whole) in self._splits:  # what gives it has cut it already
+                raise HandedOn(name, argument)
             if not isinstance(whole, Tensor) or whole.dim() <= role.dim or whole.shape[role.dim] % heads:
                 raise Unproven(f"{argument} of {name} has no runs of {heads} heads")
-            if id(whole) in self._splits or self.has_origin(whole) or whole in self.requiring:
-                raise Unproven(f"{argument} of {name} is a part, or has a gradient")
+            if self.has_origin(whole) or whole in self.requiring:
+                raise Unproven(f"{argument} of {name} has a gradient")
             split = Split(role.dim, role.segments * (whole.shape[role.dim] // heads), role.pieces)
             part = self.new_output(whole, split.local_shape(whole.shape, self.world_size, self.rank), whole.dtype)
             del self.origins[storage_of(part)]
@@ -208,6 +210,8 @@ class Replay(Gradients):
             expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
             if tuple(output.shape) != tuple(expected):
                 raise Unproven(f"{packet} gives {list(output.shape)} where one rank's part is {list(expected)}")
+            if func._schema.is_mutable and any(output is part for part in self.slices.values()):
+                raise Unproven(f"{packet} writes to a parameter or buffer of which a rank has a part")
             if answer is None and func._schema.is_mutable and id(output) in self._splits:
                 raise Unproven(f"{packet} writes something whole over a part")
             if answer is not None and func._schema.is_mutable and self._splits.get(id(output), answer) != answer:
@@ -301,15 +305,9 @@ class Replay(Gradients):
 
     def _constant(self, local: Shape, whole: Shape) -> Split | None:
         """A tensor of one value is a part of a larger one of that value."""
-        if local == whole:
-            return None
-        differ = [dim for dim in range(len(whole)) if len(local) != len(whole) or local[dim] != whole[dim]]
-        for pieces in (0, *sorted({role.pieces for role in self.roles.values() if role.pieces})):
-            if len(differ) != 1 or whole[differ[0]] % (pieces or divisor(self.world_size)):
-                continue
-            if share(whole[differ[0]], self.world_size, pieces)[self.rank] == local[differ[0]]:
-                return Split(differ[0], (whole[differ[0]],), pieces)
-        raise Unproven(f"a constant of {list(local)} is no part of one of {list(whole)}")
+        pieces = sorted({role.pieces for role in self.roles.values() if role.pieces})
+        packed = [role.split(0) for role in self.roles.values() if role.copied]
+        return part_of_constant(local, whole, pieces, packed, self.world_size, self.rank)
 
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -359,18 +357,20 @@ class Replay(Gradients):
         if self._open and is_random(func, args):
             raise Unproven(f"{self.quiet} draws random numbers between layers of the group")
 
-    def norm_called(self, name: str, forward: Any, x: Tensor) -> Any:
+    def norm_called(self, name: str, forward: Any, *given: Tensor) -> Any:
         """A norm over features that are cut is one step; any other call of it runs its code."""
-        split, call = self._splits.get(id(x)), self.recording.norm_calls.get(self._at)
+        x, call = given[0], self.recording.norm_calls.get(self._at)
+        split = self._splits.get(id(x))
         if split is None or split.dim != x.dim() - 1:
             self._whole_norms.add(name)
-            return forward(x)
+            return forward(*given)
         features = self.shadow.model.get_parameter(f"{name}.weight").shape[0]
-        known = call is not None and call.name == name and name in self.shadow.epsilons
-        if not known or split != Split(split.dim, (features,)) or features % divisor(self.world_size):
-            return forward(x)
+        known = call is not None and call.name == name and name in self.shadow.norms
+        cut = {self._splits.get(id(one)) for one in given} == {Split(split.dim, (features,))}
+        if not known or not cut or features % divisor(self.world_size):
+            return forward(*given)
         assert call is not None
-        if call.source != self.source(x) or call.stop > self._stop:
+        if call.sources != tuple(map(self.source, given)) or call.stop > self._stop:
             raise Unproven(f"with one rank's sizes {name} takes another tensor")
         groups = self.blame = self._groups.get(id(x), self.blame)
         self._at = call.stop
@@ -388,19 +388,21 @@ class Replay(Gradients):
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         self.blame = self._groups.get(id(x), self.blame)
+        if any(key.rpartition(".")[0] == name for key in self.slices):
+            raise Unproven(f"{name} is called, and has a parameter that is read and cut by itself")
         event, role = self._next(None, name, (self.source(x),)), self.roles.get(name)
         split, whole_in, whole_out = self._splits.get(id(x)), event.whole[0], event.outputs[0]
         last = len(whole_in) - 1
         if role is not None and role.kind == "row":
             self.blame = frozenset([role.group])
             if split != role.split(last):
-                raise Unproven(f"the input of {name} is {_how(split)}, not cut by features in one piece")
+                raise Unproven(f"the input of {name} is {how(split)}, not cut by features in one piece")
             shape, answer = tuple(whole_out), None
             self._open = False
             self._open_groups.discard(role.group)
         else:
             if split is not None:
-                raise Unproven(f"the input of {name} is {_how(split)}, which takes it whole")
+                raise Unproven(f"the input of {name} is {how(split)}, which takes it whole")
             if tuple(x.shape) != tuple(whole_in):
                 raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(whole_in)}")
             self._feeds(name, id(x) in self._summed)
@@ -413,7 +415,7 @@ class Replay(Gradients):
             self._complete |= self.origin(x) or set()
         out = self.new_output(x, shape, self.layer_dtype(name, x))
         self._mark(out, answer, frozenset() if role is None or answer is None else frozenset([role.group]))
-        if role is not None and role.kind == "feeder":
+        if role is not None and (role.kind == "feeder" or role.summed):
             self._summed.add(id(out))
             self._groups[id(out)] = frozenset([role.group])
         self._made([out])
@@ -440,7 +442,3 @@ class Replay(Gradients):
         if isinstance(argument, list | tuple):
             return [self._splits_of(item) for item in argument]
         return None
-
-
-def _how(split: Split | None) -> str:
-    return "whole" if split is None else f"cut in dimension {split.dim} as {list(split.segments)}"

@@ -14,7 +14,8 @@ __all__ = ["Role", "unlike_ranks"]
 class Role:
     """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
 
-    Every rank has the last ``copied`` segments whole, and a share of the gradients of their rows of the weight.
+    Every rank has the last ``copied`` segments but ``behind`` whole, and a share of the gradients of their rows of the
+    weight.  A "row" that is ``summed`` gives to parts what it has summed, and sums the gradient of that as well.
     A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
     An "argument" (``module:name``) is one of a call of a module that takes its part of each run of so many heads.
     ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
@@ -26,9 +27,11 @@ class Role:
     pieces: int = 0
     dim: int = -1
     copied: int = 0
+    behind: int = 0
+    summed: bool = False
 
     def split(self, dim: int) -> Split:
-        return Split(dim, self.segments, self.pieces, self.copied)
+        return Split(dim, self.segments, self.pieces, self.copied, self.behind)
 
 
 def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:

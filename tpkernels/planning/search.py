@@ -18,7 +18,7 @@ from math import lcm
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.partition import as_shard
@@ -28,7 +28,7 @@ from tpkernels.planning.numbers import config_numbers
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import Split, Unproven, divisor, for_degrees, share
+from tpkernels.planning.splits import Split, Unproven, divisor, for_degrees, parts_of_runs, share, shared_runs
 from tpkernels.planning.trace import Recording
 
 __all__ = ["Search"]
@@ -52,7 +52,7 @@ class Search(Hypotheses):
         self._tries = 0
         self._torn: list[Unproven] = []
         """Of one hypothesis with more parameters cut: where code takes a layout apart within a segment."""
-        self._own = shadow.own_parameters()
+        self._own = shadow.own_tensors(recording.direct - recording.layer_rows.keys())
         self.whole_inputs = False
         """Whether layers that stay whole must have complete gradients."""
         self.says_all = True
@@ -123,22 +123,24 @@ class Search(Hypotheses):
         for number, (segments, attributes) in enumerate(self.hypotheses(group, scope, failures, pieces, shared)):
             if number >= MAX_ATTEMPTS:
                 break
-            copied = len(segments[group.columns[0]]) - 1 if shared else 0
+            copied, behind = shared_runs(segments[group.columns[0]]) if shared else (0, 0)
             args = self.recording, scope, group, segments, attributes, self.world_size, pieces
+            begun = Proof(segments, attributes, pieces=pieces, copied=copied, behind=behind)
             try:
-                heads = self._attempt(*args, copied=copied)
+                heads = self._attempt(*args, copied=copied, behind=behind)
             except Unproven as error:
                 failures.append(error)
-                proof = self._sliced(group, Proof(segments, attributes, pieces=pieces, copied=copied), error)
+                proof = self._sliced(group, begun, error)
                 if proof is not None:
                     return proof
                 failures += self._torn
                 continue
-            return Proof(segments, attributes, heads=heads, pieces=pieces, copied=copied)
+            return replace(begun, heads=heads)
         return None
 
     def _shared(self, group: Group, scope: Scope) -> Proof | None:
-        """A packed projection whose queries are cut, and whose one key and value, which all of them share, are not."""
+        """A packed projection whose queries are cut, and whose one key and value, which all of them share, are not;
+        or what all heads of a state space read."""
         if len(group.columns) > 1 or not self.says_all or self.shadow.layers[group.columns[0]].kind == "embedding":
             return None
         proof = self._try_all(group, scope, [], shared=True)
@@ -162,8 +164,10 @@ class Search(Hypotheses):
             found = self._tried(group, replace(proof, feeders=(*proof.feeders, *fresh)))
             if found is not None:
                 return found
-        for name in sorted(error.parameters - proof.slices.keys()):
-            for cut in self._cuts(name, proof.pieces, error.met):
+        wanted = 0 if error.met is None else sum(error.met.segments)
+        fresh_ones = sorted(error.parameters - proof.slices.keys())
+        for name in sorted(fresh_ones, key=lambda name: name in self._own and wanted not in self._own[name].shape):
+            for cut in self._cuts(name, proof, error.met):
                 if not self._tries:
                     return None
                 self._tries -= 1
@@ -201,25 +205,38 @@ class Search(Hypotheses):
         args = scope, group, proof.segments, proof.attributes, self.world_size, proof.pieces, proof.slices
         try:
             heads = self._attempt(
-                self.recording, *args, feeders=proof.feeders, copied=proof.copied, arguments=proof.arguments
-            )
+                self.recording, *args, feeders=proof.feeders, copied=proof.copied, behind=proof.behind,
+                arguments=proof.arguments,
+            )  # fmt: skip
         except Unproven as error:
             self._torn += [error] if error.segmented else []
             return self._more_sliced(group, proof, error)
         return replace(proof, heads=heads)
 
-    def _cuts(self, name: str, pieces: int, met: Split | None) -> list[Slice]:
+    def _cuts(self, name: str, proof: Proof, met: Split | None) -> list[Slice]:
         """How a parameter can be cut: as what it ``met``, where that is packed, or in one dimension as heads are."""
-        shape = self._own[name].shape if name in self._own else ()
-        if pieces and not as_shard(pieces, self._divisor):
+        if name not in self._own or (proof.pieces and not as_shard(proof.pieces, self._divisor)):
             return []
-        if met is not None and len(met.segments) > 1:
-            even = not pieces and not met.copied and all(size % self._divisor == 0 for size in met.segments)
-            return [Slice(dim, met.segments) for dim, size in enumerate(shape) if even and size == sum(met.segments)]
-        return [
-            Slice(dim, (size,)) for dim, size in enumerate(shape)
-            if (size == pieces if pieces else size >= self._divisor and size % self._divisor == 0)
+        own, wanted = self._own[name], 0 if met is None else sum(met.segments)
+        if (met is not None and len(met.segments) > 1) or not isinstance(own, nn.Parameter):
+            return self._packed_cuts(name, proof, met) if met is not None and not proof.pieces else []
+        dims = [
+            dim for dim, size in enumerate(own.shape)
+            if (size == proof.pieces if proof.pieces else size >= self._divisor and size % self._divisor == 0)
         ]  # fmt: skip
+        return [Slice(dim, (own.shape[dim],)) for dim in sorted(dims, key=lambda dim: own.shape[dim] != wanted)]
+
+    def _packed_cuts(self, name: str, proof: Proof, met: Split) -> list[Slice]:
+        """Of a packed parameter, or of a buffer; a plan says of all of a module's what is copied."""
+        owner, copies = name.rpartition(".")[0], (met.copied, met.behind)
+        beside = [
+            cut[2:] for other, cut in proof.slices.items() if other.rpartition(".")[0] == owner
+            and (len(cut.runs) > 1 or not isinstance(self._own[other], nn.Parameter))
+        ]  # fmt: skip
+        if any(size % self._divisor for size in met.cut_segments) or any(other != copies for other in beside):
+            return []
+        sizes = enumerate(self._own[name].shape)
+        return [Slice(dim, met.segments, *copies) for dim, size in sizes if size == sum(met.segments)]
 
     def _unevenly(self, group: Group, scope: Scope) -> Proof | None:
         """Some ranks with more heads than others; a number that fails may tell the right one (key-value heads)."""
@@ -269,15 +286,17 @@ class Search(Hypotheses):
     ) -> Iterator[tuple[dict[str, tuple[int, ...]], Attributes]]:
         """Layouts by attributes, likely ones first; a layout whose heads do not divide is given up at once."""
         for segments, guessed in self.layouts(group, scope):
-            first, *rest = segments[group.columns[0]]
-            if shared and (guessed or not rest or max(rest) >= first):
+            sizes = segments[group.columns[0]]
+            whole = Split(0, sizes, pieces, *(shared_runs(sizes) if shared else ()))
+            if shared and (guessed or not whole.copied):
                 continue
-            if not self.fits(group, {group.columns[0]: (first,)} if shared else segments, pieces):
+            if not self.fits(group, {group.columns[0]: whole.cut_segments} if shared else segments, pieces):
                 failures.append(
                     Unproven(f"{pieces} heads do not make up {[list(s) for s in segments.values()]} features")
                 )
                 continue
-            for attributes in self.attribute_sets([scope], self.world_size, pieces):
+            parts = parts_of_runs(whole, self.world_size) if len(sizes) > 3 else {}
+            for attributes in self.attribute_sets([scope], self.world_size, pieces, parts):
                 before = len(failures)
                 yield segments, attributes
                 if any(failure.segmented for failure in failures[before:]):
@@ -312,13 +331,19 @@ class Search(Hypotheses):
         slices: Mapping[str, Slice] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
         copied: int = 0,
+        behind: int = 0,
         arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> dict[str, Role]:
-        found = {name: Role("column", segments[name], number, pieces, copied=copied) for name in group.columns}
+        found = {
+            name: Role("column", segments[name], number, pieces, copied=copied, behind=behind) for name in group.columns
+        }
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
-        found |= {name: Role("row", sizes, number, pieces) for name, sizes in rows.items()}
+        found |= {name: Role("row", sizes, number, pieces, summed=name in group.summed) for name, sizes in rows.items()}
         found |= {name: Role("feeder", (), number, pieces) for name in (*group.feeders, *feeders)}
-        found |= {name: Role("slice", runs, number, pieces, dim) for name, (dim, runs) in slices.items()}
+        found |= {
+            name: Role("slice", cut.runs, number, pieces, cut.dim, cut.copied, cut.behind)
+            for name, cut in slices.items()
+        }
         for (module, name), (dim, heads) in arguments.items():
             found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
         return found
@@ -335,12 +360,14 @@ class Search(Hypotheses):
         slices: Mapping[str, Slice] = MappingProxyType({}),
         feeders: tuple[str, ...] = (),
         copied: int = 0,
+        behind: int = 0,
         arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> int:
         """The number of heads, or 0."""
         roles = self.roles(
-            group, segments, pieces=pieces, slices=slices, feeders=feeders, copied=copied, arguments=arguments
-        )
+            group, segments, pieces=pieces, slices=slices, feeders=feeders, copied=copied, behind=behind,
+            arguments=arguments,
+        )  # fmt: skip
         for rank in unlike_ranks(roles, world_size):
             replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)
             try:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -167,8 +166,8 @@ class Session(TorchDispatchMode):
     def __init__(self, shadow: Shadow, attributes: Mapping[tuple[str, str], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shadow, self.attributes = shadow, dict(attributes)
-        self.slices: dict[str, Parameter] = {}
-        """What this run has in the place of parameters."""
+        self.slices: dict[str, Tensor] = {}
+        """What this run has in the place of parameters and buffers."""
         self.origins: dict[int, Origin] = {}
         self.made: dict[int, Source] = {}
         self.requiring = Requiring(shadow)
@@ -314,9 +313,9 @@ class Session(TorchDispatchMode):
     def read_by_weight(self, name: str) -> None:
         """A product with a layer's weight, which is a call of the layer."""
 
-    def norm_called(self, name: str, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
-        """A module that may be a norm over the last dimension, called with ``x`` alone."""
-        return forward(x)
+    def norm_called(self, name: str, forward: Callable[..., Any], *given: Tensor) -> Any:
+        """A module that may be a norm over the last dimension, called with x alone, or with a gate as well."""
+        return forward(*given)
 
     def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
         """The gradients of ``tensors`` pass through code that this run does not see."""

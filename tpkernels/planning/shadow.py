@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ from tpkernels.planning.known_values import values_of
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.numbers import root_of, set_number
 from tpkernels.planning.own_code import rebased
-from tpkernels.planning.part_norms import may_be_norm
+from tpkernels.planning.part_norms import Rms, may_be_norm
 from tpkernels.planning.shape_reads import ShapesAsked
 from tpkernels.planning.trace_leaks import Caches
 from tpkernels.planning.weight_reads import WeightReads, weights_of_layers
@@ -70,7 +70,7 @@ class Shadow:
 
     experts: Mapping[str, KnownExperts] = MappingProxyType({})
     """Modules of experts, each of whose calls is one step."""
-    epsilons: Mapping[str, float] = MappingProxyType({})
+    norms: Mapping[str, Rms] = MappingProxyType({})
     """Of RMS norms that are called with one tensor."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
@@ -113,7 +113,8 @@ class Shadow:
         self.holders = {id(module): name for name, module in model.named_modules()}
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        self._sliced: dict[tuple[str, tuple[int, ...]], nn.Parameter] = {}
+        self.buffers = {id(buffer): name for name, buffer in self.model.named_buffers()}
+        self._sliced: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         for name, module in self.modules.items():
             layer = layer_of(module)
             if layer is not None and unswappable(module) is None:
@@ -141,22 +142,34 @@ class Shadow:
         self.model.train(mode.training)
         self.gradients = mode.gradients
 
-    def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of single modules, no layers, of which a rank could have a part."""
+    def own_tensors(self, read: Container[str] = ()) -> dict[str, Tensor]:
+        """Parameters and buffers of single modules, of which a rank could have a part: no layers, but for those that
+        are only ``read``."""
         found: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            found.setdefault(id(parameter), []).append(name)
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        for name, tensor in (*parameters, *self.model.named_buffers(remove_duplicate=False)):
+            found.setdefault(id(tensor), []).append(name)
         alone = [names[0] for names in found.values() if len(names) == 1]
-        return {name: self.model.get_parameter(name) for name in alone if name.rpartition(".")[0] not in self.layers}
+        owners = {name: name.rpartition(".")[0] for name in alone}
+        free = [name for name, owner in owners.items() if owner not in self.layers or owner in read]
+        return {name: self.own(name) for name in free}
 
-    def sliced(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
-        """What stands for parameter ``name`` on a rank that has ``shape`` of it."""
+    def own(self, name: str) -> Tensor:
+        """The parameter or buffer ``name`` of the copy."""
+        owner, _, key = name.rpartition(".")
+        parameter = self.modules[owner]._parameters.get(key)
+        return self.model.get_buffer(name) if parameter is None else parameter
+
+    def sliced(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What stands for parameter or buffer ``name`` on a rank that has ``shape`` of it."""
         if (name, shape) not in self._sliced:
+            whole = self.own(name)
             with self.fake:
-                whole = self.model.get_parameter(name)
-                part = nn.Parameter(whole.new_empty(shape), requires_grad=False)
-            self._sliced[name, shape] = part
-            self.names[id(part)] = name
+                part = whole.new_empty(shape)
+                self._sliced[name, shape] = part
+                if isinstance(whole, nn.Parameter):
+                    self._sliced[name, shape] = nn.Parameter(part, requires_grad=False)
+                    self.names[id(self._sliced[name, shape])] = name
         return self._sliced[name, shape]
 
     def make_opaque(self, name: str) -> None:
@@ -173,7 +186,7 @@ class Shadow:
         """
         roots = {(name, root_of(attribute)) for name, attribute in session.attributes}
         before = {(name, root): getattr(self.modules[name], root) for name, root in roots}
-        whole = {name: self.model.get_parameter(name) for name in session.slices}
+        whole = {name: self.own(name) for name in session.slices}
         self.session = session
         # A guess that does not fit makes an op fail, which torch would print with a traceback.
         log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -210,10 +223,12 @@ class Shadow:
             self._hold(whole)
             session.met_real_cache = self.caches.empty()
 
-    def _hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        for name, parameter in parameters.items():
+    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
             owner, _, key = name.rpartition(".")
-            self.modules[owner]._parameters[key] = parameter
+            module = self.modules[owner]
+            held: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+            held[key] = tensor
 
     def fake_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Fake tensors shaped like those given, of which integers keep their values; those on meta are made to fit.
@@ -282,10 +297,11 @@ class Shadow:
     def _norming(self, name: str, forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
         def norm(*args: Any, **kwargs: Any) -> Any:
-            alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-            if self.session is None or self.session.quiet is not None or not alone:
+            gated = len(args) == 2 and all(isinstance(one, Tensor) for one in args)
+            alone = len(args) == 1 and isinstance(args[0], Tensor)
+            if self.session is None or self.session.quiet is not None or kwargs or not (alone or gated):
                 return forward(*args, **kwargs)
-            return self.session.norm_called(name, forward, args[0])
+            return self.session.norm_called(name, forward, *args)
 
         return norm
 

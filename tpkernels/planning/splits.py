@@ -9,8 +9,9 @@ heads ``(B, H)`` cut in H, viewed as one dimension of ``B * H``, are B segments 
 Where heads do not divide over the ranks, a segment is cut in *pieces* that stay whole: 10 heads of 4 features over 4
 ranks are 12, 12, 12 and 4 features.  However the segment is viewed, it consists of the same pieces.
 
-The last segments may be *copied*: every rank has all of them, beside its parts of the others.  So are the one key and
-the one value that all queries of a packed projection share.  Ranks have shares of their gradients.
+Some segments that follow each other may be *copied*: every rank has all of them, beside its parts of the others.  So
+are the one key and the one value that all queries of a packed projection share, and what all heads of a state space
+read (Mamba 2).  Ranks have shares of their gradients.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import prod
 
 from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_sizes, unit_sizes
 
 __all__ = [
-    "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of", "has_places", "held", "pieces_of",
-    "share", "through_view",
+    "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of", "has_places",
+    "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "share", "shared_runs", "through_view",
 ]  # fmt: skip
 
 _even: ContextVar[bool] = ContextVar("as_array_split", default=False)
@@ -94,6 +95,14 @@ class Unproven(Exception):
         self.segmented = False
 
 
+class HandedOn(Unproven):
+    """An ``argument`` of a module, of which a proof within it takes a part, is one already: another block gives it."""
+
+    def __init__(self, module: str, argument: str) -> None:
+        super().__init__(f"{argument} of {module} is a part already")
+        self.argument = module, argument
+
+
 @dataclass(frozen=True)
 class Split:
     """Dimension ``dim`` of the whole tensor is ``segments`` one after another, and each rank has its part of each."""
@@ -103,7 +112,9 @@ class Split:
     pieces: int = 0
     """Of which each segment is made, and which are not cut; 0: the elements."""
     copied: int = 0
-    """How many segments, the last ones, every rank has whole."""
+    """How many segments every rank has whole: the last ones,"""
+    behind: int = 0
+    """but for so many."""
 
     @property
     def is_whole(self) -> bool:
@@ -113,11 +124,19 @@ class Split:
     @property
     def cut_segments(self) -> tuple[int, ...]:
         """The segments of which each rank has its part."""
-        return self.segments[: len(self.segments) - self.copied]
+        return tuple(size for size, copied in zip(self.segments, self.are_copied, strict=True) if not copied)
+
+    @property
+    def are_copied(self) -> tuple[bool, ...]:
+        """For each segment: whether every rank has it whole."""
+        first = len(self.segments) - self.behind - self.copied
+        return tuple(first <= place < first + self.copied for place in range(len(self.segments)))
 
     def local_segments(self, world_size: int, rank: int) -> tuple[int, ...]:
-        cut = self.cut_segments
-        return (*(share(size, world_size, self.pieces)[rank] for size in cut), *self.segments[len(cut) :])
+        return tuple(
+            size if copied else share(size, world_size, self.pieces)[rank]
+            for size, copied in zip(self.segments, self.are_copied, strict=True)
+        )
 
     def local_shape(self, shape: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
         cut = sum(self.local_segments(world_size, rank))
@@ -138,17 +157,20 @@ class Split:
         """
         ends = (0, *accumulate(self.segments))
         local = (0, *accumulate(self.local_segments(world_size, rank)))
-        copies = sum(self.cut_segments)
-        if self.copied and copies <= start < stop <= ends[-1]:
-            low = start - ends[-1] + local[-1]
-            return Split(self.dim, (stop - start,), self.pieces, 1), low, low + stop - start
+        if self.copied:
+            first = self.are_copied.index(True)
+            if ends[first] <= start < stop <= ends[first + self.copied]:
+                low = start - ends[first] + local[first]
+                return Split(self.dim, (stop - start,), self.pieces, 1), low, low + stop - start
         if start not in ends or stop not in ends or start >= stop:
             error = Unproven(f"[{start}:{stop}] of a dimension cut as {list(self.segments)} is not a number of parts")
             error.segmented = True
             raise error
         first, last = ends.index(start), ends.index(stop)
-        copied = max(0, last - len(self.cut_segments))
-        return Split(self.dim, self.segments[first:last], self.pieces, copied), local[first], local[last]
+        copied = self.are_copied[first:last]
+        behind = copied[::-1].index(True) if any(copied) else 0
+        part = Split(self.dim, self.segments[first:last], self.pieces, sum(copied), behind)
+        return part, local[first], local[last]
 
 
 def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
@@ -188,9 +210,9 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], worl
     if outer > 1 and split.copied:
         raise Unproven("parts of every rank's own and copies that all have would interleave")
     if len([size for size in sizes if size != 1]) <= 1:
-        return Split(next((d for d in range(first, last) if after[d] != 1), first), flat, split.pieces, split.copied)
+        return replace(split, dim=next((d for d in range(first, last) if after[d] != 1), first), segments=flat)
     if len(set(flat)) != 1 or split.copied:
-        return _first_of(Split(first, flat, split.pieces, split.copied), sizes, world_size)
+        return _first_of(replace(split, dim=first, segments=flat), sizes, world_size)
     return _unflatten(flat[0], split.pieces, first, sizes, world_size)
 
 
@@ -201,7 +223,7 @@ def _first_of(split: Split, sizes: Sequence[int], world_size: int) -> Split:
     if any(size % inner for size in split.segments):
         raise Unproven(f"runs of different sizes {list(split.segments)} are viewed as {list(sizes)}")
     counts = tuple(size // inner for size in split.segments)
-    found = Split(split.dim + at, counts, split.pieces, split.copied)
+    found = replace(split, dim=split.dim + at, segments=counts)
     for count in found.cut_segments:
         if count % (split.pieces or divisor(world_size)):
             raise Unproven(f"{count} heads do not divide over {world_size} ranks", count=count)
@@ -244,3 +266,58 @@ def group_of(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tup
         if low <= dim < i:
             return (low, i), (first, j)
     raise AssertionError(f"dimension {dim} of {before} viewed as {after}")
+
+
+def shared_runs(segments: Sequence[int]) -> tuple[int, int]:
+    """Of a packed projection: how many segments all heads may share, and how many are behind these.
+
+    Keys and values behind the queries, which are wider; or two alike among others (B and C of Mamba 2).
+    """
+    first, *rest = segments
+    if rest and max(rest) < first:
+        return len(rest), 0
+    pairs = (place for place in range(1, len(rest)) if segments[place] == segments[place + 1] < first)
+    place = next(pairs, 0)
+    return (2, len(segments) - place - 2) if place else (0, 0)
+
+
+def parts_of_runs(packed: Split, world_size: int) -> dict[int, tuple[int, ...]]:
+    """For the size of each run of segments: what the ranks have of it."""
+    local = [packed.local_segments(world_size, rank) for rank in range(world_size)]
+    return {
+        sum(packed.segments[start:stop]): tuple(sum(sizes[start:stop]) for sizes in local)
+        for start, stop in combinations(range(len(packed.segments) + 1), 2)
+    }
+
+
+def how(split: Split | None) -> str:
+    """For a message."""
+    return "whole" if split is None else f"cut in dimension {split.dim} as {list(split.segments)}"
+
+
+def part_of_constant(
+    local: Sequence[int],
+    whole: Sequence[int],
+    pieces: Sequence[int],
+    packed: Sequence[Split],
+    world_size: int,
+    rank: int,
+) -> Split | None:
+    """How a tensor of one value is cut, of which a rank has ``local``: evenly, by ``pieces``, or as several segments of
+    a ``packed`` projection with copied ones among them."""
+    if tuple(local) == tuple(whole):
+        return None
+    differ = [dim for dim in range(len(whole)) if len(local) != len(whole) or local[dim] != whole[dim]]
+    dim = differ[0]
+    for count in (0, *pieces) if len(differ) == 1 else ():
+        if (
+            whole[dim] % (count or divisor(world_size)) == 0
+            and share(whole[dim], world_size, count)[rank] == local[dim]
+        ):
+            return Split(dim, (whole[dim],), count)
+    for split in packed if len(differ) == 1 else ():
+        for start, stop in combinations((0, *accumulate(split.segments)), 2):
+            part, low, high = split.at(dim).part(start, stop, world_size, rank)
+            if (stop - start, high - low) == (whole[dim], local[dim]):
+                return part
+    raise Unproven(f"a constant of {list(local)} is no part of one of {list(whole)}")

@@ -10,6 +10,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from tpkernels.nn.cut_experts import ExpertsLayout
+from tpkernels.nn.sliced import Cuts
+from tpkernels.partition import copied_places
 from tpkernels.planning.splits import held
 
 __all__ = [
@@ -38,8 +40,9 @@ class Column:
 
     With ``segments`` (the sizes of query, key and value, say) by a
     :class:`tpkernels.nn.PackedColumnParallelLinear`; ``units`` are then what ``unit`` is otherwise, one per segment.
-    The last ``copied`` segments stay whole on every rank: the one key and value that all queries share.  Where each
-    is ``copied_heads`` heads, a rank computes those that its queries need: its part of ``copies`` heads.
+    The last ``copied`` segments stay whole on every rank: the one key and value that all queries share; with others
+    ``behind`` them, what all heads of a state space read.  Where each is ``copied_heads`` heads, a rank computes those
+    that its queries need: its part of ``copies`` heads.
     """
 
     sequence_parallel: bool = False
@@ -50,6 +53,7 @@ class Column:
     segments: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
     copied: int = 0
+    behind: int = 0
     copied_heads: int = 1
     copies: int = 0
     implementation: str = "auto"
@@ -62,9 +66,11 @@ class Column:
         """Of the ``total`` output features, those that each rank has memory for."""
         sizes = self.segments or (total,)
         units = self.units or (self.unit,) * len(sizes)
-        cut = len(sizes) - self.copied
-        copies = sum(sizes[cut:])
-        return tuple(share + copies for share in _shares(sizes[:cut], units[:cut], world_size))
+        places = copied_places(len(sizes), self.copied, self.behind)
+        copies = sum(size for size, copied in zip(sizes, places, strict=True) if copied)
+        cut = [pair for pair, copied in zip(zip(sizes, units, strict=True), places, strict=True) if not copied]
+        shares = _shares(tuple(size for size, _ in cut), tuple(unit for _, unit in cut), world_size)
+        return tuple(share + copies for share in shares)
 
 
 @dataclass(frozen=True)
@@ -176,18 +182,26 @@ class Sliced:
     """Keep the module's code, and cut some of its parameters (sinks, a bias per head) with the heads that they meet.
 
     ``parameters``: names and dimensions; the others stay whole.  ``runs``: those of them that are packed, and their
-    sizes; they are kept whole, and the module's code sees this rank's part of each run.
+    sizes; they are kept whole, and the module's code sees this rank's part of each run, but all of the last ``copied``
+    runs that have ``behind`` others behind them.
     """
 
     parameters: tuple[tuple[str, int], ...]
     runs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    copied: int = 0
+    behind: int = 0
+
+    @property
+    def cuts(self) -> Cuts:
+        return Cuts(dict(self.parameters), dict(self.runs), self.copied, self.behind)
 
 
 @dataclass(frozen=True)
 class PartNorm:
-    """Replace an RMS norm over features that are cut by a :class:`tpkernels.nn.PartRMSNorm`."""
+    """Replace an RMS norm over features that are cut by a :class:`tpkernels.nn.PartRMSNorm`, with its fields."""
 
     epsilon: float
+    gate: str = ""
 
 
 Style = Column | Row | CopiedHeads | Vocabulary | Features | Channels | Heads | Experts | Sliced | PartNorm | Replicate

@@ -183,12 +183,12 @@ class Recording(Session):
         self._add(event, [out])
         return out
 
-    def norm_called(self, name: str, forward: Any, x: Tensor) -> Any:
-        start, source = len(self.events), self.source(x)
-        y = forward(x)
+    def norm_called(self, name: str, forward: Any, *given: Tensor) -> Any:
+        x, start, sources = given[0], len(self.events), tuple(map(self.source, given))
+        y = forward(*given)
         if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
             numbers = tuple(numbers_in(self.events[start:]))
-            call = NormCall(name, len(self.events), source, self.source(y), tuple(y.shape), numbers)
+            call = NormCall(name, len(self.events), sources, self.source(y), tuple(y.shape), numbers)
             self.norm_calls[start] = call
         return y
 

@@ -189,7 +189,7 @@ def parallelize(
     convolutions = convolutions_in(model, modules, styles, tp.size(), same_bits)
     for name, style in styles.items():
         if isinstance(style, Sliced):
-            check_slices(modules[name], dict(style.parameters), dict(style.runs), tp)
+            check_slices(modules[name], style.cuts, tp)
         if isinstance(style, Replicate) and style.distributed:
             WholeLinear.check(name, modules[name], style.sequence_parallel)
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
@@ -214,7 +214,7 @@ def parallelize(
     over_parts = {
         id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, PartNorm)
     }
-    norms = [(old, PartRMSNorm.from_norm(old, tp, epsilon=style.epsilon)) for old, style in over_parts.values()]
+    norms = [(old, PartRMSNorm.from_norm(old, tp, **asdict(style))) for old, style in over_parts.values()]
     for old, new in replacements:
         take_place(old, new)
     for old, new in (*mixtures, *norms):
@@ -232,7 +232,7 @@ def parallelize(
     for sliced_module, sliced in {
         id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, Sliced)
     }.values():
-        slice_parameters(sliced_module, dict(sliced.parameters), tp, runs=dict(sliced.runs))
+        slice_parameters(sliced_module, sliced.cuts, tp)
     replicate_parameters(model, tp, converted=converted)
     for name in (name for name, style in styles.items() if isinstance(style, Replicate) and style.distributed):
         modules[name].__class__ = WholeLinear
@@ -413,8 +413,8 @@ def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     sums = options.pop("sum_input_gradient", True)
     old = as_torchs(old)
     if isinstance(style, Column):
-        one = ("gather_output", "unit") if style.segments else ("segments", "units", "copied", "copied_heads", "copies")
-        for option in one:
+        packed = ("segments", "units", "copied", "behind", "copied_heads", "copies")
+        for option in ("gather_output", "unit") if style.segments else packed:
             del options[option]
         kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear
         column = kind.from_linear(old, tp, **options)

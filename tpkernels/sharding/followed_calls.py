@@ -75,9 +75,9 @@ class Followed(AbstractContextManager["Followed"]):
         if threading.get_ident() != self.thread or id(module) not in self.names:
             return
         sizes = _sizes_given(module)
-        copied = module.copied if isinstance(module, PackedColumnParallelLinear) else 0
+        copied, behind = (module.copied, module.behind) if isinstance(module, PackedColumnParallelLinear) else (0, 0)
         if sizes and (copied or _leaves_places_out(module) or self.parts.of(output) is None):
-            self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes, copied=copied)]))
+            self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes, copied=copied, behind=behind)]))
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
             self._check_row(module, *args, **kwargs)
         if module is not self.model:

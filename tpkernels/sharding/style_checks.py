@@ -12,6 +12,7 @@ from torch import nn
 
 from tpkernels.nn.copied_heads import check_copies
 from tpkernels.nn.parameters import check_unit
+from tpkernels.partition import copied_places
 from tpkernels.planning.convolutions import check_channels
 from tpkernels.planning.layers import Layer
 from tpkernels.planning.styles import Channels, Column, Style
@@ -30,9 +31,8 @@ def check_column(name: str, layer: Layer, style: Column, world_size: int) -> Non
             )
         if style.gather_output or style.unit != 1:
             raise ValueError(f"{name}: segments go with neither gather_output nor unit (but with units, one for each)")
-    if not 0 <= style.copied < max(1, len(style.segments)):
-        raise ValueError(f"{name}: copied ({style.copied}) must be fewer than the segments ({len(style.segments)})")
-    for size in style.segments[len(style.segments) - style.copied :] if style.copies else ():
+    places = copied_places(len(style.segments), style.copied, style.behind, of=f"{name}: ")
+    for size in (size for size, copied in zip(style.segments, places, strict=True) if copied and style.copies):
         check_copies(f"{name}: ", size, style.copied_heads, style.copies, world_size)
     if style.units and len(style.units) != len(style.segments):
         raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpkernels.partition import offsets
+from tpkernels.partition import copied_places, offsets
 from tpkernels.planning.splits import share
 from tpkernels.planning.styles import Column, CopiedHeads, Features, Row, Style
 from tpkernels.state.originals import box_of, local_of
@@ -48,12 +48,12 @@ def _columns(style: Style | None, features: int, rank: int, world_size: int) -> 
     if isinstance(style, Column):
         sizes = style.segments or (features,)
         units = style.units or (style.unit,) * len(sizes)
-        starts = offsets(sizes)
+        starts, copied = offsets(sizes), copied_places(len(sizes), style.copied, style.behind)
         return [
             start + column
             for index, (start, size, unit) in enumerate(zip(starts, sizes, units, strict=False))
             for column in (
-                _chunk(size, unit, rank, world_size) if index < len(sizes) - style.copied
+                _chunk(size, unit, rank, world_size) if not copied[index]
                 else _of_copies(size, style.copied_heads, style.copies, rank, world_size) if style.copies
                 else range(size)
             )

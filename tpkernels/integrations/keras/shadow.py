@@ -11,7 +11,7 @@ activation is traced.  Layers with an exact class of Keras's alone count: code o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -191,6 +191,7 @@ class KerasShadow(Shadow):
         """Of layers with weights that cannot be cut together with others: why."""
         self.owners: dict[int, str] = {}
         self.names: dict[int, str] = {}
+        self.buffers: dict[int, str] = {}
         self.asked: set[str] = set()
         self.attentions: dict[int, str] = {}
         self.originals: dict[int, str] = {}
@@ -247,7 +248,7 @@ class KerasShadow(Shadow):
 
         return call
 
-    def own_parameters(self) -> dict[str, nn.Parameter]:
+    def own_tensors(self, read: Container[str] = ()) -> dict[str, Tensor]:
         return {}  # variables are no parameters of modules
 
     def set_mode(self, mode: Mode) -> None:
