@@ -92,11 +92,12 @@ def test_copied_segments_may_have_others_behind_them() -> None:
 
 def all_by_value() -> list[str]:
     torch.manual_seed(0)
-    x = torch.randn(2, 4, WIDTH).double()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts
         hows = CUT if tp_mesh().size() == 2 else CUT[1:]  # two groups are for two ranks
-        return [problem for how in hows for problem in problems(how, made(how), x, "out")]
+        return [
+            problem for how in hows for problem in problems(how, made(how), torch.randn(2, 4, WIDTH).double(), "out")
+        ]
 
 
 @pytest.mark.gloo

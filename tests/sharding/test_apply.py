@@ -214,7 +214,7 @@ def refused(what: str) -> tuple[str, bool]:
     elif what == "word":
         plan = "best"  # type: ignore[assignment]
     elif what == "nothing to shard":
-        model, plan = nn.Sequential(nn.Conv1d(3, 4, 1)), "auto"  # type: ignore[assignment]
+        model, plan = nn.Sequential(nn.LayerNorm(4)), "auto"  # type: ignore[assignment]
     elif what == "twice with auto":
         plan = "auto"  # type: ignore[assignment]
         tpk.parallelize(model, mesh)
@@ -252,7 +252,7 @@ def refused(what: str) -> tuple[str, bool]:
         ("ranks", ["this plan is for 4 ranks, the mesh has 2"]),
         ("model", ["this plan is for a Block", "there is no module 'up'"]),
         ("word", ['plan must be "auto"', "got 'best'"]),
-        ("nothing to shard", ["nothing to shard: Sequential has no linear layer or embedding"]),
+        ("nothing to shard", ["nothing to shard: Sequential has no linear, embedding or convolution"]),
         ("twice with auto", ["is a DTensor already", "the model was parallelized before"]),
         ("twice", ["is a DTensor already", "the model was parallelized before"]),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import tpkernels as tpk
 from tests.kept_mesh import once_per_pool
 from tests.ops.same_bits import assert_same
+from tests.sharding.same_bits_models import MODELS
 from tpkernels.errors import UnprovenCallWarning
-from tpkernels.measure.gpt import GPT, Sizes
 from tpkernels.nn import block_copies
 from tpkernels.nn.gathering import gathered
 from tpkernels.partition import halves
-from tpkernels.planning.styles import Experts
 from tpkernels.selftest import same_bits as selftest
 from tpkernels.selftest.same_bits import Case, Run
 from tpkernels.selftest.small_decoder import SHAPES
@@ -34,62 +33,6 @@ from tpkernels.testing.spawn import Pools
 pytestmark = pytest.mark.gloo
 
 SAME_BITS, STEPS = 8, 2
-Step = Callable[[nn.Module, Tensor], Tensor]
-
-
-def gpt(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
-    """GELU, LayerNorm, biases, fused attention; the loss is the model's own, and so is the plan."""
-    model = GPT(Sizes(layers=1, width=64, heads=8, d_ff=256, vocabulary=96, length=24, batch=4)).to(dtype)
-    tokens = torch.zeros(4, 24, dtype=torch.long)
-    return model, {"example_inputs": (tokens, tokens)}, lambda of, ids: cast(Tensor, of(ids[:, :-1], ids[:, 1:]))
-
-
-def llama(dtype: torch.dtype, kv_heads: int = 10) -> tuple[nn.Module, dict[str, Any], Step]:
-    """SwiGLU, RMSNorm, two query heads per key-value head, a head tied to the embedding; a plan by hand.
-
-    Heads, hidden features and the vocabulary do not divide into blocks; of fewer key-value heads there are copies.
-    """
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=80, intermediate_size=190, num_hidden_layers=1, num_attention_heads=20, head_dim=8,
-        num_key_value_heads=kv_heads, vocab_size=97, max_position_embeddings=64, tie_word_embeddings=True,
-        use_cache=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(dtype)
-
-    def step(of: nn.Module, ids: Tensor) -> Tensor:
-        logits = of(input_ids=ids[:, :-1]).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-
-    plan = {
-        "model.embed_tokens": "vocabulary", "lm_head": "column_gather", "**.q_proj": tpk.sharding.Column(unit=16),
-        "**.[kv]_proj": tpk.sharding.Column(unit=8), "**.o_proj": tpk.sharding.Row(unit=16),
-        "**.gate_proj": "column", "**.up_proj": "column", "**.down_proj": "row",
-    }  # fmt: skip
-    return model, {"plan": plan}, step
-
-
-def copies(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
-    """The same with fewer key-value heads than blocks, and a plan that is found."""
-    model, _, step = llama(dtype, 5)
-    return model, {"example_inputs": {"input_ids": torch.zeros(4, 24, dtype=torch.long)}}, step
-
-
-def mixtral(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
-    """Four experts, of which a token has two; the loss is of the logits alone."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        hidden_size=64, intermediate_size=136, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=96, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
-    )  # fmt: skip
-    plan = {
-        "model.embed_tokens": "vocabulary", "lm_head": "column_gather", "**.[qkv]_proj": "column", "**.o_proj": "row",
-        "**.experts": Experts(),
-    }  # fmt: skip
-    return transformers.MixtralForCausalLM(config).to(dtype), {"plan": plan}, llama(dtype)[2]
-
-
-MODELS = {"gpt": gpt, "llama": llama, "copies": copies, "mixtral": mixtral}
 
 
 def train(name: str, dtype: torch.dtype, same_bits: int | None, along: bool = False) -> dict[str, Tensor]:
@@ -434,3 +377,34 @@ def check_refusals() -> None:
     uneven = tpk.parallelize(mlp(264), group, example_inputs=x, same_bits=SAME_BITS)
     with pytest.raises(ValueError, match="must be a multiple of 64 elements, got 132"):
         uneven(x)
+
+
+class TenHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(80, 80) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (of(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for of in (self.query, self.key, self.value))
+        return cast(Tensor, x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.slow("plans and a verification")
+def test_heads_that_do_not_divide_are_found_verified_and_cut_in_halves(ranks: Pools) -> None:
+    (expected,) = ranks(1).run(ten_heads)
+    for rank, found in enumerate(ranks(4).run(ten_heads)):
+        assert_same(found, expected, f"output on rank {rank}")
+
+
+def ten_heads() -> Tensor:
+    group, x = own_group(SAME_BITS), torch.randn(2, 32, 80, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    model = tpk.parallelize(TenHeads(), group, example_inputs=x, same_bits=SAME_BITS, verify=True)
+    if group.size() == 4:
+        assert model.query.shard_sizes == (24, 16, 24, 16) and model.query.weight.shape == (16, 8, 80)
+        other = tpk.make_plan(TenHeads(), 4, example_inputs=x)
+        with pytest.raises(
+            ValueError, match=r"cuts weight of module 'query' into \[24, 24, 24, 8\], and the blocks of 8"
+        ):
+            tpk.parallelize(TenHeads(), group, other, example_inputs=x, same_bits=SAME_BITS)
+    return model(x).detach()

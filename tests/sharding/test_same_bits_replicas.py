@@ -25,14 +25,14 @@ Found = dict[str, Tensor]
 
 
 class Small(nn.Module):
-    """One of each kind of layer that is cut, and a norm that is not."""
+    """One of each kind of layer that is cut, whose sizes do not divide into blocks, and a norm that is not cut."""
 
     plan = {"embed": "vocabulary", "up": "column", "down": "row", "head": "column_gather"}  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(96, 64), nn.LayerNorm(64)
-        self.up, self.down, self.head = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 96, bias=False)
+        self.embed, self.norm = nn.Embedding(97, 64), nn.LayerNorm(64)
+        self.up, self.down, self.head = nn.Linear(64, 250), nn.Linear(250, 64), nn.Linear(64, 97, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids[:, :-1])
@@ -59,7 +59,7 @@ def train(dp: int, batches: int, shard: bool, dtype: torch.dtype, same_bits: int
     found: Found = {}
     each = batches // dp
     for step in range(STEPS):
-        ids = torch.randint(96, (batches, 4, 25), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(97, (batches, 8, 25), generator=torch.Generator().manual_seed(step))
         own = ids[mesh["dp"].get_local_rank() * each :][:each]
         for number, batch in enumerate(own):
             cast(Any, model).set_requires_gradient_sync(number == each - 1)

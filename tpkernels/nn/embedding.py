@@ -71,7 +71,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
-    blocks: Blocks | None
+    blocks: Blocks | None = None
     """How the rows lie in the blocks of ``same_bits``, where they do not divide into them: then the weight is
     ``[places, 1, embedding_dim]``."""
 

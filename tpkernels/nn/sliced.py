@@ -15,7 +15,8 @@ It assumes that a plan has proven this.  To the module's code ``module.name`` is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -31,7 +32,7 @@ from tpkernels.nn.replicated import show_local
 from tpkernels.ops import copy_to_group
 from tpkernels.partition import copied_places
 
-__all__ = ["Cuts", "check_slices", "slice_parameters", "sliced_parameters"]
+__all__ = ["Cuts", "check_slices", "read_packed", "slice_parameters", "sliced_parameters"]
 
 
 class Cuts(NamedTuple):
@@ -97,7 +98,7 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
     if cuts.runs:
         rank = mesh.get_local_rank()
         packed = tuple(
-            (name, cuts.dims[name], tuple(sizes), tuple(cuts.parts(name, rank, mesh.size())))
+            (name, cuts.dims[name], tuple(sizes), tuple(cuts.parts(name, rank, mesh.size())), cuts.copied, cuts.behind)
             for name, sizes in cuts.runs.items()
         )
         kind: Any = type(module)
@@ -105,8 +106,13 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
     return module
 
 
-_Packed = tuple[str, int, tuple[int, ...], tuple[tuple[int, int], ...]]
-"""A packed parameter: its name, its dimension, the sizes of its runs, and a rank's part of each."""
+_Packed = tuple[str, int, tuple[int, ...], tuple[tuple[int, int], ...], int, int]
+"""A packed parameter: its name, its dimension, the sizes of its runs, a rank's part of each, and how many are copied
+and behind these."""
+read_packed: ContextVar[Callable[[Tensor, int, tuple[int, ...], int, int], None] | None] = ContextVar(
+    "read_packed", default=None
+)
+"""Who is told of each part of a packed parameter that code reads, and how it is cut."""
 
 
 @lru_cache(maxsize=256)
@@ -117,7 +123,9 @@ def _packed_view(cls: type[nn.Module], packed: tuple[_Packed, ...]) -> type[nn.M
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
 
 
-def _packed_property(name: str, dim: int, sizes: tuple[int, ...], parts: tuple[tuple[int, int], ...]) -> property:
+def _packed_property(
+    name: str, dim: int, sizes: tuple[int, ...], parts: tuple[tuple[int, int], ...], copied: int, behind: int
+) -> property:
     def read(self: nn.Module) -> Tensor | None:
         if name in self._buffers:
             whole = cast(Tensor, self._buffers[name])
@@ -130,7 +138,10 @@ def _packed_property(name: str, dim: int, sizes: tuple[int, ...], parts: tuple[t
                 refuse(mesh, "a packed parameter", "its gradients are sums over each rank's part")
                 whole = copy_to_group(whole, mesh)
         runs = whole.split(list(sizes), dim)
-        return torch.cat([run.narrow(dim, *part) for run, part in zip(runs, parts, strict=True)], dim)
+        part = torch.cat([run.narrow(dim, *part) for run, part in zip(runs, parts, strict=True)], dim)
+        if (told := read_packed.get()) is not None:
+            told(part, dim, tuple(size for _, size in parts), copied, behind)
+        return part
 
     return property(read)
 

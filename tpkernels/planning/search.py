@@ -49,8 +49,7 @@ class Search(Hypotheses):
         """The largest number of heads that the attempts of one group saw."""
         self._counts: dict[int, Unproven] = {}
         """Numbers of heads that stood against the attempts of one group, in order."""
-        self._tries = 0
-        self._torn: list[Unproven] = []
+        self._tries, self._torn = 0, list[Unproven]()
         """Of one hypothesis with more parameters cut: where code takes a layout apart within a segment."""
         self._own = shadow.own_tensors(recording.direct - recording.layer_rows.keys())
         self.whole_inputs = False

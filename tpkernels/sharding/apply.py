@@ -11,10 +11,10 @@ another model or number of ranks, and a second pass over the same model.  After 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -164,7 +164,7 @@ def parallelize(
         plan = make_plan(model, tp, example_inputs=example_inputs, experts=experts, same_bits=same_bits)
     if verify:
         weights.take_first()  # what is verified is what will run
-        swap = functools.partial(parallelize, same_bits=same_bits or None)
+        swap = partial(parallelize, same_bits=same_bits or None, example_inputs=example_inputs, experts=experts)
         Verifier(model, mesh, example_inputs, plan, None, None, swap).verify().check()
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(plan, ShardingPlan):

@@ -20,7 +20,7 @@ from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.row import RowParallelLinear
-from tpkernels.nn.sliced import sliced_parameters
+from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.splits import Split
 from tpkernels.sharding import nested_tensors
@@ -65,8 +65,13 @@ class Followed(AbstractContextManager["Followed"]):
         for module in self.model.modules():
             for tensor, dim in sliced_parameters(module):
                 self.parts.mark(tensor, frozenset([Split(dim, (tensor.shape[dim],))]))
+        told = read_packed.set(self._packed_read)
+        self.stack.callback(read_packed.reset, told)
         self.stack.enter_context(self.parts)
         return self
+
+    def _packed_read(self, part: Tensor, dim: int, sizes: tuple[int, ...], copied: int, behind: int) -> None:
+        self.parts.mark(part, frozenset([Split(dim, sizes, copied=copied, behind=behind)]))
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
