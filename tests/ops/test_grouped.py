@@ -132,6 +132,7 @@ def judge_few_rows() -> list[tuple[set[int], int]]:
     with (
         mock.patch.object(few_rows, "wins_in_blocks", return_value=True) as wins,
         mock.patch.object(few_rows, "multiply", wraps=few_rows.multiply) as kernel,
+        mock.patch.object(few_rows.native(), "MAX_FEW_ROWS", 32),
         new_group(2) as group,
     ):
         for number, op in enumerate(GROUPED):
