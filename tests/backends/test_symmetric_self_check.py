@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,8 @@ from tests.backends.emulated import Emulation, give_up_after
 from tests.backends.test_symmetric import FAULTS as FORGOTTEN
 from tests.backends.test_symmetric import case_of, preferred
 from tests.ops import scaled
+from tpkernels.backends.symmetric import copy_engine_traffic, self_check
 from tpkernels.backends.symmetric import implementations as symmetric
-from tpkernels.backends.symmetric import self_check
 from tpkernels.backends.symmetric.resource import channels_of
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import OPS
@@ -69,9 +70,9 @@ def test_every_op_is_tried_once_per_dtype_and_then_runs(
 # --- what is wrong is said, on every rank, and not computed with ------------------------------------------------------
 
 
-def one_more(name: str, out: int) -> Any:
-    """`symmetric.NAME` whose argument number `out` is wrong by one, in one element of this rank's own rows."""
-    original = getattr(symmetric, name)
+def one_more(name: str, out: int, module: ModuleType = symmetric) -> Any:
+    """`module.NAME` whose argument number `out` is wrong by one, in one element of this rank's own rows."""
+    original = getattr(module, name)
 
     def spoiled(*arguments: Any, **settings: Any) -> Any:
         result = original(*arguments, **settings)
@@ -79,11 +80,11 @@ def one_more(name: str, out: int) -> Any:
         found[0 if name != "pull" else arguments[3].sizes[0], 0] += 1  # rank 1 has these rows of a whole
         return result
 
-    return mock.patch.object(symmetric, name, spoiled)
+    return mock.patch.object(module, name, spoiled)
 
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "a shard is not what was sent": (GATHER, lambda: one_more("pull", 4)),
+    "a shard is not what was sent": (GATHER, lambda: one_more("pull", 4, copy_engine_traffic)),
     "a sum over ranks is wrong": (SCATTER, lambda: one_more("reduce", 5)),
     "a sum in one kernel is wrong": (REDUCE, lambda: one_more("one_shot", -1)),
 }

@@ -20,7 +20,7 @@ from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-SAME_BITS, STEPS = 8, 2
+SAME_BITS, STEPS = 8, 4
 Found = dict[str, Tensor]
 
 

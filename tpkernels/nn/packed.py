@@ -151,7 +151,7 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
         """``shard_sizes`` and ``source`` as for :class:`ColumnParallelLinear`."""
         self.layers[0].check(x, shard_sizes)
         if self.shared is None:
-            return run_together([self], x, self.mesh, shard_sizes)[0]
+            return self._packed(run_together(self.layers, x, self.mesh, shard_sizes))
         return self.shared.run(self, x, x if source is None else source, shard_sizes)
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -160,7 +160,9 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """The output: this rank's parts of the segments."""
-        outputs = [layer.of_places(output) for layer, output in zip(self.layers, outputs, strict=True)]
+        return self._packed([layer.of_places(output) for layer, output in zip(self.layers, outputs, strict=True)])
+
+    def _packed(self, outputs: list[Tensor]) -> Tensor:
         if anywhere():
             for output, layer in zip(outputs, self.layers, strict=True):
                 check_parts(self.mesh, output, layer.block_widths(), by_rows=True)
