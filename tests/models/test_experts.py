@@ -17,6 +17,7 @@ from tests.models.architectures.reference import build, computing
 from tests.models.compare import LIMIT, compare_tensors, differs, held_bytes
 from tests.models.wire import bytes_of
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
+from tests.planning.test_experts import H, Model, NormBehind
 from tpkernels.nn import cut_experts
 from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.ops import Routing
@@ -149,6 +150,25 @@ def test_experts_send_what_the_plan_says_and_stand_in_a_residual_that_is_cut(ran
     for found in ranks(2).run(one_step, name, timeout=2 * LIMIT_S):
         assert found["sent"] == found["planned"] > 0
         assert len(found["cut"]) == 2 and found["verdict"].ok, found["verdict"]
+
+
+def with_a_norm_behind(experts: str) -> dict[str, Any]:
+    """The verdict, and bytes that travel and that the plan names."""
+    torch.manual_seed(3)
+    mesh, model, x = tp_mesh(), Model(NormBehind), torch.randn(7, H)
+    plan = tpk.make_plan(model, mesh, example_inputs=x, experts=experts)
+    verdict = tpk.verify(model, mesh, x, plan=plan)
+    tpk.parallelize(model, mesh, plan)
+    sent = bytes_of(lambda: model(x).square().mean().backward())
+    return {"verdict": verdict, "style": plan["experts"].style, "sent": sent, "planned": plan.wire_bytes * mesh.size()}
+
+
+@pytest.mark.parametrize("experts", ["features", "experts"])
+def test_a_norm_behind_each_expert_takes_whole_rows(ranks: Pools, experts: str) -> None:
+    for found in ranks(2).run(with_a_norm_behind, experts, timeout=LIMIT_S):
+        assert found["verdict"].ok, found["verdict"]
+        assert found["style"].behind == "norm" and found["style"].dealt == (experts == "experts")
+        assert experts == "experts" or found["sent"] == found["planned"] > 0
 
 
 def with_a_fault(fault: str, folder: str) -> list[str]:

@@ -10,10 +10,14 @@ PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_a
 UNITS, WHOLE = "tests/nn/test_linear.py -k units", "tests/state/test_checkpoint.py -k 'units or whole_state'"
 PARTS = "tests/sharding/test_parts.py"
 CONVOLUTION = "tests/nn/test_convolution.py"
+EXPERTS, BEHIND = "tests/planning/test_experts.py", "tests/models/test_experts.py -k behind"
 SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_head.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 PLANNER = (
+    Edit("planning/experts.py", "if layout.behind:", "if False:", f"{EXPERTS} -k norm_behind"),
+    Edit("planning/experts_entries.py", "slots if style.behind else tokens)", "tokens)", f"{EXPERTS} -k alike"),
+    Edit("nn/cut_experts.py", "_each_by_itself(routing) if layout.behind else routing", "routing", BEHIND),
     Edit("nn/convolution.py", "input = copy_to_group(input, mesh)", "pass", f"{CONVOLUTION} -k gradients"),
     Edit("nn/convolution.py", "groups = input.shape[channels] *", "groups = 1 or", f"{CONVOLUTION} -k gradients"),
     Edit("nn/convolution.py", "1 if convolution.transposed and convolution.groups == 1 else 0", "0", CONVOLUTION),

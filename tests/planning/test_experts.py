@@ -119,12 +119,55 @@ class _NoGradient(Mixed):
         return super().forward(hidden_states, chosen, weights.detach())
 
 
+class _Norm(nn.Module):
+    """In fp32, as norms of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() * (1 + self.weight).float()
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).type_as(x)
+
+
+class NormBehind(Mixed):
+    """A norm takes what each expert gives, before it is weighted, as in Muse Spark."""
+
+    def __init__(self, gate: str = "halves", bias: bool = False) -> None:
+        super().__init__(gate, bias=bias)
+        self.norm: nn.Module = _Norm()
+
+    def product(self, name: str, x: Tensor, expert: int) -> Tensor:
+        y = super().product(name, x, expert)
+        return self.norm(y) if name == "down" else y  # type: ignore[no-any-return]
+
+
+class _NormOfTheSum(NormBehind):
+    def product(self, name: str, x: Tensor, expert: int) -> Tensor:
+        return Mixed.product(self, name, x, expert)
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.norm(super().forward(hidden_states, chosen, weights))  # type: ignore[no-any-return]
+
+
+class _NormOverRows(NormBehind):
+    """What an expert gives for a token depends on its other tokens."""
+
+    def product(self, name: str, x: Tensor, expert: int) -> Tensor:
+        y = super().product(name, x, expert)
+        return y - y.mean(0) if name == "down" else y
+
+
 class _CallsItself(Mixed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return 2 * super().__call__(*args, **kwargs)
 
 
-CHANGED = (_Clamped, _Mixing, _Normed, _Weighted, _Dropping, _OtherInEvaluation, _NoGradient, _CallsItself)
+CHANGED = (
+    _Clamped, _Mixing, _Normed, _Weighted, _Dropping, _OtherInEvaluation, _NoGradient, _CallsItself, _NormOfTheSum,
+    _NormOverRows,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CHANGED)
@@ -132,6 +175,18 @@ def test_a_subclass_that_computes_something_else_is_refused(kind: type[Mixed]) -
     with pytest.raises(Refused) as raised:
         layout_of(kind())
     assert str(raised.value)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gate", ["pairs", ""])
+def test_a_norm_behind_each_expert_is_kept(gate: str, bias: bool) -> None:
+    module = NormBehind(gate, bias)
+    assert layout_of(module).layout.behind == "norm"
+    module.norm = nn.LayerNorm(H)
+    assert layout_of(module).layout.behind == "norm"
+    module.other = nn.Linear(H, H)
+    with pytest.raises(Refused, match="parameters in several modules of its own"):
+        layout_of(module)
 
 
 class Model(nn.Module):
@@ -167,6 +222,10 @@ def test_a_plan_cuts_gate_and_up_alike_and_says_what_is_sent() -> None:
     assert entry.wire_bytes == 2 * (2 * tokens + slots) * 4 // 5
     assert (entry.forward, entry.backward) == ("all-reduce of y", "all-reduce of dx, dr")
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    behind = tpk.make_plan(Model(NormBehind), 2, example_inputs=torch.ones(4, H), experts="features")
+    assert behind["experts"].wire_bytes == 2 * (2 * tokens + tokens) // 2  # a row for each of a token's two experts
+    assert behind["experts"].backward == "all-reduce of dx" and behind["experts.norm"].is_replicated
+    assert tpk.ShardingPlan.from_json(behind.to_json()) == behind
 
 
 class _Reading(Model):

@@ -4,7 +4,7 @@ It owns how a module that holds all experts in 3-dimensional parameters becomes 
 (:class:`ExpertsLayout`), how its parameters are cut, and a forward that takes the arguments of the old one::
 
     z = x[token] @ first[e]^T + b            a row per token and expert; e: the expert
-    y = sum over a token's rows of routing weight * (gate(z) @ last[e]^T + c)
+    y = sum over a token's rows of routing weight * behind(gate(z) @ last[e]^T + c)
 
 It assumes that the layout is right.  :mod:`tpkernels.planning.experts` compares it with the module's own forward.
 :class:`~tpkernels.nn.ParallelExperts` is for models that are written with it.
@@ -59,6 +59,8 @@ class ExpertsLayout:
     call: str = "routed"
     """"routed": called with tokens, and with the experts and weights of each; "blocks": with as many rows for each
     expert, in the order of the experts."""
+    behind: str = ""
+    """A module of the experts' own, such as a norm, that takes each row which ``last`` gives; whole on every rank."""
 
     @property
     def firsts(self) -> tuple[str, ...]:
@@ -170,21 +172,38 @@ def experts_output(
         shapes = [tuple(one.shape) for one in given if isinstance(one, Tensor)]
         raise ValueError(f"these experts take {expected}, as tensors of two dimensions, got shapes {shapes}")
     x, routing = found
+    rows = _each_by_itself(routing) if layout.behind else routing
     matrices, biases = matrices_of(layout, held)
     in_op = layout.gates_in_op
     last_matrix, last_bias = down.transpose(1, 2) if layout.transposed else down, held.get(f"{last}_bias")
     if dealt is not None:
-        return run_dealt(
-            mesh, x, routing, DealtWeights(matrices, biases, last_matrix, last_bias), dealt,
+        x = x.repeat_interleave(routing.experts.shape[1], 0) if layout.behind else x
+        y = run_dealt(
+            mesh, x, rows, DealtWeights(matrices, biases, last_matrix, last_bias), dealt,
             activation=layout.activation if in_op else None, own_tokens=False, implementation=implementation,
             gate=None if in_op else lambda products: gated(module, layout, products),
         )  # fmt: skip
+        return _weighted(module, layout, y, routing)
     products = copy_grouped_matmul(
         x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
         implementation=implementation,
     )  # fmt: skip
     h = cast(Tensor, products) if in_op else gated(module, layout, products)
-    return grouped_matmul_all_reduce(h, last_matrix, routing, mesh, bias=last_bias, implementation=implementation)
+    y = grouped_matmul_all_reduce(h, last_matrix, rows, mesh, bias=last_bias, implementation=implementation)
+    return _weighted(module, layout, y, routing)
+
+
+def _each_by_itself(routing: Routing) -> Routing:
+    """The routing under which every row of a token and an expert is summed over the ranks, and over nothing else."""
+    return Routing(routing.experts.reshape(-1, 1), torch.ones_like(routing.weights).reshape(-1, 1))
+
+
+def _weighted(module: nn.Module, layout: ExpertsLayout, y: Tensor, routing: Routing) -> Tensor:
+    """The tokens: ``y`` itself, or where a module is behind the experts, ``y`` are rows that go through it first."""
+    if not layout.behind:
+        return y
+    rows = getattr(module, layout.behind)(y).unflatten(0, routing.weights.shape)
+    return cast(Tensor, rows * routing.weights[..., None]).sum(1).to(y.dtype)
 
 
 class CutExperts(nn.Module):

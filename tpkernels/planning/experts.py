@@ -7,7 +7,8 @@ Values and all gradients must agree, in training and in evaluation, for numbers 
 ones only).  So a subclass, or code from elsewhere, that computes something else is not taken for what it is called.
 
 It assumes that what a class computes depends on its sizes only through its plain integer attributes, which the copy has
-small as well.  It refuses modules with further parameters or buffers, and classes that change what a module is.
+small as well.  It refuses modules with further parameters or buffers, but for those of one module behind the experts,
+and classes that change what a module is.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ SCALES = (1.0, 1e-2, 1e3, 1e6)
 """Of the samples."""
 CUT = (0, 6, FEATURES)
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Relative to the largest value.  fp32 where the forward does not run in fp64, and for a gate that computes in it."""
+"""Relative to the largest value.  fp32 where the forward does not run in fp64, and for code that computes in it: a gate
+of the module's own, and what is behind the experts."""
 OWN_GRADIENTS = 1e-4
 """Where such a gate is clamped, few elements have all of the gradient: 3e-5 was seen."""
 
@@ -110,7 +112,7 @@ def matrices_of_experts(module: nn.Module) -> list[nn.Parameter]:
 def _key(module: nn.Module) -> Any:
     """What the outcome depends on, for modules of one model."""
     plain = tuple((k, v) for k, v in vars(module).items() if isinstance(v, bool | int | float | str | None))
-    shapes = tuple((k, tuple(p.shape), p.dtype) for k, p in module.named_parameters(recurse=False))
+    shapes = tuple((k, tuple(p.shape), p.dtype) for k, p in module.named_parameters())
     children = tuple((k, type(child), repr(child)) for k, child in module.named_children())
     return type(module), plain, shapes, children, id(getattr(module, "config", None)), _unswappable(module)
 
@@ -170,14 +172,18 @@ def _unswappable(module: nn.Module) -> str | None:
         taken = sorted(guarded & set(vars(own)))
         if taken:
             return f"its class {own.__name__} overrides {', '.join(taken)} of nn.Module"
-    if any(True for _ in module.buffers()) or any(True for child in module.children() for _ in child.parameters()):
-        return "has buffers, or parameters in modules of its own"
+    if any(True for _ in module.buffers()) or len(_with_parameters(module)) > 1:
+        return "has buffers, or parameters in several modules of its own"
     if any(parameter is None or is_lazy(parameter) for parameter in module._parameters.values()):
         return "has parameters that are not there yet"
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return f"has parameters of {', '.join(sorted(map(str, dtypes)))}"
     return None
+
+
+def _with_parameters(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_children() if any(True for _ in child.parameters())]
 
 
 # ---------------------------------------------------------------- what the shapes allow
@@ -189,6 +195,7 @@ def _candidates(module: nn.Module) -> Iterator[KnownExperts]:
     matrices = [name for name, shape in shapes.items() if len(shape) == 3]
     biases = {name for name in shapes if name not in matrices}
     call = "blocks" if len(takes(module)) == 1 else "routed"
+    behind = next(iter(_with_parameters(module)), "")
     for last in reversed(matrices):
         others = [name for name in matrices if name != last]
         for firsts in (others, others[::-1]) if len(others) == 2 else (others,):
@@ -207,7 +214,7 @@ def _candidates(module: nn.Module) -> Iterator[KnownExperts]:
                         name in known and shapes[name] == known[name] for name in biases
                     ):
                         second = firsts[1] if len(firsts) == 2 else ""
-                        layout = ExpertsLayout(firsts[0], second, last, gate, transposed, "", call)
+                        layout = ExpertsLayout(firsts[0], second, last, gate, transposed, "", call, behind)
                         yield KnownExperts(layout, experts, hidden, features)
 
 
@@ -301,7 +308,7 @@ class _Trial:
     def agrees(self, layout: ExpertsLayout) -> bool:
         """Whether slices of the experts give what the module gives."""
         limit = of_gradients = LIMITS[self.dtype]
-        if layout.activation.endswith("()"):  # it may compute in fp32
+        if layout.activation.endswith("()") or layout.behind:  # they may compute in fp32
             limit, of_gradients = LIMITS[torch.float32], OWN_GRADIENTS
         for sample in self.samples:
             self.small.train(sample.training)
@@ -319,7 +326,7 @@ class _Trial:
 
     def _in_slices(self, layout: ExpertsLayout, sample: _Sample) -> Tensor:
         """The sum of what ranks with slices of other sizes would give, in plain torch."""
-        parameters = dict(self.small.named_parameters())
+        parameters = dict(self.small.named_parameters(recurse=False))
         call = routed(layout, sample.inputs, self.experts)
         assert call is not None
         x, (chosen, weights) = call
@@ -341,6 +348,8 @@ class _Trial:
         last_bias = parameters.get(f"{layout.last}_bias")
         if last_bias is not None:
             y = y + last_bias[chosen]
+        if layout.behind:
+            y = getattr(self.small, layout.behind)(y.flatten(0, 1)).unflatten(0, chosen.shape)
         total: Tensor = (y * weights[..., None]).sum(1)
         return total
 
@@ -362,12 +371,15 @@ def _small(module: nn.Module, found: KnownExperts, dtype: torch.dtype) -> tuple[
     hidden = sizes.setdefault(found.d_model, HIDDEN)
     experts = sizes.setdefault(found.num_experts, EXPERTS)
     small = copy.copy(module)
-    small.__dict__ = {
-        key: sizes.get(value, value) if type(value) is int else value for key, value in vars(module).items()
-    }
+    small.__dict__ = _with_sizes(module, sizes)
     small._modules = {key: copy.deepcopy(child) for key, child in module._modules.items()}
     small._parameters = {}
     layout = found.layout
+    for one in small._modules[layout.behind].modules() if layout.behind else ():
+        one.__dict__ = _with_sizes(one, sizes)
+        for name, parameter in one.named_parameters(recurse=False):
+            shape = [sizes.get(size, size) for size in parameter.shape]
+            one._parameters[name] = nn.Parameter(torch.randn(shape, dtype=dtype) / 4)
     wide = FEATURES * (2 if layout.gate in ("halves", "pairs") else 1)
     for name in module._parameters:
         is_last = name.removesuffix("_bias") == layout.last
@@ -378,3 +390,14 @@ def _small(module: nn.Module, found: KnownExperts, dtype: torch.dtype) -> tuple[
             shape[1:] = shape[:0:-1]
         small._parameters[name] = nn.Parameter(torch.randn(shape, dtype=dtype) / 4)
     return small, experts, hidden
+
+
+def _with_sizes(module: nn.Module, sizes: dict[int, int]) -> dict[str, Any]:
+    """What is in the module, with other plain integers, and tuples of them."""
+
+    def other(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(other, value))
+        return sizes.get(value, value) if type(value) is int else value
+
+    return {key: other(value) for key, value in vars(module).items()}

@@ -59,14 +59,14 @@ def experts_traffic(
     """
     if style.dealt:
         return Traffic(_DEALT, f"{_DEALT}, of dy, dx and dr", None, _DEALT_OP)
-    routed = style.layout.call == "routed"
+    routed = style.call == "routed" and not style.behind  # behind a module the weights meet whole rows
     backward = (["dx"] if needs_dx else []) + (["dr"] if routed else [])
     down = parameters[style.last]
     words = f"all-reduce of {', '.join(backward)}" if backward else "-"
     sent = None
     if tokens is not None:
         hidden = down.shape[2 if style.transposed else 1] * down.element_size()
-        sent = (1 + needs_dx) * tokens * hidden
+        sent = ((slots if style.behind else tokens) + needs_dx * tokens) * hidden
         sent += slots * max(4, down.element_size()) if routed else 0  # summed in fp32, or fp64
         sent = 2 * sent * (world_size - 1) // world_size
     return Traffic("all-reduce of y", words, sent, _OP)
@@ -82,4 +82,5 @@ def experts_implementation(
     n, k = (k, n) if style.transposed else (n, k)
     dtype = parameters[style.last].dtype
     op = _DEALT_OP if style.dealt else _OP
+    tokens = slots if style.behind else tokens
     return explain(op, m=tokens, n=n, k=k, dtype=dtype, group=group, experts=experts, top_k=slots // tokens).chosen

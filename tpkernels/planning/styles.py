@@ -155,6 +155,7 @@ class Experts:
     transposed: bool = False
     activation: str = "swiglu"
     call: str = "routed"
+    behind: str = ""
     implementation: str = "auto"
     dealt: bool = False
 
