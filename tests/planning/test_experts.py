@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tpkernels.planning.experts import Refused, check_layout, find_experts, layout_of
 from tpkernels.planning.styles import Experts
+from tpkernels.sharding.same_bits import check_plan
 
 pytestmark = pytest.mark.cpu
 
@@ -261,6 +262,13 @@ class _Single(Mixed):
         if chosen.dim() == 1:
             chosen, weights = chosen[:, None], weights[:, None]
         return super().forward(hidden_states, chosen, weights)
+
+
+def test_plans_of_experts_pass_the_checks_of_same_bits() -> None:
+    model, x = Model(), torch.ones(4, H)
+    plan = tpk.make_plan(model, 2, example_inputs=x, same_bits=4)
+    assert isinstance(plan["experts"].style, Experts)
+    check_plan(plan, model, 4, x, "auto")
 
 
 def test_other_ways_to_cut_experts_are_refused() -> None:

@@ -72,20 +72,26 @@ def _check_places(plan: ShardingPlan, largest: int) -> None:
     with for_degrees(largest):
         for entry in plan.entries:
             for one in entry.parameters:
-                if one.dim is None or isinstance(entry.style, Replicate):
+                if one.dim is None or isinstance(entry.style, Replicate | Channels):
                     continue
                 total = one.shape[one.dim]
-                due = (
-                    held(total, plan.world_size)
-                    if isinstance(entry.style, Vocabulary)
-                    else (cast(Column | Row, entry.style).local_features(total, plan.world_size))
-                )
+                if isinstance(entry.style, Vocabulary | Experts):
+                    due = held(total, plan.world_size, _packed(entry.style, one.name))
+                else:
+                    due = cast(Column | Row, entry.style).local_features(total, plan.world_size)
                 found = tuple(shape[one.dim] for shape in one.local_shapes)
                 if found != due:
                     raise ValueError(
                         f"same_bits ({largest}): the plan cuts {one.name} of module {entry.path!r} into {list(found)}, "
                         f"and the blocks of {largest} ranks make {list(due)}: use make_plan(..., same_bits={largest})"
                     )
+
+
+def _packed(style: Style, name: str) -> int:
+    """How many features are cut together: gate and up where they are one parameter."""
+    if not isinstance(style, Experts) or style.gate not in ("halves", "pairs"):
+        return 1
+    return 1 if name.removesuffix("_bias") == style.last else 2
 
 
 def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool = True) -> None:
