@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.models.architectures.reference import build, computing
 from tests.models.compare import LIMIT, compare_tensors, differs, held_bytes
 from tests.models.wire import bytes_of
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
-from tests.planning.test_experts import H, Model, NormBehind
+from tests.planning.test_experts import H, Model, NormBehind, SharedModel, SortedModel
 from tpkernels.nn import cut_experts
 from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.ops import Routing
@@ -152,22 +153,29 @@ def test_experts_send_what_the_plan_says_and_stand_in_a_residual_that_is_cut(ran
         assert len(found["cut"]) == 2 and found["verdict"].ok, found["verdict"]
 
 
-def with_a_norm_behind(experts: str) -> dict[str, Any]:
+def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
     """The verdict, and bytes that travel and that the plan names."""
     torch.manual_seed(3)
-    mesh, model, x = tp_mesh(), Model(NormBehind), torch.randn(7, H)
-    plan = tpk.make_plan(model, mesh, example_inputs=x, experts=experts)
+    model = {"sorted": SortedModel, "behind": partial(Model, NormBehind), "all": SharedModel}[kind]()
+    mesh, x = tp_mesh(), torch.randn(7, H)
+    routers = {name: "replicate" for name, _ in model.named_modules() if name == "router.layer"}  # rows are not known
+    plan = tpk.make_plan(model, mesh, example_inputs=x, experts=experts, overrides=routers)
     verdict = tpk.verify(model, mesh, x, plan=plan)
     tpk.parallelize(model, mesh, plan)
     sent = bytes_of(lambda: model(x).square().mean().backward())
-    return {"verdict": verdict, "style": plan["experts"].style, "sent": sent, "planned": plan.wire_bytes * mesh.size()}
+    styles = [entry.style for entry in plan.entries if isinstance(entry.style, Experts)]
+    return {"verdict": verdict, "styles": styles, "sent": sent, "planned": (plan.wire_bytes or 0) * mesh.size()}
 
 
-@pytest.mark.parametrize("experts", ["features", "experts"])
-def test_a_norm_behind_each_expert_takes_whole_rows(ranks: Pools, experts: str) -> None:
-    for found in ranks(2).run(with_a_norm_behind, experts, timeout=LIMIT_S):
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [("behind", "features"), ("behind", "experts"), ("sorted", "features"), ("all", "features"), ("all", "experts")],
+)
+def test_experts_of_another_kind_are_right(ranks: Pools, kind: str, experts: str) -> None:
+    for found in ranks(2).run(of_another_kind, kind, experts, timeout=LIMIT_S):
         assert found["verdict"].ok, found["verdict"]
-        assert found["style"].behind == "norm" and found["style"].dealt == (experts == "experts")
+        assert len(found["styles"]) == (2 if kind == "sorted" else 1)
+        assert all(style.dealt == (experts == "experts") for style in found["styles"])
         assert experts == "experts" or found["sent"] == found["planned"] > 0
 
 

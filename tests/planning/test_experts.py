@@ -264,11 +264,103 @@ class _Single(Mixed):
         return super().forward(hidden_states, chosen, weights)
 
 
+class Sorted(nn.Module):
+    """One matrix for each expert, which takes rows in the order of their experts, as in JetMoE."""
+
+    def __init__(self, features: int = N, hidden: int = H) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(E, features, hidden))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        parts = rows.split(counts)
+        return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, self.matrices, strict=True)])
+
+
+class _OthersMatrix(Sorted):
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return super().forward(rows.flip(0), counts[::-1])
+
+
+class _Router(nn.Module):
+    """Tokens and weights of the rows in the order of their experts, and how many each expert has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(H, E)
+
+    def forward(self, x: Tensor) -> Any:
+        weights, chosen = self.layer(x).softmax(-1).topk(2)
+        order = chosen.flatten().argsort()
+        return order // 2, weights.flatten()[order], F.one_hot(chosen, E).sum((0, 1)).tolist()
+
+
+class SortedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = _Router(), Sorted(), Sorted(H, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, weights, counts = self.router(x)
+        y = self.down(F.silu(self.up(x[tokens], counts)), counts)
+        return x.index_add(0, tokens, y * weights[:, None])
+
+
+def test_one_matrix_for_each_expert_is_cut_and_its_rows_gathered() -> None:
+    assert not any(find_experts(_OthersMatrix()))
+    plan = tpk.make_plan(SortedModel(), 3, example_inputs=torch.ones(4, H))
+    for name, (features, hidden) in {"up": (N, H), "down": (H, N)}.items():
+        entry = plan[name]
+        assert isinstance(entry.style, Experts) and entry.style.call == "sorted", entry.reason
+        assert [shape[1] for shape in entry.parameters[0].local_shapes] == ([4, 4, 4] if name == "up" else [3, 3, 2])
+        assert (entry.forward, entry.backward) == ("all-gather of y", "all-reduce of dx")
+        assert entry.wire_bytes == 4 * 2 * (features + 2 * hidden) * 4 * 2 // 3
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    with pytest.raises(ValueError, match=r"cannot cut 'up' \(and 1 more\): its experts have one matrix here"):
+        tpk.make_plan(SortedModel(), 2, example_inputs=torch.ones(4, H), experts="experts")
+    with pytest.raises(ValueError, match="one matrix each, 'first', are cut by features"):
+        Experts("first", last="", call="sorted", dealt=True)
+
+
+class _Shared(Mixed):
+    """Every token goes to all experts, which are summed in fp32, as the shared experts of Inkling."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        flat, weights = x.reshape(-1, x.shape[-1]), weights.reshape(-1, self.down.shape[0])  # type: ignore[index, operator]
+        each = [self.product("down", self.middle(flat, e) * weights[:, e, None], e) for e in range(weights.shape[1])]
+        return torch.stack(each).float().sum(0).to(x.dtype).view(x.shape)
+
+
+class _SharedOtherwise(_Shared):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, weights.flip(-1))
+
+
+class SharedModel(Model):
+    def __init__(self) -> None:
+        super().__init__(_Shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        y = self.experts(x.unflatten(0, (1, -1)), self.router(x).softmax(-1))
+        return x + y.flatten(0, 1)
+
+
+def test_experts_that_take_all_tokens_are_known() -> None:
+    assert layout_of(_Shared("separate")).layout.call == "all"
+    with pytest.raises(Refused):
+        layout_of(_SharedOtherwise())
+    entry = tpk.make_plan(SharedModel(), 2, example_inputs=torch.ones(4, H))["experts"]
+    assert isinstance(entry.style, Experts) and entry.backward == "all-reduce of dx, dr", entry.reason
+    assert entry.wire_bytes == 2 * (2 * 4 * H * 4 + 4 * E * 4) // 2
+
+
 def test_plans_of_experts_pass_the_checks_of_same_bits() -> None:
     model, x = Model(), torch.ones(4, H)
     plan = tpk.make_plan(model, 2, example_inputs=x, same_bits=4)
     assert isinstance(plan["experts"].style, Experts)
     check_plan(plan, model, 4, x, "auto")
+    behind = tpk.make_plan(Model(NormBehind), 2, example_inputs=x, same_bits=4)
+    assert "same_bits is not proven for experts of this kind" in behind["experts"].reason
 
 
 def test_other_ways_to_cut_experts_are_refused() -> None:

@@ -6,6 +6,9 @@ It owns how a module that holds all experts in 3-dimensional parameters becomes 
     z = x[token] @ first[e]^T + b            a row per token and expert; e: the expert
     y = sum over a token's rows of routing weight * behind(gate(z) @ last[e]^T + c)
 
+A module that has one matrix per expert, and takes rows in the order of their experts, gives ``x @ first[e]^T`` of each
+row, gathered over the ranks: what is before and behind it is code of the model's, on whole rows.
+
 It assumes that the layout is right.  :mod:`tpkernels.planning.experts` compares it with the module's own forward.
 :class:`~tpkernels.nn.ParallelExperts` is for models that are written with it.
 """
@@ -25,18 +28,21 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpkernels.nn.dealt_experts import DealtWeights, run_dealt
 from tpkernels.nn.parameters import as_parameter, local, mesh_of, replicate_parameter, shard_parameter
-from tpkernels.ops import Routing, copy_grouped_matmul, grouped_matmul_all_reduce
+from tpkernels.ops import Routing, all_gather, copy_grouped_matmul, grouped_matmul_all_reduce
 from tpkernels.ops.contract import GATED, activation_forward, gate_forward
+from tpkernels.partition import chunk_sizes
 
 __all__ = [
     "CutExperts",
     "ExpertsLayout",
     "arguments_of",
+    "called_with",
     "experts_output",
     "gated",
     "held_parts",
     "matrices_of",
     "routed",
+    "sorted_rows",
 ]
 
 
@@ -58,7 +64,9 @@ class ExpertsLayout:
     """One of the ops'; or the module's own: ".name" of one tensor, "name()" of what ``first`` gives."""
     call: str = "routed"
     """"routed": called with tokens, and with the experts and weights of each; "blocks": with as many rows for each
-    expert, in the order of the experts."""
+    expert, in the order of the experts; "all": with tokens of any dimensions, and a weight of each for every expert;
+    "sorted", with ``first`` alone: with rows in that order, and a list of how many
+    each expert has."""
     behind: str = ""
     """A module of the experts' own, such as a norm, that takes each row which ``last`` gives; whole on every rank."""
 
@@ -70,6 +78,11 @@ class ExpertsLayout:
     def gates_in_op(self) -> bool:
         """Whether the op that multiplies also gates; else code of the module does."""
         return self.gate in ("halves", "separate") and self.activation in GATED
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tokens of one call become their weighted sums, with nothing behind the experts."""
+        return self.call in ("routed", "blocks") and not self.behind
 
     @property
     def features(self) -> int:
@@ -126,9 +139,16 @@ def arguments_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
 
 def routed(layout: ExpertsLayout, given: Sequence[Any], num_experts: int) -> tuple[Tensor, Routing] | None:
     """The tokens of a call and their routing, or None for a call that is none of this layout's."""
-    if not all(isinstance(one, Tensor) for one in given) or len(given) != (3 if layout.call == "routed" else 1):
+    if not all(isinstance(one, Tensor) for one in given) or len(given) != {"routed": 3, "all": 2}.get(layout.call, 1):
         return None
     x, *others = given
+    if layout.call == "all":
+        weights = others[0]
+        of_tokens = x.dim() > 1 and x.numel() * num_experts == weights.numel() * x.shape[-1]
+        if not of_tokens or not x.is_floating_point() or not weights.is_floating_point():
+            return None
+        tokens, weights = x.reshape(-1, x.shape[-1]), weights.reshape(-1, num_experts)
+        return tokens, Routing(torch.arange(num_experts, device=x.device).repeat(len(tokens), 1), weights)
     if x.dim() != 2 or not x.is_floating_point():
         return None
     if layout.call == "blocks":
@@ -141,6 +161,24 @@ def routed(layout: ExpertsLayout, given: Sequence[Any], num_experts: int) -> tup
     if len(chosen) != 1 or chosen[0].dim() != 2 or chosen[0].shape != weights[0].shape:
         return None
     return x, Routing(chosen[0].long(), weights[0])
+
+
+def sorted_rows(given: Sequence[Any], num_experts: int) -> tuple[Tensor, list[int]] | None:
+    """The rows of a call of a "sorted" layout, and how many each expert has, or None for another call."""
+    if len(given) != 2 or not isinstance(given[0], Tensor) or not isinstance(given[1], list):
+        return None
+    x, sizes = given
+    fits = x.dim() == 2 and x.is_floating_point() and len(sizes) == num_experts
+    return (x, sizes) if fits and all(type(size) is int for size in sizes) else None
+
+
+def called_with(layout: ExpertsLayout, given: Sequence[Any], num_experts: int) -> tuple[Tensor, int] | None:
+    """The tokens of a call, and how many rows they make for the experts, or None for none of this layout's."""
+    if layout.call == "sorted":
+        rows = sorted_rows(given, num_experts)
+        return None if rows is None else (rows[0], len(rows[0]))
+    call = routed(layout, given, num_experts)
+    return None if call is None else (call[0], call[1].experts.numel())
 
 
 def experts_output(
@@ -164,13 +202,19 @@ def experts_output(
     Raises:
         ValueError: the arguments are not those of the layout.
     """
+    if layout.call == "sorted":
+        return _gathered(module, layout, held, given, mesh, implementation)
     last = layout.last
     down = cast(Tensor, held[last])
     found = routed(layout, given, down.shape[0] if dealt is None else dealt)
     if found is None:
-        expected = "tokens, experts and weights" if layout.call == "routed" else "a block of rows for each expert"
         shapes = [tuple(one.shape) for one in given if isinstance(one, Tensor)]
-        raise ValueError(f"these experts take {expected}, as tensors of two dimensions, got shapes {shapes}")
+        expected = {
+            "routed": "tokens, experts and weights, as tensors of two dimensions",
+            "blocks": "a block of rows for each expert, as a tensor of two dimensions",
+            "all": "tokens, and a weight of each for every expert",
+        }[layout.call]
+        raise ValueError(f"these experts take {expected}, got shapes {shapes}")
     x, routing = found
     rows = _each_by_itself(routing) if layout.behind else routing
     matrices, biases = matrices_of(layout, held)
@@ -183,14 +227,38 @@ def experts_output(
             activation=layout.activation if in_op else None, own_tokens=False, implementation=implementation,
             gate=None if in_op else lambda products: gated(module, layout, products),
         )  # fmt: skip
-        return _weighted(module, layout, y, routing)
+        return _as_taken(module, layout, y, routing, given[0])
     products = copy_grouped_matmul(
         x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
         implementation=implementation,
     )  # fmt: skip
     h = cast(Tensor, products) if in_op else gated(module, layout, products)
     y = grouped_matmul_all_reduce(h, last_matrix, rows, mesh, bias=last_bias, implementation=implementation)
-    return _weighted(module, layout, y, routing)
+    return _as_taken(module, layout, y, routing, given[0])
+
+
+def _gathered(
+    module: nn.Module,
+    layout: ExpertsLayout,
+    held: Mapping[str, Tensor | None],
+    given: Sequence[Any],
+    mesh: DeviceMesh,
+    implementation: str,
+) -> Tensor:
+    whole = cast(Tensor, module._parameters[layout.first])
+    num_experts, features = whole.shape[0], whole.shape[layout.features]
+    found = sorted_rows(given, num_experts)
+    if found is None or sum(found[1]) != found[0].shape[0]:
+        what = [tuple(one.shape) if isinstance(one, Tensor) else one for one in given]
+        raise ValueError(f"these experts take rows, and a list of how many each of {num_experts} has, got {what}")
+    x, counts = found
+    (w,), _ = matrices_of(layout, held)
+    parts = chunk_sizes(features, mesh.size())
+    experts = torch.arange(num_experts, device=x.device)
+    chosen = experts.repeat_interleave(torch.tensor(counts, device=x.device), output_size=len(x))[:, None]
+    routing = Routing(chosen, torch.ones_like(chosen, dtype=x.dtype))
+    y = copy_grouped_matmul(x, w, routing, mesh, implementation=implementation)
+    return all_gather(y, mesh, dim=1, shard_sizes=parts, replicated_grad=True)
 
 
 def _each_by_itself(routing: Routing) -> Routing:
@@ -198,12 +266,12 @@ def _each_by_itself(routing: Routing) -> Routing:
     return Routing(routing.experts.reshape(-1, 1), torch.ones_like(routing.weights).reshape(-1, 1))
 
 
-def _weighted(module: nn.Module, layout: ExpertsLayout, y: Tensor, routing: Routing) -> Tensor:
-    """The tokens: ``y`` itself, or where a module is behind the experts, ``y`` are rows that go through it first."""
-    if not layout.behind:
-        return y
-    rows = getattr(module, layout.behind)(y).unflatten(0, routing.weights.shape)
-    return cast(Tensor, rows * routing.weights[..., None]).sum(1).to(y.dtype)
+def _as_taken(module: nn.Module, layout: ExpertsLayout, y: Tensor, routing: Routing, taken: Tensor) -> Tensor:
+    """Tokens like those ``taken``: ``y``, or what a module behind the experts makes of the rows ``y``, weighted."""
+    if layout.behind:
+        rows = getattr(module, layout.behind)(y).unflatten(0, routing.weights.shape)
+        y = cast(Tensor, rows * routing.weights[..., None]).sum(1).to(y.dtype)
+    return y.view(taken.shape) if layout.call == "all" else y
 
 
 class CutExperts(nn.Module):
@@ -267,7 +335,7 @@ class CutExperts(nn.Module):
     @property
     def mesh(self) -> DeviceMesh:
         """The one-dimensional mesh that the parameters live on."""
-        return mesh_of(cast(Tensor, self._parameters[self.experts_layout.last]))
+        return mesh_of(cast(Tensor, next(iter(self._parameters.values()))))
 
     def packed_parameters(self) -> dict[str, tuple[int, tuple[str, ...]]]:
         """The parameters that were halves: along which dimension which of this module's make them up."""

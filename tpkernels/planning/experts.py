@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from tpkernels.nn.cut_experts import ExpertsLayout, gated, held_parts, matrices_of, routed
+from tpkernels.nn.cut_experts import ExpertsLayout, gated, held_parts, matrices_of, routed, sorted_rows
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.layers import HARMLESS
 
@@ -47,7 +47,7 @@ SCALES = (1.0, 1e-2, 1e3, 1e6)
 CUT = (0, 6, FEATURES)
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative to the largest value.  fp32 where the forward does not run in fp64, and for code that computes in it: a gate
-of the module's own, and what is behind the experts."""
+of the module's own, what is behind the experts, and a sum of all of them."""
 OWN_GRADIENTS = 1e-4
 """Where such a gate is clamped, few elements have all of the gradient: 3e-5 was seen."""
 
@@ -86,7 +86,8 @@ def find_experts(
     known = {} if known is None else known
     for name, module in model.named_modules():
         counts = Counter(matrix.shape[0] for matrix in matrices_of_experts(module))
-        if max(counts.values(), default=0) < 2:
+        most = max(counts.values(), default=0)
+        if most == 0 or (most == 1 and not _may_be_sorted(module)):
             continue
         key = _key(module)
         if key not in known:
@@ -97,9 +98,13 @@ def find_experts(
         answer = known[key]
         if isinstance(answer, KnownExperts):
             found[name] = answer
-        else:
+        elif most > 1:  # many other modules have one such parameter
             refused[name] = str(answer)
     return found, refused
+
+
+def _may_be_sorted(module: nn.Module) -> bool:
+    return len(module._parameters) == 1 and len(takes(module)) == 2
 
 
 def matrices_of_experts(module: nn.Module) -> list[nn.Parameter]:
@@ -194,7 +199,15 @@ def _candidates(module: nn.Module) -> Iterator[KnownExperts]:
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     matrices = [name for name, shape in shapes.items() if len(shape) == 3]
     biases = {name for name in shapes if name not in matrices}
-    call = "blocks" if len(takes(module)) == 1 else "routed"
+    if len(matrices) == 1:
+        if _may_be_sorted(module) and not _with_parameters(module):
+            for transposed in (False, True):
+                experts, *matrix = shapes[matrices[0]]
+                features, hidden = matrix[::-1] if transposed else matrix
+                layout = ExpertsLayout(matrices[0], "", "", "", transposed, "", "sorted")
+                yield KnownExperts(layout, experts, hidden, features)
+        return
+    call = {1: "blocks", 2: "all"}.get(len(takes(module)), "routed")
     behind = next(iter(_with_parameters(module)), "")
     for last in reversed(matrices):
         others = [name for name in matrices if name != last]
@@ -225,6 +238,9 @@ def takes(module: nn.Module) -> list[str]:
 
 def _activations(module: nn.Module, layout: ExpertsLayout) -> Iterator[ExpertsLayout]:
     """A gate that the class itself defines, the op's own, which is computed with the GEMM, then what else there is."""
+    if layout.call == "sorted":
+        yield layout
+        return
     names = ["swiglu", "geglu"] if layout.gate else ["silu", "gelu", "relu", "gelu_tanh"]
     gate = getattr(type(module), "_apply_gate", None)
     if layout.gate in ("halves", "pairs") and callable(gate):
@@ -258,7 +274,7 @@ class _DoesNotRun(Exception):
 class _Sample:
     """A call, and what came out: the result and the gradients of the inputs and all parameters."""
 
-    inputs: list[Tensor]
+    inputs: list[Any]
     dy: Tensor
     training: bool
     results: list[Tensor | None]
@@ -285,15 +301,21 @@ class _Trial:
 
     def _sample(self, index: int, scale: float) -> _Sample:
         rows = self.experts * TOKENS if self.found.layout.call == "blocks" else TOKENS
-        inputs = [(scale * torch.randn(rows, self.hidden, dtype=self.dtype)).requires_grad_()]
+        inputs: list[Any] = [(scale * torch.randn(rows, self.hidden, dtype=self.dtype)).requires_grad_()]
+        if self.found.layout.call == "all":
+            inputs[0] = inputs[0].detach().unflatten(0, (2, -1)).requires_grad_()
+            inputs += [torch.rand(TOKENS, self.experts, dtype=self.dtype).requires_grad_()]
         if self.found.layout.call == "routed":
             order = torch.rand(TOKENS, self.experts).argsort(1)[:, :TOP_K]
             inputs += [order, torch.rand(TOKENS, TOP_K, dtype=self.dtype).requires_grad_()]
-        dy = torch.randn(rows, self.hidden, dtype=self.dtype)
+        if self.found.layout.call == "sorted":  # some experts have no rows
+            inputs += [torch.rand(TOKENS, self.experts).argmax(1).bincount(minlength=self.experts).tolist()]
+        in_order = self.found.layout.call == "sorted"
+        dy = torch.randn((rows, FEATURES) if in_order else inputs[0].shape, dtype=self.dtype)
         sample = _Sample(inputs, dy, index % 2 == 0, [])
         self.small.train(sample.training)
         y = self.small(*inputs)
-        if not isinstance(y, Tensor) or y.shape != inputs[0].shape or y.dtype != self.dtype:
+        if not isinstance(y, Tensor) or y.shape != dy.shape or y.dtype != self.dtype:
             raise ValueError("it gives something else than one tensor like the tokens")
         sample.results = self._with_gradients(y, sample)
         with torch.no_grad():
@@ -302,13 +324,14 @@ class _Trial:
         return sample
 
     def _with_gradients(self, y: Tensor, sample: _Sample) -> list[Tensor | None]:
-        wanted = [one for one in sample.inputs if one.is_floating_point()] + list(self.small.parameters())
+        tensors = [one for one in sample.inputs if isinstance(one, Tensor)]
+        wanted = [one for one in tensors if one.is_floating_point()] + list(self.small.parameters())
         return [y.detach(), *torch.autograd.grad(y, wanted, sample.dy, allow_unused=True)]
 
     def agrees(self, layout: ExpertsLayout) -> bool:
         """Whether slices of the experts give what the module gives."""
         limit = of_gradients = LIMITS[self.dtype]
-        if layout.activation.endswith("()") or layout.behind:  # they may compute in fp32
+        if layout.activation.endswith("()") or layout.behind or layout.call == "all":  # they may compute in fp32
             limit, of_gradients = LIMITS[torch.float32], OWN_GRADIENTS
         for sample in self.samples:
             self.small.train(sample.training)
@@ -327,15 +350,13 @@ class _Trial:
     def _in_slices(self, layout: ExpertsLayout, sample: _Sample) -> Tensor:
         """The sum of what ranks with slices of other sizes would give, in plain torch."""
         parameters = dict(self.small.named_parameters(recurse=False))
+        if layout.call == "sorted":
+            return torch.cat([self._rows(held, layout, sample) for held in self._slices(layout, parameters)], 1)
         call = routed(layout, sample.inputs, self.experts)
         assert call is not None
         x, (chosen, weights) = call
         y: Any = 0
-        for start, stop in itertools.pairwise(CUT):
-            held: dict[str, Tensor | None] = {}
-            for name, parameter in parameters.items():
-                for part, tensor, dim in held_parts(layout, name, parameter):
-                    held[part] = tensor if dim is None else tensor.narrow(dim, start, stop - start)
+        for held in self._slices(layout, parameters):
             products = []
             for matrix, bias in zip(*matrices_of(layout, held), strict=True):
                 product = torch.einsum("th,tkfh->tkf", x, matrix[chosen])
@@ -350,8 +371,25 @@ class _Trial:
             y = y + last_bias[chosen]
         if layout.behind:
             y = getattr(self.small, layout.behind)(y.flatten(0, 1)).unflatten(0, chosen.shape)
-        total: Tensor = (y * weights[..., None]).sum(1)
+        total: Tensor = (y * weights[..., None]).sum(1).view(sample.inputs[0].shape)
         return total
+
+    def _slices(self, layout: ExpertsLayout, parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor | None]]:
+        for start, stop in itertools.pairwise(CUT):
+            held: dict[str, Tensor | None] = {}
+            for name, parameter in parameters.items():
+                for part, tensor, dim in held_parts(layout, name, parameter):
+                    held[part] = tensor if dim is None else tensor.narrow(dim, start, stop - start)
+            yield held
+
+    def _rows(self, held: dict[str, Tensor | None], layout: ExpertsLayout, sample: _Sample) -> Tensor:
+        """What a slice of one matrix per expert gives."""
+        found = sorted_rows(sample.inputs, self.experts)
+        assert found is not None
+        x, counts = found
+        chosen = torch.arange(self.experts).repeat_interleave(torch.tensor(counts))
+        (matrix,), _ = matrices_of(layout, held)
+        return torch.einsum("th,tfh->tf", x, matrix[chosen])
 
 
 def _same(actual: Tensor | None, expected: Tensor | None, limit: float) -> bool:

@@ -59,7 +59,13 @@ def experts_traffic(
     """
     if style.dealt:
         return Traffic(_DEALT, f"{_DEALT}, of dy, dx and dr", None, _DEALT_OP)
-    routed = style.call == "routed" and not style.behind  # behind a module the weights meet whole rows
+    if style.call == "sorted":
+        weight = parameters[style.first]
+        takes, gives = (weight.shape[dim] for dim in (3 - style.layout.features, style.layout.features))
+        row = (gives + 2 * needs_dx * takes) * weight.element_size()
+        sent = None if tokens is None else tokens * row * (world_size - 1) // world_size
+        return Traffic("all-gather of y", "all-reduce of dx" if needs_dx else "-", sent, None)
+    routed = style.call in ("routed", "all") and not style.behind  # behind a module the weights meet whole rows
     backward = (["dx"] if needs_dx else []) + (["dr"] if routed else [])
     down = parameters[style.last]
     words = f"all-reduce of {', '.join(backward)}" if backward else "-"
@@ -76,6 +82,8 @@ def experts_implementation(
     style: Experts, parameters: Mapping[str, Tensor], tokens: int | None, slots: int, group: DeviceMesh | None
 ) -> str:
     """What runs: asked of the group, where there is one and the tokens are known."""
+    if style.call == "sorted":
+        return "-"
     if style.implementation != "auto" or group is None or group.size() == 1 or not tokens:
         return style.implementation
     experts, n, k = parameters[style.last].shape

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpkernels.nn.cut_experts import arguments_of, routed
+from tpkernels.nn.cut_experts import arguments_of, called_with
 from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.gradient_code import Requiring
 from tpkernels.planning.higher_order_ops import as_op
@@ -260,21 +260,23 @@ class Session(TorchDispatchMode):
         return any(storage_of(buffer) == storage_of(tensor) for buffer in self.shadow.modules[self.quiet].buffers())
 
     def experts_called(self, name: str, args: Any, kwargs: Any) -> Tensor:
-        """One step for the experts of a mixture: a tensor like the tokens."""
+        """One step for the experts of a mixture: a tensor like the tokens, or a row for each row."""
         known, module = self.shadow.experts[name], self.shadow.modules[name]
         takes = list(inspect.signature(type(module).forward).parameters)[1:]
         given = arguments_of(takes, args, kwargs)
-        call = routed(known.layout, given, known.num_experts)
+        call = called_with(known.layout, given, known.num_experts)
         if call is None or call[0].shape[1] != known.d_model:
             raise CalledOtherwise(name)
+        given = [one for one in given if isinstance(one, Tensor)]
         quiet = self.quiet is not None
         (self.mixture_read_quietly if quiet else self.before_mixture)(name, given)
-        out = self.new_output(given[0], tuple(given[0].shape), given[0].dtype)
+        shape = (call[1], known.d_ff) if known.layout.call == "sorted" else tuple(given[0].shape)
+        out = self.new_output(given[0], shape, given[0].dtype)
         if quiet:
             assert self.quiet is not None
             self._born[storage_of(out)] = self.quiet
         else:
-            self.after_mixture(name, given, out, call[1].experts.numel())
+            self.after_mixture(name, given, out, call[1])
         if any(tensor in self.requiring for tensor in (*given, *module.parameters())):
             self.requiring.made([out])
         return out

@@ -159,6 +159,10 @@ class Experts:
     implementation: str = "auto"
     dealt: bool = False
 
+    def __post_init__(self) -> None:
+        if self.dealt and self.call == "sorted":
+            raise ValueError(f"experts with one matrix each, {self.first!r}, are cut by features, not dealt out")
+
     @property
     def layout(self) -> ExpertsLayout:
         return ExpertsLayout(**{f.name: getattr(self, f.name) for f in fields(ExpertsLayout)})

@@ -211,7 +211,7 @@ class Recording(Session):
         self.nodes.append(Node([], opaque=True))
         self._node_of[id(out)] = len(self.nodes) - 1
         self.layer_inputs.setdefault(name, []).extend(inputs[:1])
-        self.layer_rows[name] = self.layer_rows.get(name, 0) + x.shape[0]
+        self.layer_rows[name] = self.layer_rows.get(name, 0) + x.numel() // x.shape[-1]
         self.slots[name] = self.slots.get(name, 0) + slots
         shapes = [Shape(tensor.shape) for tensor in given]
         self._add(Event(Mixture(name), shapes, {}, [Shape(out.shape)], sources=tuple(map(self.source, given))), [out])

@@ -17,6 +17,7 @@ from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.layers import is_attention, unswappable
 from tpkernels.planning.plan_entries import Chosen
+from tpkernels.planning.splits import degrees
 from tpkernels.planning.styles import Experts, Heads, Replicate
 from tpkernels.planning.trace import Recording
 
@@ -101,5 +102,9 @@ def _why_whole(
         return "not called by the example"
     if name in tied:
         return "a parameter is tied to another module's"
+    if way == "experts" and known.layout.call == "sorted":
+        return "its experts have one matrix here, and the others in modules of their own"
+    if degrees() and not known.layout.is_plain:
+        return "same_bits is not proven for experts of this kind"
     few = known.d_ff < world_size and way != "experts"
     return f"fewer features ({known.d_ff}) than there are ranks" if few else None

@@ -115,7 +115,7 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
                 f"same_bits ({same_bits}): what module {name!r} gives or takes meets parts of several layers, and its "
                 "gradient is summed over the ranks once for all of them, in no blocks"
             )
-        if isinstance(style, Experts) and not style.dealt and style.layout.gates_in_op:
+        if isinstance(style, Experts) and not style.dealt and style.layout.gates_in_op and style.layout.is_plain:
             continue
         if not isinstance(style, KEPT):
             raise ValueError(f"same_bits ({same_bits}): module {name!r} is cut as {style}, which is in no blocks")
