@@ -29,7 +29,7 @@ OWN = ("LaunchError", "MissingPackage", "Missing", "FakeTensorLeft", "CudaError"
 OF_COMMANDS = ("ArgumentTypeError", "NetlabError", "NetlabUnavailable")
 TELLERS = ("refuse", "_refuse", "warn", "cls")
 """Functions that raise, or warn of, what they are given; and classes of errors that are chosen at run time."""
-REASONS = ("TransportFailure", "Lost", "Unproven", "Refused", "_DoesNotRun")
+REASONS = ("TransportFailure", "Lost", "Unproven", "Refused", "DoesNotRun")
 """Exceptions that are caught in the package, and whose text is put into the error of a call or the reason in a plan."""
 SEEN = {*tpk.errors.__all__, *BUILT_IN, *OWN, *OF_COMMANDS, *TELLERS, *REASONS}
 """Where a user sees the text.  What other exceptions say is caught in the package, and is put into one of these."""

@@ -18,7 +18,7 @@ from tests.models.architectures.reference import build, computing
 from tests.models.compare import LIMIT, compare_tensors, differs, held_bytes
 from tests.models.wire import bytes_of
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
-from tests.planning.test_experts import H, Model, NormBehind, SharedModel, SortedModel
+from tests.planning.test_experts import H, IdentityModel, Model, NormBehind, SharedModel, SortedModel
 from tpkernels.nn import cut_experts
 from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.ops import Routing
@@ -156,7 +156,8 @@ def test_experts_send_what_the_plan_says_and_stand_in_a_residual_that_is_cut(ran
 def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
     """The verdict, and bytes that travel and that the plan names."""
     torch.manual_seed(3)
-    model = {"sorted": SortedModel, "behind": partial(Model, NormBehind), "all": SharedModel}[kind]()
+    kinds = {"sorted": SortedModel, "behind": partial(Model, NormBehind), "all": SharedModel, "identity": IdentityModel}
+    model = kinds[kind]()
     mesh, x = tp_mesh(), torch.randn(7, H)
     routers = {name: "replicate" for name, _ in model.named_modules() if name == "router.layer"}  # rows are not known
     plan = tpk.make_plan(model, mesh, example_inputs=x, experts=experts, overrides=routers)
@@ -169,7 +170,14 @@ def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "experts"),
-    [("behind", "features"), ("behind", "experts"), ("sorted", "features"), ("all", "features"), ("all", "experts")],
+    [
+        ("behind", "features"),
+        ("behind", "experts"),
+        ("sorted", "features"),
+        ("identity", "features"),
+        ("all", "features"),
+        ("all", "experts"),
+    ],
 )
 def test_experts_of_another_kind_are_right(ranks: Pools, kind: str, experts: str) -> None:
     for found in ranks(2).run(of_another_kind, kind, experts, timeout=LIMIT_S):

@@ -15,7 +15,7 @@ SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 PLANNER = (
-    Edit("planning/experts.py", "if layout.behind:", "if False:", f"{EXPERTS} -k norm_behind"),
+    Edit("planning/experts_trial.py", "if layout.behind:", "if False:", f"{EXPERTS} -k norm_behind"),
     Edit("planning/experts_entries.py", "slots if style.behind else tokens)", "tokens)", f"{EXPERTS} -k alike"),
     Edit("planning/experts_entries.py", "(gives + 2 * needs_dx * takes)", "(gives + takes)", f"{EXPERTS} -k gathered"),
     Edit(
@@ -25,6 +25,7 @@ PLANNER = (
         BEHIND,
     ),
     Edit("nn/cut_experts.py", "weights.reshape(-1, num_experts)", "weights.reshape(num_experts, -1).t()", EXPERTS),
+    Edit("nn/cut_experts.py", "y + (x * identity_weights(taken, len(down))).to(y.dtype)", "y", BEHIND),
     Edit("nn/cut_experts.py", "_each_by_itself(routing) if layout.behind else routing", "routing", BEHIND),
     Edit("nn/convolution.py", "input = copy_to_group(input, mesh)", "pass", f"{CONVOLUTION} -k gradients"),
     Edit("nn/convolution.py", "groups = input.shape[channels] *", "groups = 1 or", f"{CONVOLUTION} -k gradients"),

@@ -354,6 +354,40 @@ def test_experts_that_take_all_tokens_are_known() -> None:
     assert entry.wire_bytes == 2 * (2 * 4 * H * 4 + 4 * E * 4) // 2
 
 
+class _WithIdentity(Mixed):
+    """Two experts give what they take, as in LongCat-Flash, which has a first matrix for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(E + 2, 2 * N, H))
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        idle = (weights * (chosen >= self.down.shape[0])).sum(1, keepdim=True)  # type: ignore[index, operator]
+        return super().forward(hidden_states, chosen, weights) + idle * hidden_states
+
+
+class _WithZeros(_WithIdentity):
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return Mixed.forward(self, hidden_states, chosen, weights)
+
+
+class IdentityModel(Model):
+    def __init__(self) -> None:
+        super().__init__(_WithIdentity)
+        self.router = nn.Linear(H, E + 2)
+
+
+def test_experts_that_give_what_they_take_are_known() -> None:
+    assert not any(find_experts(_WithZeros()))
+    entry = tpk.make_plan(IdentityModel(), 2, example_inputs=torch.ones(4, H))["experts"]
+    assert isinstance(entry.style, Experts) and entry.style.identity, entry.reason
+    assert [one.local_shapes[0] for one in entry.parameters] == [(E + 2, N, H), (E, H, N // 2)]
+    with pytest.raises(ValueError, match="cannot cut 'experts': some experts have no matrices"):
+        tpk.make_plan(IdentityModel(), 2, example_inputs=torch.ones(4, H), experts="experts")
+    with pytest.raises(ValueError, match="are cut by features, not dealt out"):
+        Experts(identity=True, dealt=True)
+
+
 def test_plans_of_experts_pass_the_checks_of_same_bits() -> None:
     model, x = Model(), torch.ones(4, H)
     plan = tpk.make_plan(model, 2, example_inputs=x, same_bits=4)

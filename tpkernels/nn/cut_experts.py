@@ -40,6 +40,7 @@ __all__ = [
     "experts_output",
     "gated",
     "held_parts",
+    "identity_weights",
     "matrices_of",
     "routed",
     "sorted_rows",
@@ -69,6 +70,8 @@ class ExpertsLayout:
     each expert has."""
     behind: str = ""
     """A module of the experts' own, such as a norm, that takes each row which ``last`` gives; whole on every rank."""
+    identity: bool = False
+    """Experts beyond those of ``last`` give what they take, whatever ``first`` has for them."""
 
     @property
     def firsts(self) -> tuple[str, ...]:
@@ -81,8 +84,8 @@ class ExpertsLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tokens of one call become their weighted sums, with nothing behind the experts."""
-        return self.call in ("routed", "blocks") and not self.behind
+        """Whether the tokens of a call meet experts, and nothing but these, and become weighted sums."""
+        return self.call in ("routed", "blocks") and not self.behind and not self.identity
 
     @property
     def features(self) -> int:
@@ -216,8 +219,12 @@ def experts_output(
         }[layout.call]
         raise ValueError(f"these experts take {expected}, got shapes {shapes}")
     x, routing = found
-    rows = _each_by_itself(routing) if layout.behind else routing
     matrices, biases = matrices_of(layout, held)
+    taken = routing
+    if layout.identity:
+        routing = _without_identity(taken, len(down))
+        matrices = [matrix[: len(down)] for matrix in matrices]
+    rows = _each_by_itself(routing) if layout.behind else routing
     in_op = layout.gates_in_op
     last_matrix, last_bias = down.transpose(1, 2) if layout.transposed else down, held.get(f"{last}_bias")
     if dealt is not None:
@@ -234,6 +241,8 @@ def experts_output(
     )  # fmt: skip
     h = cast(Tensor, products) if in_op else gated(module, layout, products)
     y = grouped_matmul_all_reduce(h, last_matrix, rows, mesh, bias=last_bias, implementation=implementation)
+    if layout.identity:
+        y = y + (x * identity_weights(taken, len(down))).to(y.dtype)
     return _as_taken(module, layout, y, routing, given[0])
 
 
@@ -259,6 +268,16 @@ def _gathered(
     routing = Routing(chosen, torch.ones_like(chosen, dtype=x.dtype))
     y = copy_grouped_matmul(x, w, routing, mesh, implementation=implementation)
     return all_gather(y, mesh, dim=1, shard_sizes=parts, replicated_grad=True)
+
+
+def identity_weights(routing: Routing, num_experts: int) -> Tensor:
+    """What each token is weighted with in the sum of experts beyond ``num_experts``: ``[T, 1]``."""
+    return (routing.weights * (routing.experts >= num_experts)).sum(1, keepdim=True)
+
+
+def _without_identity(routing: Routing, num_experts: int) -> Routing:
+    """A routing whose further experts weigh nothing; their rows are spread over the others."""
+    return Routing(routing.experts % num_experts, routing.weights * (routing.experts < num_experts))
 
 
 def _each_by_itself(routing: Routing) -> Routing:

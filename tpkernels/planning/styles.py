@@ -156,12 +156,15 @@ class Experts:
     activation: str = "swiglu"
     call: str = "routed"
     behind: str = ""
+    identity: bool = False
     implementation: str = "auto"
     dealt: bool = False
 
     def __post_init__(self) -> None:
         if self.dealt and self.call == "sorted":
             raise ValueError(f"experts with one matrix each, {self.first!r}, are cut by features, not dealt out")
+        if self.dealt and self.identity:
+            raise ValueError("experts beside others that have no matrices are cut by features, not dealt out")
 
     @property
     def layout(self) -> ExpertsLayout:

@@ -104,6 +104,8 @@ def _why_whole(
         return "a parameter is tied to another module's"
     if way == "experts" and known.layout.call == "sorted":
         return "its experts have one matrix here, and the others in modules of their own"
+    if way == "experts" and known.layout.identity:
+        return "some experts have no matrices, and give what they take"
     if degrees() and not known.layout.is_plain:
         return "same_bits is not proven for experts of this kind"
     few = known.d_ff < world_size and way != "experts"

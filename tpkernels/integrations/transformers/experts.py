@@ -66,10 +66,8 @@ def hold_apart(model: nn.Module) -> nn.Module:
 def _cut_otherwise(module: nn.Module, layout: ExpertsLayout) -> str | None:
     if layout.gate == "pairs":
         return "its gate and up stand in turns"
-    if layout.call == "sorted":
-        return "it gives rows, which transformers does not gather"
-    if layout.behind:
-        return f"each expert's rows go through {layout.behind} before they are summed"
+    if not layout.is_plain:
+        return "experts of this kind are cut by plans of tpkernels alone"
     for name, parameter in module.named_parameters(recurse=False):
         bias, last = name.endswith("_bias"), name.removesuffix("_bias") == layout.last
         if bias and last:
