@@ -18,7 +18,7 @@ from tests.models.architectures.reference import build, computing
 from tests.models.compare import LIMIT, compare_tensors, differs, held_bytes
 from tests.models.wire import bytes_of
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
-from tests.planning.test_experts import H, IdentityModel, Model, NormBehind, SharedModel, SortedModel
+from tests.planning.test_experts import H, IdentityModel, Model, NormBehind, RowsModel, SharedModel, SortedModel
 from tpkernels.nn import cut_experts
 from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.ops import Routing
@@ -157,6 +157,7 @@ def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
     """The verdict, and bytes that travel and that the plan names."""
     torch.manual_seed(3)
     kinds = {"sorted": SortedModel, "behind": partial(Model, NormBehind), "all": SharedModel, "identity": IdentityModel}
+    kinds |= {"rows": RowsModel}
     model = kinds[kind]()
     mesh, x = tp_mesh(), torch.randn(7, H)
     routers = {name: "replicate" for name, _ in model.named_modules() if name == "router.layer"}  # rows are not known
@@ -177,6 +178,7 @@ def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
         ("identity", "features"),
         ("all", "features"),
         ("all", "experts"),
+        ("rows", "experts"),
     ],
 )
 def test_experts_of_another_kind_are_right(ranks: Pools, kind: str, experts: str) -> None:

@@ -26,6 +26,12 @@ PLANNER = (
     ),
     Edit("nn/cut_experts.py", "weights.reshape(-1, num_experts)", "weights.reshape(num_experts, -1).t()", EXPERTS),
     Edit("nn/cut_experts.py", "y + (x * identity_weights(taken, len(down))).to(y.dtype)", "y", BEHIND),
+    Edit(
+        "planning/whole_in_out.py",
+        "known.layout.rows and known.num_experts % world_size",
+        "False",
+        f"{EXPERTS} -k rows",
+    ),
     Edit("nn/cut_experts.py", "_each_by_itself(routing) if layout.behind else routing", "routing", BEHIND),
     Edit("nn/convolution.py", "input = copy_to_group(input, mesh)", "pass", f"{CONVOLUTION} -k gradients"),
     Edit("nn/convolution.py", "groups = input.shape[channels] *", "groups = 1 or", f"{CONVOLUTION} -k gradients"),

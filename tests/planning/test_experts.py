@@ -388,6 +388,64 @@ def test_experts_that_give_what_they_take_are_known() -> None:
         Experts(identity=True, dealt=True)
 
 
+class _Rows(nn.Module):
+    """All experts in the rows of matrices, as in DBRX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("w1", "v1", "w2"):
+            self.register_parameter(name, nn.Parameter(torch.randn(4 * N, H)))
+
+    def forward(self, x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+        return (F.silu(x @ w1.t()) * (x @ v1.t())) @ w2
+
+
+class InRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.num_experts, self.features = _Rows(), 4, N
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        flat, shape = x.flatten(0, 1), (self.num_experts, self.features, -1)
+        w1, v1, w2 = (one.view(shape) for one in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+        y = torch.zeros_like(flat)
+        for e in range(self.num_experts):
+            token, slot = (chosen == e).nonzero(as_tuple=True)
+            y = y.index_add(0, token, self.mlp(flat[token], w1[e], v1[e], w2[e]) * weights[token, slot, None])
+        return y.view(x.shape)
+
+
+class _InRowsReversed(InRows):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, self.num_experts - 1 - chosen, weights)
+
+
+class RowsModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.router, self.experts = nn.Linear(H, H), nn.Linear(H, 4), InRows()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x[None], chosen, weights)[0]
+
+
+def test_experts_in_the_rows_of_matrices_are_dealt_out() -> None:
+    assert not any(find_experts(_InRowsReversed()))
+    model, x = RowsModel(), torch.ones(4, H)
+    entry = tpk.make_plan(model, 2, example_inputs=x)["experts.mlp"]
+    assert isinstance(entry.style, Experts) and entry.style.dealt and entry.style.rows == N, entry.reason
+    assert [one.local_shapes[0] for one in entry.parameters] == 3 * [(2 * N, H)]
+    assert "4 experts stand in the rows of matrices, and do not divide over 3 ranks" in (
+        tpk.make_plan(model, 3, example_inputs=x)["experts.mlp"].reason
+    )
+    with pytest.raises(ValueError, match=r"'experts\.mlp': its experts stand in the rows of matrices, and whole ones"):
+        tpk.make_plan(model, 2, example_inputs=x, experts="features")
+    with pytest.raises(ValueError, match="are dealt out: dealt=True"):
+        Experts(rows=N)
+
+
 def test_plans_of_experts_pass_the_checks_of_same_bits() -> None:
     model, x = Model(), torch.ones(4, H)
     plan = tpk.make_plan(model, 2, example_inputs=x, same_bits=4)

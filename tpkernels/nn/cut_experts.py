@@ -36,7 +36,9 @@ __all__ = [
     "CutExperts",
     "ExpertsLayout",
     "arguments_of",
+    "call_inner",
     "called_with",
+    "caller_of",
     "experts_output",
     "gated",
     "held_parts",
@@ -72,6 +74,9 @@ class ExpertsLayout:
     """A module of the experts' own, such as a norm, that takes each row which ``last`` gives; whole on every rank."""
     identity: bool = False
     """Experts beyond those of ``last`` give what they take, whatever ``first`` has for them."""
+    rows: int = 0
+    """How many rows of two-dimensional matrices ``[E * F, H]``, ``last`` among them, are one expert's.  The module
+    around the one that has them is called, with sequences; whole experts are dealt out."""
 
     @property
     def firsts(self) -> tuple[str, ...]:
@@ -85,7 +90,7 @@ class ExpertsLayout:
     @property
     def is_plain(self) -> bool:
         """Whether the tokens of a call meet experts, and nothing but these, and become weighted sums."""
-        return self.call in ("routed", "blocks") and not self.behind and not self.identity
+        return self.call in ("routed", "blocks") and not (self.behind or self.identity or self.rows)
 
     @property
     def features(self) -> int:
@@ -95,6 +100,9 @@ class ExpertsLayout:
 
 def held_parts(layout: ExpertsLayout, name: str, whole: Tensor) -> list[tuple[str, Tensor, int | None]]:
     """What a cut module holds of a parameter: names, tensors, and the dimension along which each is cut."""
+    if layout.rows:
+        whole = whole.unflatten(0, (-1, layout.rows))
+        return [(name, whole.transpose(1, 2), 2) if name == layout.last else (name, whole, 1)]
     bias = name.endswith("_bias")
     if name.removesuffix("_bias") == layout.last:
         return [(name, whole, None if bias else 3 - layout.features)]
@@ -152,8 +160,9 @@ def routed(layout: ExpertsLayout, given: Sequence[Any], num_experts: int) -> tup
             return None
         tokens, weights = x.reshape(-1, x.shape[-1]), weights.reshape(-1, num_experts)
         return tokens, Routing(torch.arange(num_experts, device=x.device).repeat(len(tokens), 1), weights)
-    if x.dim() != 2 or not x.is_floating_point():
+    if x.dim() != (3 if layout.rows else 2) or not x.is_floating_point():
         return None
+    x = x.flatten(0, -2)
     if layout.call == "blocks":
         if x.shape[0] % num_experts:
             return None
@@ -213,8 +222,8 @@ def experts_output(
     if found is None:
         shapes = [tuple(one.shape) for one in given if isinstance(one, Tensor)]
         expected = {
-            "routed": "tokens, experts and weights, as tensors of two dimensions",
-            "blocks": "a block of rows for each expert, as a tensor of two dimensions",
+            "routed": f"{'sequences' if layout.rows else 'tokens'}, experts and weights, as their own model gives them",
+            "blocks": "a block of rows for each expert",
             "all": "tokens, and a weight of each for every expert",
         }[layout.call]
         raise ValueError(f"these experts take {expected}, got shapes {shapes}")
@@ -290,7 +299,7 @@ def _as_taken(module: nn.Module, layout: ExpertsLayout, y: Tensor, routing: Rout
     if layout.behind:
         rows = getattr(module, layout.behind)(y).unflatten(0, routing.weights.shape)
         y = cast(Tensor, rows * routing.weights[..., None]).sum(1).to(y.dtype)
-    return y.view(taken.shape) if layout.call == "all" else y
+    return y.view(taken.shape) if layout.call == "all" or layout.rows else y
 
 
 class CutExperts(nn.Module):
@@ -380,11 +389,33 @@ class CutExperts(nn.Module):
         given, num_experts = arguments_of(self.takes, args, kwargs), None
         if self.experts_dealt:  # of its experts a rank has all parts
             num_experts = len(cast(Tensor, self._parameters[self.experts_layout.last]))
+            num_experts //= self.experts_layout.rows or 1
             parts = [held_parts(self.experts_layout, name, one) for name, one in held.items() if one is not None]
             held = {part: tensor for of_one in parts for part, tensor, _ in of_one}
         return experts_output(
             self, self.experts_layout, held, given, self.mesh, self.experts_implementation, dealt=num_experts
         )
+
+
+def caller_of(name: str, layout: ExpertsLayout) -> str:
+    """The module that is called for the experts ``name``: itself, or the one around it."""
+    return name.rpartition(".")[0] if layout.rows else name
+
+
+def call_inner(outer: nn.Module, name: str) -> None:
+    """Let a call of ``outer`` be one of its :class:`CutExperts` ``name``."""
+    made = getattr(outer, name)
+    made.__dict__["takes"] = tuple(inspect.signature(type(outer).forward).parameters)[1:]
+    outer.__class__ = _calling(type(outer), name)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _calling(kind: type[nn.Module], name: str) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return cast(Tensor, getattr(self, name)(*args, **kwargs))
+
+    members = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return cast("type[nn.Module]", type(kind.__name__, (kind,), members))
 
 
 @lru_cache(maxsize=256)

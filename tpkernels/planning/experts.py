@@ -11,6 +11,7 @@ change what a module is.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -59,9 +60,11 @@ def find_experts(
     refused: dict[str, str] = {}
     known = {} if known is None else known
     for name, module in model.named_modules():
+        home = _home_of_rows(module)
         counts = Counter(matrix.shape[0] for matrix in matrices_of_experts(module))
         most = max(counts.values(), default=0)
-        if most == 0 or (most == 1 and not _may_be_sorted(module) and len(takes(module)) != 3):
+        may_be = most > 1 or home or (most == 1 and (_may_be_sorted(module) or len(takes(module)) == 3))
+        if not may_be:
             continue
         key = _key(module)
         if key not in known:
@@ -71,10 +74,23 @@ def find_experts(
                 known[key] = error
         answer = known[key]
         if isinstance(answer, KnownExperts):
-            found[name] = answer
+            found[".".join(filter(None, (name, answer.home)))] = answer
         elif most > 1:  # other modules have such parameters, too
             refused[name] = str(answer)
     return found, refused
+
+
+def _home_of_rows(module: nn.Module) -> str:
+    """The module inside of ``module`` that may have the experts in the rows of two-dimensional matrices, "" if none."""
+    inner = _with_parameters(module)
+    if len(inner) != 1 or len(takes(module)) != 3 or any(True for _ in module.parameters(recurse=False)):
+        return ""
+    owner = module.get_submodule(inner[0])
+    parameters: list[Any] = list(owner.parameters(recurse=False))
+    if any(True for _ in module.buffers()) or _with_parameters(owner):
+        return ""
+    alike = {tuple(one.shape) for one in parameters if not is_lazy(one)}
+    return inner[0] if len(parameters) in (2, 3) and len(alike) == 1 and len(next(iter(alike))) == 2 else ""
 
 
 def _may_be_sorted(module: nn.Module) -> bool:
@@ -112,7 +128,7 @@ def layout_of(module: nn.Module) -> KnownExperts:
         except DoesNotRun as error:
             problem = str(error)
             continue
-        for layout in _activations(module, found.layout):
+        for layout in _activations(module.get_submodule(found.home), found.layout):
             if trial.agrees(layout):
                 return replace(found, layout=layout)
         problem = "its forward computes something else than experts with a known gate"
@@ -151,6 +167,9 @@ def _unswappable(module: nn.Module) -> str | None:
         taken = sorted(guarded & set(vars(own)))
         if taken:
             return f"its class {own.__name__} overrides {', '.join(taken)} of nn.Module"
+    home = _home_of_rows(module)
+    if home:
+        return _unswappable(module.get_submodule(home))
     if any(True for _ in module.buffers()) or len(_with_parameters(module)) > 1:
         return "has buffers, or parameters in several modules of its own"
     if any(parameter is None or is_lazy(parameter) for parameter in module._parameters.values()):
@@ -173,6 +192,10 @@ def _candidates(module: nn.Module) -> Iterator[KnownExperts]:
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     matrices = [name for name, shape in shapes.items() if len(shape) == 3]
     biases = {name for name in shapes if name not in matrices}
+    home = _home_of_rows(module)
+    if home:
+        yield from _in_rows(module, home)
+        return
     if len(matrices) == 1:
         if _may_be_sorted(module) and not _with_parameters(module):
             for transposed in (False, True):
@@ -205,6 +228,18 @@ def _candidates(module: nn.Module) -> Iterator[KnownExperts]:
                         second = firsts[1] if len(firsts) == 2 else ""
                         layout = ExpertsLayout(firsts[0], second, last, gate, transposed, "", call, behind, identity)
                         yield KnownExperts(layout, experts, hidden, features, all_experts)
+
+
+def _in_rows(module: nn.Module, home: str) -> Iterator[KnownExperts]:
+    """Layouts of experts in the rows of matrices: how many there are is a number of the module's."""
+    parameters = dict(module.get_submodule(home).named_parameters())
+    rows, hidden = next(iter(parameters.values())).shape
+    numbers = {value for value in vars(module).values() if type(value) is int and 1 < value < rows}
+    for experts in sorted(value for value in numbers if rows % value == 0):
+        for *firsts, last in itertools.permutations(parameters):
+            gate, second = ("separate", firsts[1]) if len(firsts) == 2 else ("", "")
+            layout = ExpertsLayout(firsts[0], second, last, gate, rows=rows // experts, activation="")
+            yield KnownExperts(layout, experts, hidden, rows // experts, experts, home)
 
 
 def takes(module: nn.Module) -> list[str]:

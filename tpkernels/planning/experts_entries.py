@@ -86,7 +86,8 @@ def experts_implementation(
         return "-"
     if style.implementation != "auto" or group is None or group.size() == 1 or not tokens:
         return style.implementation
-    experts, n, k = parameters[style.last].shape
+    shape = parameters[style.last].shape
+    experts, n, k = (shape[0] // style.rows, shape[1], style.rows) if style.rows else shape
     n, k = (k, n) if style.transposed else (n, k)
     dtype = parameters[style.last].dtype
     op = _DEALT_OP if style.dealt else _OP

@@ -14,7 +14,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class KnownExperts:
     d_ff: int
     all_experts: int
     """With those that give what they take."""
+    home: str = ""
+    """The module inside that has the parameters, where it is not the one that is called."""
 
 
 @contextmanager
@@ -101,8 +103,9 @@ class Trial:
     def _sample(self, index: int, scale: float) -> _Sample:
         rows = self.experts * TOKENS if self.found.layout.call == "blocks" else TOKENS
         inputs: list[Any] = [(scale * torch.randn(rows, self.hidden, dtype=self.dtype)).requires_grad_()]
-        if self.found.layout.call == "all":
+        if self.found.layout.call == "all" or self.found.layout.rows:
             inputs[0] = inputs[0].detach().unflatten(0, (2, -1)).requires_grad_()
+        if self.found.layout.call == "all":
             inputs += [torch.rand(TOKENS, self.experts, dtype=self.dtype).requires_grad_()]
         if self.found.layout.call == "routed":
             order = torch.rand(TOKENS, self.experts + IDLE * self.found.layout.identity).argsort(1)[:, :TOP_K]
@@ -148,7 +151,9 @@ class Trial:
 
     def _in_slices(self, layout: ExpertsLayout, sample: _Sample) -> Tensor:
         """The sum of what ranks with slices of other sizes would give, in plain torch."""
-        parameters = dict(self.small.named_parameters(recurse=False))
+        owner = self.small.get_submodule(self.found.home)
+        parameters = dict(owner.named_parameters(recurse=False))
+        layout = replace(layout, rows=FEATURES) if layout.rows else layout
         if layout.call == "sorted":
             return torch.cat([self._rows(held, layout, sample) for held in self._slices(layout, parameters)], 1)
         call = routed(layout, sample.inputs, self.experts)
@@ -162,7 +167,7 @@ class Trial:
             for matrix, bias in zip(*matrices_of(layout, held), strict=True):
                 product = torch.einsum("th,tkfh->tkf", x, matrix[chosen])
                 products.append((product if bias is None else product + bias[chosen]).flatten(0, 1))
-            h = gated(self.small, layout, products).unflatten(0, chosen.shape)
+            h = gated(owner, layout, products).unflatten(0, chosen.shape)
             down = held[layout.last]
             assert down is not None
             down = down.transpose(1, 2) if layout.transposed else down
@@ -222,6 +227,12 @@ def _small(module: nn.Module, found: KnownExperts, dtype: torch.dtype) -> tuple[
         for name, parameter in one.named_parameters(recurse=False):
             shape = [sizes.get(size, size) for size in parameter.shape]
             one._parameters[name] = nn.Parameter(torch.randn(shape, dtype=dtype) / 4)
+    if found.home:
+        owner = small.get_submodule(found.home)
+        owner.__dict__ = _with_sizes(owner, sizes)
+        for name in owner._parameters:
+            owner._parameters[name] = nn.Parameter(torch.randn(experts * FEATURES, hidden, dtype=dtype) / 4)
+        return small, experts, hidden
     wide = FEATURES * (2 if layout.gate in ("halves", "pairs") else 1)
     for name in module._parameters:
         is_last = name.removesuffix("_bias") == layout.last

@@ -220,9 +220,7 @@ class _Planner:
         together = {name: self.decision.together.get(name, (name,)) for name in others}
         together |= {name: (name,) for name, m in self.modules.items() if isinstance(m, nn.MultiheadAttention)}
         assert self.observation.shadow is not None
-        together |= {
-            name: (name, name.rpartition(".")[0]) for name in self.observation.shadow.experts
-        }  # and the router
+        together |= self.observation.shadow.with_routers
         stream = follow(self.observation, roles, together)
         for name, cut in stream.layers.items():
             old = self.chosen[name]

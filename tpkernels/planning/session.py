@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpkernels.nn.cut_experts import arguments_of, called_with
+from tpkernels.nn.cut_experts import arguments_of, called_with, caller_of
 from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.gradient_code import Requiring
 from tpkernels.planning.higher_order_ops import as_op
@@ -262,7 +262,8 @@ class Session(TorchDispatchMode):
     def experts_called(self, name: str, args: Any, kwargs: Any) -> Tensor:
         """One step for the experts of a mixture: a tensor like the tokens, or a row for each row."""
         known, module = self.shadow.experts[name], self.shadow.modules[name]
-        takes = list(inspect.signature(type(module).forward).parameters)[1:]
+        called = self.shadow.modules[caller_of(name, known.layout)]
+        takes = list(inspect.signature(type(called).forward).parameters)[1:]
         given = arguments_of(takes, args, kwargs)
         call = called_with(known.layout, given, known.num_experts)
         if call is None or call[0].shape[1] != known.d_model:

@@ -25,6 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
+from tpkernels.nn.cut_experts import caller_of
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.fake_answers import GUESSES, Answers
 from tpkernels.planning.gradient_code import code_of_gradients
@@ -77,6 +78,9 @@ class Shadow:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.caches = caches
         self.experts = experts
+        called = {caller_of(name, known.layout): name for name, known in experts.items()}
+        self.with_routers = {name: (name, caller.rpartition(".")[0]) for caller, name in called.items()}
+        """Experts with the modules that have them and their routers."""
         self.names: dict[int, str] = {}
         memo: dict[int, Any] = {}
         with self.fake:
@@ -133,7 +137,8 @@ class Shadow:
                     module.forward = self._norming(name, module.forward)
                 if name in experts:
                     self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
-                    module.forward = self._mixing(name)
+                if name in called:
+                    module.forward = self._mixing(called[name])
         self.weights = weights_of_layers(self)
         """Layers by the ids of their weights, where a product with the weight is a call of the layer."""
 

@@ -157,12 +157,15 @@ class Experts:
     call: str = "routed"
     behind: str = ""
     identity: bool = False
+    rows: int = 0
     implementation: str = "auto"
     dealt: bool = False
 
     def __post_init__(self) -> None:
         if self.dealt and self.call == "sorted":
             raise ValueError(f"experts with one matrix each, {self.first!r}, are cut by features, not dealt out")
+        if self.rows and not self.dealt:
+            raise ValueError("experts in the rows of two-dimensional matrices are dealt out: dealt=True")
         if self.dealt and self.identity:
             raise ValueError("experts beside others that have no matrices are cut by features, not dealt out")
 

@@ -83,7 +83,7 @@ def experts_choices(
     for name, known in known_experts.items():
         if name in whole or name in chosen:
             continue
-        dealt = way == "experts"
+        dealt = way == "experts" or known.layout.rows > 0
         each = "/".join(map(str, dict.fromkeys(chunk_sizes(known.num_experts if dealt else known.d_ff, world_size))))
         reason = f"{known.num_experts} experts, {each}{'' if dealt else f' of {known.d_ff} features of each'} per rank"
         style = Experts(**asdict(known.layout), dealt=dealt)
@@ -104,9 +104,13 @@ def _why_whole(
         return "a parameter is tied to another module's"
     if way == "experts" and known.layout.call == "sorted":
         return "its experts have one matrix here, and the others in modules of their own"
+    if known.layout.rows and way == "features":
+        return "its experts stand in the rows of matrices, and whole ones are dealt out"
+    if known.layout.rows and known.num_experts % world_size:
+        return f"{known.num_experts} experts stand in the rows of matrices, and do not divide over {world_size} ranks"
     if way == "experts" and known.layout.identity:
         return "some experts have no matrices, and give what they take"
     if degrees() and not known.layout.is_plain:
         return "same_bits is not proven for experts of this kind"
-    few = known.d_ff < world_size and way != "experts"
+    few = known.d_ff < world_size and way != "experts" and not known.layout.rows
     return f"fewer features ({known.d_ff}) than there are ranks" if few else None

@@ -29,7 +29,7 @@ from tpkernels.nn.by_weight import call_by_weight
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.convolution import cut_channels
 from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
-from tpkernels.nn.cut_experts import CutExperts
+from tpkernels.nn.cut_experts import CutExperts, call_inner, caller_of
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
@@ -194,7 +194,7 @@ def parallelize(
             WholeLinear.check(name, modules[name], style.sequence_parallel)
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
     for name, experts_style in experts_styles.items():
-        _check_experts(name, modules[name], experts_style)
+        _check_experts(name, modules[caller_of(name, experts_style.layout)], experts_style)
     if same_bits:
         resolve(tp).keep_same_bits(same_bits)
         fused_norm = False
@@ -219,6 +219,8 @@ def parallelize(
         take_place(old, new)
     for old, new in (*mixtures, *norms):
         old.__class__, old.__dict__ = type(new), new.__dict__
+    for outer, inner in {modules[n.rpartition(".")[0]]: n for n, s in experts_styles.items() if s.rows}.items():
+        call_inner(outer, inner.rpartition(".")[2])
     for convolution in convolutions:
         cut_channels(convolution, tp)
     call_cut_layers(model, [old for old, _ in replacements])

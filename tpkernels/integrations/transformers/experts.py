@@ -35,7 +35,7 @@ def experts_forward(
 ) -> ExpertsForward | str:
     """Our forward for ``module``, or why it cannot have one.  ``known``: of modules that are alike; filled here."""
     found, refused = find_experts(module, known)
-    if not found:
+    if "" not in found:
         return refused.get("", "it does not hold its experts in 3-dimensional parameters")
     layout = found[""].layout
     return _cut_otherwise(module, layout) or ExpertsForward(module, layout, mesh)
