@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,10 @@ def test_experts_send_what_the_plan_says_and_stand_in_a_residual_that_is_cut(ran
 def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
     """The verdict, and bytes that travel and that the plan names."""
     torch.manual_seed(3)
-    kinds = {"sorted": SortedModel, "behind": partial(Model, NormBehind), "all": SharedModel, "identity": IdentityModel}
-    kinds |= {"rows": RowsModel}
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "sorted": SortedModel, "behind": partial(Model, NormBehind), "all": SharedModel, "identity": IdentityModel,
+        "rows": RowsModel,
+    }  # fmt: skip
     model = kinds[kind]()
     mesh, x = tp_mesh(), torch.randn(7, H)
     routers = {name: "replicate" for name, _ in model.named_modules() if name == "router.layer"}  # rows are not known
@@ -181,6 +184,7 @@ def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
         ("rows", "experts"),
     ],
 )
+@pytest.mark.slow("8 s")
 def test_experts_of_another_kind_are_right(ranks: Pools, kind: str, experts: str) -> None:
     for found in ranks(2).run(of_another_kind, kind, experts, timeout=LIMIT_S):
         assert found["verdict"].ok, found["verdict"]

@@ -222,7 +222,7 @@ def _small(module: nn.Module, found: KnownExperts, dtype: torch.dtype) -> tuple[
     small._modules = {key: copy.deepcopy(child) for key, child in module._modules.items()}
     small._parameters = {}
     layout = found.layout
-    for one in small._modules[layout.behind].modules() if layout.behind else ():
+    for one in small.get_submodule(layout.behind).modules() if layout.behind else ():
         one.__dict__ = _with_sizes(one, sizes)
         for name, parameter in one.named_parameters(recurse=False):
             shape = [sizes.get(size, size) for size in parameter.shape]

@@ -79,7 +79,9 @@ class Shadow:
         self.caches = caches
         self.experts = experts
         called = {caller_of(name, known.layout): name for name, known in experts.items()}
-        self.with_routers = {name: (name, caller.rpartition(".")[0]) for caller, name in called.items()}
+        self.with_routers: dict[str, tuple[str, ...]] = {
+            name: (name, caller.rpartition(".")[0]) for caller, name in called.items()
+        }
         """Experts with the modules that have them and their routers."""
         self.names: dict[int, str] = {}
         memo: dict[int, Any] = {}
