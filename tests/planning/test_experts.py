@@ -297,9 +297,10 @@ class _Router(nn.Module):
 class SortedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.up, self.down = _Router(), Sorted(), Sorted(H, N)
+        self.first, self.router, self.up, self.down = nn.Linear(H, H), _Router(), Sorted(), Sorted(H, N)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         tokens, weights, counts = self.router(x)
         y = self.down(F.silu(self.up(x[tokens], counts)), counts)
         return x.index_add(0, tokens, y * weights[:, None])
