@@ -19,7 +19,8 @@ from tests.models.architectures.reference import build, computing
 from tests.models.compare import LIMIT, compare_tensors, differs, held_bytes
 from tests.models.wire import bytes_of
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
-from tests.planning.test_experts import H, IdentityModel, Model, NormBehind, RowsModel, SharedModel, SortedModel
+from tests.planning.test_experts import H, Model, NormBehind
+from tests.planning.test_other_experts import IdentityModel, RowsModel, SharedModel, SortedModel
 from tpkernels.nn import cut_experts
 from tpkernels.nn.cut_experts import CutExperts
 from tpkernels.ops import Routing

@@ -10,6 +10,7 @@ PACKED, ADAPTERS = "tests/planning/test_packed_heads.py", "tests/planning/test_a
 UNITS, WHOLE = "tests/nn/test_linear.py -k units", "tests/state/test_checkpoint.py -k 'units or whole_state'"
 PARTS = "tests/sharding/test_parts.py"
 CONVOLUTION = "tests/nn/test_convolution.py"
+OTHERS = "tests/planning/test_other_experts.py"
 EXPERTS, BEHIND = "tests/planning/test_experts.py", "tests/models/test_experts.py --slow -k of_another_kind"
 SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_head.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
@@ -17,20 +18,20 @@ MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 PLANNER = (
     Edit("planning/experts_trial.py", "if layout.behind:", "if False:", f"{EXPERTS} -k norm_behind"),
     Edit("planning/experts_entries.py", "slots if style.behind else tokens)", "tokens)", f"{EXPERTS} -k alike"),
-    Edit("planning/experts_entries.py", "(gives + 2 * needs_dx * takes)", "(gives + takes)", f"{EXPERTS} -k gathered"),
+    Edit("planning/experts_entries.py", "(gives + 2 * needs_dx * takes)", "(gives + takes)", f"{OTHERS} -k gathered"),
     Edit(
         "nn/cut_experts.py",
         "all_gather(y, mesh, dim=1, shard_sizes=parts, replicated_grad=True)",
         "all_gather(y, mesh, dim=1, shard_sizes=parts)",
         BEHIND,
     ),
-    Edit("nn/cut_experts.py", "weights.reshape(-1, num_experts)", "weights.reshape(num_experts, -1).t()", EXPERTS),
+    Edit("nn/cut_experts.py", "weights.reshape(-1, num_experts)", "weights.reshape(num_experts, -1).t()", OTHERS),
     Edit("nn/cut_experts.py", "y + (x * identity_weights(taken, len(down))).to(y.dtype)", "y", BEHIND),
     Edit(
         "planning/whole_in_out.py",
         "known.layout.rows and known.num_experts % world_size",
         "False",
-        f"{EXPERTS} -k rows",
+        f"{OTHERS} -k rows",
     ),
     Edit("nn/cut_experts.py", "_each_by_itself(routing) if layout.behind else routing", "routing", BEHIND),
     Edit("nn/convolution.py", "input = copy_to_group(input, mesh)", "pass", f"{CONVOLUTION} -k gradients"),
