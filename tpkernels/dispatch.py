@@ -336,9 +336,14 @@ class Explanation:
                 f"   GEMM: {dtype_text(p.dtype, None)} is widened to fp32 in blocks and rounded once, which every rank "
                 "measured\n   to be faster than the library's own GEMM"
             )
-        if p.same_bits and p.facts.multiplies and not p.facts.grouped:
-            cut = p.m, p.n, p.k, p.dtype.itemsize, p.world_size, p.same_bits
-            lines.append(f"   {canonical.describe(*cut, gathers=p.facts.gathers)}")
+        if p.same_bits and p.facts.multiplies:
+            cut = p.m, p.n, p.k, (p.out_dtype or p.dtype).itemsize, p.world_size, p.same_bits
+            if p.facts.grouped:
+                lines.append(
+                    f"   {canonical.describe_experts(*cut, gathers=p.facts.gathers, experts=p.experts, top_k=p.top_k)}"
+                )
+            else:
+                lines.append(f"   {canonical.describe(*cut, gathers=p.facts.gathers)}")
         origin = "measured on this group" if self.costs.measured else "built-in costs, not measured"
         own = dict(self.costs.own)
         texts = [kind.costs_text(own) for kind in resources.kinds() if p.refusal(kind.name) is None]
@@ -412,7 +417,7 @@ def _loses_bits(offer: Implementation, problem: Problem) -> str | None:
         return None
     if problem.device != "cpu":
         return f"same_bits={problem.same_bits} is proven on CPUs alone, these tensors are on {problem.device}"
-    if problem.out_dtype is not None or not offer.keeps_bits:
+    if not offer.keeps_bits:
         return f"its results depend on the number of ranks, and same_bits={problem.same_bits}"
     return None
 

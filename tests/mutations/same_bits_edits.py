@@ -27,9 +27,16 @@ SAME_BITS = (
     Edit(CANONICAL, "block * width, (block + 1) * width", "block * width, size", f"{BITS} -k values"),
     Edit(
         "dispatch.py",
-        "problem.out_dtype is not None or not offer.keeps_bits",
-        "problem.out_dtype is not None",
+        "    if not offer.keeps_bits:",
+        "    if not offer.keeps_bits and problem.out_dtype is not None:",
         f"{BITS} -k cannot",
+    ),
+    Edit("backends/canonical_rows.py", "fp8.unpack_alike(", "fp8.unpack(", f"{BITS} -k every_op"),
+    Edit(
+        "ops/scaled_matmul.py",
+        "same = _compared(group, signature, of_rows) if layout.feature else None",
+        "same = None",
+        f"{BITS} -k scales_of",
     ),
     Edit(
         "state/clipping.py",

@@ -17,7 +17,7 @@ from torch import Tensor
 import tpkernels as tpk
 from tests.ops.support import new_group
 from tpkernels.comm.groups import resolve
-from tpkernels.gemm import canonical
+from tpkernels.gemm import canonical, fp8
 from tpkernels.partition import array_split_sizes
 from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, strided
 
@@ -26,7 +26,7 @@ SAME_BITS = 8
 Cut = int | Literal["same"]
 """The dimension along which ranks hold parts, or that all hold the whole."""
 Result = tuple[str, Cut, Tensor]
-DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float64, fp8.DTYPE)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,18 @@ class Draw:
     strided: bool
     seed: int
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it has scales, one for all in every third draw, else one per row; and no gradient."""
+        return self.dtype == fp8.DTYPE
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return (torch.float32, torch.bfloat16, torch.float16)[self.seed % 3] if self.is_fp8 else self.dtype
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.dtype if name[0] in "xw" else torch.float32 if name[0] == "s" else self.out_dtype
+
 
 def draw(seed: int) -> Draw:
     pick = random.Random(seed)
@@ -60,8 +72,9 @@ def draw(seed: int) -> Draw:
     widths = [1, 2, 3, 4, 5, 8, 12, 16, 17, 32, 48, 80]
     columns = [pick.choice(widths)] * count if activation else [pick.choice(widths) for _ in range(count)]
     dims = list(range(len(lead))) + ([len(lead)] if op in (GATHER, SCATTER) else [])
+    dtypes = DTYPES[:-1] if op == COPY else DTYPES
     return Draw(
-        op, lead, tuple(columns), pick.choice(widths), pick.choice(dims), pick.choice(DTYPES),
+        op, lead, tuple(columns), pick.choice(widths), pick.choice(dims), pick.choice(dtypes),
         pick.random() < 0.5, activation, pick.random() < 0.2, seed,
     )  # fmt: skip
 
@@ -69,7 +82,22 @@ def draw(seed: int) -> Draw:
 def whole(of: Draw, name: str, shape: Sequence[int]) -> Tensor:
     """Equal on all ranks."""
     generator = torch.Generator().manual_seed(of.seed * 1000 + sum(map(ord, name)))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(of.dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(of.dtype_of(name))
+
+
+def scales_of(of: Draw, rank: int, world: int) -> tuple[Tensor, list[Tensor]]:
+    """Of this rank's x and weights; over a contraction that is cut they are equal."""
+    shapes = [(*of.lead, 1), *[(SAME_BITS * width, 1) for width in of.columns]]
+    cuts: list[Cut] = ["same"] * len(shapes)
+    if of.seed % 3 == 2:
+        shapes = [(1,)] * len(shapes)
+    elif of.op == GATHER:
+        cuts = [of.dim if of.dim < len(of.lead) else "same", *[0] * len(of.columns)]
+    x, *weights = (
+        part(whole(of, f"scale {i}", shape).abs() + 0.1, cut, rank, world)
+        for i, (shape, cut) in enumerate(zip(shapes, cuts, strict=True))
+    )
+    return x, weights
 
 
 def part(x: Tensor, cut: Cut, rank: int, world: int) -> Tensor:
@@ -107,6 +135,10 @@ def cut_call(of: Draw, rank: int, world: int) -> Call:
         options |= {"gather_dim": of.dim, "shard_sizes": list(array_split_sizes(x_shape[of.dim], world))}
     if of.op == SCATTER:
         options["scatter_dim"] = of.dim
+    if of.is_fp8:
+        scale_x, scales = scales_of(of, rank, world)
+        options |= {"scale_x": scale_x, "scale_weight": scales if len(scales) > 1 else scales[0]}
+        options["out_dtype"] = of.out_dtype
     return Call(
         strided(x) if of.strided else x,
         [part(whole(of, f"w{i}", (n, k)), w_cut, rank, world) for i, n in enumerate(ns)],
@@ -118,10 +150,10 @@ def cut_call(of: Draw, rank: int, world: int) -> Call:
 
 
 def run(of: Draw, group: Any, implementation: str) -> list[Result]:
-    """What the call gives on this rank, forward and backward."""
+    """What the call gives on this rank, forward and, where there is one, backward."""
     call = cut_call(of, dist.get_rank(group), dist.get_world_size(group))
     leaves = [call.x, *call.weights, *[bias for bias in call.biases if bias is not None]]
-    for leaf in leaves:
+    for leaf in () if of.is_fp8 else leaves:
         leaf.requires_grad_()
     single = len(call.weights) == 1
     functions: dict[str, Any] = {
@@ -134,7 +166,8 @@ def run(of: Draw, group: Any, implementation: str) -> list[Result]:
     bias: Any = None if not of.bias else call.biases[0] if single else call.biases
     y: Any = functions[of.op](call.x, weight, group, bias=bias, implementation=implementation, **call.options)
     ys = [y] if isinstance(y, Tensor) else list(y)
-    torch.autograd.backward(ys, call.upstream)
+    if not of.is_fp8:
+        torch.autograd.backward(ys, call.upstream)
     grads = [leaf.grad for leaf in leaves]
     names = ["dx", *["dw"] * len(call.weights), *["db"] * (len(leaves) - 1 - len(call.weights))]
     results = [("y", call.cuts["y"], one.detach()) for one in ys]
@@ -161,6 +194,16 @@ def _one_block(tree: Any, xs: Any, matrices: Any, blocks: int, sums: Any = None)
     _whole_subtree(tree, xs, matrices, 1, sums)
 
 
+def _scaled_behind(tree: Any, xs: Any, matrices: Any, blocks: int, sums: Any = None) -> None:
+    if not isinstance(xs[0], fp8.Scaled):
+        _whole_subtree(tree, xs, matrices, blocks, sums)
+        return
+    (x,), (matrix,) = xs, matrices
+    unscaled = [fp8.Scaled(one.numbers, torch.ones_like(one.scale)) for one in (x, matrix)]
+    _whole_subtree(tree, unscaled[:1], unscaled[1:], blocks, sums)
+    tree.complete().mul_(x.scale).mul_(matrix.scale)
+
+
 def _wide_panels(x: Tensor, matrix: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
     return _by_blocks(x, matrix, bias, 1)
 
@@ -169,6 +212,7 @@ _whole_subtree, _by_blocks = canonical.Subtree.__init__, canonical.columns_of_pr
 FAULTS: dict[str, tuple[object, str, object]] = {
     "tree order": (canonical, "top_of_tree", left_to_right),
     "a rank sums its part of K in one call": (canonical.Subtree, "__init__", _one_block),
+    "a rank scales the sum of its blocks": (canonical.Subtree, "__init__", _scaled_behind),
     "panel shape": (canonical, "columns_of_product", _wide_panels),
     "chunk rows": (canonical, "ROWS", 96),
     "rows of the operand not dense": (canonical, "dense", lambda x, place="": x),

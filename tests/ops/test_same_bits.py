@@ -4,20 +4,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels as tpk
-from tests.ops.same_bits import FAULTS, SAME_BITS, Draw, Result, assert_same, calls_of, draw, run_all, together
+from tests.ops.same_bits import (
+    FAULTS,
+    SAME_BITS,
+    Draw,
+    Result,
+    assert_same,
+    calls_of,
+    cut_call,
+    draw,
+    run_all,
+    scales_of,
+    together,
+)
 from tests.ops.support import IMPLEMENTATIONS, new_group, run_and_check
 from tpkernels.comm.groups import resolve
-from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm import canonical
+from tpkernels.errors import GroupMismatch, UnsupportedProblem
+from tpkernels.gemm import canonical, fp8
 from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case
+from tpkernels.testing.expected import (
+    expected_all_gather_matmul,
+    expected_gated_matmul,
+    expected_matmul_all_reduce,
+)
+from tpkernels.testing.fp8_operands import Fp8
 from tpkernels.testing.spawn import Pools
 
+# fp8: rows and features gathered, products of many blocks added and scattered; each kind of scale and of results.
+SCALED = [
+    Draw(GATHER, (130,), (12, 5), 17, 0, fp8.DTYPE, True, None, False, 7),
+    Draw(GATHER, (2, 45), (16, 16), 9, 2, fp8.DTYPE, False, "swiglu", False, 12),
+    Draw(SCATTER, (300,), (16,), 17, 0, fp8.DTYPE, True, None, True, 9),
+    Draw(REDUCE, (2, 45), (5,), 48, 0, fp8.DTYPE, True, None, False, 8),
+]
 CHUNKS = {"unfused": None, "chunked": 3, "shared_memory": None}
 Alone = tuple[list[Draw], list[list[Result]]]
 
@@ -25,7 +51,7 @@ Alone = tuple[list[Draw], list[list[Result]]]
 @pytest.fixture(scope="module")
 def alone(ranks: Pools, full: bool) -> Alone:
     """Calls, and what one rank gives for them."""
-    draws = [draw(seed) for seed in range(10_000 if full else 16)]
+    draws = [*SCALED, *(draw(seed) for seed in range(10_000 if full else 12))]
     (results,) = ranks(1).run(run_all, draws, "unfused", None, timeout=3600.0 if full else 120.0)
     return draws, results
 
@@ -66,11 +92,16 @@ REVEALING = [
     Draw(REDUCE, (2, 45), (5,), 48, 0, torch.float32, False, None, False, 2),
     Draw(GATHER, (513,), (12, 5), 48, 0, torch.float32, True, None, False, 3),
     Draw(COPY, (130,), (3,), 32, 0, torch.float64, True, "silu", False, 4),
+    *SCALED[1:3],
 ]
 
 
+ARITHMETIC = ("tree order", "a rank scales the sum of its blocks")
+"""Faults that leave the library's calls as they are."""
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("fault", ["tree order", "a rank sums its part of K in one call", "chunk rows"])
+@pytest.mark.parametrize("fault", [*ARITHMETIC, "a rank sums its part of K in one call", "chunk rows"])
 def test_a_seeded_fault_changes_bits(ranks: Pools, fault: str) -> None:
     (expected,) = ranks(1).run(run_all, REVEALING, "unfused", None)
     found = ranks(4).run(run_all, REVEALING, "chunked", 3, fault)
@@ -90,7 +121,7 @@ def test_the_library_is_called_with_the_same_sizes_strides_and_alignment(ranks: 
 
     assert not differ(None)
     for fault in FAULTS:
-        assert fault == "tree order" or differ(fault), fault
+        assert fault in ARITHMETIC or differ(fault), fault
 
 
 def same_calls(of_one: Counter[str], of_ranks: Sequence[Counter[str]]) -> bool:
@@ -123,9 +154,25 @@ def check_explained() -> None:
                 tpk.all_gather_matmul(torch.ones(rows, k), torch.ones(n // world, k), group)
             else:
                 tpk.matmul_all_reduce(torch.ones(m, k // world), torch.ones(n, k // world), group)
-            said = str(tpk.explain(op, m=m, n=n, k=k, dtype=torch.float32, group=group))
-            assert f", {calls.total()} library calls of at most {largest}" in said, (calls, said)
-            assert calls[largest], calls
+            check_said(calls, largest, str(tpk.explain(op, m=m, n=n, k=k, dtype=torch.float32, group=group)))
+        m, k, experts = 16, 24, torch.arange(16)[:, None] % 4  # four rows for each expert
+        for op, largest in (("all_gather_grouped_matmul", "4x24x130"), ("grouped_matmul_all_reduce", "4x3x1040")):
+            calls.clear()
+            if op == "all_gather_grouped_matmul":
+                own = tpk.Routing(*(tpk.array_split(one, world)[dist.get_rank()] for one in (experts, experts / 4)))
+                tpk.all_gather_grouped_matmul(torch.ones(m // world, k), torch.ones(4, n // world, k), own, group)
+            else:
+                weight = torch.ones(4, n, k // world)
+                tpk.grouped_matmul_all_reduce(
+                    torch.ones(m, k // world), weight, tpk.Routing(experts, experts / 4), group
+                )
+            sizes: Any = {"m": m, "n": n, "k": k, "experts": 4, "top_k": 1}
+            check_said(calls, largest, str(tpk.explain(op, **sizes, dtype=torch.float32, group=group)))
+
+
+def check_said(calls: Counter[str], largest: str, said: str) -> None:
+    assert f", {calls.total()} library calls of at most {largest}" in said, (calls, said)
+    assert calls[largest], calls
 
 
 @pytest.mark.gloo
@@ -149,12 +196,59 @@ def check_values_of_all() -> None:
 
 
 @pytest.mark.gloo
+def test_values_of_fp8_are_right(alone: Alone) -> None:
+    """Those of one rank, whose bits the others have."""
+    draws = [(of, results) for of, results in zip(*alone, strict=True) if of.is_fp8]
+    assert len(draws) >= len(SCALED)
+    for of, results in draws:
+        call = cut_call(of, 0, 1)
+        _, scales = scales_of(of, 0, 1)
+        x = Fp8(call.x, call.options["scale_x"]).bounded("cpu")
+        ws = [Fp8(w, scale).bounded("cpu") for w, scale in zip(call.weights, scales, strict=True)]
+        of_gather: Any = {"dtype": of.out_dtype, "activation": of.activation, "input_rounded": False}
+        if of.activation in ("swiglu", "geglu"):
+            bounds = [expected_gated_matmul(x, ws, biases=call.biases, **of_gather)]
+        elif of.op == GATHER:
+            pairs = zip(ws, call.biases, strict=True)
+            bounds = [expected_all_gather_matmul(x, w, bias=bias, **of_gather) for w, bias in pairs]
+        else:
+            bounds = [expected_matmul_all_reduce([x], ws, bias=call.biases[0], dtype=of.out_dtype)]
+        for bound, (_, _, y) in zip(bounds, results, strict=True):
+            bound.check(y, str(of))
+
+
+@pytest.mark.gloo
+def test_scales_of_a_contraction_that_is_cut_must_be_equal(ranks: Pools) -> None:
+    for said in ranks(2).run(other_scales):
+        assert all(one.count("with scales, which same_bits needs equal on all ranks, #") >= 2 for one in said), said
+
+
+def other_scales() -> list[str]:
+    numbers, weight, said = torch.ones(4, 8).to(fp8.DTYPE), torch.ones(8, 8).to(fp8.DTYPE), []
+    fp8_of: Any = {"scale_x": torch.tensor(1.0 + dist.get_rank()), "scale_weight": torch.ones(8, 1)}
+    for call in (
+        lambda group: tpk.matmul_reduce_scatter(numbers, weight, group, implementation="chunked", **fp8_of),
+        lambda group: tpk.matmul_all_reduce(numbers, weight, group, implementation="shared_memory", **fp8_of),
+        lambda group: tpk.all_gather_matmul(
+            numbers[:, :4], weight, group, gather_dim=-1, implementation="unfused", **fp8_of
+        ),
+    ):
+        with new_group() as group:
+            resolve(group).keep_same_bits(SAME_BITS)
+            with pytest.raises(GroupMismatch) as caught:
+                call(group)
+            said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.gloo
 def test_what_cannot_keep_the_promise_raises_and_names_why(ranks: Pools) -> None:
     ranks(2).run(check_refusals)
 
 
 def check_refusals() -> None:
     x, w = torch.ones(4, 16), torch.ones(16, 16)
+    of_fp8: Any = {"scale_x": torch.ones(()), "scale_weight": torch.ones(())}
     with new_group() as group:
         resolve(group).keep_same_bits(SAME_BITS)
         for why, call in {
@@ -166,6 +260,9 @@ def check_refusals() -> None:
                 x[:, : 14 + 2 * dist.get_rank()], torch.ones(4).long(), group, shard_sizes=[14, 16]
             ),
             "with a residual": lambda: tpk.matmul_reduce_scatter(x, w, group, residual=x[:2], norm_weight=w[0]),
+            "its fp8 kernels are not proven to give the same bits": lambda: tpk.matmul_all_reduce(
+                x.to(fp8.DTYPE), w.to(fp8.DTYPE), group, **of_fp8, implementation="symmetric"
+            ),
             "return_gathered=True": lambda: tpk.all_gather_matmul(
                 x, w.clone().requires_grad_(), group, return_gathered=True
             ),

@@ -13,7 +13,6 @@ Refuses gradients of each rank's own that would be added to a sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,17 +56,17 @@ class ExpertArrivals:
     def gathered(self) -> Gathered:
         """The results, when everything has arrived."""
         call, rows = self._call, self._call.rows()
-        matrices = [cast(Tensor, matrix) for matrix in call.matrices]
-        shapes = [(rows.count, matrix.shape[2]) for matrix in matrices]
-        outs = [call.x.new_empty(shape) for shape in (shapes[:1] if call.activation in GATED else shapes)]
+        shapes, dtype = [(rows.count, matrix.shape[2]) for matrix in call.matrices], call.out_dtype or call.x.dtype
+        of_outs = shapes[:1] if call.activation in GATED else shapes
+        outs = [call.x.new_empty(shape, dtype=dtype) for shape in of_outs]
         keeps = call.keep_preactivation and call.activation is not None
         before = [call.x.new_empty(shape) for shape in shapes] if keeps else []
         for expert, low, high in rows.runs():
             picked = self.whole.index_select(0, rows.tokens[low:high])
             of_expert = AllGatherMatmul(
-                picked, Layout(1, (high - low,), 1), [matrix[expert] for matrix in matrices],
+                picked, Layout(1, (high - low,), 1), [matrix[expert] for matrix in call.matrices],
                 [None if bias is None else bias[expert] for bias in call.biases], call.activation,
-                keep_preactivation=keeps,
+                keep_preactivation=keeps, out_dtype=call.out_dtype, packed=call.packed,
             )  # fmt: skip
             columns = Columns(of_expert, self._blocks)
             columns.outs, columns.preactivations = _rows(outs, low, high), _rows(before, low, high)
@@ -120,10 +119,10 @@ class ExpertSubtree:
         for expert, low, high in call.rows.runs():
             total: Tensor | None = None
             for i, (x, matrices) in enumerate(zip(call.xs, call.matrices, strict=True)):
-                assert isinstance(x, Tensor) and isinstance(matrices, Tensor), "fp8 is refused"
                 panel = canonical.panels(x.shape[1], self._blocks)[block]
-                matrix = canonical.matrix_block(matrices[expert][panel], "panel")
-                term = canonical.product(canonical.dense(x[low:high, panel], "rows"), matrix, place=f"term {i}")
+                matrix = canonical.matrix_block(canonical.part_of(matrices[expert], panel, slice(None)), "panel")
+                rows = canonical.dense_rows(canonical.part_of(x, slice(low, high), panel), "rows")
+                term = canonical.product(rows, matrix, place=f"term {i}")
                 total = term.to(sums.dtype) if total is None else total + term
             assert total is not None
             weighted = total if call.weights is None else total * call.weights[low:high, None]

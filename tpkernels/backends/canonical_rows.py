@@ -15,8 +15,9 @@ from torch import Tensor
 from tpkernels.backends.row_gemms import Epilogue, take_rows, whole_like
 from tpkernels.comm import timeline
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm import canonical
+from tpkernels.gemm import canonical, fp8
 from tpkernels.gemm.canonical import Subtree
+from tpkernels.gemm.fp8 import Operand
 from tpkernels.ops.contract import (
     GATED,
     AllGatherMatmul,
@@ -62,17 +63,18 @@ class Columns(Epilogue):
 
     def __init__(self, call: AllGatherMatmul, blocks: int) -> None:
         super().__init__(call)
-        matrices = [cast(Tensor, matrix) for matrix in call.matrices]
+        matrices = [cast(Operand, matrix) for matrix in call.matrices]
         self._panels = [canonical.panels(matrix.shape[1], blocks) for matrix in matrices]
         self._blocks = [
-            [canonical.matrix_block(matrix[:, panel]) for panel in panels]
+            [canonical.matrix_block(canonical.part_of(matrix, slice(None), panel)) for panel in panels]
             for matrix, panels in zip(matrices, self._panels, strict=True)
         ]
 
-    def fill_chunk(self, x: Tensor, start: int) -> None:
-        """``x``: one chunk of :func:`~tpkernels.gemm.canonical.row_chunks`, from row ``start`` on."""
-        x, call = canonical.dense(x, "rows"), self.call
-        rows = slice(start, start + x.shape[0])
+    def fill_chunk(self, gathered: Tensor, start: int) -> None:
+        """``gathered``: one chunk of :func:`~tpkernels.gemm.canonical.row_chunks`, from row ``start`` on."""
+        call, rows = self.call, slice(start, start + gathered.shape[0])
+        # Of fp8 features each part has the same scale: the op compares them.
+        x = canonical.dense_rows(fp8.unpack_alike(gathered, call.packed) if call.packed else gathered, "rows")
         if call.gated:
             assert call.activation is not None
             for block, panel in enumerate(self._panels[0]):
@@ -83,7 +85,7 @@ class Columns(Epilogue):
             for block, panel in enumerate(panels):
                 self.outs[i][rows, panel] = activation_forward(call.activation, self._product(i, block, x, rows))
 
-    def _product(self, i: int, block: int, x: Tensor, rows: slice, place: str = "product") -> Tensor:
+    def _product(self, i: int, block: int, x: Operand, rows: slice, place: str = "product") -> Tensor:
         panel, bias = self._panels[i][block], self.call.biases[i]
         part = None if bias is None else canonical.dense(bias[panel])
         found = canonical.product(x, self._blocks[i][block], part, place)
@@ -138,8 +140,7 @@ class Arrivals:
 def subtree(context: Context, call: MatmulReduceScatter | MatmulAllReduce, sums: Tensor | None = None) -> Subtree:
     """This rank's part of a sum over the contraction; ``sums``: where it goes.  Raises as :func:`check_sum`."""
     check_sum(context, call)
-    xs, matrices = cast(Sequence[Tensor], call.xs), cast(Sequence[Tensor], call.matrices)
-    return Subtree(xs, matrices, own_blocks(context), sums)
+    return Subtree(call.xs, cast(Sequence[Operand], call.matrices), own_blocks(context), sums)
 
 
 def check_sum(context: Context, call: MatmulReduceScatter | MatmulAllReduce | GroupedMatmulAllReduce) -> None:

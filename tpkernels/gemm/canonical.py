@@ -13,6 +13,7 @@ by which every rank of every degree makes the same library calls, and adds their
 The tree adds neighbours, ((0+1) + (2+3)) + ((4+5) + (6+7)), in fp32 (fp64 for fp64).  A rank's blocks are a subtree of
 it, whose sum the rank sends; the top of the tree is over ranks.  The library computes a block's product in the dtype of
 the operands, as it does for a rank of B; bf16 products are therefore rounded once before the tree, whatever W is.
+fp8 numbers are multiplied in fp32, and the scales are applied to the product of each block, before the tree.
 
 Why calls and not elements.  Measured with torch 2.13.0 (MKL 2024.2, oneDNN 3.12) on an Intel Xeon of the Ice Lake
 generation (AVX-512, no bf16 instructions), 2026-11-24, 60 random shapes up to 384 x 1024 x 768 each for x @ w^T, x @ w
@@ -44,7 +45,8 @@ import torch
 from torch import Tensor
 
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm import tree_sum
+from tpkernels.gemm import fp8, tree_sum
+from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.room import room
 
 __all__ = [
@@ -58,9 +60,12 @@ __all__ = [
     "check_job",
     "check_threads",
     "dense",
+    "dense_rows",
     "describe",
+    "describe_experts",
     "matrix_block",
     "panels",
+    "part_of",
     "product",
     "row_chunks",
     "sum_of_rows",
@@ -114,18 +119,43 @@ def describe(m: int, n: int, k: int, itemsize: int, world_size: int, same_bits: 
     ``gathers``: N is cut over the ranks, not K.
     """
     blocks, chunks = same_bits // world_size, -(-m // ROWS)
-    wide = max(itemsize, torch.float32.itemsize)
     if gathers:
         count, shape = blocks * chunks, (min(m, ROWS), k, n // same_bits)
         then = "operands that are not dense are copied"
     else:
         count, shape = blocks * chunks * -(-n // COLUMNS), (min(m, ROWS), k // same_bits, min(n, COLUMNS))
-        more = f", {wide // itemsize} times the bytes" if wide > itemsize else ""
-        then = f"a pass over the products of {blocks} blocks; partial sums travel in {8 * wide} bits{more}"
+        then = _of_sums(itemsize, blocks)
     return (
-        f"same_bits={same_bits}: {blocks} of {same_bits} blocks of {'N' if gathers else 'K'} per rank, {count} library "
-        f"calls of at most {'x'.join(map(str, shape))}\n   instead of one; one thread; {then}"
+        f"{_of_blocks(same_bits, blocks, gathers)}, {count} library calls of at most {'x'.join(map(str, shape))}\n"
+        f"   instead of one; one thread; {then}"
     )
+
+
+def describe_experts(
+    m: int, n: int, k: int, itemsize: int, world_size: int, same_bits: int, *, gathers: bool, experts: int, top_k: int
+) -> str:
+    """:func:`describe` of a grouped GEMM: an expert's rows are as many as the routing says."""
+    blocks, rows, used = same_bits // world_size, -(-m * top_k // experts), min(experts, m * top_k)
+    if gathers:
+        count, shape = blocks * used * -(-rows // ROWS), (min(rows, ROWS), k, n // same_bits)
+        then = "tokens are multiplied when all have come"
+    else:
+        count, shape = blocks * used, (rows, k // same_bits, n)
+        then = _of_sums(itemsize, blocks)
+    return (
+        f"{_of_blocks(same_bits, blocks, gathers)}, {count} library calls of at most {'x'.join(map(str, shape))}\n"
+        f"   instead of {used} if all experts have as many rows; one thread; {then}"
+    )
+
+
+def _of_blocks(same_bits: int, blocks: int, gathers: bool) -> str:
+    return f"same_bits={same_bits}: {blocks} of {same_bits} blocks of {'N' if gathers else 'K'} per rank"
+
+
+def _of_sums(itemsize: int, blocks: int) -> str:
+    wide = max(itemsize, torch.float32.itemsize)
+    more = f", {wide // itemsize} times the bytes" if wide > itemsize else ""
+    return f"a pass over the products of {blocks} blocks; partial sums travel in {8 * wide} bits{more}"
 
 
 def panels(size: int, blocks: int) -> list[slice]:
@@ -161,32 +191,63 @@ def dense(x: Tensor, place: str = "") -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def matrix_block(matrix: Tensor, place: str = "") -> Tensor:
+def part_of(matrix: Operand, rows: slice, columns: slice) -> Operand:
+    """A part of either factor of a product, with its scales if it is fp8."""
+    return matrix.block(rows, columns) if isinstance(matrix, Scaled) else matrix[rows, columns]
+
+
+def dense_rows(x: Operand, place: str = "") -> Operand:
+    """:func:`dense` rows of x, widened if they are fp8."""
+    return Scaled(dense(x.wide(), place), x.scale) if isinstance(x, Scaled) else dense(x, place)
+
+
+def matrix_block(matrix: Operand, place: str = "") -> Operand:
     """A ``[contraction, columns]`` block of a weight or of its transpose, dense in the one or in the other form.
 
     Which one follows from the block's sizes and strides, so that the same block is given in the same form everywhere.
-    ``place`` as for :func:`dense`.
+    fp8 is widened.  ``place`` as for :func:`dense`.
     """
+    if isinstance(matrix, Scaled):
+        return Scaled(_in_one_form(matrix.wide(), place), matrix.scale)
+    return _in_one_form(matrix, place)
+
+
+def _in_one_form(matrix: Tensor, place: str) -> Tensor:
     is_weight = 1 in matrix.shape or matrix.stride(0) == 1
     return dense(matrix.t(), place).t() if is_weight else dense(matrix, place)
 
 
-def product(x: Tensor, block: Tensor, bias: Tensor | None = None, place: str = "product") -> Tensor:
-    """``x @ block + bias`` in one call, until the thread's next one; ``x`` has the rows of one chunk.
+def product(x: Operand, block: Operand, bias: Tensor | None = None, place: str = "product") -> Tensor:
+    """``x @ block + bias`` in one call, until the thread's next one; in fp32 if they are fp8.
 
-    ``block`` is a :func:`matrix_block`; ``place``: in the thread's room, where the result is.
+    ``x`` are the :func:`dense_rows` of one chunk, ``block`` is a :func:`matrix_block`; ``place``: in the thread's room,
+    where the result is.
     """
+    if isinstance(x, Scaled):
+        assert isinstance(block, Scaled)
+        scaled = room(place, (x.shape[0], block.shape[1]), torch.float32)
+        fp8.multiply(x, block, scaled, bias)
+        return scaled
+    assert isinstance(block, Tensor)
     out = room(place, (x.shape[0], block.shape[1]), x.dtype)
     return torch.mm(x, block, out=out) if bias is None else torch.addmm(bias, x, block, out=out)
 
 
-def columns_of_product(x: Tensor, matrix: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
-    """``x @ matrix + bias``, a call for each of the ``blocks`` blocks of columns and each chunk of rows."""
-    out = x.new_empty(x.shape[0], matrix.shape[1])
+def columns_of_product(
+    x: Operand, matrix: Operand, bias: Tensor | None, blocks: int, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x @ matrix + bias``, a call for each of the ``blocks`` blocks of columns and each chunk of rows.
+
+    ``out_dtype``: of the result, if x is fp8.
+    """
+    like, every = x.like(out_dtype) if isinstance(x, Scaled) else x, slice(None)
+    out = like.new_empty(x.shape[0], matrix.shape[1])
     for panel in panels(matrix.shape[1], blocks):
-        block, part = matrix_block(matrix[:, panel], "panel"), None if bias is None else dense(bias[panel])
+        block = matrix_block(part_of(matrix, every, panel), "panel")
+        part = None if bias is None else dense(bias[panel])
         for low, high in row_chunks(x.shape[0]):
-            out[low:high, panel] = product(dense(x[low:high], "rows"), block, part)
+            rows = dense_rows(part_of(x, slice(low, high), every), "rows")
+            out[low:high, panel] = product(rows, block, part)
     return out
 
 
@@ -236,17 +297,18 @@ class Subtree:
     """
 
     def __init__(
-        self, xs: Sequence[Tensor], matrices: Sequence[Tensor], blocks: int, sums: Tensor | None = None
+        self, xs: Sequence[Operand], matrices: Sequence[Operand], blocks: int, sums: Tensor | None = None
     ) -> None:
         """``sums``: where the result goes; by default it is made."""
         shape = xs[0].shape[0], matrices[0].shape[1]
-        self.sums = xs[0].new_empty(shape, dtype=tree_sum.wide(xs[0].dtype)) if sums is None else sums
+        like = xs[0].like(torch.float32) if isinstance(xs[0], Scaled) else xs[0]
+        self.sums = like.new_empty(shape, dtype=tree_sum.wide(like.dtype)) if sums is None else sums
         self._xs = xs
         self._columns = [panels(x.shape[1], blocks) for x in xs]
         self._blocks = [
             [
-                matrix_block(matrix[panel], f"matrix {i} {block}")
-                for block, panel in enumerate(panels(len(matrix), blocks))
+                matrix_block(part_of(matrix, panel, slice(None)), f"matrix {i} {block}")
+                for block, panel in enumerate(panels(matrix.shape[0], blocks))
             ]
             for i, matrix in enumerate(matrices)
         ]
@@ -266,14 +328,14 @@ class Subtree:
 
     def _compute(self, low: int, high: int) -> None:
         operands = [
-            [dense(x[low:high, panel], f"rows {i} {b}") for b, panel in enumerate(columns)]
+            [dense_rows(part_of(x, slice(low, high), panel), f"rows {i} {b}") for b, panel in enumerate(columns)]
             for i, (x, columns) in enumerate(zip(self._xs, self._columns, strict=True))
         ]
         for left in range(0, self.sums.shape[1], COLUMNS):
             place = slice(left, min(self.sums.shape[1], left + COLUMNS))
             self._tree(operands, place, range(len(operands[0])), self.sums[low:high, place])
 
-    def _tree(self, operands: Sequence[Sequence[Tensor]], place: slice, blocks: range, sums: Tensor) -> None:
+    def _tree(self, operands: Sequence[Sequence[Operand]], place: slice, blocks: range, sums: Tensor) -> None:
         if len(blocks) > LEAVES:
             middle = len(blocks) // 2
             halves = [room(f"half {side} of {len(blocks)}", sums.shape, sums.dtype) for side in range(2)]
@@ -284,5 +346,6 @@ class Subtree:
         parts: list[Tensor] = []
         for block in blocks:
             for x, matrices in zip(operands, self._blocks, strict=True):
-                parts.append(product(x[block], matrices[block][:, place], place=f"leaf {len(parts)}"))
+                columns = part_of(matrices[block], slice(None), place)
+                parts.append(product(x[block], columns, place=f"leaf {len(parts)}"))
         tree_sum.of_products(parts, sums, len(operands))

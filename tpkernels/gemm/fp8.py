@@ -35,6 +35,7 @@ __all__ = [
     "scale_rows",
     "split",
     "unpack",
+    "unpack_alike",
 ]
 
 DTYPE = torch.float8_e4m3fn
@@ -104,6 +105,12 @@ class Scaled:
         if isinstance(index, tuple) and not self.numbers.is_cuda:
             self.wide()
         return Scaled(self.numbers[index], self.scale[index], None if self._wide is None else self._wide[index])
+
+    def block(self, rows: slice, columns: slice) -> Scaled:
+        """A block of either factor, also of its contraction, for all of which a row or column has one scale."""
+        ranges = zip((rows, columns), self.scale.shape, strict=True)
+        of_scale = tuple(part if size > 1 else slice(None) for part, size in ranges)
+        return Scaled(self.numbers[rows, columns], self.scale[of_scale])
 
     def index_select(self, dim: int, index: Tensor) -> Scaled:
         numbers = self.numbers.view(torch.uint8).index_select(dim, index).view(DTYPE)  # bytes: for want of fp8 kernels
@@ -246,3 +253,11 @@ def unpack(packed: Tensor, sizes: Sequence[int]) -> Scaled:
         return parts[0]
     numbers = torch.cat([part.wide() * part.scale for part in parts], 1)
     return Scaled(numbers, numbers.new_ones(numbers.shape[0], 1), numbers)
+
+
+def unpack_alike(packed: Tensor, sizes: Sequence[int]) -> Scaled:
+    """:func:`unpack` of rows whose parts all have one scale, which leaves the sum."""
+    parts = split(packed, sizes)
+    if len(parts) == 1:
+        return parts[0]
+    return Scaled(torch.cat([part.numbers.view(torch.uint8) for part in parts], 1).view(DTYPE), parts[0].scale)

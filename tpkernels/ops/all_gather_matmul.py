@@ -239,7 +239,6 @@ def all_gather_matmul(
     check_local(group, x_shard=[x_shard], weight=weights, bias=biases)
     sizes = None if shard_sizes is None else list(shard_sizes)
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
-        refuse(group, "an fp8 GEMM", "its scales are those of whole rows")
         scaled = ScaledGather(
             group_name(group), out_dtype or torch.bfloat16, activation, gather_dim, sizes, return_gathered,
             implementation,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
-from tpkernels.comm.same_bits import refuse, same_bits_of
-from tpkernels.gemm.grouped import TokenRows, products
+from tpkernels.comm.same_bits import same_bits_of
+from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops import agreed_call, expert_blocks, same_bits
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
@@ -130,8 +130,6 @@ def copy_grouped_matmul(
     biases = as_list(bias, len(matrices))
     check_local(None, x=[x], weights=matrices, bias=biases, routing=routing)
     scales = scales_of(None, scale_x, scale_weight, out_dtype, x, *matrices, *biases)
-    if scales.are_given:
-        refuse(group, "an fp8 GEMM of experts", "its scales are those of whole rows")
     check_common(_DUAL, x, implementation, activation, scaled=scales.are_given)
     check_gate(activation, matrices)
     outs: list[Tensor] = call(
@@ -172,11 +170,8 @@ def _kernel(
     group = resolve(options.group_name)
     same_bits.agree_on_blocks(group, "copy_grouped_matmul", [weight.shape[1] for weight in weights])
     rows, x2d = TokenRows(experts, weights[0].shape[0]), scales.rows(x)
-    if group.same_bits:
-        pairs = zip(weights, bias_list, strict=True)
-        return [expert_blocks.products(group, x, weight.transpose(1, 2), rows, bias) for weight, bias in pairs]
     return [
-        products(x2d, matrices, rows, bias, out_dtype=scales.out_dtype)
+        expert_blocks.products(group, x2d, matrices, rows, bias, out_dtype=scales.out_dtype)
         for matrices, bias in zip(scales.matrices(weights), bias_list, strict=True)
     ]
 

@@ -15,6 +15,7 @@ from tpkernels.comm import timeline
 from tpkernels.comm.groups import Group
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import canonical, grouped
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops import main_grad, same_bits
 from tpkernels.ops.collectives import start_gather
@@ -32,15 +33,24 @@ __all__ = [
 ]
 
 
-def products(group: Group, x: Tensor, matrices: Tensor, rows: TokenRows, biases: Tensor | None = None) -> Tensor:
+def products(
+    group: Group,
+    x: Operand,
+    matrices: ExpertMatrices,
+    rows: TokenRows,
+    biases: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """:func:`tpkernels.gemm.grouped.products`, whose columns are cut."""
     blocks = same_bits.blocks_of(group)
     if not blocks:
-        return grouped.products(x, matrices, rows, biases)
-    found = x.new_empty(rows.count, matrices.shape[2])
+        return grouped.products(x, matrices, rows, biases, out_dtype=out_dtype)
+    like = x.like(out_dtype) if isinstance(x, Scaled) else x
+    found = like.new_empty(rows.count, matrices.shape[2])
     for expert, low, high in rows.runs():
         picked, bias = x.index_select(0, rows.tokens[low:high]), None if biases is None else biases[expert]
-        found[low:high] = canonical.columns_of_product(picked, matrices[expert], bias, blocks)
+        found[low:high] = canonical.columns_of_product(picked, matrices[expert], bias, blocks, out_dtype=out_dtype)
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.groups import Group, GroupLike
 from tpkernels.gemm import fp8
 from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled, ScaledExperts
 from tpkernels.ops.checks import check_out_dtype, check_scales
@@ -81,6 +81,12 @@ class Scales(NamedTuple):
         """Rows that are multiplied here."""
         rows = flat(x)
         return rows if self.scale_x is None else Scaled(rows, fp8.scale_rows(self.scale_x, rows.shape[0]))
+
+    def compared(self, group: Group, h: Tensor, weight: Tensor) -> list[Tensor]:
+        """Of a contraction that is cut: what all ranks must have alike, which is something with ``same_bits`` alone."""
+        if self.scale_x is None or not group.same_bits:
+            return []
+        return [fp8.scale_rows(self.scale_x, h.shape[0]), ScaledExperts(weight, self.scale_weight[0]).scales]
 
     def matrices(self, weights: Sequence[Tensor]) -> list[ExpertMatrices]:
         """Of weights ``[E, N, K]``."""

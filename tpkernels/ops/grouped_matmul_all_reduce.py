@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
-from tpkernels.comm.same_bits import refuse
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops import agreed_call, expert_blocks, same_bits
 from tpkernels.ops.checks import check_local
@@ -91,8 +90,6 @@ def grouped_matmul_all_reduce(
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
     scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
-    if scales.are_given:
-        refuse(group, "an fp8 GEMM of experts", "its scales are those of whole rows")
     y: Tensor = call(_OP, h, weights, bias, routing, scales, Reduce(group_name(group), implementation))
     return y
 
@@ -113,7 +110,7 @@ def _kernel(
     signature = grouped_signature(
         _OP, h, layout, columns, options.implementation, experts, bias=has_bias, out_dtype=scales.out_dtype
     )
-    same = compared_routing(group, signature, routing)
+    same = compared_routing(group, signature, routing, scales.compared(group, h, weight))
     y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
     return fresh(y, (tokens, weight.shape[1]))
 

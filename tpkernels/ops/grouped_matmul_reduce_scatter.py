@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
-from tpkernels.comm.same_bits import refuse
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops import agreed_call, same_bits
 from tpkernels.ops.checks import check_local, check_shard_sizes
@@ -89,7 +88,8 @@ def grouped_matmul_reduce_scatter(
 
     Args:
         scale_x, scale_weight, out_dtype: of fp8 operands, as in :func:`tpkernels.all_gather_grouped_matmul`; each rank
-            has scales of its own slice of F.  Products and partials have ``out_dtype``.
+            has scales of its own slice of F, which are those of all of F with ``same_bits``.  Products and partials
+            have ``out_dtype``.
         shard_sizes: number of tokens of every rank; default ``numpy.array_split`` (10 tokens over 3 ranks: 4, 3, 3).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
@@ -111,8 +111,6 @@ def grouped_matmul_reduce_scatter(
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
     scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
-    if scales.are_given:
-        refuse(group, "an fp8 GEMM of experts", "its scales are those of whole rows")
     sizes = None if shard_sizes is None else list(shard_sizes)
     y: Tensor = call(_OP, h, weights, bias, routing, scales, GroupedScatter(group_name(group), sizes, implementation))
     return y
@@ -154,7 +152,7 @@ def _kernel(
     signature = grouped_signature(
         _OP, h, layout, columns, options.implementation, experts, bias=has_bias, out_dtype=scales.out_dtype
     )
-    same = compared_routing(group, signature, routing)
+    same = compared_routing(group, signature, routing, scales.compared(group, h, weight))
     y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
     return fresh(y, (layout.sizes[group.rank], weight.shape[1]))
 

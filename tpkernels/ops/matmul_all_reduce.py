@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, group_size, resolve
-from tpkernels.comm.same_bits import refuse, same_bits_of
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.ops import agreed_call, fast_path, same_bits
 from tpkernels.ops.agreed_call import Signature, facts_of
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
@@ -127,7 +127,6 @@ def matmul_all_reduce(
     check_local(group, x=[x], weight=[weight], bias=[bias])
     y: Tensor
     if scaled:
-        refuse(group, "an fp8 GEMM", "its scales are those of this rank's slices")
         options = ScaledReduce(group_name(group), out_dtype or torch.bfloat16, implementation)
         y = scaled_reduction("scaled_matmul_all_reduce", x, weight, bias, scale_x, scale_weight, options)
     elif size == 1 and not same_bits_of(group):

@@ -125,7 +125,8 @@ def matmul_reduce_scatter(
 
     Args:
         scale_x, scale_weight, out_dtype: of fp8 operands, as in :func:`tpkernels.all_gather_matmul`; each rank has
-            scales of its own slice of K.  Partials travel in ``out_dtype``.
+            scales of its own slice of K, which are those of all of K with ``same_bits``.  Partials travel in
+            ``out_dtype``.
         scatter_dim: the dimension of the product that is cut over the ranks; the last one scatters features (N).
         shard_sizes: size of every rank's shard; default ``numpy.array_split`` (10 rows over 3 ranks: 4, 3, 3).
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
@@ -152,7 +153,6 @@ def matmul_reduce_scatter(
         )
     y: Tensor
     if scale_x is not None or scale_weight is not None or out_dtype is not None:
-        refuse(group, "an fp8 GEMM", "its scales are those of this rank's slices")
         scaled = ScaledScatter(group_name(group), out_dtype or torch.bfloat16, scatter_dim, sizes, implementation)
         y = scaled_reduction("scaled_matmul_reduce_scatter", x, weight, bias, scale_x, scale_weight, scaled)
     elif group_size(group) == 1 and not same_bits_of(group):

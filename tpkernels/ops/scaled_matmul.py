@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm import agreement
-from tpkernels.comm.groups import GroupLike, process_group, resolve
+from tpkernels.comm.groups import Group, GroupLike, process_group, resolve
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.gemm import fp8
 from tpkernels.gemm.fp8 import Scaled
-from tpkernels.ops import agreed_call
-from tpkernels.ops.agreed_call import Signature
+from tpkernels.ops import agreed_call, same_bits
+from tpkernels.ops.agreed_call import Compared, Signature
 from tpkernels.ops.checks import (
     check_common,
     check_gate,
@@ -44,6 +45,7 @@ from tpkernels.ops.checks import (
 from tpkernels.ops.contract import GATED, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from tpkernels.ops.registration import call, define, wants_grad
 from tpkernels.ops.shapes import flat, fresh, pack_biases, rows_layout, unpack_biases
+from tpkernels.ops.signatures import ALIKE
 from tpkernels.partition import Layout
 
 __all__ = [
@@ -131,6 +133,8 @@ def admit(
 
     The ``group``, if any, is told of a refusal.  ``differentiable``: what could have a gradient in other calls.
     """
+    if group is not None:
+        same_bits_of(group)  # raises where the call is compiled, or has several threads
     check_local(group, scale_x=[scale_x], scale_weight=scale_weights)
     missing = [
         name
@@ -154,6 +158,13 @@ def admit(
 
 def _matrix(weight: Tensor, scale: Tensor) -> Scaled:
     return Scaled(weight.t(), fp8.scale_rows(scale, weight.shape[0]).t())
+
+
+def _compared(group: Group, signature: Signature, *scales: Tensor) -> Compared | None:
+    """Scales over a contraction that is cut: with ``same_bits`` those of one rank are those of all."""
+    if group.size == 1 or not group.same_bits:
+        return None
+    return Compared.of(signature, ALIKE, scales)
 
 
 # --- all-gather -------------------------------------------------------------------------------------------------------
@@ -188,13 +199,15 @@ def _gather_kernel(operands: _Several, options: ScaledGather) -> list[Tensor]:
         agreement.refuse(group, "all_gather_matmul", str(error))
         raise
     x, weights, biases, scale_x, scale_weights = operands
+    same_bits.agree_on_blocks(group, "all_gather_matmul", [w.shape[0] for w in weights])
     x2d = flat(x)
+    of_rows = fp8.scale_rows(scale_x, x2d.shape[0])
     packed = layout.sizes if layout.feature else (x2d.shape[1],)
     in_bytes = layout
     if layout.feature:
         in_bytes = Layout(layout.outer, tuple(map(fp8.packed_bytes, layout.sizes)), layout.inner, feature=True)
     arguments = AllGatherMatmul(
-        fp8.pack(x2d, fp8.scale_rows(scale_x, x2d.shape[0])), in_bytes,
+        fp8.pack(x2d, of_rows), in_bytes,
         [_matrix(weight, scale) for weight, scale in zip(weights, scale_weights, strict=True)],
         unpack_biases(biases, weights), options.activation, options.keep_gathered, out_dtype=options.out_dtype,
         packed=packed,
@@ -203,7 +216,8 @@ def _gather_kernel(operands: _Several, options: ScaledGather) -> list[Tensor]:
         "all_gather_matmul", x.dtype, x.device.type, layout, sum(packed), options.implementation,
         out_dtype=options.out_dtype, activation=options.activation,
     )  # fmt: skip
-    result = agreed_call.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device)
+    same = _compared(group, signature, of_rows) if layout.feature else None
+    result = agreed_call.run(group, signature, sum(w.shape[0] for w in weights), arguments, x.device, same)
     outputs = [fresh(out, (*shape[:-1], out.shape[1])) for out in result.outs]
     if options.keep_gathered:
         parts = fp8.split(result.whole, packed)
@@ -270,13 +284,15 @@ def _scatter_kernel(operands: _Operands, options: ScaledScatter) -> Tensor:
         agreement.refuse(group, "matmul_reduce_scatter", str(error))
         raise
     x, bias = operands.x, operands.bias
+    same_bits.agree_on_blocks(group, "matmul_reduce_scatter", [x.shape[-1]])
     if bias is not None and layout.feature:
         low, high = layout.columns(group.rank)
         bias = bias[low:high]
     rows, matrix = operands.factors()
     arguments = MatmulReduceScatter([rows], [matrix], layout, bias, out_dtype=options.out_dtype)
     signature = operands.signature("matmul_reduce_scatter", layout, options)
-    return fresh(agreed_call.run(group, signature, x.shape[-1], arguments, x.device), shape)
+    same = _compared(group, signature, rows.scale, matrix.scale)
+    return fresh(agreed_call.run(group, signature, x.shape[-1], arguments, x.device, same), shape)
 
 
 def _scatter_fake(operands: _Operands, options: ScaledScatter) -> Tensor:
@@ -292,10 +308,12 @@ def _reduce_kernel(operands: _Operands, options: ScaledReduce) -> Tensor:
     except ValueError as error:
         agreement.refuse(group, "matmul_all_reduce", str(error))
         raise
+    same_bits.agree_on_blocks(group, "matmul_all_reduce", [x.shape[-1]])
     rows, matrix = operands.factors()
     arguments = MatmulAllReduce([rows], [matrix], operands.bias, out_dtype=options.out_dtype)
     signature = operands.signature("matmul_all_reduce", rows_layout(x.shape[:-1].numel(), group.size), options)
-    y: Tensor = agreed_call.run(group, signature, x.shape[-1], arguments, x.device)
+    same = _compared(group, signature, rows.scale, matrix.scale)
+    y: Tensor = agreed_call.run(group, signature, x.shape[-1], arguments, x.device, same)
     return fresh(y, (*x.shape[:-1], operands.weight.shape[0]))
 
 

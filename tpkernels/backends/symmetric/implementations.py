@@ -387,6 +387,8 @@ def _way(sums: _Sums | None, fused: bool, problem: Problem) -> Way:
 def refuses(problem: Problem) -> str | None:
     if problem.world_size == 1 and not problem.same_bits:
         return "one rank has nothing to share"
+    if problem.same_bits and problem.out_dtype is not None:
+        return "its fp8 kernels are not proven to give the same bits at every number of ranks"
     if problem.same_bits > same_bits.MOST_BLOCKS:
         return f"it adds at most {same_bits.MOST_BLOCKS} blocks, and same_bits={problem.same_bits}"
     no_memory = problem.refusal(SymmetricMemory.name)
