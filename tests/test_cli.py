@@ -85,6 +85,12 @@ def test_explain_shows_the_choice_and_every_candidate(capsys: pytest.CaptureFixt
     assert "m=300 k=96 n=64 bfloat16" in text and "world_size=3" in text
     assert "-> " in text and "unfused" in text and "chunked" in text
     assert "all_gather_matmul" not in text
+    grouped = ["explain", "matmul_all_reduce", "--m", "32", "--k", "96", "--n", "64", "--top-k", "2"]
+    assert cli.main([*grouped, "--experts", "8", "--same-bits", "4", "--tp", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "grouped_matmul_all_reduce" in text and ", 32 library calls of at most 8x24x64" in text
+    assert cli.main(grouped) == 2
+    assert "--top-k goes with --experts" in capsys.readouterr().err
 
 
 @pytest.mark.gloo

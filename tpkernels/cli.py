@@ -165,6 +165,10 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{meaning} over the whole group (default 4096)",
         )  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default bf16")
+    parser.add_argument(
+        "--experts", type=flags.at_least(1), metavar="E", help="the ops' grouped GEMMs, of M tokens and E experts"
+    )
+    parser.add_argument("--top-k", type=flags.at_least(1), metavar="T", help="experts of a token (default 1)")
     flags.add_tp(parser, 2, "local ranks to start (default 2); under torchrun those that it has started")
     parser.add_argument(
         "--same-bits", type=flags.power_of_two(1), metavar="LARGEST",
@@ -176,8 +180,14 @@ def _run_explain(options: argparse.Namespace) -> int:
     from tpkernels import config
     from tpkernels.launching.local_ranks import launch
 
-    ops = (options.op,) if options.op else FUSED_OPS
-    question = (ops, options.m, options.n, options.k, DTYPES[options.dtype], options.same_bits)
+    ops: tuple[str, ...] = (options.op,) if options.op else FUSED_OPS
+    experts: tuple[int, int] | None = None
+    if options.experts is not None:
+        ops = tuple(op.replace("matmul", "grouped_matmul") for op in ops)
+        experts = options.experts, options.top_k or 1
+    elif options.top_k is not None:
+        raise ValueError("--top-k goes with --experts")
+    question = (ops, options.m, options.n, options.k, DTYPES[options.dtype], options.same_bits, experts)
     job = config.job_environment()
     if job is None:
         text = launch(explain_on_rank, options.tp, *question, timeout=RANK_TIMEOUT_S)[0]
@@ -188,8 +198,19 @@ def _run_explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def explain_on_rank(ops: Sequence[str], m: int, n: int, k: int, dtype_name: str, same_bits: int | None = None) -> str:
-    """One rank's part of `tpkernels explain`; public because ranks import it."""
+def explain_on_rank(
+    ops: Sequence[str],
+    m: int,
+    n: int,
+    k: int,
+    dtype_name: str,
+    same_bits: int | None = None,
+    experts: tuple[int, int] | None = None,
+) -> str:
+    """One rank's part of `tpkernels explain`; public because ranks import it.
+
+    ``experts``: of grouped ops, how many there are, and how many a token has.
+    """
     import torch
     import torch.distributed as dist
 
@@ -197,8 +218,12 @@ def explain_on_rank(ops: Sequence[str], m: int, n: int, k: int, dtype_name: str,
 
     dtype: torch.dtype = getattr(torch, dtype_name)
     mesh = tpk.init(timeout=RANK_TIMEOUT_S, same_bits=same_bits)
+    num_experts, top_k = experts or (None, None)
     try:
-        return "\n\n".join(str(tpk.explain(op, m=m, n=n, k=k, dtype=dtype, group=mesh["tp"])) for op in ops)
+        return "\n\n".join(
+            str(tpk.explain(op, m=m, n=n, k=k, dtype=dtype, group=mesh["tp"], experts=num_experts, top_k=top_k))
+            for op in ops
+        )
     finally:
         dist.destroy_process_group()
 
