@@ -185,7 +185,7 @@ def of_another_kind(kind: str, experts: str) -> dict[str, Any]:
         ("rows", "experts"),
     ],
 )
-@pytest.mark.slow("8 s")
+@pytest.mark.slow("15 s")
 def test_experts_of_another_kind_are_right(ranks: Pools, kind: str, experts: str) -> None:
     for found in ranks(2).run(of_another_kind, kind, experts, timeout=LIMIT_S):
         assert found["verdict"].ok, found["verdict"]
