@@ -209,3 +209,21 @@ def check_values() -> None:
         with pytest.raises(UnsupportedProblem, match="its results depend on the number of ranks, and same_bits=8"):
             dealt(torch.ones(6, 8), tpk.Routing(torch.zeros(6, 1).long(), torch.ones(6, 1)))
         grouped.judge(base, group)
+
+
+def refused_when_compiled() -> None:
+    x, weights = torch.ones(4, 16), torch.ones(2, 16, 16)
+    routing = tpk.Routing(torch.zeros(4, 1).long(), torch.ones(4, 1))
+    with new_group(1) as group:
+        resolve(group).keep_same_bits(SAME_BITS)
+        for op in (
+            tpk.all_gather_grouped_matmul, tpk.copy_grouped_matmul,
+            tpk.grouped_matmul_reduce_scatter, tpk.grouped_matmul_all_reduce,
+        ):  # fmt: skip
+            compiled = torch.compile(lambda x, op=op: op(x, weights, routing, group), backend="eager", fullgraph=True)
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="not proven in compiled code"):
+                compiled(x)
+
+
+def test_compiled_code_is_refused(ranks: Pools) -> None:
+    ranks(1).run(refused_when_compiled)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
-from tpkernels.comm.same_bits import refuse
+from tpkernels.comm.same_bits import refuse, same_bits_of
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops import agreed_call, expert_blocks, same_bits
@@ -184,6 +184,7 @@ def all_gather_grouped_matmul(
     All ranks must call it in the same order.  A rank may have no tokens, and an expert none either.  On CUDA the
     host waits for the routing.  Weight gradients are not added to a ``main_grad``, but returned.
     """
+    same_bits_of(group)  # refuses compiled code, and more than one thread
     routing = as_routing(routing, group)
     single = isinstance(weights, Tensor) or activation in GATED
     matrices = [weights] if isinstance(weights, Tensor) else list(weights)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import GroupLike, group_name, resolve
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops import agreed_call, expert_blocks, same_bits
 from tpkernels.ops.checks import check_local
@@ -87,6 +88,7 @@ def grouped_matmul_all_reduce(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_grouped_matmul`.
     """
+    same_bits_of(group)  # refuses compiled code, and more than one thread
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
     scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
