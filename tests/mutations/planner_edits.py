@@ -11,7 +11,7 @@ UNITS, WHOLE = "tests/nn/test_linear.py -k units", "tests/state/test_checkpoint.
 PARTS = "tests/sharding/test_parts.py"
 CONVOLUTION = "tests/nn/test_convolution.py"
 OTHERS = "tests/planning/test_other_experts.py"
-EXPERTS, BEHIND = "tests/planning/test_experts.py", "tests/models/test_experts.py --slow -k of_another_kind"
+EXPERTS, BEHIND = "tests/planning/test_experts.py", "tests/models/test_experts.py -k of_another_kind"
 SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_head.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
