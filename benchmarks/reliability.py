@@ -64,15 +64,18 @@ def write(path: Path, results: list[dict]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="names or their beginnings, separated by commas (default: all)")
+    parser.add_argument("--rows", default="", help="names, or beginnings of names, separated by commas (default: all)")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full counts")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    wanted = tuple(name for name in args.rows.split(",") if name) or ("",)
+    given = {name for name in args.rows.split(",") if name}
+    whole = given & {row.name for row in ROWS}
+    beginnings = tuple(given - whole) if given else ("",)
     start, results = time.monotonic(), []
     for row in ROWS:
-        if not row.name.startswith(wanted) or (row.needs_root and os.geteuid() != 0):
+        asked = row.name in whole or row.name.startswith(beginnings)
+        if not asked or (row.needs_root and os.geteuid() != 0):
             continue
         if time.monotonic() - start > args.budget:
             print(f"{row.name:<14} left out: the budget is spent")
