@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.comm.three_hosts import HOST, MINE, OTHER, TIMEOUT_S, Clock, group_of_three
-from tpkernels.comm import agreement, presence
+from tpkernels.comm import agreement, presence, transport
 from tpkernels.comm.blame import blame, diagnose, failed_first
 from tpkernels.comm.records import Record
-from tpkernels.comm.transport import TransportFailure
+from tpkernels.comm.transport import Patience, Transfer, TransportFailure, wait_all
 
 pytestmark = pytest.mark.cpu
 
@@ -86,6 +86,51 @@ def test_records_that_are_all_there_are_not_asked_for_again(monkeypatch: pytest.
     monkeypatch.setattr(agreement, "beats", lambda *given: {})
     monkeypatch.setattr(agreement, "recorded", lambda *given: next(answers))
     assert agreement._poll(group, 3, "call", time.monotonic()) == everybody
+
+
+def test_that_all_have_come_is_heard_before_a_far_store_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer took a tenth of a second, and three requests went before the one that said so: a second per call."""
+    clock = Clock(monkeypatch, agreement)
+    start, everybody = clock.now, {rank: Record("all_gather", {}) for rank in range(3)}
+
+    def look(*given: Any) -> Any:
+        clock.now += 0.3
+        return False, {}
+
+    def is_there(group: Any, key: str) -> bool | None:
+        clock.now += agreement.LOOK_EVERY
+        return True if clock.now > start + 0.1 else None
+
+    monkeypatch.setattr(agreement, "_look", look)
+    monkeypatch.setattr(agreement, "_is_there", is_there)
+    monkeypatch.setattr(agreement, "recorded", lambda *given: everybody)
+    group = group_of_three(listened_ago=0.1)
+    group.peers = (SimpleNamespace(is_dead=lambda: False),) * 3
+    group.control = SimpleNamespace(answered_at=0.0, within=lambda limit: None)
+    assert agreement._poll(group, 3, "call", start) == everybody
+    assert clock.now - start < 0.2
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.7, 0.3), (0.95, 0.1), (0.01, None), (2.5, None)])
+def test_two_waits_in_a_row_do_not_add_up_to_two_timeouts(
+    first: float, second: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer is silent while another one is waited for; but nobody is while this process stands still."""
+    clock, limits = Clock(monkeypatch, transport), list[float | None]()
+
+    def wait(seconds: float) -> Any:
+        def until(limit: Any = None) -> None:
+            limits.append(None if limit is None else limit.total_seconds() / TIMEOUT_S)
+            clock.now += seconds * TIMEOUT_S
+
+        return SimpleNamespace(wait=until)
+
+    patience = Patience(TIMEOUT_S)
+    waits = [wait(first), wait(0.05), wait(0.0), wait(0.0)]
+    order = zip((HOST, OTHER, HOST, OTHER), waits, strict=True)
+    wait_all([Transfer("recv", peer, 0, Any, work, 0, patience=patience) for peer, work in order])
+    assert limits[0] is None and limits[1] == (second if second is None else pytest.approx(second))
+    assert limits[2] == pytest.approx(0.95) and limits[3] is None, "whoever was heard of has the whole timeout again"
 
 
 @pytest.mark.parametrize(("lasted", "looks"), [(1.0, 1), (1.7, 2)])

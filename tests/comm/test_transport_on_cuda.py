@@ -78,6 +78,7 @@ def test_a_failed_wait_fails_again_for_every_transfer() -> None:
 
 
 class OverGloo(Notes):
+    timeout = 30.0
     backends = DeviceBackends.parse("gloo")
 
     def send(self, tensors: list[Any], peer: int, tag: int) -> Any:

@@ -70,9 +70,12 @@ def exchange_records(group: Group, call: int, record: Record, part: str = "call"
     group.missed = call, ()
     try:
         publish(group, call, record, part=part)
+        found = None
         if store.add(f"{place}/count", 1) == group.size:
             store.set(f"{place}/all", "")
-        found = _poll(group, call, part, start)
+            found = recorded(group, f"{part}/{call}", store)
+        if found is None or len(found) < group.size:
+            found = _poll(group, call, part, start)
     except StoreLost as error:
         waited = time.monotonic() - start
         host = () if group.store_host is None else (group.store_host,)
@@ -95,10 +98,12 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
         start = seen  # it was stopped as it left its own record: no request to the store takes so long
     pause, next_look, looks = 0.0002, start + LOOK_EVERY, Looks(group)
     last_one_tells, until = True, start + group.timeout
+    owed_since: float | None = None
     while True:
         now = time.monotonic()
         until, seen = until + stood_still(group, now - seen), now
-        if last_one_tells and _is_there(group, f"{group.key}/{part}/{call}/all"):
+        there = last_one_tells and _is_there(group, f"{group.key}/{part}/{call}/all")
+        if there:
             found = recorded(group, f"{part}/{call}", group.control.within(max(LOOK_EVERY, until - now)))
             if len(found) == group.size:
                 return found
@@ -106,10 +111,13 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
             seen = time.monotonic()
         if now > until:
             break
-        if now > next_look:
-            # Every rank looks at all others: where they are many, each looks less often.
-            next_look = now + LOOK_EVERY * max(1.0, group.size / 8)
+        owed_since = (owed_since or now) if there is None else None
+        if now > next_look and (owed_since is None or now - owed_since > _owes(group) or _has_lost_one(group)):
             hopeless, found = _look(group, call, part, now - start, looks)
+            # Every rank looks at all others: where they are many, each looks less often. So it does where the store is
+            # far: a look is up to three requests, before which nobody hears that all have come.
+            took = time.monotonic() - now
+            next_look = now + max(LOOK_EVERY * max(1.0, group.size / 8), 3 * took)
             if len(found) == group.size:
                 return found  # to ask once more, for less than the time that is left, may fail
             if hopeless:
@@ -122,12 +130,21 @@ def _poll(group: Group, call: int, part: str, start: float) -> dict[int, Record]
     return recorded(group, f"{part}/{call}", last)
 
 
-def _is_there(group: Group, key: str) -> bool:
-    """False also while the store owes an answer: that may still come, and a peer's death shows without it."""
+def _is_there(group: Group, key: str) -> bool | None:
+    """None while the store owes the answer, for which whoever asks again goes on waiting."""
     try:
         return group.control.within(LOOK_EVERY).check([key])
     except StoreSilent:
-        return False
+        return None
+
+
+def _owes(group: Group) -> float:
+    """Seconds for which an answer of the store may be under way before a peer's death is looked for beside it."""
+    return min(0.5, 0.1 * group.timeout)
+
+
+def _has_lost_one(group: Group) -> bool:
+    return any(peer.is_dead() for peer in group.peers)
 
 
 def _look(group: Group, call: int, part: str, waited: float, looks: Looks) -> tuple[bool, dict[int, Record]]:
@@ -137,7 +154,7 @@ def _look(group: Group, call: int, part: str, waited: float, looks: Looks) -> tu
 
     A rank that refused its arguments, and one that knows the call and waits in it, leave records without counting them.
     """
-    if any(peer.is_dead() for peer in group.peers) or looks(lambda store: presence.failures(group, store)):
+    if _has_lost_one(group) or looks(lambda store: presence.failures(group, store)):
         return True, {}
     present = looks(lambda store: recorded(group, f"{part}/{call}", store))
     if looks.lost is None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_CHUNKS_PER_CALL",
     "MAX_SIGNATURES",
+    "Patience",
     "Transfer",
     "TransportFailure",
     "abort",
@@ -44,6 +45,9 @@ MAX_CHUNKS_PER_CALL = 1 << 8
 _CALLS = 1 << 10
 _TAG_BASE = 1 << 30
 _ABORT_TAG = _TAG_BASE - 1
+# Shares of the timeout: below the one, waits for others need not shorten the next; the other is the least that a wait
+# gets, because what a peer sent while this process stood still is not read yet.
+_SHORT, _LEAST = 0.02, 0.1
 
 
 class TransportFailure(RuntimeError):
@@ -65,6 +69,32 @@ class TransportFailure(RuntimeError):
         self.peer, self.verdict, self.ranks, self.lasted = peer, verdict, tuple(ranks), lasted
 
 
+class Patience:
+    """How long to wait for each peer of one exchange: the timeout, less what waits took since it was last heard of.
+
+    A peer is silent also while this rank waits for another one, so that two waits in a row do not add up to two
+    timeouts.  Time that this rank computes does not count: its peers may have to compute as long.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._spent = 0.0
+        self._heard: dict[int, float] = {}
+
+    def left(self, peer: int) -> float | None:
+        """Seconds; None for the whole timeout."""
+        silent = self._spent - self._heard.get(peer, 0.0)
+        if silent < _SHORT * self._timeout:
+            return None
+        return max(self._timeout - silent, _LEAST * self._timeout)
+
+    def heard(self, peer: int, seconds: float) -> None:
+        """A wait for ``peer`` has ended well after so long."""
+        if seconds < self._timeout:  # else this process was stopped
+            self._spent += seconds
+        self._heard[peer] = self._spent
+
+
 @dataclass
 class Transfer:
     """A chunk on its way: ``kind`` is "send" or "recv", ``peer`` a group rank."""
@@ -82,13 +112,18 @@ class Transfer:
     until: float | None = None
     """When a wait that blocks the host ends at the latest (``time.monotonic``), if that is before the timeout."""
 
+    patience: Patience | None = None
+    """Of the exchange, where waits block the host."""
+
     def wait(self) -> None:
         """Return when the chunk is usable (recv) or its memory reusable (send), in stream order on CUDA."""
         if self.done:
             return
         start = time.monotonic()
-        left = None if self.until is None else max(0.001, self.until - start)
-        limit = () if left is None else (datetime.timedelta(seconds=left),)
+        limits = [] if self.until is None else [max(0.001, self.until - start)]
+        if self.patience is not None and (left := self.patience.left(self.peer)) is not None:
+            limits.append(left)
+        limit = (datetime.timedelta(seconds=min(limits)),) if limits else ()
         try:
             with timeline.span(f"wait {self.kind}", "wait", chunk=self.chunk, peer=self.peer):
                 self.work.wait(*limit)
@@ -98,6 +133,8 @@ class Transfer:
                 self.peer,
                 lasted=time.monotonic() - start,
             ) from error
+        if self.patience is not None:
+            self.patience.heard(self.peer, time.monotonic() - start)
         if self.target is not None:
             self.target.copy_(self.tensor)
         self.done = True
@@ -115,11 +152,13 @@ def exchange(
     chunk: int,
     sends: Sequence[tuple[int, torch.Tensor]],
     recvs: Sequence[tuple[int, torch.Tensor]],
+    patience: Patience | None = None,
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Post the sends and receives of one chunk of call ``tag``: (peer, contiguous tensor) each.
 
     Empty tensors are not sent: both sides skip them, so the caller must know the peer's sizes.  On NCCL the whole chunk
-    is one grouped operation, which every rank must post in the same order.
+    is one grouped operation, which every rank must post in the same order.  Chunks that do not wait for each other's
+    arrival anywhere share their ``patience``.
 
     Returns:
         The transfers of ``sends`` and of ``recvs``.
@@ -130,22 +169,25 @@ def exchange(
     if not sends and not recvs:
         return [], []
     pg, device = group.pg, (sends or recvs)[0][1].device
+    blocks = device.type != "cuda" and not group.backends.waits_in_streams(device.type)
+    waits = (patience or Patience(group.timeout)) if blocks else None
     posted = timeline.now()
 
     def post(kind: timeline.Kind, start: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Transfer:
         try:
-            return Transfer(kind, peer, chunk, tensor, start([tensor], peer, tag + chunk), posted)
+            work = start([tensor], peer, tag + chunk)
         except RuntimeError as error:
             raise TransportFailure(f"posting the {kind} of chunk {chunk}, peer rank {peer}: {error}", peer) from error
+        return Transfer(kind, peer, chunk, tensor, work, posted, patience=waits)
 
     try:
-        if device.type != "cuda" and not group.backends.waits_in_streams(device.type):
+        if blocks:
             # Receives first: gloo starts writing inside send() and then keeps a receive that is posted behind it
             # waiting for the connection's lock. Two hosts at 400 Mbit/s, 8 MiB each way: up to 317 ms, this way 174.
             received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
             return [post("send", pg.send, peer, tensor) for peer, tensor in sends], received
         if group.backends.wire_device(device) != device:
-            return _through_host_memory(group, tag, chunk, sends, recvs)
+            return _through_host_memory(group, tag, chunk, sends, recvs, patience)
         pg._start_coalescing(device)
         sent = [post("send", pg.send, peer, tensor) for peer, tensor in sends]
         received = [post("recv", pg.recv, peer, tensor) for peer, tensor in recvs]
@@ -165,6 +207,7 @@ def _through_host_memory(
     chunk: int,
     sends: Sequence[tuple[int, torch.Tensor]],
     recvs: Sequence[tuple[int, torch.Tensor]],
+    patience: Patience | None,
 ) -> tuple[list[Transfer], list[Transfer]]:
     """CUDA tensors over gloo, which sends host memory only: right everywhere, and as slow as it sounds."""
     received_here = [torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in recvs]
@@ -174,6 +217,7 @@ def _through_host_memory(
         chunk,
         [(peer, tensor.cpu()) for peer, tensor in sends],
         [(peer, host) for (peer, _), host in zip(recvs, received_here, strict=True)],
+        patience,
     )
     for transfer, (_, tensor) in zip(received, recvs, strict=True):
         transfer.target = tensor

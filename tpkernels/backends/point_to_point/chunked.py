@@ -227,6 +227,7 @@ def _all_reduce_two_phases(
     first = starts[group.rank]
     own = out[first : first + layout.sizes[group.rank]]
     outbound: list[transport.Transfer] = []
+    patience = transport.Patience(group.timeout)
     inbound: list[tuple[transport.Transfer, int, int]] = []
     fill = _timed(lambda owner, start, stop, part: fill_rows(starts[owner] + start, starts[owner] + stop, part))
 
@@ -240,7 +241,7 @@ def _all_reduce_two_phases(
             places[peer] = starts[peer] + low, starts[peer] + high
         sent, received = transport.exchange(
             group, context.tag, context.num_chunks + chunk, [(peer, done) for peer in outgoing.peers],
-            [(peer, out[low:high]) for peer, (low, high) in places.items()],
+            [(peer, out[low:high]) for peer, (low, high) in places.items()], patience,
         )  # fmt: skip
         outbound.extend(sent)
         inbound.extend((transfer, *places[transfer.peer]) for transfer in received)

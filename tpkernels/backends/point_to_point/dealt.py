@@ -24,7 +24,7 @@ from tpkernels.backends.dealt_sums import sum_returned
 from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
 from tpkernels.backends.point_to_point import chunked, grouped, unfused, workspace
 from tpkernels.comm import timeline
-from tpkernels.comm.transport import Transfer, exchange, wait_all
+from tpkernels.comm.transport import Patience, Transfer, exchange, wait_all
 from tpkernels.dispatch import Implementation
 from tpkernels.gemm.dealt import DealtRows
 from tpkernels.ops.contract import Context, DispatchGroupedMatmul, Gathered, GroupedMatmulCombine
@@ -48,6 +48,7 @@ class _Dispatched:
         self._arrivals: list[tuple[Transfer, int, int]] = []
         outboxes = {peer: workspace.shared.take((len(rows.picks[peer]), x.shape[1]), x) for peer in peers}
         self._taken = list(outboxes.values())
+        patience = Patience(group.timeout)
         for chunk in range(context.num_chunks):
             sends, recvs, places = [], [], {}
             for peer in peers:
@@ -59,7 +60,7 @@ class _Dispatched:
                 low, high = chunk_ranges(stop - start, context.num_chunks)[chunk]
                 places[peer] = start + low, start + high
                 recvs.append((peer, received[start + low : start + high]))
-            sent, arriving = exchange(group, context.tag, chunk, sends, recvs)
+            sent, arriving = exchange(group, context.tag, chunk, sends, recvs, patience)
             self._sent += sent
             self._arrivals += [(transfer, *places[transfer.peer]) for transfer in arriving]
 
@@ -117,6 +118,7 @@ class _Returned:
         self._rank = context.group.rank
         self.peers = peers_after(self._rank, context.group.size)
         self._sent: list[Transfer] = []
+        self._patience = Patience(context.group.timeout)
         self._arriving: dict[int, list[Transfer]] = {peer: [] for peer in self.peers}
         self._inboxes = {
             peer: workspace.shared.take((len(call.rows.picks[peer]), call.columns), partial) for peer in self.peers
@@ -167,7 +169,7 @@ class _Returned:
         return found
 
     def _post(self, chunk: int, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
-        sent, arriving = exchange(self._context.group, self._context.tag, chunk, sends, recvs)
+        sent, arriving = exchange(self._context.group, self._context.tag, chunk, sends, recvs, self._patience)
         self._sent += sent
         for transfer in arriving:
             self._arriving[transfer.peer].append(transfer)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from tpkernels.backends.point_to_point import workspace
-from tpkernels.comm.transport import Transfer, exchange, wait_all
+from tpkernels.comm.transport import Patience, Transfer, exchange, wait_all
 from tpkernels.ops.contract import Context
 from tpkernels.partition import Layout, chunk_ranges, peers_after
 
@@ -45,6 +45,7 @@ class ShardExchange:
                 inbox[peer] = workspace.shared.take((rows, columns), x)
                 self._taken.append(inbox[peer])
         ranges = {rank: chunk_ranges(layout.shard_rows(rank), context.num_chunks) for rank in range(group.size)}
+        patience = Patience(group.timeout)
         for chunk in range(context.num_chunks):
             low, high = ranges[group.rank][chunk]
             # Predecessors send to us first, so we look at them first.
@@ -55,6 +56,7 @@ class ShardExchange:
                 chunk,
                 [(peer, x[low:high]) for peer in peers],
                 [(peer, inbox[peer][start:stop]) for peer, start, stop in incoming],
+                patience,
             )
             self._sent += sent
             transfers = {transfer.peer: transfer for transfer in received}
@@ -86,6 +88,7 @@ class PartialExchange:
         self.group = context.group
         self.peers = peers_after(self.group.rank, self.group.size)
         self._everything = everything
+        self._patience = Patience(self.group.timeout)
         self._sent: list[Transfer] = []
         self._received: dict[tuple[int, int], Transfer] = {}
         self._out: dict[int, Tensor] = {}
@@ -98,7 +101,9 @@ class PartialExchange:
         self._receive_early = device != "cuda" and not self.group.backends.waits_in_streams(device)
         if self._receive_early:
             for chunk in range(context.num_chunks):
-                _, received = exchange(self.group, context.tag, chunk, [], self._incoming_buffers(chunk))
+                _, received = exchange(
+                    self.group, context.tag, chunk, [], self._incoming_buffers(chunk), self._patience
+                )
                 self._note(chunk, received)
 
     def rows(self, owner: int, chunk: int) -> tuple[int, int]:
@@ -149,7 +154,7 @@ class PartialExchange:
     def post(self, chunk: int, sends: list[tuple[int, Tensor]]) -> None:
         """Send partial rows that exist already: (owner, contiguous rows) for each peer."""
         recvs = [] if self._receive_early else self._incoming_buffers(chunk)
-        sent, received = exchange(self.group, self.context.tag, chunk, sends, recvs)
+        sent, received = exchange(self.group, self.context.tag, chunk, sends, recvs, self._patience)
         self._sent += sent
         self._note(chunk, received)
 
