@@ -1,4 +1,5 @@
-"""`same_bits=8` of experts whose features are cut: one, two, four and eight ranks give the same bits."""
+"""`same_bits=8` of experts whose features are cut, or that are dealt out: one, two, four and eight ranks give the same
+bits."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tpkernels.backends import canonical_experts
 from tpkernels.comm.groups import resolve
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import canonical, fp8
-from tpkernels.testing import grouped
+from tpkernels.partition import array_split_sizes
+from tpkernels.testing import dealt, grouped
+from tpkernels.testing.dealt import COMBINE, DISPATCH, DealtCase
 from tpkernels.testing.grouped import COPY, GATHER, REDUCE, SCATTER, GroupedCase
 from tpkernels.testing.spawn import Pools
 
@@ -42,6 +45,7 @@ class Mixture:
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     """Of what is computed; fp8 operands, which have no gradient, give bf16."""
+    layout: str = "features"
 
 
 MIXTURES = [
@@ -51,13 +55,17 @@ MIXTURES = [
     Mixture(9, 12, 3, activation="geglu", num_experts=20, dtype=torch.float64),
     Mixture(37, 24, 17, bias=True, dtype=fp8.DTYPE),
     Mixture(24, 40, 5, sequence_parallel=True, num_experts=3, dtype=fp8.DTYPE),
+    Mixture(37, 24, 17, bias=True, layout="experts"),
+    Mixture(24, 40, 5, sequence_parallel=True, num_experts=3, bias=True, layout="experts", dtype=torch.bfloat16),
+    Mixture(9, 12, 3, activation="gelu", num_experts=20, top_k=3, layout="experts", dtype=torch.float64),
+    Mixture(23, 24, 6, sequence_parallel=True, bias=True, layout="experts", dtype=fp8.DTYPE),
 ]
 
 
 def run(of: Mixture, group: Any, implementation: str) -> list[Result]:
     """What the layer gives on this rank, by all four ops that the two kinds of it call."""
     if of.dtype == fp8.DTYPE:
-        return run_fp8(of, group, implementation)
+        return (run_dealt_fp8 if of.layout == "experts" else run_fp8)(of, group, implementation)
     rank, world, features = dist.get_rank(group), dist.get_world_size(group), SAME_BITS * of.block
     generator = torch.Generator().manual_seed(of.tokens)
 
@@ -73,7 +81,7 @@ def run(of: Mixture, group: Any, implementation: str) -> list[Result]:
     experts = tpk.nn.ParallelExperts.from_parameters(
         up.requires_grad_(), down, group, up_bias=up_bias if of.bias else None,
         down_bias=down_bias if of.bias else None, activation=of.activation, sequence_parallel=of.sequence_parallel,
-        implementation=implementation,
+        layout=of.layout, implementation=implementation,
     )  # fmt: skip
     cut: Cut = 0 if of.sequence_parallel else "same"
     x, dy, weights, chosen = (part(one, cut, rank, world) for one in (x, dy, weights.to(of.dtype), chosen))
@@ -88,6 +96,36 @@ def run(of: Mixture, group: Any, implementation: str) -> list[Result]:
         dim: Cut = placement.dim if isinstance(placement, Shard) else "same"
         results.append((f"d {name}", dim, parameter.grad.to_local()))
     return results
+
+
+def run_dealt_fp8(of: Mixture, group: Any, implementation: str) -> list[Result]:
+    """What both ops for whole experts give on this rank."""
+    rank, world, features = dist.get_rank(group), dist.get_world_size(group), SAME_BITS * of.block
+    generator = torch.Generator().manual_seed(of.tokens)
+
+    def scaled(*shape: int) -> list[Tensor]:
+        made = tpk.quantize_fp8(torch.randn(*shape, generator=generator), per="row")
+        return [part(one, 0, rank, world) for one in made]
+
+    x, scale_x = scaled(of.tokens, of.d_model)
+    up, scale_up = scaled(of.num_experts, features, of.d_model)
+    down, scale_down = scaled(of.num_experts, of.d_model, features)
+    biases = [torch.randn(of.num_experts, size, generator=generator).bfloat16() for size in (features, of.d_model)]
+    up_bias, down_bias = (part(bias, 0, rank, world) if of.bias else None for bias in biases)
+    weights, chosen = torch.rand(of.tokens, of.num_experts, generator=generator).softmax(-1).topk(of.top_k)
+    routing = tpk.Routing(*(part(one, 0, rank, world) for one in (chosen, weights.bfloat16())))
+    options: Any = {
+        "shard_sizes": array_split_sizes(of.tokens, world), "implementation": implementation,
+        "expert_sizes": array_split_sizes(of.num_experts, world),
+    }  # fmt: skip
+    found, whole = tpk.dispatch_grouped_matmul(
+        x, up, routing, group, scale_x=scale_x, scale_weight=scale_up, bias=up_bias, activation="gelu", **options
+    )
+    h, scale_h = tpk.quantize_fp8(found, per="row")
+    y = tpk.grouped_matmul_combine(
+        h, down, whole, group, scale_x=scale_h, scale_weight=scale_down, bias=down_bias, **options
+    )
+    return [("h", 0, found), ("y", 0, y)]
 
 
 def run_fp8(of: Mixture, group: Any, implementation: str) -> list[Result]:
@@ -194,20 +232,24 @@ def check_values() -> None:
     of_fp8 = base.but(fp8=("row", "row"), dtype=torch.bfloat16, integers=True, bias=True)
     cases += [of_fp8.but(op=op, call=i) for i, op in enumerate((GATHER, SCATTER, REDUCE, COPY))]
     cases.append(of_fp8.but(integers=False, activation="swiglu", return_gathered=True, fp8=("mixed", "matrix")))
+    whole = DealtCase(DISPATCH, (9, 4), shape=(16, 24), bias=True)
+    of_whole_experts = [
+        whole.but(activation="swiglu"), whole.but(op=COMBINE, top_k=3, dtype=torch.bfloat16, load="few", strided=True),
+        whole.but(op=COMBINE, fp8=("row", "matrix"), dtype=torch.bfloat16),
+    ]  # fmt: skip
     with new_group(3) as group:
         resolve(group).keep_same_bits(SAME_BITS)
         for name in IMPLEMENTATIONS:
             for case in cases:
                 grouped.judge(case.but(implementation=name), group)
+            for one in of_whole_experts:
+                dealt.judge(one.but(implementation=name), group)
         for why, case in {
             "into 4 blocks of one size, and this one has 6 features": base.but(shape=(6, 16)),
             "return_gathered=True": base.but(return_gathered=True),
         }.items():
             with pytest.raises((ValueError, UnsupportedProblem), match=why):
                 grouped.judge(case, group)
-        dealt = tpk.nn.ParallelExperts(4, 8, 16, group, layout="experts")
-        with pytest.raises(UnsupportedProblem, match="its results depend on the number of ranks, and same_bits=8"):
-            dealt(torch.ones(6, 8), tpk.Routing(torch.zeros(6, 1).long(), torch.ones(6, 1)))
         grouped.judge(base, group)
 
 
@@ -217,8 +259,8 @@ def refused_when_compiled() -> None:
     with new_group(1) as group:
         resolve(group).keep_same_bits(SAME_BITS)
         for op in (
-            tpk.all_gather_grouped_matmul, tpk.copy_grouped_matmul,
-            tpk.grouped_matmul_reduce_scatter, tpk.grouped_matmul_all_reduce,
+            tpk.all_gather_grouped_matmul, tpk.copy_grouped_matmul, tpk.grouped_matmul_reduce_scatter,
+            tpk.grouped_matmul_all_reduce, tpk.dispatch_grouped_matmul, tpk.grouped_matmul_combine,
         ):  # fmt: skip
             compiled = torch.compile(lambda x, op=op: op(x, weights, routing, group), backend="eager", fullgraph=True)
             with pytest.raises(torch._dynamo.exc.Unsupported, match="not proven in compiled code"):

@@ -269,8 +269,12 @@ def test_plans_of_experts_pass_the_checks_of_same_bits() -> None:
     plan = tpk.make_plan(model, 2, example_inputs=x, same_bits=4)
     assert isinstance(plan["experts"].style, Experts)
     check_plan(plan, model, 4, x, "auto")
-    behind = tpk.make_plan(Model(NormBehind), 2, example_inputs=x, same_bits=4)
-    assert "same_bits is not proven for experts of this kind" in behind["experts"].reason
+    for kind in (NormBehind, OwnGate):
+        for way in ("features", "experts"):
+            behind = tpk.make_plan(Model(kind), 2, example_inputs=x, experts=way, same_bits=4)
+            check_plan(behind, Model(kind), 4, x, way)
+    eighths = tpk.make_plan(model, 2, example_inputs=x, same_bits=8)
+    assert "12 features do not divide into the 8 blocks of same_bits" in eighths["experts"].reason
 
 
 def test_other_ways_to_cut_experts_are_refused() -> None:
@@ -294,7 +298,7 @@ def test_a_plan_for_another_class_is_refused_where_it_is_applied() -> None:
             check_layout(other, known)
 
 
-class _OwnGate(Mixed):
+class OwnGate(Mixed):
     """In fp32, where the op's gate gives the same."""
 
     def _apply_gate(self, z: Tensor) -> Tensor:
@@ -306,7 +310,7 @@ class _OwnGate(Mixed):
 
 
 def test_a_gate_that_the_class_defines_is_kept() -> None:
-    assert layout_of(_OwnGate()).layout.activation == "_apply_gate()"
+    assert layout_of(OwnGate()).layout.activation == "_apply_gate()"
 
 
 @pytest.mark.parametrize("around", [torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)])

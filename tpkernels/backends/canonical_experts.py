@@ -22,6 +22,7 @@ from tpkernels.backends.row_gemms import whole_like
 from tpkernels.comm import timeline
 from tpkernels.gemm import canonical, tree_sum
 from tpkernels.gemm.canonical import Subtree
+from tpkernels.gemm.grouped import TokenRows
 from tpkernels.ops.contract import (
     GATED,
     AllGatherGroupedMatmul,
@@ -29,12 +30,13 @@ from tpkernels.ops.contract import (
     Context,
     Gathered,
     GroupedMatmulAllReduce,
+    GroupedMatmulCombine,
     MatmulAllReduce,
     MatmulReduceScatter,
 )
 from tpkernels.partition import Layout, offsets
 
-__all__ = ["ExpertArrivals", "ExpertSubtree", "Sum", "shape_of_sums", "tree_of"]
+__all__ = ["ExpertArrivals", "ExpertSubtree", "Sum", "fill_slots", "products_of", "shape_of_sums", "tree_of"]
 
 Sum = MatmulReduceScatter | MatmulAllReduce | GroupedMatmulAllReduce
 
@@ -55,25 +57,44 @@ class ExpertArrivals:
 
     def gathered(self) -> Gathered:
         """The results, when everything has arrived."""
-        call, rows = self._call, self._call.rows()
-        shapes, dtype = [(rows.count, matrix.shape[2]) for matrix in call.matrices], call.out_dtype or call.x.dtype
-        of_outs = shapes[:1] if call.activation in GATED else shapes
-        outs = [call.x.new_empty(shape, dtype=dtype) for shape in of_outs]
-        keeps = call.keep_preactivation and call.activation is not None
-        before = [call.x.new_empty(shape) for shape in shapes] if keeps else []
+        return products_of(self._call, self._call.rows(), self.whole, self._blocks)
+
+
+def products_of(call: AllGatherGroupedMatmul, rows: TokenRows, whole: Tensor, blocks: int) -> Gathered:
+    """The results of a call whose tokens are all in ``whole``, of which ``rows`` are; columns in ``blocks``."""
+    shapes, dtype = [(rows.count, matrix.shape[2]) for matrix in call.matrices], call.out_dtype or call.x.dtype
+    of_outs = shapes[:1] if call.activation in GATED else shapes
+    outs = [call.x.new_empty(shape, dtype=dtype) for shape in of_outs]
+    keeps = call.keep_preactivation and call.activation is not None
+    before = [call.x.new_empty(shape) for shape in shapes] if keeps else []
+    for expert, low, high in rows.runs():
+        picked = whole.index_select(0, rows.tokens[low:high])
+        of_expert = AllGatherMatmul(
+            picked, Layout(1, (high - low,), 1), [matrix[expert] for matrix in call.matrices],
+            [None if bias is None else bias[expert] for bias in call.biases], call.activation,
+            keep_preactivation=keeps, out_dtype=call.out_dtype, packed=call.packed,
+        )  # fmt: skip
+        columns = Columns(of_expert, blocks)
+        columns.outs, columns.preactivations = _rows(outs, low, high), _rows(before, low, high)
+        with timeline.span("gemm", "gemm"):
+            for start, stop in canonical.row_chunks(high - low):
+                columns.fill_chunk(picked[start:stop], start)
+    return Gathered(outs, before, whole if call.keep_whole else None)
+
+
+def fill_slots(call: GroupedMatmulCombine, out: Tensor) -> None:
+    """``out``: the product of every slot that has one of this rank's experts, in the order in which they came."""
+    rows, wide = call.rows, tree_sum.wide(out.dtype)
+    assert rows.top_k == 1 and call.weights is None and call.addend is None, "the op sums and weights them"
+    with timeline.span("gemm", "gemm"):
         for expert, low, high in rows.runs():
-            picked = self.whole.index_select(0, rows.tokens[low:high])
-            of_expert = AllGatherMatmul(
-                picked, Layout(1, (high - low,), 1), [matrix[expert] for matrix in call.matrices],
-                [None if bias is None else bias[expert] for bias in call.biases], call.activation,
-                keep_preactivation=keeps, out_dtype=call.out_dtype, packed=call.packed,
-            )  # fmt: skip
-            columns = Columns(of_expert, self._blocks)
-            columns.outs, columns.preactivations = _rows(outs, low, high), _rows(before, low, high)
-            with timeline.span("gemm", "gemm"):
-                for start, stop in canonical.row_chunks(high - low):
-                    columns.fill_chunk(picked[start:stop], start)
-        return Gathered(outs, before, self.whole if call.keep_whole else None)
+            bias = None if call.expert_biases is None else call.expert_biases[expert]
+            terms = [
+                canonical.columns_of_product(x[low:high], matrices[expert], bias, 1, out_dtype=call.out_dtype)
+                for x, matrices in zip(call.xs, call.matrices, strict=True)
+            ]
+            total = terms[0] if len(terms) == 1 else sum((one.to(wide) for one in terms[1:]), terms[0].to(wide))
+            out[rows.tokens[low:high]] = total.to(out.dtype)
 
 
 def _rows(whole: Sequence[Tensor], low: int, high: int) -> list[Tensor]:

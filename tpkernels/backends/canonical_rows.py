@@ -35,6 +35,7 @@ __all__ = ["KEEP_BITS", "Arrivals", "Columns", "Tree", "check_sum", "combine", "
 KEEP_BITS = (
     *("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
     *("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce"),
+    *("dispatch_grouped_matmul", "grouped_matmul_combine"),
 )
 """Ops that have such a form; a sum of whatever the ranks have is a sum of so many parts as there are ranks."""
 

@@ -30,6 +30,7 @@ class DealtRows(TokenRows):
 
     def __init__(self, experts: Tensor, expert_sizes: Sequence[int], token_sizes: Sequence[int], rank: int) -> None:
         """``experts``: ``[T, k]``, of all tokens, each in ``[0, sum(expert_sizes))``."""
+        self._dealt = experts, expert_sizes, token_sizes, rank
         self.num_tokens_of_all, self.top_k = experts.shape
         self.num_own_tokens = token_sizes[rank]
         first = offsets(expert_sizes)[rank]
@@ -53,6 +54,11 @@ class DealtRows(TokenRows):
         self._token_of_slot = place[here.div(self.top_k, rounding_mode="floor")]
         self._sort(flat[here] - first, last - first)
         self.slots, self.tokens = here[self._order], self._token_of_slot[self._order]
+
+    def by_slot(self) -> DealtRows:
+        """The same rows, where each of a token's experts is a token of its own."""
+        experts, expert_sizes, token_sizes, rank = self._dealt
+        return DealtRows(experts.reshape(-1, 1), expert_sizes, [size * self.top_k for size in token_sizes], rank)
 
     def _slots_before(self, tokens: Sequence[int]) -> Tensor:
         return torch.searchsorted(self._token_of_slot, torch.tensor(tokens, device=self._flat.device))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.nn.dealt_experts import DealtWeights, run_dealt
 from tpkernels.nn.parameters import as_parameter, local, mesh_of, replicate_parameter, shard_parameter
 from tpkernels.ops import Routing, all_gather, copy_grouped_matmul, grouped_matmul_all_reduce
@@ -248,11 +249,21 @@ def experts_output(
         x, matrices, routing, mesh, bias=biases, activation=layout.activation if in_op else None,
         implementation=implementation,
     )  # fmt: skip
-    h = cast(Tensor, products) if in_op else gated(module, layout, products)
+    h = cast(Tensor, products) if in_op else _gated_by_blocks(module, layout, products, mesh)
     y = grouped_matmul_all_reduce(h, last_matrix, rows, mesh, bias=last_bias, implementation=implementation)
     if layout.identity:
         y = y + (x * identity_weights(taken, len(down))).to(y.dtype)
     return _as_taken(module, layout, y, routing, given[0])
+
+
+def _gated_by_blocks(module: nn.Module, layout: ExpertsLayout, products: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
+    """:func:`gated`; with ``same_bits`` for one block of features after the other, so that the calls that the module's
+    own code makes have the same sizes at every degree."""
+    blocks = same_bits_of(mesh) // mesh.size()
+    if not blocks:
+        return gated(module, layout, products)
+    by_block = zip(*(product.chunk(blocks, 1) for product in products), strict=True)
+    return torch.cat([gated(module, layout, [part.contiguous() for part in parts]) for parts in by_block], 1)
 
 
 def _gathered(

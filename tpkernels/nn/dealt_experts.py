@@ -7,6 +7,9 @@ results are parts of sums over t.
 Owns the way of the tokens.  They are this rank's own (``sequence_parallel``): those of a row of ``tp`` are gathered
 before they go to their experts, and the sums over ``tp`` scattered in the end.  Or all ranks have the same ones: each
 rank of ``ep`` then sends its share of them, and all get all results.
+
+With ``same_bits`` code between the two products runs expert by expert, on as many rows at every number of ranks.  Two
+axes are refused then.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpkernels.comm.same_bits import refuse, same_bits_of
 from tpkernels.nn.parameters import tp_axis, tp_mesh
 from tpkernels.ops import (
     Routing,
@@ -87,6 +92,8 @@ def run_dealt(
     ``gate``: what makes the rows of ``down`` from those of the first matrices, where no ``activation`` does.
     """
     ep, tp = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
+    for group in () if tp is None else (ep, tp):
+        refuse(group, "a mesh of two axes for experts", "one cuts the experts, the other one the features of each")
     tp_size = 1 if tp is None else tp.size()
     of_ranks = list(shard_sizes) if shard_sizes is not None else None
     if of_ranks is not None and len(of_ranks) != mesh.size():
@@ -99,13 +106,16 @@ def run_dealt(
     else:
         sizes = list(array_split_sizes(x.shape[0], ep.size()))
         x, routing = _share(x, routing, ep, tp)
-    options: dict[str, Any] = {
-        "expert_sizes": chunk_sizes(num_experts, ep.size()), "shard_sizes": sizes, "implementation": implementation,
-    }  # fmt: skip
+    dealt = chunk_sizes(num_experts, ep.size())
+    options: dict[str, Any] = {"expert_sizes": dealt, "shard_sizes": sizes, "implementation": implementation}
     first = weights.firsts if len(weights.firsts) > 1 else weights.firsts[0]
     h, whole = dispatch_grouped_matmul(x, first, routing, ep, bias=weights.biases, activation=activation, **options)
     if gate is not None:
-        h = gate([h] if isinstance(h, Tensor) else h)
+        products = [h] if isinstance(h, Tensor) else list(h)
+        if same_bits_of(ep):
+            h = _by_expert(gate, products, _rows_of_experts(whole.experts, dealt, ep.rank()))
+        else:
+            h = gate(products)
     y = grouped_matmul_combine(
         cast(Tensor, h), weights.down, whole, ep, bias=_added_once(weights.down_bias, tp), **options
     )
@@ -113,6 +123,20 @@ def run_dealt(
         return y if tp is None else reduce_scatter(y, tp, shard_sizes=own_row)
     y = y if tp is None else all_reduce(y, tp)
     return all_gather(y, ep, shard_sizes=sizes, replicated_grad=True)
+
+
+def _rows_of_experts(experts: Tensor, dealt: Sequence[int], rank: int) -> list[int]:
+    """How many rows each of this rank's experts has."""
+    counts = experts.reshape(-1).bincount(minlength=sum(dealt))
+    found: list[int] = counts.split(list(dealt))[rank].tolist()
+    return found
+
+
+def _by_expert(gate: Callable[[list[Tensor]], Tensor], products: list[Tensor], rows: Sequence[int]) -> Tensor:
+    """The model's own code for the rows of one expert after the other, in each of its calls as many at every degree."""
+    parts = zip(*(product.split(list(rows)) for product in products), strict=True)
+    found = [gate(list(part)) for part, count in zip(parts, rows, strict=True) if count]
+    return torch.cat(found) if found else gate(products)
 
 
 def _gathered(x: Tensor, routing: Routing, tp: Any, sizes: Sequence[int] | None) -> tuple[Tensor, Routing]:

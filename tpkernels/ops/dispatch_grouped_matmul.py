@@ -28,16 +28,16 @@ from torch import SymInt, Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm.dealt import DealtRows
-from tpkernels.gemm.grouped import bias_gradients
-from tpkernels.ops import agreed_call
+from tpkernels.ops import agreed_call, expert_blocks
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_shard_sizes
 from tpkernels.ops.contract import GATED, DispatchGroupedMatmul, GroupedMatmulCombine
 from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.expert_sizes import check_expert_sizes, dealt_signature, sizes_of_experts
-from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
-from tpkernels.ops.main_grad import Sink, grouped_weight_gradients, sinks_of
+from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
+from tpkernels.ops.main_grad import Sink, sinks_of
 from tpkernels.ops.options import DispatchKeywords, GatedName, Products
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.routing import (
@@ -168,6 +168,7 @@ def dispatch_grouped_matmul(
     Ideas: one message per token and rank, summed there before it goes back, after DeepEP; own tokens first after Flux
     and COMET (Zhang et al., 2025).
     """
+    same_bits_of(group)  # refuses compiled code, and more than one thread
     routing = as_routing(routing, group)
     single = isinstance(weights, Tensor) or activation in GATED
     matrices = [weights] if isinstance(weights, Tensor) else list(weights)
@@ -299,14 +300,20 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     needs = needs_of_linears(ctx)
     results: list[Tensor | None] = []
     if any(needs):
-        dzs = of_products(options.activation, grads[:outputs], weights, before, ctx.num_rows)
-        results = call_backward(
-            f"{_OP}_backward", ctx.sinks, dzs, received, weights, experts,
-            _Backward(
-                options.group_name, sizes, sizes_of_experts(options.expert_sizes, weights[0], size), needs,
-                options.implementation,
-            ),
+        group, of_ranks = resolve(options.group_name), sizes_of_experts(options.expert_sizes, weights[0], size)
+        dzs = expert_blocks.dealt_product_gradients(
+            group, options.activation, grads[:outputs], weights, before, ctx.num_rows,
+            lambda: DealtRows(experts, of_ranks, sizes, group.rank),
         )  # fmt: skip
+        results = call_backward(
+            f"{_OP}_backward",
+            ctx.sinks,
+            dzs,
+            received,
+            weights,
+            experts,
+            _Backward(options.group_name, sizes, of_ranks, needs, options.implementation),
+        )
     return (*of_linears(ctx, needs, results), None, d_weights)
 
 
@@ -338,23 +345,26 @@ def _backward_kernel(
 
     def meanwhile() -> None:
         if needs_w:
-            dws.extend(grouped_weight_gradients(flat_dzs, flat(received), rows, sinks))
+            dws.extend(expert_blocks.weight_gradients(group, flat_dzs, flat(received), rows, sinks))
 
     results: list[Tensor | None] = []
     if needs_x:
-        arguments = GroupedMatmulCombine(flat_dzs, weights, rows, None, meanwhile=meanwhile, layout=layout)
+        arguments = expert_blocks.by_slot(
+            group, GroupedMatmulCombine(flat_dzs, weights, rows, None, meanwhile=meanwhile, layout=layout)
+        )
         signature = dealt_signature(
-            "grouped_matmul_combine", received, layout, received.shape[1], options.implementation,
-            options.expert_sizes, rows.top_k, detail="gradient of a dispatch",
+            "grouped_matmul_combine", received, arguments.layout, received.shape[1], options.implementation,
+            options.expert_sizes, arguments.rows.top_k, detail="gradient of a dispatch",
         )  # fmt: skip
         local = sum([weight.shape[1] for weight in weights])
         dx = agreed_call.run(group, signature, local, arguments, received.device)
+        dx = expert_blocks.sums_of_slots(group, dx, experts, None, layout)
         results.append(fresh(dx, dx.shape))
     else:
         meanwhile()
     results += dws
     if needs_b:
-        results += [bias_gradients(dz, rows) for dz in flat_dzs]
+        results += expert_blocks.bias_gradients(group, flat_dzs, rows)
     return results
 
 

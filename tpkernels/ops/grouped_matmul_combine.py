@@ -25,9 +25,10 @@ from torch import Tensor
 
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group, GroupLike, group_name, process_group, resolve
+from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.gemm.dealt import DealtRows
-from tpkernels.gemm.grouped import reduced_bias_gradient, reduced_matrix_gradient, row_dots
-from tpkernels.ops import agreed_call
+from tpkernels.gemm.grouped import row_dots
+from tpkernels.ops import agreed_call, expert_blocks
 from tpkernels.ops.checks import check_common, check_local, check_shard_sizes
 from tpkernels.ops.contract import DispatchGroupedMatmul, Gathered, GroupedMatmulCombine, accumulation_dtype
 from tpkernels.ops.expert_scales import Scales, scales_of
@@ -105,8 +106,9 @@ def grouped_matmul_combine(
         implementation: "auto" or a name listed by :func:`tpkernels.explain`.
 
     Products are rounded to the dtype of h, weighted and summed in fp32 (fp64 for fp64) in the order of the experts, and
-    rounded once before anything is sent; the sums of the ranks are summed in fp32 in the order of the ranks.  The
-    gradient of the routing's weights is the full one on every rank, which costs an all-reduce of ``T * k`` numbers.
+    rounded once before anything is sent; the sums of the ranks are summed in fp32 in the order of the ranks.  With
+    ``same_bits`` each of a token's products is sent, and all are summed where the token is from.  The gradient of the
+    routing's weights is the full one on every rank, which costs an all-reduce of ``T * k`` numbers.
 
     Examples:
         >>> x, up, down = torch.ones(4, 8), torch.ones(3, 5, 8), torch.ones(3, 6, 5)  # 3 of 6 experts on each rank
@@ -119,6 +121,7 @@ def grouped_matmul_combine(
         ValueError, UnsupportedProblem, GroupMismatch, PeerLost, CollectiveTimeout, GroupPoisoned: as
         :func:`tpkernels.all_gather_grouped_matmul`.
     """
+    same_bits_of(group)  # refuses compiled code, and more than one thread
     routing = as_routing(routing, group)
     check_local(group, h=[h], weights=[weights], bias=[bias], routing=routing)
     scales = scales_of(group, scale_x, scale_weight, out_dtype, h, weights, bias, routing.weights)
@@ -187,16 +190,18 @@ def _kernel(
     group = resolve(options.group_name)
     rows = _rows(group, h, weight, bias, routing, scales, options)
     layout = _layout(routing, options, group.size)
-    arguments = GroupedMatmulCombine(
+    arguments = expert_blocks.by_slot(group, GroupedMatmulCombine(
         [scales.rows(h)], scales.matrices([weight]), rows, row_weights(routing, rows, h.dtype), expert_biases=bias,
         out_dtype=scales.out_dtype, layout=layout,
-    )  # fmt: skip
+    ))  # fmt: skip
     experts = sizes_of_experts(options.expert_sizes, weight, group.size)
     signature = dealt_signature(
-        _OP, h, layout, weight.shape[1], options.implementation, experts, rows.top_k, out_dtype=scales.out_dtype
-    )
+        _OP, h, arguments.layout, weight.shape[1], options.implementation, experts, arguments.rows.top_k,
+        out_dtype=scales.out_dtype,
+    )  # fmt: skip
     same = compared_routing(group, signature, routing)
     y = agreed_call.run(group, signature, h.shape[1], arguments, h.device, same)
+    y = expert_blocks.sums_of_slots(group, y, routing.experts, routing.weights.detach(), layout)
     return fresh(y, (layout.sizes[group.rank], weight.shape[1]))
 
 
@@ -252,28 +257,16 @@ def _gradients(
         found.append((products * weights[:, None]).to(h.dtype))
     if needs_w:
         assert dy is not None
-        sink = sinks[0] if sinks else None
-        dw = reduced_matrix_gradient(dy, h, weights, rows, None if sink is None else sink.add_of_expert)
-        found.append(dw if sink is None else sink.added(h.dtype))
+        found.append(expert_blocks.reduced_weight_gradient(group, dy, h, weights, rows, sinks))
     if needs_b:
         assert dy is not None
-        found.append(reduced_bias_gradient(dy, weights, rows))
+        found.append(expert_blocks.reduced_bias_gradient(group, dy, weights, rows))
     if needs_r:
         dots = row_dots(products, h, rows, wide)
         if bias is not None:
             assert dy is not None
-            dots = dots + rows.to_slots(_dots_with_biases(dy, bias, rows, wide))
-        if group.size > 1:
-            dots = torch.ops.tpkernels.all_reduce(dots, group.name)
-        found.append(dots.to(routing.weights.dtype))
-    return found
-
-
-def _dots_with_biases(dy: Tensor, bias: Tensor, rows: DealtRows, wide: torch.dtype) -> Tensor:
-    """``dy[token] . bias[e]`` of every row."""
-    found = torch.empty(rows.count, dtype=wide, device=dy.device)
-    for expert, low, high in rows.runs():
-        found[low:high] = dy.index_select(0, rows.tokens[low:high]).to(wide) @ bias[expert].to(wide)
+            dots = dots + rows.to_slots(expert_blocks.bias_dots(group, dy, bias, rows, wide))
+        found.append(expert_blocks.dealt_routing_gradient(group, dots).to(routing.weights.dtype))
     return found
 
 

@@ -17,7 +17,7 @@ from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.layers import is_attention, unswappable
 from tpkernels.planning.plan_entries import Chosen
-from tpkernels.planning.splits import degrees
+from tpkernels.planning.splits import degrees, divisor
 from tpkernels.planning.styles import Experts, Heads, Replicate
 from tpkernels.planning.trace import Recording
 
@@ -106,11 +106,13 @@ def _why_whole(
         return "its experts have one matrix here, and the others in modules of their own"
     if known.layout.rows and way == "features":
         return "its experts stand in the rows of matrices, and whole ones are dealt out"
-    if known.layout.rows and known.num_experts % world_size:
-        return f"{known.num_experts} experts stand in the rows of matrices, and do not divide over {world_size} ranks"
+    ranks = divisor(world_size)
+    if known.layout.rows and known.num_experts % ranks:
+        return f"{known.num_experts} experts stand in the rows of matrices, and do not divide over {ranks} ranks"
     if way == "experts" and known.layout.identity:
         return "some experts have no matrices, and give what they take"
-    if degrees() and not known.layout.is_plain:
-        return "same_bits is not proven for experts of this kind"
-    few = known.d_ff < world_size and way != "experts" and not known.layout.rows
-    return f"fewer features ({known.d_ff}) than there are ranks" if few else None
+    if way == "experts" or known.layout.rows:
+        return None
+    if degrees() and known.d_ff % ranks:
+        return f"{known.d_ff} features do not divide into the {ranks} blocks of same_bits"
+    return f"fewer features ({known.d_ff}) than there are ranks" if known.d_ff < world_size else None

@@ -2,8 +2,8 @@
 
 A model does if it is cut in the same layers at every degree, all of whose ops do, and if nothing else depends on it.
 So the plan must be the one for ``same_bits`` ranks, layer by layer; what is cut must be columns, rows, vocabularies and
-features of experts whose gate is an op's, in so many blocks, at the same places, or channels of convolutions, which
-gather their weights then; and masks of what is cut are those of blocks (:mod:`tpkernels.sharding.block_masks`).
+features of experts, in so many blocks, at the same places, or whole experts, or channels of convolutions, which gather
+their weights then; and masks of what is cut are those of blocks (:mod:`tpkernels.sharding.block_masks`).
 Column layers check at each call that elementwise code behind them gives each element the same bits
 (:func:`tpkernels.ops.same_bits.check_parts`).
 
@@ -26,7 +26,7 @@ from tpkernels.planning.styles import Channels, Column, CopiedHeads, Experts, Re
 
 __all__ = ["check_plan", "check_styles"]
 
-KEPT = (Column, CopiedHeads, Row, Vocabulary, Channels, Replicate)
+KEPT = (Column, CopiedHeads, Row, Vocabulary, Channels, Replicate, Experts)
 
 
 def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_inputs: object, experts: str) -> None:
@@ -74,6 +74,8 @@ def _check_places(plan: ShardingPlan, largest: int) -> None:
             for one in entry.parameters:
                 if one.dim is None or isinstance(entry.style, Replicate | Channels):
                     continue
+                if isinstance(entry.style, Experts) and entry.style.dealt:  # whole ones, wherever they are
+                    continue
                 total = one.shape[one.dim]
                 if isinstance(entry.style, Vocabulary | Experts):
                     due = held(total, plan.world_size, _packed(entry.style, one.name))
@@ -115,7 +117,5 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
                 f"same_bits ({same_bits}): what module {name!r} gives or takes meets parts of several layers, and its "
                 "gradient is summed over the ranks once for all of them, in no blocks"
             )
-        if isinstance(style, Experts) and not style.dealt and style.layout.gates_in_op and style.layout.is_plain:
-            continue
         if not isinstance(style, KEPT):
             raise ValueError(f"same_bits ({same_bits}): module {name!r} is cut as {style}, which is in no blocks")

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -26,6 +27,7 @@ from tpkernels.comm.same_bits import anywhere, same_bits_of
 from tpkernels.nn.gathering import gathered_over
 from tpkernels.nn.retired import check_current
 from tpkernels.ops import all_gather
+from tpkernels.partition import chunk_sizes
 from tpkernels.state.originals import local_of
 
 __all__ = ["clip_grad_norm_"]
@@ -73,12 +75,18 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     locals_ = [local_of(grad) for grad in grads]
     by_axes: dict[Axes, list[Tensor]] = {}
+    in_units: list[tuple[Axes, Tensor, Tensor]] = []
     for parameter, grad, local in zip(with_grads, grads, locals_, strict=True):
         axes, part = _of_one_replica(grad, local, _shard_axes(parameter, grad))
-        by_axes.setdefault(axes, []).extend(_blocks(grad, part, axes))
+        blocks = _blocks(grad, part, axes)
+        if blocks is None:
+            in_units.append((axes, grad, part))
+        else:
+            by_axes.setdefault(axes, []).extend(blocks)
     device = locals_[0].device
     dtype = torch.float64 if any(local.dtype == torch.float64 for local in locals_) else torch.float32
     norms = [_norm_over(axes, mine, p, dtype, device) for axes, mine in by_axes.items()]
+    norms += [_norm_of_units(*one, p, dtype, device) for one in in_units]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -122,23 +130,48 @@ def _of_one_replica(grad: Tensor, local: Tensor, axes: Axes) -> tuple[Axes, Tens
     return ((mesh, left) if left else (None, ())), gathered_over(cast(DTensor, grad), others[0])
 
 
-def _blocks(grad: Tensor, local: Tensor, axes: Axes) -> list[Tensor]:
-    """The gradient in as many parts as the largest degree that is to give the same bits has ranks, or as it is."""
+def _blocks(grad: Tensor, local: Tensor, axes: Axes) -> list[Tensor] | None:
+    """The gradient in as many parts as the largest degree that is to give the same bits has ranks, or as it is; None:
+    it does not divide into so many, and is one of whole experts."""
+    found = _cut_for_same_bits(grad, axes)
+    if found is None:
+        return [local]
+    group, dim, same_bits = found
+    if grad.shape[dim] % same_bits == 0:
+        blocks = same_bits // group_size(group)
+        return [part.clone(memory_format=torch.contiguous_format) for part in local.chunk(blocks, dim)]
+    if local.shape[dim] != chunk_sizes(grad.shape[dim], group_size(group))[group.rank()]:
+        raise ValueError(
+            f"same_bits={same_bits}: a gradient of shape {tuple(grad.shape)}, of which this rank has "
+            f"{local.shape[dim]} along dimension {dim}, is cut neither into blocks of one size nor as torch.chunk cuts"
+        )
+    return None
+
+
+def _cut_for_same_bits(grad: Tensor, axes: Axes) -> tuple[dist.ProcessGroup, int, int] | None:
+    """The group and the dimension along which ``grad`` is cut, and ``same_bits``, if that is asked for."""
     mesh, dims = axes
     if len(dims) != 1:
-        return [local]
+        return None
     group = cast(DeviceMesh, mesh).get_group(dims[0])
     same_bits = same_bits_of(group)
-    if not same_bits:
-        return [local]
-    placement = cast(Shard, cast(DTensor, grad).placements[dims[0]])
-    blocks = same_bits // group_size(group)
-    if grad.shape[placement.dim] % same_bits:
-        raise ValueError(
-            f"same_bits={same_bits}: a gradient of shape {tuple(grad.shape)}, which is cut along dimension "
-            f"{placement.dim}, does not divide into blocks of one size"
-        )
-    return [part.clone(memory_format=torch.contiguous_format) for part in local.chunk(blocks, placement.dim)]
+    return (group, cast(Shard, cast(DTensor, grad).placements[dims[0]]).dim, same_bits) if same_bits else None
+
+
+def _norm_of_units(
+    axes: Axes, grad: Tensor, local: Tensor, p: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Of a gradient of whole experts, from the norm of each: as many numbers at every degree."""
+    found = _cut_for_same_bits(grad, axes)
+    assert found is not None
+    group, dim, _ = found
+    own = torch.zeros(local.shape[dim], dtype=dtype, device=device)
+    for number, unit in enumerate(local.unbind(dim)):
+        whole = unit.clone(memory_format=torch.contiguous_format)
+        own[number] = torch.linalg.vector_norm(whole, p, dtype=dtype)
+    sizes = chunk_sizes(grad.shape[dim], group_size(group))
+    norm: Tensor = torch.linalg.vector_norm(all_gather(own, group, shard_sizes=sizes), p)
+    return norm
 
 
 def _norm_over(axes: Axes, mine: list[Tensor], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:

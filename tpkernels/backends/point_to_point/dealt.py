@@ -8,6 +8,9 @@ multiplied and summed first, and leave chunk by chunk; its own come last.  The r
 their experts, and the sums of the ranks in the order of the ranks, so the number of chunks changes no bit where the
 library's GEMM computes a row independently of how many rows there are.
 
+With ``same_bits`` both multiply when everything has arrived, and send when everything is multiplied: an expert's rows
+are those of all tokens, in calls of the same sizes at every degree.
+
 What travels between two ranks has as many rows as there are tokens of the one with experts of the other, which both
 know.  Refuses CUDA for ``chunked``, as the other grouped GEMMs do.
 """
@@ -20,6 +23,8 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
+from tpkernels.backends.canonical_experts import fill_slots, products_of
+from tpkernels.backends.canonical_rows import KEEP_BITS
 from tpkernels.backends.dealt_sums import sum_returned
 from tpkernels.backends.grouped_gemms import GroupedEpilogue, partial_tokens
 from tpkernels.backends.point_to_point import chunked, grouped, unfused, workspace
@@ -89,9 +94,17 @@ def _dispatch(context: Context, call: DispatchGroupedMatmul, *, at_once: bool) -
     shape = (rows.num_tokens, x.shape[1])
     received = x.new_empty(shape) if call.keep_whole else workspace.shared.take(shape, x)
     incoming = _Dispatched(context, x, rows, received)
-    epilogue = GroupedEpilogue(call, rows)
     start, stop = rows.sources[rank]
     received[start:stop] = x.index_select(0, rows.picks[rank])
+    if context.problem.same_bits:
+        for _ in incoming.arrivals():
+            pass
+        incoming.finish()
+        found = products_of(call, rows, received, 1)
+        if not call.keep_whole:
+            workspace.shared.give(received)
+        return found
+    epilogue = GroupedEpilogue(call, rows)
     if at_once:
         for _ in incoming.arrivals():
             pass
@@ -177,8 +190,11 @@ class _Returned:
 
 def grouped_matmul_combine_unfused(context: Context, call: GroupedMatmulCombine) -> Tensor:
     partial = call.like.new_empty(call.rows.num_tokens, call.columns)
-    with timeline.span("gemm", "gemm"):
-        partial_tokens(call, 0, call.rows.num_tokens, partial)
+    if context.problem.same_bits:
+        fill_slots(call, partial)
+    else:
+        with timeline.span("gemm", "gemm"):
+            partial_tokens(call, 0, call.rows.num_tokens, partial)
     call.meanwhile()
     returned = _Returned(context._replace(num_chunks=1), call, partial)
     returned.send(0, returned.peers)
@@ -191,8 +207,12 @@ def grouped_matmul_combine(context: Context, call: GroupedMatmulCombine) -> Tens
     context, rank = chunked.with_chunks(context, call.layout), context.group.rank
     partial = workspace.shared.take((call.rows.num_tokens, call.columns), call.like)
     returned = _Returned(context, call, partial)
+    if context.problem.same_bits:
+        fill_slots(call, partial)
 
     def fill(start: int, stop: int, peer: int) -> None:
+        if context.problem.same_bits:
+            return  # it is there
         with timeline.span("gemm", "gemm", peer=peer):
             partial_tokens(call, start, stop, partial[start:stop])
 
@@ -215,7 +235,10 @@ for _op, _plain, _run in (
     ("dispatch_grouped_matmul", dispatch_grouped_matmul_unfused, dispatch_grouped_matmul),
     ("grouped_matmul_combine", grouped_matmul_combine_unfused, grouped_matmul_combine),
 ):
-    dispatch.register(Implementation("unfused", _op, unfused.refuses, unfused.estimate, _plain))
+    _keeps = _op in KEEP_BITS
+    dispatch.register(Implementation("unfused", _op, unfused.refuses, unfused.estimate, _plain, keeps_bits=_keeps))
     dispatch.register(
-        Implementation("chunked", _op, grouped.refuses_chunks, chunked.estimate, _run, describe=chunked.describe)
+        Implementation(
+            "chunked", _op, grouped.refuses_chunks, chunked.estimate, _run, describe=chunked.describe, keeps_bits=_keeps
+        )
     )
