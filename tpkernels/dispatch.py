@@ -289,6 +289,8 @@ class Implementation:
     describe: Callable[[Problem], str] | None = None
     keeps_bits: bool = False
     """Whether ``run`` gives the same bits at every degree where ``problem.same_bits`` asks for it; else it refuses."""
+    has_own_bits: bool = False
+    """Whether these are other bits than those of the other implementations, so that all degrees have to take it."""
 
     def __post_init__(self) -> None:
         if self.op not in FACTS:
@@ -382,12 +384,18 @@ def implementations(op: str) -> list[Implementation]:
 def select(problem: Problem, requested: str, costs: Costs) -> tuple[Implementation, Explanation]:
     """The implementation that runs ``problem``.
 
+    One rank takes what it can for an op with experts, whatever is ``requested``, unless its peers at other degrees have
+    bits that it would not.
+
     Raises:
         ValueError: ``requested`` is no implementation's name.
         UnsupportedProblem: ``requested`` cannot run the problem.
     """
     offers = implementations(problem.op)
     check_name(problem.op, requested)
+    if problem.facts.grouped and problem.world_size == 1:
+        is_bound = problem.same_bits and any(offer.has_own_bits for offer in offers if offer.name == requested)
+        requested = requested if is_bound else "auto"
     refusals = {offer.name: _loses_bits(offer, problem) or offer.refuses(problem) for offer in offers}
     candidates = tuple(
         Candidate(

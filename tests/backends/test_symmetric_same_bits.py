@@ -20,6 +20,8 @@ from tests.backends.emulated import Emulation
 from tests.ops import same_bits as calls
 from tests.ops.same_bits import SAME_BITS, Draw, Result
 from tests.ops.test_same_bits import compare
+from tests.ops.test_same_bits_experts import Mixture
+from tests.ops.test_same_bits_experts import run as run_experts
 from tpkernels.backends.symmetric import kernel_launches, tuning
 from tpkernels.backends.symmetric import same_bits as symmetric
 from tpkernels.comm.groups import resolve
@@ -47,10 +49,20 @@ DRAWS = [
 ]
 
 
-def run_all(emulation: Emulation, draws: Sequence[Draw], fault: str | None = None) -> list[list[Result]]:
+# Features in several blocks and in one, tokens of each rank and of all, experts that are dealt out.
+FEW_EXPERTS = [Mixture(6, 8, 1, num_experts=2, top_k=1, activation="gelu")]
+EXPERTS = [
+    Mixture(11, 24, 3, num_experts=3, bias=True),
+    Mixture(40, 16, 2, sequence_parallel=True, activation="gelu", dtype=torch.float16),
+    Mixture(11, 24, 3, num_experts=3, bias=True, layout="experts", dtype=torch.bfloat16),
+    Mixture(40, 16, 2, sequence_parallel=True, layout="experts"),
+]
+
+
+def run_all(emulation: Emulation, draws: Sequence[Draw | Mixture], fault: str | None = None) -> list[list[Result]]:
     with emulation.group() as group, nullcontext() if fault is None else FAULTS[fault]():
         resolve(group).keep_same_bits(SAME_BITS)
-        return [calls.run(of, group, "symmetric") for of in draws]
+        return [(calls.run if isinstance(of, Draw) else run_experts)(of, group, "symmetric") for of in draws]
 
 
 @contextmanager
@@ -94,7 +106,7 @@ FAULTS = {
 }
 
 
-def judge(ranks: Pools, emulation: Emulation, draws: Sequence[Draw], worlds: Sequence[int]) -> None:
+def judge(ranks: Pools, emulation: Emulation, draws: Sequence[Draw | Mixture], worlds: Sequence[int]) -> None:
     (expected,) = ranks(1).run(run_all, emulation, draws, timeout=PATIENCE_S)
     for world in worlds:
         found = ranks(world).run(run_all, emulation, draws, timeout=PATIENCE_S)
@@ -112,9 +124,14 @@ def test_two_and_four_ranks_give_the_bits_of_one_in_every_op(pools: Pools, emula
     judge(pools, replace(emulation, num_chunks=2, multicast=True, late_us=200), DRAWS, (2, 4))
 
 
+@pytest.mark.slow("interpreted ranks")
+def test_two_and_four_ranks_give_the_bits_of_one_with_experts(pools: Pools, emulation: Emulation) -> None:
+    judge(pools, replace(emulation, num_chunks=2), EXPERTS, (2, 4))
+
+
 @pytest.mark.full("eight interpreted ranks")
 def test_eight_ranks_give_the_bits_of_one_in_every_op(pools: Pools, emulation: Emulation) -> None:
-    judge(pools, emulation, DRAWS, (SAME_BITS,))
+    judge(pools, emulation, [*DRAWS, *EXPERTS], (SAME_BITS,))
 
 
 @pytest.mark.slow("interpreted ranks")

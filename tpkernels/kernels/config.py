@@ -207,12 +207,14 @@ def configure_grouped(
     dual: bool = False,
     allow_tf32: bool = False,
     reserved_sms: int = 0,
+    tiles: Tiles | None = None,
 ) -> GemmConfig:
     """The configuration of one grouped GEMM over the tokens of all ranks, each of which has top_k of the experts.
 
     Tiles are as high as an expert's rows of one shard suggest, if tokens choose their experts by chance. A further
     chunk of a shard reads the weights of its experts again, so there are several only where these rows fill a tile in
-    each. world_size: 1 where the kernel begins when all tokens are there, and chunks do not matter.
+    each. world_size: 1 where the kernel begins when all tokens are there, and chunks do not matter. tiles: as of
+    `configure`.
 
     Raises:
         ValueError: as `configure`.
@@ -221,6 +223,7 @@ def configure_grouped(
     found = configure(
         capability=capability, num_sms=num_sms, m=rows, n=n, k=k, dtype=dtype, world_size=world_size,
         moved_row_bytes=moved_row_bytes, dual=dual, pointers=True, allow_tf32=allow_tf32, reserved_sms=reserved_sms,
+        tiles=tiles,
     )  # fmt: skip
     shard, shard_rows, num_chunks = -(-tokens // world_size), -(-rows // world_size), 1
     for count in range(2, MAX_CHUNKS // max(1, world_size - 1) + 1):

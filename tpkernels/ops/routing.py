@@ -231,9 +231,7 @@ def grouped_signature(
     bias: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Signature:
-    """``experts``: how many there are, and how many a token has.  One rank takes what it can, whatever is forced."""
-    if len(layout.sizes) == 1:
-        implementation = "auto"
+    """``experts``: how many there are, and how many a token has."""
     return Signature(
         op, x.dtype, x.device.type, layout, columns, implementation, detail, out_dtype, activation,
         experts=experts[0], top_k=experts[1], bias=bias,

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from tpkernels import dispatch
+from tpkernels.backends.canonical_rows import KEEP_BITS, check_sum
 from tpkernels.backends.row_gemms import whole_like
 from tpkernels.backends.symmetric import implementations as dense
+from tpkernels.backends.symmetric import same_bits
 from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.copy_engine_traffic import Matrix, largest_shard, pull
 from tpkernels.backends.symmetric.grouped_launches import Outputs, chunks_of, combining_launches, gather_launches
@@ -91,6 +93,8 @@ def grouped_matmul_reduce_scatter(context: Context, call: GroupedMatmulReduceSca
 def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) -> Tensor:
     channel, like, op = channels_of(context.group).main, call.like, context.problem.op
     layout = Layout(1, array_split_sizes(call.rows.num_tokens, channel.size), 1)
+    if context.problem.same_bits:
+        return dense.gather_sums(channel, context, op, _sum_shard(channel, context, call, layout), layout)
     # With biases the sums stay in fp32 until these are added, and so do what is sent of few tokens.
     sums = like.dtype if call.bias is None else torch.float32
     in_kernel = dense.in_one_kernel(channel.size, call.rows.num_tokens * call.columns * sums.itemsize)
@@ -104,6 +108,12 @@ def grouped_matmul_all_reduce(context: Context, call: GroupedMatmulAllReduce) ->
 def _sum_shard(channel: Channel, context: Context, call: GroupedMatmulAllReduce, layout: Layout) -> Tensor:
     """The sum over the ranks of this rank's tokens, with their biases."""
     op, bias = context.problem.op, call.bias
+    if bias is not None and bias.shape[0] != layout.sizes[channel.rank]:  # of all tokens
+        first = offsets(layout.sizes)[channel.rank]
+        bias = bias[first : first + layout.sizes[channel.rank]]
+    if context.problem.same_bits:
+        check_sum(context, call)
+        return same_bits.sum_of_tokens(context, channel, op, call, layout, bias)
     sums = None if bias is None else torch.float32
     if is_cut(context, layout):
         cut = call if isinstance(call, GroupedMatmulReduceScatter) else _scattered(call, layout)
@@ -114,9 +124,6 @@ def _sum_shard(channel: Channel, context: Context, call: GroupedMatmulAllReduce,
         own = dense.scatter(
             channel, context, op, partial_sums(channel, context, call), layout, None, call.meanwhile, sums
         )  # fmt: skip
-    if bias is not None and bias.shape[0] != own.shape[0]:  # of all tokens
-        first = offsets(layout.sizes)[channel.rank]
-        bias = bias[first : first + own.shape[0]]
     return _with_bias(own, bias, call.like)
 
 
@@ -148,9 +155,12 @@ def is_cut(context: Context, layout: Layout) -> bool:
 
 def register(op: str, work: Callable[[Context, Any], Any]) -> None:
     """By name alone, with the checks of the dense ops, and of the GPU where operands are fp8."""
-    runs = partial(dense.checked, partial(_with_kernel, work))
+    runs, keeps = partial(dense.checked, partial(_with_kernel, work)), op in KEEP_BITS
+    agree = partial(dense.agree, runs)
     dispatch.register(
-        Implementation("symmetric", op, dense.refuses, _estimate, runs, partial(dense.agree, runs), describe=_describe)
+        Implementation(
+            "symmetric", op, dense.refuses, _estimate, runs, agree, None, _describe, keeps_bits=keeps, has_own_bits=True
+        )
     )
 
 

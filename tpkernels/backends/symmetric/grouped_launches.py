@@ -33,7 +33,7 @@ from tpkernels.gemm import fp8
 from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled, ScaledExperts
 from tpkernels.gemm.grouped import TokenRows
-from tpkernels.kernels.config import SMALLEST_BLOCK, GemmConfig, configure_grouped
+from tpkernels.kernels.config import SMALLEST_BLOCK, GemmConfig, Tiles, configure_grouped
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, Context, GroupedMatmulAllReduce
 from tpkernels.partition import Layout, chunk_ranges, offsets
 
@@ -123,16 +123,24 @@ def _config(context: Context, channel: Channel, shape: tuple[int, int] | None, p
     """shape: N and K of this rank's weights; by default of a typical one.  parts: ranks whose chunks there are."""
     problem, device = context.problem, channel.device
     gathers, gated = problem.facts.gathers, problem.activation in GATED
-    size = 1 if problem.facts.dealt else problem.world_size  # parts of a weight
-    if shape is None:
-        shape = (problem.n // size // (2 if gated else 1), problem.k) if gathers else (problem.n, problem.k // size)
-    return configure_grouped(
-        capability=device.capability, num_sms=device.num_sms, tokens=problem.m, top_k=problem.top_k,
-        experts=problem.experts, n=shape[0], k=shape[1], dtype=str(problem.dtype).removeprefix("torch."),
-        world_size=parts, moved_row_bytes=problem.row_bytes, dual=gated,
-        allow_tf32=problem.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
-        reserved_sms=device.num_sms - gemm_programs(device.num_sms, waits=gathers),
-    )  # fmt: skip
+
+    def typical(ranks: int) -> tuple[int, int]:
+        size = 1 if problem.facts.dealt else ranks  # parts of a weight
+        return (problem.n // size // (2 if gated else 1), problem.k) if gathers else (problem.n, problem.k // size)
+
+    def configured(shape: tuple[int, int], parts: int, tiles: Tiles | None) -> GemmConfig:
+        return configure_grouped(
+            capability=device.capability, num_sms=device.num_sms, tokens=problem.m, top_k=problem.top_k,
+            experts=problem.experts, n=shape[0], k=shape[1], dtype=str(problem.dtype).removeprefix("torch."),
+            world_size=parts, moved_row_bytes=problem.row_bytes, dual=gated,
+            allow_tf32=problem.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
+            reserved_sms=device.num_sms - gemm_programs(device.num_sms, waits=gathers), tiles=tiles,
+        )  # fmt: skip
+
+    shape, tiles = shape or typical(problem.world_size), None
+    if problem.same_bits:  # those of a rank of the largest degree, at every degree
+        tiles = configured(typical(problem.same_bits), problem.same_bits, None).tiles
+    return configured(shape, parts, tiles)
 
 
 def _most_rows(context: Context) -> int:
@@ -220,12 +228,13 @@ def _gather_launch(
 
 def combining_launches(
     context: Context, channel: Channel, call: GroupedMatmulAllReduce, layout: Layout | None, parts: Sequence[Matrix],
-    staging: Tensor,
+    staging: Tensor, dtype: torch.dtype | None = None,
 ) -> tuple[list[Launch], int]:  # fmt: skip
     """The GEMMs that put the sums of tokens into ``parts`` by owner, and the number of chunks of every shard.
 
     ``parts`` begin at addresses relative to ``staging``.  Chunk c of owner o raises local flag o * chunks + c.  Without
-    a layout (of the tokens by owner) all tokens are one chunk of one owner, and no flag is raised.
+    a layout (of the tokens by owner) all tokens are one chunk of one owner, and no flag is raised.  ``dtype``: of the
+    sums, by default that of the result.
     """
     announces = layout is not None
     layout = _undivided(Layout(1, (call.rows.num_tokens,), 1)) if layout is None else layout
@@ -237,7 +246,8 @@ def combining_launches(
         return launches, num_chunks
     for i in range(len(call.xs)):
         is_last = i == len(call.xs) - 1
-        combination = _combination(channel, call, cut, parts, staging, announces) if is_last else None
+        sums = dtype or call.like.dtype
+        combination = _combination(channel, call, cut, parts, staging, announces, sums) if is_last else None
         launches.append(_product_launch(context, channel, call, i, products, cut, combination))
     return launches, num_chunks
 
@@ -266,7 +276,8 @@ def _product_launch(
         return Prepared(config, arrivals, cut.num_chunks, rehearse(launch_of(arrivals, config)))
 
     announces = combination is not None and combination.flags is not None
-    kind = ("grouped product", cut.num_chunks, len(cut.turns), i, combination is not None, announces)
+    sums = None if combination is None else combination.staging_dtype
+    kind = ("grouped product", cut.num_chunks, len(cut.turns), i, sums, announces)
     optional = () if combination is None else (combination.row_weights, combination.token_addend)
     by_row = (x, products, addend, scale_x, *optional)
     config, arrivals, _, known = of_kind(channel, context, kind, (weight, bias, scale_weight), prepare, by_row)
@@ -275,8 +286,9 @@ def _product_launch(
 
 
 def _combination(
-    channel: Channel, call: GroupedMatmulAllReduce, cut: Cut, parts: Sequence[Matrix], staging: Tensor, announces: bool
-) -> Combination:
+    channel: Channel, call: GroupedMatmulAllReduce, cut: Cut, parts: Sequence[Matrix], staging: Tensor, announces: bool,
+    dtype: torch.dtype,
+) -> Combination:  # fmt: skip
     from tpkernels.kernels.grouped_matmul import Combination
 
     device, starts = channel.device, [part.address for part in parts]
@@ -303,7 +315,7 @@ def _combination(
         if announces
         else None,
         counters=channel.remember(("counters", num_counters), lambda: device.zeros((num_counters,), torch.int32)),
-        staging_dtype=call.like.dtype,
+        staging_dtype=dtype,
         staging_stride=call.columns,
         row_weights=call.weights,
         token_addend=None if call.addend is None else call.addend.contiguous(),

@@ -444,5 +444,6 @@ for _op, _work in (
             partial(agree, _runs),
             describe=describe,
             keeps_bits=_op in KEEP_BITS,
+            has_own_bits=True,
         )
     )

@@ -29,12 +29,13 @@ from torch import Tensor
 from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.copy_engine_traffic import Matrix, matrices_of, part_bytes, push, staged
 from tpkernels.backends.symmetric.cuda_native import Steps
+from tpkernels.backends.symmetric.grouped_launches import combining_launches
 from tpkernels.backends.symmetric.kernel_launches import Launch, own_rows, scatter_launch
 from tpkernels.gemm import canonical
-from tpkernels.ops.contract import Context, MatmulReduceScatter
+from tpkernels.ops.contract import Context, GroupedMatmulAllReduce, MatmulReduceScatter
 from tpkernels.partition import Layout, chunk_ranges
 
-__all__ = ["MOST_BLOCKS", "sum_of_shard"]
+__all__ = ["MOST_BLOCKS", "sum_of_shard", "sum_of_tokens"]
 
 MOST_BLOCKS = 64
 """As many as there may be ranks, and as divide the small problem of the first call's check."""
@@ -71,6 +72,51 @@ def sum_of_shard(context: Context, channel: Channel, op: str, call: MatmulReduce
     finally:
         channel.settle()
     return out
+
+
+def sum_of_tokens(
+    context: Context, channel: Channel, op: str, call: GroupedMatmulAllReduce, layout: Layout, bias: Tensor | None
+) -> Tensor:
+    """The same of experts: this rank's tokens in ``layout``; ``bias``: fp32, a row for each of these.
+
+    A block is what its products are, weighted and summed over a token's experts in fp32.  Nothing of it travels before
+    all of it is there.
+    """
+    rows, columns = call.rows.num_tokens, call.columns
+    parts = matrices_of(layout, rows, columns, _WIDE.itemsize)
+    channel.prepare(
+        channel.size * max(part_bytes(part, _WIDE.itemsize) for part in parts), context.fingerprint, context.text
+    )
+    try:
+        sums = _sums_of_blocks(context, channel, call, range(context.problem.same_bits // channel.size))
+        staging = sums.view(-1).view(torch.uint8)
+        sent = push(channel, op, staging, parts, _WIDE.itemsize, 1, False, Steps.BEGIN)
+        channel.run(sent, Steps.MOVE, staging.data_ptr())
+        call.meanwhile()
+        out = _top_of_tree(channel, op, call, parts[channel.rank], staging, bias, 1)
+        channel.run(sent, Steps.JOIN | Steps.END)
+    finally:
+        channel.settle()
+    return out
+
+
+def _sums_of_blocks(context: Context, channel: Channel, call: GroupedMatmulAllReduce, blocks: range) -> Tensor:
+    """``[tokens, columns]``: the subtree over some of this rank's blocks."""
+    own, rows, columns = context.problem.same_bits // channel.size, call.rows.num_tokens, call.columns
+    if len(blocks) > 1:
+        middle = len(blocks) // 2
+        left = _sums_of_blocks(context, channel, call, blocks[:middle])
+        return left.add_(_sums_of_blocks(context, channel, call, blocks[middle:]))
+    panels = [canonical.panels(matrices.shape[1], own)[blocks[0]] for matrices in call.matrices]
+    part = replace(
+        call, xs=[canonical.part_of(x, slice(None), panel) for x, panel in zip(call.xs, panels, strict=True)],
+        matrices=[matrices[:, panel] for matrices, panel in zip(call.matrices, panels, strict=True)], bias=None,
+    )  # fmt: skip
+    sums = call.like.new_empty(rows, columns, dtype=_WIDE)
+    place = (Matrix(0, rows, columns, columns),)
+    for launch in combining_launches(context, channel, part, None, place, sums, _WIDE)[0]:
+        launch()
+    return sums
 
 
 def _launches(
@@ -113,8 +159,8 @@ def _trailing_ones(number: int) -> int:
 
 
 def _top_of_tree(
-    channel: Channel, op: str, call: MatmulReduceScatter, own: Matrix, staging: Tensor, bias: Tensor | None,
-    num_chunks: int,
+    channel: Channel, op: str, call: MatmulReduceScatter | GroupedMatmulAllReduce, own: Matrix, staging: Tensor,
+    bias: Tensor | None, num_chunks: int,
 ) -> Tensor:  # fmt: skip
     """What the ranks have sent and this rank's ``own`` part, added as they come."""
     size, slot, stream = part_bytes(own, _WIDE.itemsize), channel.own_slot(), channel.device.stream()
