@@ -71,4 +71,21 @@ def mixtral(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
     return transformers.MixtralForCausalLM(config).to(dtype), {"plan": plan}, llama(dtype)[2]
 
 
-MODELS = {"gpt": gpt, "llama": llama, "copies": copies, "mixtral": mixtral}
+def found(experts: str) -> Callable[[torch.dtype], tuple[nn.Module, dict[str, Any], Step]]:
+    """The same, by a plan that is found."""
+
+    def made(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Step]:
+        model, _, step = mixtral(dtype)
+        return model, {"example_inputs": {"input_ids": torch.zeros(4, 24, dtype=torch.long)}, "experts": experts}, step
+
+    return made
+
+
+MODELS = {
+    "gpt": gpt,
+    "llama": llama,
+    "copies": copies,
+    "mixtral": mixtral,
+    "mixtral, by features": found("features"),
+    "mixtral, dealt out": found("experts"),
+}

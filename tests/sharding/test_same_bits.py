@@ -99,12 +99,21 @@ def test_training_gives_the_bits_of_one_rank(ranks: Pools, name: str, dtype: tor
 
 
 @pytest.mark.slow("builds and trains a Mixtral on one, two and four ranks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_mixture_trains_to_the_bits_of_one_rank(ranks: Pools, dtype: torch.dtype) -> None:
-    (expected,) = ranks(1).run(train, "mixtral", dtype, SAME_BITS, timeout=300.0)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mixtral", torch.float32),
+        ("mixtral, by features", torch.bfloat16),
+        ("mixtral, dealt out", torch.float32),
+        ("mixtral, dealt out", torch.bfloat16),
+    ],
+)
+def test_a_mixture_trains_to_the_bits_of_one_rank(ranks: Pools, name: str, dtype: torch.dtype) -> None:
+    """By a plan by hand, and by plans that are found."""
+    (expected,) = ranks(1).run(train, name, dtype, SAME_BITS, timeout=300.0)
     assert any("experts" in key for key in expected)
     for world in (2, 4):
-        assert not differing(ranks(world).run(train, "mixtral", dtype, SAME_BITS, timeout=300.0), expected)
+        assert not differing(ranks(world).run(train, name, dtype, SAME_BITS, timeout=300.0), expected)
 
 
 @pytest.mark.sample(1)

@@ -14,7 +14,6 @@ import tpkernels as tpk
 from tests.planning.test_experts import H, Mixed, Model, NormBehind, OwnGate
 from tests.planning.test_other_experts import IdentityModel, RowsModel, SharedModel, SortedModel
 from tests.sharding.test_same_bits import small_groups
-from tpkernels.nn import cut_experts, dealt_experts
 from tpkernels.nn.gathering import gathered
 from tpkernels.planning.styles import Experts
 from tpkernels.testing.spawn import Pools
@@ -28,14 +27,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 FEATURES = [(kind, "features") for kind in KINDS if kind != "rows"]
 DEALT = [(kind, "experts") for kind in ("plain", "own gate", "behind", "all", "rows")]
-FAULTS = {
-    "features": (
-        cut_experts,
-        "_gated_by_blocks",
-        lambda module, layout, products, mesh: cut_experts.gated(module, layout, products),
-    ),
-    "experts": (dealt_experts, "_by_expert", lambda gate, products, rows: gate(products)),
-}
 
 
 def made(kind: str) -> nn.Module:
@@ -43,35 +34,26 @@ def made(kind: str) -> nn.Module:
     return KINDS[kind]()
 
 
-def differing(cases: list[tuple[str, str]], by_plan: bool, fault: str | None = None) -> list[str]:
-    """What differs between the degrees: outputs, gradients, and their norm before and after a step."""
+def differing(cases: list[tuple[str, str]], plan: str | None = None) -> list[str]:
+    """What differs between the degrees: outputs, gradients and their norm, before and after a step.
+
+    ``plan``: how all of the model is cut; by default its experts alone, as a plan for all degrees says.
+    """
     wrong = []
+    x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(4))
     for kind, experts in cases:
-        x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(4))
-        routers = {name: "replicate" for name, _ in made(kind).named_modules() if name == "router.layer"}
-        plan = tpk.make_plan(
-            made(kind), SAME_BITS, example_inputs=x, experts=experts, overrides=routers, same_bits=SAME_BITS
-        )
-        styles = {name: style for name, style in plan.styles.items() if isinstance(style, Experts)}
-        assert len(styles) == (2 if kind == "sorted" else 1)
+        options: dict[str, Any] = {"example_inputs": x, "experts": experts, "same_bits": SAME_BITS}
+        found = tpk.make_plan(made(kind), SAME_BITS, **options).styles
+        styles = {name: style for name, style in found.items() if isinstance(style, Experts)}
+        assert len(styles) == (2 if kind == "sorted" else 1), found
         assert all(style.dealt == (experts == "experts") for style in styles.values())
         expected: list[Tensor] = []
         for degree, group in small_groups(SAME_BITS).items():
-            options: Any = {"plan": styles}
-            if by_plan:
-                options = {
-                    "plan": tpk.make_plan(
-                        made(kind), degree, example_inputs=x, experts=experts, overrides=routers, same_bits=SAME_BITS
-                    )
-                }
-            with pytest.MonkeyPatch.context() as patch:
-                if fault is not None:
-                    patch.setattr(*FAULTS[fault])
-                found = trained(tpk.parallelize(made(kind), group, same_bits=SAME_BITS, **options), x)
-            expected = expected or found
+            results = trained(tpk.parallelize(made(kind), group, plan=plan or styles, **options), x)
+            expected = expected or results
             wrong += [
                 f"result {i} of {kind} by {experts} on {degree} ranks"
-                for i, (one, other) in enumerate(zip(found, expected, strict=True))
+                for i, (one, other) in enumerate(zip(results, expected, strict=True))
                 if not torch.equal(one, other)
             ]
     return wrong
@@ -89,12 +71,12 @@ def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
     return found
 
 
-def test_experts_of_every_kind_have_the_bits_of_one_rank(ranks: Pools) -> None:
-    for wrong in ranks(2).run(differing, FEATURES + DEALT, False, timeout=120.0):
+def test_a_gate_of_the_models_own_has_the_bits_of_one_rank(ranks: Pools) -> None:
+    for wrong in ranks(2).run(differing, [("own gate", "features"), ("own gate", "experts")], timeout=120.0):
         assert not wrong
 
 
 @pytest.mark.slow("plans of eleven models at three numbers of ranks")
 def test_plans_of_experts_of_every_kind_give_the_bits_of_one_rank(ranks: Pools) -> None:
-    for wrong in ranks(4).run(differing, FEATURES + DEALT, True, timeout=300.0):
+    for wrong in ranks(4).run(differing, FEATURES + DEALT, "auto", timeout=300.0):
         assert not wrong

@@ -32,6 +32,7 @@ from tpkernels.backends.symmetric.cuda_native import Steps
 from tpkernels.backends.symmetric.grouped_launches import combining_launches
 from tpkernels.backends.symmetric.kernel_launches import Launch, own_rows, scatter_launch
 from tpkernels.gemm import canonical
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand
 from tpkernels.ops.contract import Context, GroupedMatmulAllReduce, MatmulReduceScatter
 from tpkernels.partition import Layout, chunk_ranges
 
@@ -107,11 +108,14 @@ def _sums_of_blocks(context: Context, channel: Channel, call: GroupedMatmulAllRe
         middle = len(blocks) // 2
         left = _sums_of_blocks(context, channel, call, blocks[:middle])
         return left.add_(_sums_of_blocks(context, channel, call, blocks[middle:]))
-    panels = [canonical.panels(matrices.shape[1], own)[blocks[0]] for matrices in call.matrices]
-    part = replace(
-        call, xs=[canonical.part_of(x, slice(None), panel) for x, panel in zip(call.xs, panels, strict=True)],
-        matrices=[matrices[:, panel] for matrices, panel in zip(call.matrices, panels, strict=True)], bias=None,
-    )  # fmt: skip
+    xs: list[Operand] = []
+    of_experts: list[ExpertMatrices] = []
+    for x, matrices in zip(call.xs, call.matrices, strict=True):
+        assert isinstance(x, Tensor) and isinstance(matrices, Tensor), "fp8 is refused"
+        panel = canonical.panels(x.shape[1], own)[blocks[0]]
+        xs.append(x[:, panel])
+        of_experts.append(matrices[:, panel])
+    part = replace(call, xs=xs, matrices=of_experts, bias=None)
     sums = call.like.new_empty(rows, columns, dtype=_WIDE)
     place = (Matrix(0, rows, columns, columns),)
     for launch in combining_launches(context, channel, part, None, place, sums, _WIDE)[0]:
