@@ -29,7 +29,7 @@ PLANNER = (
     Edit("nn/cut_experts.py", "y + (x * identity_weights(taken, len(down))).to(y.dtype)", "y", BEHIND),
     Edit(
         "planning/whole_in_out.py",
-        "known.layout.rows and known.num_experts % world_size",
+        "known.layout.rows and known.num_experts % ranks",
         "False",
         f"{OTHERS} -k rows",
     ),

@@ -8,6 +8,7 @@ __all__ = ["SAME_BITS"]
 
 CANONICAL, BITS, TRAINED = "gemm/canonical.py", "tests/ops/test_same_bits.py", "tests/sharding/test_same_bits.py"
 UNEVEN = "tests/nn/test_same_bits.py"
+EXPERTS, DEALT = "tests/sharding/test_same_bits_experts.py", "tests/ops/test_same_bits_experts.py"
 
 SAME_BITS = (
     Edit(CANONICAL, 'place=f"leaf {len(parts)}"', 'place="leaf"', f"{BITS} -k every_op"),
@@ -59,5 +60,31 @@ SAME_BITS = (
         f"{UNEVEN} -k sizes",
     ),
     Edit("sharding/block_masks.py", "enumerate(self.widths or ", "enumerate(", f"{TRAINED} -k drops"),
+    Edit("nn/cut_experts.py", "product.chunk(blocks, 1)", "product.chunk(1, 1)", f"{EXPERTS} -k own_has"),
+    Edit("nn/dealt_experts.py", "if same_bits_of(ep):", "if ep.size() == 0:", f"{EXPERTS} -k own_has"),
+    Edit(
+        "state/clipping.py",
+        "torch.linalg.vector_norm(all_gather(own, group, shard_sizes=sizes), p)",
+        "torch.linalg.vector_norm(own, p)",
+        f"{EXPERTS} -k own_has",
+    ),
+    Edit(
+        "ops/expert_blocks.py",
+        "in rows().runs():",
+        "in [(0, 0, count)]:",
+        f"{DEALT} -k of_one_rank",
+    ),
+    Edit(
+        "backends/canonical_experts.py",
+        "picked = whole.index_select(0, rows.tokens[low:high])",
+        "picked = whole.index_select(0, rows.tokens[low:high].flip(0))",
+        f"{DEALT} -k values",
+    ),
+    Edit(
+        "ops/expert_blocks.py",
+        "order = accumulation_dtype(found.dtype), experts[own].argsort(dim=1, stable=True)",
+        "order = accumulation_dtype(found.dtype), (experts[own] + group.size).fmod(3).argsort(dim=1, stable=True)",
+        f"{DEALT} -k of_one_rank",
+    ),
     Edit("ops/same_bits.py", "if rows * width % VECTOR)", "if width < 0)", f"{TRAINED} -k refused"),
 )

@@ -8,21 +8,35 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels as tpk
 from tests.planning.test_experts import H, Mixed, Model, NormBehind, OwnGate
 from tests.planning.test_other_experts import IdentityModel, RowsModel, SharedModel, SortedModel
 from tests.sharding.test_same_bits import small_groups
+from tpkernels.comm.groups import resolve
+from tpkernels.errors import UnsupportedProblem
 from tpkernels.nn.gathering import gathered
 from tpkernels.planning.styles import Experts
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
 
-SAME_BITS, TOKENS = 4, 64
+SAME_BITS = 4
+
+
+class OfSilu(OwnGate):
+    """Whose last elements a vectorised loop computes in another way than the rest."""
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        gate, up = z.chunk(2, -1)
+        return F.silu(gate) * up
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "plain": partial(Model, Mixed), "own gate": partial(Model, OwnGate), "behind": partial(Model, NormBehind),
+    "plain": partial(Model, Mixed), "own gate": partial(Model, OfSilu), "behind": partial(Model, NormBehind),
     "all": SharedModel, "identity": IdentityModel, "sorted": SortedModel, "rows": RowsModel,
 }  # fmt: skip
 FEATURES = [(kind, "features") for kind in KINDS if kind != "rows"]
@@ -34,13 +48,13 @@ def made(kind: str) -> nn.Module:
     return KINDS[kind]()
 
 
-def differing(cases: list[tuple[str, str]], plan: str | None = None) -> list[str]:
+def differing(cases: list[tuple[str, str]], tokens: int, plan: str | None = None) -> list[str]:
     """What differs between the degrees: outputs, gradients and their norm, before and after a step.
 
     ``plan``: how all of the model is cut; by default its experts alone, as a plan for all degrees says.
     """
     wrong = []
-    x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(4))
     for kind, experts in cases:
         options: dict[str, Any] = {"example_inputs": x, "experts": experts, "same_bits": SAME_BITS}
         found = tpk.make_plan(made(kind), SAME_BITS, **options).styles
@@ -72,11 +86,24 @@ def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_a_gate_of_the_models_own_has_the_bits_of_one_rank(ranks: Pools) -> None:
-    for wrong in ranks(2).run(differing, [("own gate", "features"), ("own gate", "experts")], timeout=120.0):
+    """Also where last elements are there: it sees whole blocks, and whole experts."""
+    for wrong in ranks(2).run(differing, [("own gate", "features"), ("own gate", "experts")], 61, timeout=120.0):
         assert not wrong
+
+
+def test_experts_on_a_mesh_of_two_axes_are_refused(ranks: Pools) -> None:
+    ranks(2).run(check_refusal)
+
+
+def check_refusal() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+    resolve(mesh["tp"]).keep_same_bits(SAME_BITS)
+    experts = tpk.nn.ParallelExperts(4, 8, 16, mesh, layout="experts")
+    with pytest.raises(UnsupportedProblem, match="a mesh of two axes for experts does not give the same bits"):
+        experts(torch.ones(6, 8), tpk.Routing(torch.zeros(6, 1).long(), torch.ones(6, 1)))
 
 
 @pytest.mark.slow("plans of eleven models at three numbers of ranks")
 def test_plans_of_experts_of_every_kind_give_the_bits_of_one_rank(ranks: Pools) -> None:
-    for wrong in ranks(4).run(differing, FEATURES + DEALT, "auto", timeout=300.0):
+    for wrong in ranks(4).run(differing, FEATURES + DEALT, 64, "auto", timeout=300.0):
         assert not wrong

@@ -136,26 +136,27 @@ def _blocks(grad: Tensor, local: Tensor, axes: Axes) -> list[Tensor] | None:
     found = _cut_for_same_bits(grad, axes)
     if found is None:
         return [local]
-    group, dim, same_bits = found
-    if grad.shape[dim] % same_bits == 0:
-        blocks = same_bits // group_size(group)
-        return [part.clone(memory_format=torch.contiguous_format) for part in local.chunk(blocks, dim)]
-    if local.shape[dim] != chunk_sizes(grad.shape[dim], group_size(group))[group.rank()]:
+    group, placement, same_bits = found
+    total, own, size = grad.shape[placement.dim], local.shape[placement.dim], group_size(group)
+    if total % same_bits == 0:
+        blocks = same_bits // size
+        return [part.clone(memory_format=torch.contiguous_format) for part in local.chunk(blocks, placement.dim)]
+    if own != chunk_sizes(total, size)[group.rank()]:
         raise ValueError(
-            f"same_bits={same_bits}: a gradient of shape {tuple(grad.shape)}, of which this rank has "
-            f"{local.shape[dim]} along dimension {dim}, is cut neither into blocks of one size nor as torch.chunk cuts"
+            f"same_bits={same_bits}: a gradient of shape {tuple(grad.shape)}, of which this rank has {own} along "
+            f"dimension {placement.dim}, is cut neither into blocks of one size nor as torch.chunk cuts"
         )
     return None
 
 
-def _cut_for_same_bits(grad: Tensor, axes: Axes) -> tuple[dist.ProcessGroup, int, int] | None:
-    """The group and the dimension along which ``grad`` is cut, and ``same_bits``, if that is asked for."""
+def _cut_for_same_bits(grad: Tensor, axes: Axes) -> tuple[dist.ProcessGroup, Shard, int] | None:
+    """The group over which ``grad`` is cut, how, and ``same_bits``, if that is asked for."""
     mesh, dims = axes
     if len(dims) != 1:
         return None
     group = cast(DeviceMesh, mesh).get_group(dims[0])
     same_bits = same_bits_of(group)
-    return (group, cast(Shard, cast(DTensor, grad).placements[dims[0]]).dim, same_bits) if same_bits else None
+    return (group, cast(Shard, cast(DTensor, grad).placements[dims[0]]), same_bits) if same_bits else None
 
 
 def _norm_of_units(
@@ -164,12 +165,12 @@ def _norm_of_units(
     """Of a gradient of whole experts, from the norm of each: as many numbers at every degree."""
     found = _cut_for_same_bits(grad, axes)
     assert found is not None
-    group, dim, _ = found
-    own = torch.zeros(local.shape[dim], dtype=dtype, device=device)
-    for number, unit in enumerate(local.unbind(dim)):
+    group, placement, _ = found
+    own = torch.zeros(local.shape[placement.dim], dtype=dtype, device=device)
+    for number, unit in enumerate(local.unbind(placement.dim)):
         whole = unit.clone(memory_format=torch.contiguous_format)
         own[number] = torch.linalg.vector_norm(whole, p, dtype=dtype)
-    sizes = chunk_sizes(grad.shape[dim], group_size(group))
+    sizes = chunk_sizes(grad.shape[placement.dim], group_size(group))
     norm: Tensor = torch.linalg.vector_norm(all_gather(own, group, shard_sizes=sizes), p)
     return norm
 
