@@ -50,7 +50,6 @@ DRAWS = [
 
 
 # Features in several blocks and in one, tokens of each rank and of all, experts that are dealt out.
-FEW_EXPERTS = [Mixture(6, 8, 1, num_experts=2, top_k=1, activation="gelu")]
 EXPERTS = [
     Mixture(11, 24, 3, num_experts=3, bias=True),
     Mixture(40, 16, 2, sequence_parallel=True, activation="gelu", dtype=torch.float16),
@@ -97,11 +96,18 @@ def one_launch(context: Any, channel: Any, *rest: Any) -> Any:
     return RIGHT(context._replace(problem=problem), channel, *rest)
 
 
-RIGHT = symmetric._launches
+def one_product(context: Any, channel: Any, call: Any, blocks: range) -> Any:
+    """The same of experts."""
+    problem = replace(context.problem, same_bits=channel.size)
+    return RIGHT_OF_EXPERTS(context._replace(problem=problem), channel, call, range(1))
+
+
+RIGHT, RIGHT_OF_EXPERTS = symmetric._launches, symmetric._sums_of_blocks
 FAULTS = {
     "tiles": lambda: patched((kernel_launches, "tiles_of_blocks", tiles_of_the_degree), (calls, "whole", cancelling)),
     "": lambda: patched((calls, "whole", cancelling)),
     "order along K": lambda: patched((symmetric, "_launches", one_launch)),
+    "blocks of experts": lambda: patched((symmetric, "_sums_of_blocks", one_product)),
     "top of the tree": lambda: calls.seeded("tree order"),
 }
 
@@ -135,10 +141,11 @@ def test_eight_ranks_give_the_bits_of_one_in_every_op(pools: Pools, emulation: E
 
 
 @pytest.mark.slow("interpreted ranks")
-@pytest.mark.parametrize("fault", ["tiles", "order along K", "top of the tree"])
+@pytest.mark.parametrize("fault", ["tiles", "order along K", "blocks of experts", "top of the tree"])
 def test_a_seeded_fault_changes_bits(pools: Pools, emulation: Emulation, fault: str) -> None:
     # In 16-bit dtypes the steps along K depend on the rows of a shard: those of 2 ranks are not those of 8.
-    draws, world = (DRAWS[:1], 2) if fault == "tiles" else (DRAWS[1:2], 4)
+    draws: Sequence[Draw | Mixture] = EXPERTS[:1] if fault == "blocks of experts" else DRAWS[1:2]
+    draws, world = (DRAWS[:1], 2) if fault == "tiles" else (draws, 4)
     (expected,) = pools(1).run(run_all, emulation, draws, "" if fault == "tiles" else None, timeout=PATIENCE_S)
     found = pools(world).run(run_all, emulation, draws, fault, timeout=PATIENCE_S)
     with pytest.raises(AssertionError, match="elements differ"):

@@ -32,7 +32,7 @@ class OfSilu(OwnGate):
 
     def _apply_gate(self, z: Tensor) -> Tensor:
         gate, up = z.chunk(2, -1)
-        return F.silu(gate) * up
+        return F.silu(gate.contiguous()) * up
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {

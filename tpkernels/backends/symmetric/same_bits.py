@@ -14,6 +14,9 @@ number of rows or columns, or on alignment.  Interpreted kernels do that.  On GP
 work, and no GPU has been asked.  The bits are not those of the library's GEMMs, so all degrees must take ``symmetric``;
 "auto" does not.
 
+Sums of experts are made in the same way: of each block a launch weights and sums its products over a token's experts in
+fp32, and torch adds the blocks.  Experts that are dealt out are whole, and need the same tiles alone.
+
 Memory: fp32 for as many whole results as the rank's tree has levels, and one more.  Only the last block's GEMM hides
 transfers.
 """
