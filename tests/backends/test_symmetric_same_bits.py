@@ -26,7 +26,13 @@ from tpkernels.backends.symmetric import kernel_launches, tuning
 from tpkernels.backends.symmetric import same_bits as symmetric
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import Problem
+from tpkernels.testing import dealt, grouped
 from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case
+from tpkernels.testing.dealt import COMBINE, DISPATCH, DealtCase
+from tpkernels.testing.grouped import GATHER as GATHER_EXPERTS
+from tpkernels.testing.grouped import REDUCE as REDUCE_EXPERTS
+from tpkernels.testing.grouped import SCATTER as SCATTER_EXPERTS
+from tpkernels.testing.grouped import GroupedCase
 from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.gloo
@@ -179,5 +185,11 @@ def check_values(emulation: Emulation) -> None:
         resolve(group).keep_same_bits(SAME_BITS)
         for case in cases:
             JUDGES["values"](case.but(implementation="symmetric"), group)
+        of_experts = GroupedCase(GATHER_EXPERTS, (9, 4), shape=(16, 16), bias=True, implementation="symmetric")
+        for op in (GATHER_EXPERTS, SCATTER_EXPERTS, REDUCE_EXPERTS):
+            grouped.judge(of_experts.but(op=op), group)
+        of_whole = DealtCase(DISPATCH, (9, 4), shape=(16, 24), bias=True, implementation="symmetric")
+        for op in (DISPATCH, COMBINE):
+            dealt.judge(of_whole.but(op=op, dtype=torch.bfloat16), group)
         said = tpk.explain(GATHER, m=64, n=64, k=64, dtype=torch.float32, group=group)
         assert said.chosen != "symmetric" and "symmetric      no estimate, by name alone" in str(said), said
