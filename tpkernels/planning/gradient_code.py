@@ -2,8 +2,8 @@
 
 It owns :func:`code_of_gradients` and :class:`Requiring`.  A ``torch.autograd.Function`` has a backward of its own, and
 a hook on a tensor changes the gradient that passes.  Both are code over whole tensors, and nobody knows what they make
-of a part; this module reports that they exist.  Code that asks a tensor whether it requires a gradient gets the answer
-that it would get in a real run.
+of a part; this module reports that they exist, and how to find out whether a function takes each element by itself.
+Code that asks a tensor whether it requires a gradient gets the answer that it would get in a real run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
+from tpkernels.planning.element_code import works_on_elements
 from tpkernels.planning.tensors import can_require_grad, storage_of
 
 if TYPE_CHECKING:
@@ -66,10 +67,12 @@ class Requiring:
 @contextmanager
 def code_of_gradients(session: Session) -> Iterator[None]:
     """Within it, custom functions and hooks report to ``session``, and their results count as activations."""
-    original = torch.autograd.Function.__dict__["apply"]
+    base: Any = torch.autograd.Function.__mro__[1]  # what apply of every function calls, also where code holds it
 
-    def told(name: str, tensors: list[Tensor], made: list[Tensor]) -> None:
-        session.gradient_code_called(name, tensors)
+    def told(
+        name: str, tensors: list[Tensor], made: list[Tensor], on_elements: Callable[[], bool] = lambda: False
+    ) -> None:
+        session.gradient_code_called(name, tensors, on_elements)
         if any(session.has_origin(tensor) for tensor in tensors):
             for tensor in made:
                 session.set_origin(tensor, None)
@@ -80,18 +83,24 @@ def code_of_gradients(session: Session) -> Iterator[None]:
         if cls is CheckpointFunction:  # what it runs again for the gradients is what counts
             run, _, *inputs = args
             return run(*inputs)
-        out = original.__func__(cls, *args, **kwargs)
+        original: Callable[..., Any] = super(base, cls).apply  # type: ignore[misc]
+        out = original(*args, **kwargs)
         if not cls.__module__.startswith(_NOT_THE_MODELS):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            told(cls.__name__, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+            tensors, made = (
+                [leaf for leaf in tree_leaves(some) if isinstance(leaf, Tensor)] for some in ((args, kwargs), out)
+            )
+            told(cls.__name__, tensors, made, lambda: works_on_elements(original, args, kwargs))
         return out
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    before = vars(base).get("apply")
+    base.apply = classmethod(apply)
     try:
         with _hooks_told(told), _requiring_gradients(session):
             yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del base.apply
+        if before is not None:
+            base.apply = before
 
 
 @contextmanager

@@ -7,7 +7,7 @@ output all that is made gives shares.  For any other activation nothing is prove
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,8 @@ class Gradients(Session):
         """Of these: the parameters that they met on the way from the feeder."""
         self._splits: dict[int, Split] = {}
         self._groups: dict[int, frozenset[int]] = {}
+        self._doubts: dict[int, tuple[Unproven, frozenset[int]]] = {}
+        """Results of which nothing is proven: why, and which groups are to blame."""
 
     def know(self, other: Gradients) -> None:
         """Gradients must be of one kind in both runs, whatever they have in common."""
@@ -57,7 +59,20 @@ class Gradients(Session):
         """The layers of which a tensor was made, without another layer between."""
         raise NotImplementedError
 
+    def gradient_code_called(self, name: str, tensors: list[Tensor], on_elements: Callable[[], bool]) -> None:
+        if tensors and all(id(tensor) in self._splits for tensor in tensors) and on_elements():
+            return
+        for tensor in tensors:
+            self._is_whole(tensor, f"given to {name}, whose backward is code of its own")
+
+    def _check_doubts(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if id(tensor) in self._doubts:
+                error, self.blame = self._doubts[id(tensor)]
+                raise error
+
     def _is_whole(self, tensor: Tensor, where: str) -> None:
+        self._check_doubts([tensor])
         if id(tensor) in self._splits or id(tensor) in self._summed:
             self.blame = self._groups.get(id(tensor), self.blame)
             what = "a part of one rank" if id(tensor) in self._splits else "what has a part of its gradient"
@@ -127,3 +142,18 @@ class Gradients(Session):
         origins = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
         if None in origins:
             self._complete |= {name for origin in origins if origin is not None for name in origin}
+
+    def _share(self, tensor: Tensor, func: Any, groups: frozenset[int]) -> None:
+        """A copy taken out of a packed part: whole, and with a share of its gradient on every rank."""
+        if func._schema.is_mutable:
+            raise Unproven(f"{canonical(func)} writes to what every rank has a copy of")
+        self._mark(tensor, None, groups)
+        self._summed.add(id(tensor))
+        self._groups[id(tensor)] = groups
+
+    def _mark(self, tensor: Tensor, split: Split | None, groups: frozenset[int]) -> None:
+        if split is None:
+            self._splits.pop(id(tensor), None)
+            return
+        self._splits[id(tensor)] = split
+        self._groups[id(tensor)] = groups

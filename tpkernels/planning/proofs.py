@@ -7,7 +7,7 @@ found decides: a group that it blames is given up, and the replay is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -116,7 +116,9 @@ class _Decider:
         found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         waiting: dict[Any, list[Group]] = {}
         used = {name for group in self.decision.proven for name in group.layers}
-        for group in sorted(find_groups(recording), key=self._is_narrow):
+        groups = find_groups(recording)
+        small = self._small_beside(groups)
+        for group in sorted(groups, key=lambda group: group in small or self._is_narrow(group)):
             if group in self.decision.refused or not self.search.is_called(group):
                 continue
             layers = set(group.layers)
@@ -162,6 +164,23 @@ class _Decider:
             return False
         first, last = layers[group.columns[0]], layers[group.rows[0]]
         return first.out_features < min(first.in_features, last.out_features)
+
+    def _small_beside(self, groups: Sequence[Group]) -> set[Group]:
+        """Pairs that end in a column of another group, whose other layers are larger: what makes a bias per head
+        (Swin 2)."""
+        layers = self.shadow.layers
+
+        def size(names: Iterable[str]) -> int:
+            return sum(layers[name].in_features * layers[name].out_features for name in names if name in layers)
+
+        others: dict[str, list[Group]] = {}
+        for group in groups:
+            for name in group.columns if _size(group) <= SMALL_GROUP else ():
+                others.setdefault(name, []).append(group)
+        return {
+            group for group in groups if _size(group) == 2
+            for other in others.get(group.rows[0], ()) if size({*other.layers} - {*group.layers}) > size(group.layers)
+        }  # fmt: skip
 
     def _contradicts(self, group: Group) -> bool:
         """Whether the user wants one of the layers to be the opposite, a row for a column."""

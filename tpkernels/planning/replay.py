@@ -9,7 +9,8 @@ is complete or known to be a sum over the ranks, and nothing cut leaves the mode
 parameter that does has its gradients summed.
 
 What the run does not show proves nothing.  A ``torch.autograd.Function`` of the model's own has a backward that is not
-seen.  Numbers that Python makes from sizes are compared between the two runs, and so is which tensor each op takes.
+seen.  Where nothing is proven of an op, its results must not be read.  Numbers that Python makes from sizes are
+compared between the two runs, and so is which tensor each op takes.
 Ranks whose number of heads differs from the first rank's have a replay of their own (:func:`unlike_ranks`).
 """
 
@@ -19,32 +20,28 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
-from tpkernels.planning.gradients import Gradients
 from tpkernels.planning.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import (
     TRANSPARENT,
     Event,
-    Mixture,
-    Opaque,
     Scope,
     Shape,
-    Source,
-    as_given,
     as_shapes,
     canonical,
     constant_of,
     is_random,
 )
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.splits import HandedOn, Split, Unproven, divisor, how, part_of_constant
+from tpkernels.planning.splits import HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
 from tpkernels.planning.tensors import storage_of, tensors_in
 from tpkernels.planning.trace import Example, Recording
+from tpkernels.planning.whole_steps import WholeSteps
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
@@ -52,7 +49,7 @@ aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
-class Replay(Gradients):
+class Replay(WholeSteps):
     """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
@@ -68,26 +65,30 @@ class Replay(Gradients):
         world_size: int,
         rank: int,
     ) -> None:
-        super().__init__(shadow, {key: values[rank] for key, values in attributes.items()}, roles)
-        self.recording, self.world_size, self.rank = recording, world_size, rank
+        super().__init__(shadow, recording, {key: values[rank] for key, values in attributes.items()}, roles)
+        self.world_size, self.rank = world_size, rank
         self.guess = shadow.guess = recording.guess
-        self.origins, self.made = dict(recording.origins), dict(recording.made)
+        self.origins = dict(recording.origins)
         self.values.take(recording.values)
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
-        self._open = False
         self._open_groups: set[int] = set()
         self._drawn: dict[bool, set[int]] = {False: set(), True: set()}
         """Groups between whose layers random numbers were drawn for whole tensors, and for parts."""
         self._arguments: dict[str, dict[str, Role]] = {}
         """By module: arguments of which it takes a part."""
-        self._at, self._stop = 0, len(recording.events)
+        self._begin(0, len(recording.events))
         for name, role in roles.items():
             if role.kind == "slice":
                 self._slice(name, role)
             elif role.kind == "argument":
                 module, _, argument = name.rpartition(":")
                 self._arguments.setdefault(module, {})[argument] = role
+
+    def _begin(self, start: int, stop: int) -> None:
+        """Stand before event ``start``, as the recording did."""
+        self._at, self._stop, self.made = start, stop, self.recording.made_before(start)
+        self.made |= {id(part): self.source(self.shadow.own(name)) for name, part in self.slices.items()}
 
     def _slice(self, name: str, role: Role) -> None:
         """Let the run see this rank's part of a parameter."""
@@ -125,7 +126,7 @@ class Replay(Gradients):
 
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
-        self._at, self._stop = scope.start, scope.stop
+        self._begin(scope.start, scope.stop)
         self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 
     def run_model(self, call: Example) -> None:
@@ -151,34 +152,15 @@ class Replay(Gradients):
         except Unproven:
             raise
         except Exception as error:
-            text = str(error).splitlines()[0] if str(error) else ""
-            raise Unproven(f"with one rank's sizes the model raises {type(error).__name__}: {text[:160]}") from error
+            raise raised(error) from error
         if self._at != self._stop:
             raise Unproven("with one rank's sizes the model runs fewer ops")
+        self._check_doubts(tensors_in(out))
         self._check_gradients()
         return out
 
-    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._is_whole(tensor, f"given to {name}, whose backward is code of its own")
-
-    def _next(self, packet: Any, layer: str | None, sources: tuple[Source, ...]) -> Event:
-        if self._at >= self._stop:
-            raise Unproven("with one rank's sizes the model runs more ops")
-        event = self.recording.events[self._at]
-        self._at += 1
-        if event.packet != packet or event.layer != layer:
-            raise Unproven(f"with one rank's sizes {layer or packet} runs where {event.layer or event.packet} was")
-        if event.sources != sources:
-            raise Unproven(f"with one rank's sizes {layer or packet} takes another tensor")
-        return event
-
-    def _made(self, outputs: list[Tensor]) -> None:
-        """By the event that came last."""
-        event = self._at - 1
-        self.made |= {id(out): (id(self.recording), event, place) for place, out in enumerate(outputs)}
-
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self._check_doubts(tensors)
         groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
         self.blame = groups or self.blame
         packet = canonical(func)
@@ -199,8 +181,8 @@ class Replay(Gradients):
             answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
         except Unproven as error:
             error.parameters = self._whole_parameters(tensors)
-            raise
-        out = func(*args, **kwargs)
+            return self._doubted(func, args, kwargs, event, error)
+        out = self._run_op(func, args, kwargs, tensors)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if len(outputs) != len(event.outputs):
             raise Unproven(f"{packet} has {len(outputs)} results, {len(event.outputs)} in the whole model")
@@ -224,6 +206,27 @@ class Replay(Gradients):
                 self._mark(output, answer, groups)
         self._pass_summed(func, tensors, outputs)
         self.pass_origins(func, tensors, outputs)
+        self._made(outputs)
+        return out
+
+    def _run_op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            told = raised(error)
+            told.parameters = self._whole_parameters(tensors)
+            raise told from error
+
+    def _doubted(self, func: Any, args: Any, kwargs: Any, event: Event, error: Unproven) -> Any:
+        """The results of an op of which nothing is proven, which is an ``error`` where somebody reads one of them."""
+        try:
+            out = func(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - with what is no part of anything, an op may raise anything
+            raise error from None
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if func._schema.is_mutable or not 0 < len(outputs) == len(event.outputs):
+            raise error
+        self._doubts |= {id(output): (error, self.blame) for output in outputs}
         self._made(outputs)
         return out
 
@@ -309,56 +312,9 @@ class Replay(Gradients):
         packed = [role.split(0) for role in self.roles.values() if role.copied]
         return part_of_constant(local, whole, pieces, packed, self.world_size, self.rank)
 
-    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            self._is_whole(tensor, f"given to {name}, which needs values of tensors")
-        event = self._next(Opaque(name), None, tuple(map(self.source, tensors)))
-        if [as_given((args, kwargs))] != event.whole:
-            raise Unproven(f"what is given to {name} depends on the number of features of one rank")
-        inside = [key for key in self.attributes if key[0] == name or key[0].startswith(f"{name}.")]
-        if inside:
-            raise Unproven(f"{name} needs values of tensors, and has the number {'.'.join(inside[0])}")
-        if self._open and any(isinstance(m, nn.Dropout) for m in self.shadow.modules[name].modules()):
-            raise Unproven(f"{name} draws random numbers between layers of the group")
-        self._completed(tensors)
-
-    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        event = self.recording.events[self._at - 1]
-        if [tuple(output.shape) for output in outputs] != [tuple(shape) for shape in event.outputs]:
-            raise Unproven(f"{name} gives other shapes with one rank's sizes")
-        self._made(outputs)
-
-    def before_mixture(self, name: str, given: list[Tensor]) -> None:
-        for tensor in given:
-            self._is_whole(tensor, f"given to {name}, which takes whole tokens")
-        event = self._next(Mixture(name), None, tuple(map(self.source, given)))
-        if [Shape(tensor.shape) for tensor in given] != event.whole:
-            raise Unproven(f"what is given to {name} depends on the number of features of one rank")
-        self._completed(given)
-        for tensor in given:
-            if self.has_origin(tensor):
-                self._complete |= self.origin(tensor) or set()
-
-    def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
-        self._made([out])
-
-    def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
-        for tensor in given:
-            self._is_whole(tensor, f"given to {name}, inside of a module that needs values of tensors")
-            if self.has_origin(tensor):
-                self._complete |= self.origin(tensor) or set()
-
-    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._is_whole(tensor, f"read by {self.quiet}, which needs values of tensors")
-            if id(tensor) in self.shadow.names:
-                self._complete |= self.origin(tensor) or set()
-        if self._open and is_random(func, args):
-            raise Unproven(f"{self.quiet} draws random numbers between layers of the group")
-
     def norm_called(self, name: str, forward: Any, *given: Tensor) -> Any:
         """A norm over features that are cut is one step; any other call of it runs its code."""
+        self._check_doubts(given)
         x, call = given[0], self.recording.norm_calls.get(self._at)
         split = self._splits.get(id(x))
         if split is None or split.dim != x.dim() - 1:
@@ -380,13 +336,8 @@ class Replay(Gradients):
         self.cut_norms[name] = groups
         return out
 
-    def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
-        self._is_whole(x, f"the input of {name}, inside of a module that needs values of tensors")
-        if name in self.roles:
-            raise Unproven(f"{name} is inside of a module that needs values of tensors")
-        return super().layer_called_quietly(name, x)
-
     def layer_called(self, name: str, x: Tensor) -> Tensor:
+        self._check_doubts([x])
         self.blame = self._groups.get(id(x), self.blame)
         if any(key.rpartition(".")[0] == name for key in self.slices):
             raise Unproven(f"{name} is called, and has a parameter that is read and cut by itself")
@@ -420,21 +371,6 @@ class Replay(Gradients):
             self._groups[id(out)] = frozenset([role.group])
         self._made([out])
         return out
-
-    def _share(self, tensor: Tensor, func: Any, groups: frozenset[int]) -> None:
-        """A copy taken out of a packed part: whole, and with a share of its gradient on every rank."""
-        if func._schema.is_mutable:
-            raise Unproven(f"{canonical(func)} writes to what every rank has a copy of")
-        self._mark(tensor, None, groups)
-        self._summed.add(id(tensor))
-        self._groups[id(tensor)] = groups
-
-    def _mark(self, tensor: Tensor, split: Split | None, groups: frozenset[int]) -> None:
-        if split is None:
-            self._splits.pop(id(tensor), None)
-            return
-        self._splits[id(tensor)] = split
-        self._groups[id(tensor)] = groups
 
     def _splits_of(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):

@@ -316,12 +316,16 @@ class Session(TorchDispatchMode):
     def read_by_weight(self, name: str) -> None:
         """A product with a layer's weight, which is a call of the layer."""
 
+    def weight_converted(self, name: str) -> None:
+        """Code asks for a layer's weight in some dtype."""
+
     def norm_called(self, name: str, forward: Callable[..., Any], *given: Tensor) -> Any:
         """A module that may be a norm over the last dimension, called with x alone, or with a gate as well."""
         return forward(*given)
 
-    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
-        """The gradients of ``tensors`` pass through code that this run does not see."""
+    def gradient_code_called(self, name: str, tensors: list[Tensor], on_elements: Callable[[], bool]) -> None:
+        """The gradients of ``tensors`` pass through code that this run does not see; ``on_elements`` finds out whether
+        it takes each element by itself."""
 
     def original_called(self, name: str) -> None:
         """A module of the model itself runs, not its copy."""

@@ -27,7 +27,7 @@ from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_siz
 
 __all__ = [
     "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of", "has_places",
-    "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "share", "shared_runs", "through_view",
+    "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "raised", "share", "shared_runs", "through_view",
 ]  # fmt: skip
 
 _even: ContextVar[bool] = ContextVar("as_array_split", default=False)
@@ -93,6 +93,12 @@ class Unproven(Exception):
         self.layers: frozenset[str] = frozenset()
         self.met: Split | None = None
         self.segmented = False
+
+
+def raised(error: Exception) -> Unproven:
+    """What it means that a model's code raises with one rank's sizes."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return Unproven(f"with one rank's sizes the model raises {type(error).__name__}: {text[:160]}")
 
 
 class HandedOn(Unproven):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ __all__ = ["Example", "Recording"]
 
 @dataclass(frozen=True)
 class Example:
-    """How a run is begun: the model with these arguments, or one of its methods."""
+    """How a run is begun: the model with these arguments, one of its methods, or a module of it, by name."""
 
     method: str
     args: Any
@@ -50,10 +51,14 @@ class Example:
 
     def of(self, model: nn.Module) -> Any:
         """What is called."""
-        return getattr(model, self.method) if self.method else model.forward
+        begun = self._begun(model)
+        return begun.forward if isinstance(begun, nn.Module) else begun
 
     def run(self, model: nn.Module) -> Any:
-        return (getattr(model, self.method) if self.method else model)(*self.args, **self.kwargs)
+        return self._begun(model)(*self.args, **self.kwargs)
+
+    def _begun(self, model: nn.Module) -> Any:
+        return attrgetter(self.method)(model) if self.method else model
 
 
 class Recording(Session):
@@ -99,6 +104,8 @@ class Recording(Session):
         """Of layers inside of opaque modules: the modules there that are around every call, and take one tensor."""
         self.rows_unknown: set[str] = set()
         """Layers inside of opaque modules, whose rows depend on values."""
+        self._written: dict[int, list[tuple[int, Source]]] = {}
+        """Of tensors that ops write to (counters of batch norms): after which event each has which source, in order."""
         self._to_opaque: list[int] = []
         self._node_of: dict[int, int] = {}
         self._noise: set[int] = set()
@@ -129,7 +136,7 @@ class Recording(Session):
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
         """Run one module on the arguments that another recording saw; the scope of that call here."""
-        self.origins, self.made = dict(recording.origins), dict(recording.made)
+        self.origins, self.made = dict(recording.origins), recording.made_before(scope.start)
         self.values.take(recording.values)
         with self.shadow.running(self):
             args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
@@ -148,7 +155,11 @@ class Recording(Session):
             return out
         whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
-        self._add(Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors)), outputs)
+        event = Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors))
+        for output in outputs if func._schema.is_mutable else ():
+            if any(output is tensor for tensor in tensors):
+                self._written.setdefault(id(output), [(-1, self.source(output))])
+        self._add(event, outputs)
         return out
 
     def _note_readers(self, tensors: list[Tensor]) -> None:
@@ -162,7 +173,19 @@ class Recording(Session):
 
     def _add(self, event: Event, outputs: list[Tensor]) -> None:
         self.events.append(event)
-        self.made |= {id(output): (id(self), len(self.events) - 1, place) for place, output in enumerate(outputs)}
+        number = len(self.events) - 1
+        for place, output in enumerate(outputs):
+            self.made[id(output)] = (id(self), number, place)
+            if id(output) in self._written:
+                self._written[id(output)].append((number, self.made[id(output)]))
+
+    def made_before(self, event: int) -> dict[int, Source]:
+        """What had made each tensor when ``event`` began."""
+        before = {
+            tensor: [source for number, source in sources if number < event][-1]
+            for tensor, sources in self._written.items()
+        }
+        return self.made | before
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         layer, features = self.shadow.layers[name], self.widths.get(name)
@@ -218,6 +241,9 @@ class Recording(Session):
 
     def read_by_weight(self, name: str) -> None:
         self.by_weight.setdefault(self.innermost, set()).add(name)
+
+    def weight_converted(self, name: str) -> None:
+        self.direct.add(name)
 
     def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
         self._note_readers(given)

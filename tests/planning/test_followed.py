@@ -1,0 +1,121 @@
+"""What a run on fake tensors follows: counters that code writes to, functions with a backward of their own, results
+that nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpkernels as tpk
+from tpkernels.planning.styles import Column, Row, Sliced
+
+pytestmark = pytest.mark.cpu
+
+WIDTH = 8
+X = torch.zeros(4, WIDTH)
+PAIR, ALONE = (Column, False, Row, False), (Column, True, Row, True)
+
+
+class Gelu(torch.autograd.Function):
+    """As Bloom's in transformers 5.24 (models/bloom/modeling_bloom.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1 + torch.tanh(x))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(x)
+        return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t))
+
+
+class Centred(Gelu):
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy - dy.mean(-1, keepdim=True)
+
+
+class Scaled(Gelu):
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy / dy.shape[-1]
+
+
+class Mlp(nn.Module):
+    """Between its layers runs ``how``; ``before``: a module before them."""
+
+    def __init__(self, how: Any, before: nn.Module | None = None) -> None:
+        super().__init__()
+        self.before = before or nn.Identity()
+        self.up, self.down, self.how = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.how(self.up(self.before(x))))
+        return y
+
+
+def scores(h: Tensor) -> Tensor:
+    return h @ h.transpose(-2, -1)
+
+
+def unread(h: Tensor) -> Tensor:
+    """What Sam 2 computes of heads that a rank does not have, and does not use."""
+    scores(h)
+    return h.relu()
+
+
+CASES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+    "counter": (Mlp(F.relu, nn.BatchNorm1d(WIDTH)), PAIR),
+    "two counters": (Mlp(F.relu, nn.Sequential(*[nn.BatchNorm1d(WIDTH)] * 2)), PAIR),
+    "elements": (Mlp(Gelu.apply), PAIR),
+    "mean of the gradient": (Mlp(Centred.apply), ALONE),
+    "size of the gradient": (Mlp(Scaled.apply), ALONE),
+    "unread": (Mlp(unread), PAIR),
+    "read": (Mlp(lambda h: h * scores(h).sum()), ALONE),
+    "returned": (Mlp(lambda h: h + 0 * scores(h)[:, :1]), ALONE),
+}
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_a_pair_is_proven_where_what_is_between_allows_it(how: str) -> None:
+    model, expected = CASES[how]
+    plan = tpk.make_plan(model, 2, example_inputs=X)
+    up, down = plan["up"].style, plan["down"].style
+    assert isinstance(up, Column) and isinstance(down, Row), how
+    assert (Column, up.gather_output, Row, down.split_input) == expected, f"{how}: {plan['up'].reason}"
+
+
+class Windows(nn.Module):
+    """Attention whose bias of each head a small MLP makes, as in Swin 2 (transformers' Swinv2SelfAttention), and with a
+    number per head that is expanded to the sizes of the scores, as in Flint."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.size = heads, 4 * WIDTH // heads
+        self.query, self.key, self.value, self.out = (nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(4))
+        self.bias = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, heads, bias=False))
+        self.places = nn.Buffer(torch.zeros(9, 2))
+        self.scale = nn.Parameter(torch.ones(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], self.heads, self.size)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        bias = self.bias(self.places).view(3, 3, self.heads).permute(2, 0, 1)
+        scores = q @ k.transpose(-2, -1)
+        y = (scores * self.scale.view(1, -1, 1, 1).expand(*scores.shape[:3], 1) + bias).softmax(-1) @ v
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
+def test_what_meets_each_head_is_cut_with_the_heads() -> None:
+    plan = tpk.make_plan(Windows(), 2, example_inputs=torch.zeros(2, 3, 4 * WIDTH))
+    for name in ("query", "key", "value", "bias.2"):
+        assert "4 heads, 2 per rank" in plan[name].reason, f"{name}: {plan[name].reason}"
+    assert plan[""].style == Sliced((("scale", 0),)), plan[""].reason
+    assert plan["out"].style == Row() and plan["bias.0"].style == Column(gather_output=True)
