@@ -67,14 +67,16 @@ class Swin(nn.Module):
 
 
 class Pair(nn.Module):
-    """An MLP without a call: ``once_more``: it reads the second weight in another way, too."""
+    """An MLP without a call: ``once_more``: it reads the second weight in another way, too; ``converted``: in fp32."""
 
-    def __init__(self, once_more: bool = False) -> None:
+    def __init__(self, once_more: bool = False, converted: bool = False) -> None:
         super().__init__()
         self.up, self.proj, self.once_more = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH), once_more
+        self.converted = converted
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(F.gelu(F.linear(x, self.up.weight, self.up.bias)), self.proj.weight, bias=self.proj.bias)
+        weight = self.proj.weight.type(torch.float32) if self.converted else self.proj.weight
+        y = F.linear(F.gelu(F.linear(x, self.up.weight, self.up.bias)), weight, bias=self.proj.bias)
         return y + self.proj.weight.mean() if self.once_more else y
 
 
@@ -108,7 +110,7 @@ class Called(nn.Module):
 
 MADE: dict[str, Any] = {
     "eva": Eva, "swin": Swin, "swin 2": lambda: Swin(zeroed=True), "pair": Pair,
-    "read once more": lambda: Pair(once_more=True), "packed": Packed,
+    "read once more": lambda: Pair(once_more=True), "converted": lambda: Pair(converted=True), "packed": Packed,
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ STYLES: dict[str, tuple[Style, Style, tuple[str, ...]]] = {
     "swin 2": (Replicate(), GATHERED, ("proj",)),  # a changed copy of the bias is no bias of the layer
     "pair": (Column(), Row(), ("proj", "up")),
     "read once more": (GATHERED, Replicate(), ("up",)),
+    "converted": (GATHERED, Replicate(), ("up",)),  # also where it has that dtype, as in LongCat-Flash
     "packed": (GATHERED, GATHERED, ("qkv",)),
 }
 """Of the first layer and the last, and which of them are called where the code multiplies."""
@@ -34,7 +35,7 @@ STYLES: dict[str, tuple[Style, Style, tuple[str, ...]]] = {
 def test_a_product_with_a_weight_is_planned_as_a_call_of_the_layer(how: str) -> None:
     plan = tpk.make_plan(made(how), 2, example_inputs=X)
     first, last, called = STYLES[how]
-    names = "block.up" if how in ("pair", "read once more") else "block.qkv", "block.proj"
+    names = "block.up" if how in ("pair", "read once more", "converted") else "block.qkv", "block.proj"
     assert tuple(plan[name].style for name in names) == (first, last)
     assert plan.by_weight == {"block": tuple(f"block.{name}" for name in called)}
     assert f"called where block multiplies by the weight: {', '.join(called)}" in str(plan)

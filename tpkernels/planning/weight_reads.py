@@ -2,16 +2,18 @@
 
 Such a product is recorded as a call of the layer, so that the layer is planned as every other one is; the parallel
 model calls it there (:mod:`tpkernels.nn.by_weight`).  What else code does with a weight shows in the ops, and the layer
-stays whole.  A layer that would be kept in several parameters cannot be read in this way.
+stays whole; so it does where code converts the weight, which is no op where the dtype is the same already.  A layer
+that would be kept in several parameters cannot be read in this way.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tpkernels.nn.by_weight import WeightCalls
 from tpkernels.planning.layers import own_base
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from tpkernels.planning.trace import Recording
 
 __all__ = ["WeightReads", "called_by_weight", "kept_in_parts", "weights_of_layers"]
+
+
+_CONVERSIONS = {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
 
 
 def weights_of_layers(shadow: Shadow) -> dict[int, str]:
@@ -45,6 +50,14 @@ class WeightReads(WeightCalls):
     def __init__(self, session: Session) -> None:
         super().__init__(())
         self.session = session
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = self.session.shadow.weights.get(id(args[0])) if func in _CONVERSIONS else None
+        if name is not None and sys._getframe(1).f_globals["__name__"].split(".")[0] != "torch":  # module.to()
+            self.session.weight_converted(name)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def layer_of(self, weight: Any) -> nn.Module | None:
         name = self.session.shadow.weights.get(id(weight))
