@@ -1,8 +1,9 @@
 """What a run on fake tensors follows: counters that code writes to, functions with a backward of their own, results
-that nobody reads."""
+that nobody reads, and models within a model that cannot be followed itself."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpkernels as tpk
-from tpkernels.planning.styles import Column, Row, Sliced
+from tpkernels.planning.styles import Column, Replicate, Row, Sliced
 
 pytestmark = pytest.mark.cpu
 
@@ -119,3 +120,50 @@ def test_what_meets_each_head_is_cut_with_the_heads() -> None:
         assert "4 heads, 2 per rank" in plan[name].reason, f"{name}: {plan[name].reason}"
     assert plan[""].style == Sliced((("scale", 0),)), plan[""].reason
     assert plan["out"].style == Row() and plan["bias.0"].style == Column(gather_output=True)
+
+
+class Tower(nn.Module):
+    """A model of transformers, as far as its inputs are concerned."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.table, self.mlp = nn.Embedding(16, WIDTH), Mlp(F.relu)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.table(input_ids))
+        return y
+
+
+class Several(nn.Module):
+    """``values``: it asks for a number, so that it cannot be followed; else its second tower does not run."""
+
+    def __init__(self, values: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.values = Tower(), Tower(), values
+        self.idle, self.read = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, later: bool = False) -> Tensor:
+        if self.values and x.sum() > 1:
+            return x
+        y: Tensor = self.first(x)
+        return F.linear(self.second(x), self.read.weight) + self.idle(y) if later else y
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_models_within_a_model_are_followed_by_themselves(values: bool) -> None:
+    model = Several(values)
+    plan = tpk.make_plan(model, 2)
+    for name in ("first", "second"):
+        assert plan[f"{name}.mlp.up"].style == Column() and plan[f"{name}.mlp.down"].style == Row(), name
+    assert plan["idle"].style == Column(gather_output=True), "a layer by itself"
+    assert plan["read"].style == Replicate() and "may use" in plan["read"].reason
+    assert bool(plan.fallback) == values
+    if values:
+        assert "but those of first, second, followed by themselves" in plan.fallback
+        with pytest.raises(ValueError, match="needs the data flow of the model"):
+            tpk.make_plan(model, 2, sequence_parallel=True)
+    else:
+        assert "not called by the example" in plan["idle"].reason

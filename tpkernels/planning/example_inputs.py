@@ -44,6 +44,10 @@ class Tokens:
         return torch.zeros((self.batch, *shape), device="meta")
 
 
+FRAME_NAMES = ("num_mel_bins", "feature_size", "input_feat_size", "feature_projection_input_dim", "input_dim")
+"""How a configuration may call the features of a frame of sound."""
+MOST_PARTS = 16
+"""Models within a model that are recorded by themselves."""
 INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_ids")
 
 
@@ -73,6 +77,9 @@ class Observation:
         self.note = ""
         """Which mode could not be recorded, and why."""
         self.problem = ""
+        """Why the model as a whole could not be recorded."""
+        self.followed = False
+        """Whether the model as a whole was recorded; else only models within it are."""
         self.refused_experts: dict[str, str] = {}
         """Modules that look like experts, and why they stay whole."""
         self.needs_values = False
@@ -81,7 +88,7 @@ class Observation:
         watch = watch or Watch()
         self._record_anew(model, watch, experts, given, list(candidates(model, sizes)) if not given else [], sizes)
         unknown = self._unknown()
-        if unknown and not given and "pixel_values" in self.kwargs:
+        if unknown and not given and self.followed and "pixel_values" in self.kwargs:
             # Where images go among the words depends on values, and most of the model is not seen then: text alone.
             state = dict(vars(self))
             texts = [(args, kwargs) for args, kwargs in candidates(model, sizes) if "pixel_values" not in kwargs]
@@ -130,20 +137,33 @@ class Observation:
         for args, kwargs in given[:1] or guesses:
             if self._record(shadow, Example("", *shadow.fake_inputs(args, kwargs))):
                 break
-        if not self.examples:
-            self.problem = self.problem or "no example inputs were given, and none could be derived"
-            return
-        for number, (args, kwargs) in enumerate(given[1:], start=1):
+        self.followed = bool(self.examples)
+        needed, problem = self.needs_values, self.problem or "no example inputs were given, and none could be derived"
+        for number, (args, kwargs) in enumerate(given[1:] if self.followed else (), start=1):
             if not self._record(shadow, Example("", *shadow.fake_inputs(args, kwargs))):
                 self.recording, self.problem = None, f"example_inputs[{number}]: {self.problem}"
                 return
         if not given:
-            needed = self.needs_values
-            for method, kwargs in _towers(model, sizes):
+            for method, kwargs in _towers(model, sizes) if self.followed else ():
                 self._record(shadow, Example(method, *shadow.fake_inputs((), kwargs)))
-            self.needs_values = needed
-        self.problem = ""
+        if not given or (needed and not self.followed):
+            self._record_parts(shadow, model, sizes)
+        self.needs_values, self.problem = needed, "" if self.followed else problem
         shadow.set_mode(self.mode)
+
+    def _record_parts(self, shadow: Shadow, model: nn.Module, sizes: Tokens) -> None:
+        """Record models of transformers within the model of which no layer has run, each by itself."""
+        done: list[str] = []
+        for name, module in model.named_modules():
+            prefix = f"{name}."
+            if not name or not _is_hugging_face(module) or any(prefix.startswith(f"{other}.") for other in done):
+                continue
+            seen = {} if self.recording is None else self.recording.layer_rows
+            layers = [layer for layer in shadow.layers if layer.startswith(prefix)]
+            if len(done) == MOST_PARTS or not layers or any(layer in seen for layer in layers):
+                continue
+            calls = (Example(name, *shadow.fake_inputs(*call)) for call in candidates(module, sizes))
+            done += [name] if any(self._record(shadow, call) for call in calls) else []
 
     @property
     def recordings(self) -> list[tuple[Mode, Recording]]:
@@ -245,7 +265,7 @@ def observe(
 def candidates(model: nn.Module, sizes: Tokens | None = None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Calls that could be right for ``model``, the likeliest first."""
     sizes = sizes or Tokens()
-    if hasattr(model, "config") and hasattr(model, "main_input_name"):
+    if _is_hugging_face(model):
         yield from _hugging_face(model, sizes)
     signature = inspect.signature(model.forward)
     required = [
@@ -257,6 +277,10 @@ def candidates(model: nn.Module, sizes: Tokens | None = None) -> Iterator[tuple[
     for kind, shape in sorted(firsts, key=lambda first: (first[0] == "int") != named):
         make = torch.zeros(shape, dtype=torch.long if kind == "int" else torch.get_default_dtype(), device="meta")
         yield (make,) * max(1, len(required)), {}
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return hasattr(model, "config") and hasattr(model, "main_input_name")
 
 
 def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -276,12 +300,11 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
         height, width = (size, size) if isinstance(size, int) else size[:2]
         images["pixel_values"] = sizes.floats(getattr(vision, "num_channels", 3), height, width)
     main = str(model.main_input_name)
-    if main == "input_features" and hasattr(config, "num_mel_bins"):
-        length = 2 * getattr(config, "max_source_positions", sizes.length)
-        yield (), {main: sizes.floats(config.num_mel_bins, length)} | extra
-        yield (), {main: sizes.floats(length, config.num_mel_bins)} | extra
+    if main == "input_features":
+        yield from (((), sound | extra) for sound in _sounds(config, parameters, sizes))
     if main == "input_values":
         yield (), {main: sizes.floats(4000)} | extra
+        yield (), {main: sizes.floats(1, 4000)} | extra
     if "grid_thw" in names and isinstance(getattr(config, "patch_size", None), int):
         patches, grid = _patches(config)
         first = next(name for name in inspect.signature(model.forward).parameters if name != "grid_thw")
@@ -290,6 +313,17 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
         if inputs:
             yield (), inputs | extra
             yield (), inputs
+
+
+def _sounds(config: Any, parameters: Mapping[str, inspect.Parameter], sizes: Tokens) -> Iterator[dict[str, Any]]:
+    """Frames of sound, by features or by time first, with the masks that must be given; in whole windows."""
+    features = next((value for name in FRAME_NAMES if isinstance(value := getattr(config, name, None), int)), None)
+    lengths = [2 * getattr(config, "max_source_positions", sizes.length), 2 * getattr(config, "n_window", 64)]
+    masks = [name for name, one in parameters.items() if "mask" in name and one.default is one.empty]
+    for length in dict.fromkeys(lengths if features is not None else ()):
+        given = {name: torch.ones(sizes.batch, length, dtype=torch.long) for name in masks}
+        yield {"input_features": sizes.floats(features, length)} | given
+        yield {"input_features": sizes.floats(length, features)} | given
 
 
 def _towers(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.gemm.canonical import check_blocks
 from tpkernels.nn.parameters import tp_mesh
-from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.convolutions import convolution_choices
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
 from tpkernels.planning.hypotheses import Attributes, Proof, Slice
 from tpkernels.planning.inner_blocks import find_inner_blocks
-from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
+from tpkernels.planning.kept_layers import kept_layers
+from tpkernels.planning.layers import Layer, layer_of, own_base
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
@@ -32,7 +31,7 @@ from tpkernels.planning.replay import Role
 from tpkernels.planning.row_counts import count_rows, elements_in, untrained_in
 from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
-from tpkernels.planning.single_layers import by_rule, smallest_cut, sums_its_gradient
+from tpkernels.planning.single_layers import by_rule, sums_its_gradient
 from tpkernels.planning.source_reads import maybe_read
 from tpkernels.planning.splits import divisor, for_degrees, has_places, pieces_of
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
@@ -142,7 +141,9 @@ class _Planner:
     def plan(self, group: DeviceMesh | None, sequence_parallel: bool, experts: str) -> ShardingPlan:
         self.by_itself |= {nn.Linear} if sequence_parallel else set()
         self._check_captured()
-        kept = self._kept()
+        kept = kept_layers(
+            self.model, self.layers, self.world_size, self.observation, self._tied(), parts=nn.Linear in self.by_itself
+        )
         for name, style in self.forced.items():
             if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
                 raise ValueError(f"the override of {name!r} conflicts with the model: it {READ}, and must stay whole")
@@ -205,7 +206,7 @@ class _Planner:
 
     def _cut_sequence(self) -> Stream:
         """Let the residual travel cut along the sequence, where that is proven, and change the styles to match."""
-        if self.observation is None or not self.traced:
+        if self.observation is None or not self.observation.followed:
             why = self.observation.problem if self.observation is not None else 'strategy is "rules"'
             advice = "" if self.observation is not None and self.observation.needs_values else "; give example_inputs"
             raise ValueError(f"sequence_parallel needs the data flow of the model: {why}{advice}")
@@ -244,36 +245,15 @@ class _Planner:
         """torch's attention modules whose parameters are read past them, as far as can be told."""
         if self.observation is None or self.observation.recording is None:
             return maybe_read(self.model)
-        return self.observation.recording.direct
+        direct = self.observation.recording.direct
+        return direct if self.observation.followed else direct | maybe_read(self.model).keys()
 
     def _notes(self) -> tuple[str, ...]:
-        if self.observation is None or self.traced:
+        if self.observation is None or self.observation.followed:
             return () if self.observation is None or not self.observation.note else (self.observation.note,)
-        return (f"{NO_DATA_FLOW}{self.observation.problem}; layers are taken one by one",)
-
-    def _kept(self) -> dict[str, str]:
-        """Layers that stay whole in any surroundings, and why."""
-        kept: dict[str, str] = {}
-        recording = self.observation.recording if self.observation is not None else None
-        tied = self._tied()
-        read = {} if recording is not None else maybe_read(self.model)
-        for name, layer in self.layers.items():
-            module = self.modules[name]
-            weight: Any = module.weight
-            why = unswappable(module)
-            if why is not None:
-                kept[name] = why
-            elif weight.dtype not in DTYPES:
-                kept[name] = f"has weights of {weight.dtype}"
-            elif recording is not None and name in recording.direct:
-                kept[name] = READ
-            elif name in read:
-                kept[name] = f"has a weight that the code of {read[name]} may use without calling the module"
-            elif recording is not None and name not in recording.layer_rows and name not in tied:
-                kept[name] = "is not called by the example"
-            elif smallest_cut(layer) < divisor(self.world_size):
-                kept[name] = f"has fewer features ({smallest_cut(layer)}) than there are ranks"
-        return kept
+        parts = ", ".join(dict.fromkeys(call.method for call in self.observation.calls.values()))
+        but = f", but those of {parts}, followed by themselves" if parts else ""
+        return (f"{NO_DATA_FLOW}{self.observation.problem}; layers are taken one by one{but}",)
 
     def _from_data_flow(self, kept: Mapping[str, str]) -> None:
         assert self.observation is not None
@@ -423,6 +403,7 @@ class _Planner:
         said = self.hints.styles[name][0] if self.hints is not None and name in self.hints.styles else ""
         why = f" ({self.hints.origin} says {said})" if said and self.hints is not None else ""
         why += f" (not with its neighbours: {refused[0]})" if refused else ""
+        why += " (not called by the example)" if self.traced and not self._is_seen(name) else ""
         return by_rule(layer, why, tied=name in self._tied())
 
     def _tied(self) -> dict[str, list[str]]:

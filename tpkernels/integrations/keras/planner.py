@@ -297,6 +297,7 @@ def _observe(shadow: KerasShadow, example: Any) -> Observation:
     """
     found = Observation.__new__(Observation)
     found.shadow, found.problem, found.note, found.examples, found.calls = shadow, "", "", [[]], {}
+    found.followed = True
     found.args, found.kwargs = shadow.fake_inputs((example,), {})
     call = Example("", found.args, found.kwargs)
     failures: dict[str, str] = {}
